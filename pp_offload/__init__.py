@@ -1,0 +1,88 @@
+"""Activation offload for pipeline-parallel training: no changed numbers, less device memory.
+
+Public names by task. Nothing is computed here.
+"""
+
+# One line around a schedule of torch.distributed.pipelining, or groups by module name.
+from pp_offload import pipelining
+
+# Devices.
+from pp_offload.backends import AcceleratorBackend, CpuBackend
+from pp_offload.config import OffloadConfig
+
+# What may go wrong.
+from pp_offload.errors import (
+    ClosedError,
+    ConfigError,
+    GroupStateError,
+    OffloadError,
+    RaceError,
+    SavedTensorModifiedError,
+)
+
+# The reference's names.
+from pp_offload.fine_grained_activation_offload import (
+    DEBUG,
+    DEBUG_RANK,
+    ChunkOffloadHandler,
+    FineGrainedActivationOffloadingInterface,
+    FineGrainedOffloadingBackwardRecordFunction,
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
+    GPUTensorPool,
+    OffloadTensorGroup,
+    PipelineOffloadManager,
+    debug_rank,
+    fine_grained_offloading_backward_record,
+    fine_grained_offloading_disable_offload,
+    fine_grained_offloading_enable_offload,
+    fine_grained_offloading_forward_record,
+    fine_grained_offloading_group_commit,
+    fine_grained_offloading_group_flush_delayed_groups,
+    fine_grained_offloading_group_start,
+    print_offload_summary_table,
+)
+from pp_offload.modules import offload_modules
+
+# Telling.
+from pp_offload.report import summary_table
+from pp_offload.session import use_backend
+from pp_offload.statistics import OffloadStatistics
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEBUG",
+    "DEBUG_RANK",
+    "AcceleratorBackend",
+    "ChunkOffloadHandler",
+    "ClosedError",
+    "ConfigError",
+    "CpuBackend",
+    "FineGrainedActivationOffloadingInterface",
+    "FineGrainedOffloadingBackwardRecordFunction",
+    "FineGrainedOffloadingGroupCommitFunction",
+    "FineGrainedOffloadingGroupStartFunction",
+    "GPUTensorPool",
+    "GroupStateError",
+    "OffloadConfig",
+    "OffloadError",
+    "OffloadStatistics",
+    "OffloadTensorGroup",
+    "PipelineOffloadManager",
+    "RaceError",
+    "SavedTensorModifiedError",
+    "debug_rank",
+    "fine_grained_offloading_backward_record",
+    "fine_grained_offloading_disable_offload",
+    "fine_grained_offloading_enable_offload",
+    "fine_grained_offloading_forward_record",
+    "fine_grained_offloading_group_commit",
+    "fine_grained_offloading_group_flush_delayed_groups",
+    "fine_grained_offloading_group_start",
+    "offload_modules",
+    "pipelining",
+    "print_offload_summary_table",
+    "summary_table",
+    "use_backend",
+]

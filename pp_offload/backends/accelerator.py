@@ -1,0 +1,66 @@
+"""Any accelerator PyTorch knows: CUDA, ROCm, XPU, or a PrivateUse1 device.
+
+Only the device-agnostic API is used: ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``,
+which satisfy the protocols of :mod:`pp_offload.backends.base` as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from pp_offload.backends.base import Stream
+
+
+class AcceleratorBackend:
+    """The current accelerator device, with one stream for each copy direction.
+
+    Args:
+        device: Which one; the current device when not given.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device or _current_device()
+        self.name = str(self.device)
+        self.d2h = cast(Stream, torch.Stream(device=self.device))
+        self.h2d = cast(Stream, torch.Stream(device=self.device))
+
+    def current_stream(self) -> Stream:
+        """The live stream of the calling thread; inside backward, that of the running node."""
+        return cast(Stream, torch.accelerator.current_stream(self.device))
+
+    def copy(
+        self, stream: Stream, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str
+    ) -> None:
+        """Queue the copies; host memory must be pinned for them to be asynchronous."""
+        assert isinstance(stream, torch.Stream)
+        with stream, torch.no_grad():
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def allocate_host(self, nbytes: int) -> Tensor:
+        """Pinned memory."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as failure:
+            raise MemoryError(f"cannot pin {nbytes} bytes of host memory: {failure}") from failure
+
+    def activate(self) -> AbstractContextManager[object]:
+        """Nothing to enter."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Block until both copy streams are empty."""
+        for stream in (self.d2h, self.h2d):
+            stream.record_event().synchronize()
+
+
+def _current_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        raise ValueError("no accelerator here; use CpuBackend, or a torch built for your device")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

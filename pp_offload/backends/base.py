@@ -1,0 +1,93 @@
+"""What a backend is: streams, events and copies on one kind of device.
+
+The transfer engine is written once, against these protocols. ``torch.Stream`` and ``torch.Event``
+satisfy :class:`Stream` and :class:`Event` as they are, so an accelerator needs no wrapping.
+
+    event = backend.d2h.record_event()          # after what was queued on d2h
+    backend.current_stream().wait_event(event)  # compute goes on only after it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A point in one stream's order."""
+
+    def query(self) -> bool:
+        """Whether everything before this point has finished, as far as the host can tell."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until everything before this point has finished."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work that runs in order."""
+
+    def wait_event(self, event: Event) -> None:
+        """Let nothing queued from now on run before ``event``. The host does not block."""
+        ...
+
+    def record_event(self) -> Event:
+        """A new event after everything queued so far."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One device: its live compute stream, two copy streams, and host memory for them."""
+
+    name: str
+    """What to call it in messages: ``cpu``, ``simulated late``, ``cuda:0``."""
+
+    device: torch.device
+    """Where this backend's device tensors live; what a reload allocates on."""
+
+    d2h: Stream
+    """Device to host copies, in order."""
+
+    h2d: Stream
+    """Host to device copies, in order."""
+
+    def current_stream(self) -> Stream:
+        """The compute stream that is current now, on the calling thread. Never cache it."""
+        ...
+
+    def copy(
+        self, stream: Stream, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str
+    ) -> None:
+        """Queue ``targets[i].copy_(sources[i])`` for all ``i`` on ``stream``.
+
+        The caller keeps targets and sources alive until an event recorded after this has finished.
+
+        Args:
+            stream: :attr:`d2h` or :attr:`h2d`.
+            targets: Tensors of the same shapes and dtypes as ``sources``, none overlapping another.
+            sources: What to copy.
+            label: The group these bytes belong to, for messages.
+        """
+        ...
+
+    def allocate_host(self, nbytes: int) -> Tensor:
+        """A flat ``uint8`` host tensor that :meth:`copy` can use asynchronously.
+
+        Raises:
+            MemoryError: The host cannot give ``nbytes``.
+        """
+        ...
+
+    def activate(self) -> AbstractContextManager[object]:
+        """What must be entered while this backend is in use; most need nothing."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until both copy streams are empty."""
+        ...

@@ -1,0 +1,175 @@
+"""The CPU as a device whose copies are really asynchronous.
+
+Each copy stream is a worker thread with a queue, so a large copy runs beside compute as on an
+accelerator. Small copies run at once in the calling thread when nothing is queued before them: a
+hand-off between threads costs more than they do. Compute is the calling thread itself, so what it
+did is finished by the time anybody asks, and making it wait means blocking it.
+
+torch's own CPU stream is a no-op, on which every program looks ordered; it is not used.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from pp_offload.backends.base import Event, Stream
+
+INLINE_BYTES = 256 * 1024
+"""Batches up to this many bytes are copied by the calling thread."""
+
+
+class FinishedEvent:
+    """A point the calling thread has already passed."""
+
+    def query(self) -> bool:
+        """Always true."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+FINISHED = FinishedEvent()
+
+
+class ThreadEvent:
+    """A point in a worker thread's queue."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._failure: BaseException | None = None
+
+    def query(self) -> bool:
+        """Whether the worker has passed this point."""
+        return self._done.is_set()
+
+    def synchronize(self) -> None:
+        """Block until the worker has passed this point; re-raise what failed before it."""
+        self._done.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self, failure: BaseException | None) -> None:
+        """Called by the worker."""
+        self._failure = failure
+        self._done.set()
+
+
+class ComputeStream:
+    """The calling thread, seen as a stream: always finished, and waiting blocks it."""
+
+    def wait_event(self, event: Event) -> None:
+        """Block this thread until ``event``."""
+        event.synchronize()
+
+    def record_event(self) -> Event:
+        """Already finished."""
+        return FINISHED
+
+
+class CopyStream:
+    """A queue served by one daemon thread, started when first needed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._last: Event = FINISHED
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def is_idle(self) -> bool:
+        """Whether all that was queued has finished."""
+        return self._last.query()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Queue ``work`` after all that is queued."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._serve, name=f"pp_offload-{self.name}", daemon=True
+            )
+            self._thread.start()
+        event = ThreadEvent()
+
+        def run() -> None:
+            if self._failure is None:
+                try:
+                    work()
+                except BaseException as failure:
+                    self._failure = failure
+            event.finish(self._failure)
+
+        self._last = event
+        self._queue.put(run)
+
+    def wait_event(self, event: Event) -> None:
+        """Queue a wait, unless ``event`` has passed or belongs to this very queue."""
+        if not event.query() and event is not self._last:
+            self.submit(event.synchronize)
+
+    def record_event(self) -> Event:
+        """The event of the last piece of work, since work ends in order."""
+        return FINISHED if self._last.query() and self._failure is None else self._last
+
+    def synchronize(self) -> None:
+        """Block until the queue is empty."""
+        self._last.synchronize()
+
+    def _serve(self) -> None:
+        while True:
+            self._queue.get()()
+
+
+class CpuBackend:
+    """Activations of CPU training, kept apart from it by two worker threads.
+
+    Args:
+        inline_bytes: Batches up to this size are copied by the calling thread.
+    """
+
+    def __init__(self, *, inline_bytes: int = INLINE_BYTES) -> None:
+        self.name = "cpu"
+        self.device = torch.device("cpu")
+        self.d2h: Stream = CopyStream("d2h")
+        self.h2d: Stream = CopyStream("h2d")
+        self._compute = ComputeStream()
+        self._inline_bytes = inline_bytes
+
+    def current_stream(self) -> Stream:
+        """The calling thread."""
+        return self._compute
+
+    def copy(
+        self, stream: Stream, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str
+    ) -> None:
+        """Copy here when small and nothing is queued, else on the stream's thread."""
+        assert isinstance(stream, CopyStream)
+        to, of = list(targets), list(sources)
+
+        def work() -> None:
+            with torch.no_grad():
+                torch._foreach_copy_(to, of)
+
+        if stream.is_idle() and sum(t.nbytes for t in to) <= self._inline_bytes:
+            work()
+        else:
+            stream.submit(work)
+
+    def allocate_host(self, nbytes: int) -> Tensor:
+        """Ordinary memory: the device is the host."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def activate(self) -> AbstractContextManager[object]:
+        """Nothing to enter."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Block until both queues are empty."""
+        for stream in (self.d2h, self.h2d):
+            assert isinstance(stream, CopyStream)
+            stream.synchronize()

@@ -1,0 +1,223 @@
+"""Who touched which bytes, and whether anything orders it.
+
+Every stream carries a vector clock; an event is a snapshot of it, and waiting merges the snapshot.
+The host has a clock too: what it has seen finish comes before all it issues later. Two accesses to
+the same bytes, one of them a write and one of them a copy, must be ordered by these clocks. They
+are checked when they are issued, so a run that happened to come out right is an error all the same.
+
+    detector.access(copy_stream, storage, Access(...))  # raises RaceError
+
+Conflicts between two compute operations are not our business and are not reported.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pp_offload.errors import RaceError
+
+
+class VectorClock(dict[str, int]):
+    """How far each stream is known to have come; missing means not at all."""
+
+    def merge(self, other: VectorClock) -> None:
+        """Know all that ``other`` knows, too."""
+        for name, tick in other.items():
+            if self.get(name, 0) < tick:
+                self[name] = tick
+
+    def merged(self, other: VectorClock) -> VectorClock:
+        """A new clock that knows what both know."""
+        result = VectorClock(self)
+        result.merge(other)
+        return result
+
+    def covers(self, other: VectorClock) -> bool:
+        """Whether everything ``other`` knows is known here."""
+        return all(self.get(name, 0) >= tick for name, tick in other.items())
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The bytes of a storage from ``start`` up to, not including, ``stop``."""
+
+    start: int
+    """First byte."""
+
+    stop: int
+    """One past the last byte."""
+
+    def overlaps(self, other: Extent) -> bool:
+        """Whether a byte is in both."""
+        return self.start < other.stop and other.start < self.stop
+
+    def contains(self, other: Extent) -> bool:
+        """Whether every byte of ``other`` is in this."""
+        return self.start <= other.start and other.stop <= self.stop
+
+
+def extent_of(tensor: Tensor) -> Extent:
+    """The smallest byte range that holds all elements; gaps between strides are included."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    if tensor.numel() == 0:
+        return Extent(start, start)
+    last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    return Extent(start, start + (last + 1) * tensor.itemsize)
+
+
+@dataclass(frozen=True)
+class Access:
+    """One use of some bytes by one stream."""
+
+    kind: str
+    """``read``, ``write`` or ``free``."""
+
+    stream: str
+    """The stream it runs on."""
+
+    tick: int
+    """That stream's own time."""
+
+    extent: Extent
+    """The bytes."""
+
+    label: str
+    """The group of a copy, the operator of a computation."""
+
+    is_copy: bool
+    """Whether a copy stream does it."""
+
+    def conflicts(self, other: Access) -> bool:
+        """Whether the two must be ordered."""
+        if self.kind == "read" and other.kind == "read":
+            return False
+        return (self.is_copy or other.is_copy) and self.extent.overlaps(other.extent)
+
+    def supersedes(self, older: Access) -> bool:
+        """Whether whatever races with ``older`` from now on also races with this."""
+        if not self.extent.contains(older.extent):
+            return False
+        if self.stream == older.stream:
+            return self.kind != "read" or older.kind == "read"
+        return self.is_copy and self.kind == "write"
+
+    def __str__(self) -> str:
+        what = "group" if self.is_copy else "operator"
+        return (
+            f"{self.kind} by stream {self.stream} ({what} {self.label!r}, "
+            f"bytes {self.extent.start}..{self.extent.stop})"
+        )
+
+
+class StreamClock:
+    """The vector clock of one stream, and its name."""
+
+    def __init__(self, name: str, *, is_copy: bool) -> None:
+        self.name = name
+        self.is_copy = is_copy
+        self.known = VectorClock({name: 1})
+
+    def advance(self, host: VectorClock) -> int:
+        """Begin one more piece of work, issued by the host now; returns its tick."""
+        self.known.merge(host)
+        self.known[self.name] += 1
+        return self.known[self.name]
+
+    def access(self, kind: str, extent: Extent, label: str) -> Access:
+        """An access by the piece of work begun last."""
+        return Access(kind, self.name, self.known[self.name], extent, label, self.is_copy)
+
+
+@dataclass
+class StorageHistory:
+    """The accesses to one storage that later ones can still race with."""
+
+    owner: StreamClock
+    """The compute stream that was current when the storage was first seen; it frees it."""
+
+    nbytes: int
+    """Its size when it was first seen."""
+
+    accesses: list[Access] = field(default_factory=list)
+    """Oldest first."""
+
+    reference: weakref.ref[torch.UntypedStorage] | None = None
+    """Kept for its callback."""
+
+    def first_race(self, access: Access, known: VectorClock) -> Access | None:
+        """An earlier access that conflicts with ``access`` and is not in ``known``."""
+        for old in self.accesses:
+            if known.get(old.stream, 0) < old.tick and old.conflicts(access):
+                return old
+        return None
+
+    def add(self, access: Access) -> None:
+        """Remember ``access``, and forget what it supersedes."""
+        self.accesses = [old for old in self.accesses if not access.supersedes(old)]
+        self.accesses.append(access)
+
+
+class RaceDetector:
+    """Histories of all storages seen and alive, and the host's clock."""
+
+    def __init__(self) -> None:
+        self.host = VectorClock()
+        self._histories: dict[int, StorageHistory] = {}
+        self._fault: RaceError | None = None
+
+    def see(self, storage: torch.UntypedStorage, owner: StreamClock, *, is_host: bool) -> None:
+        """Start the history of a storage that has none.
+
+        Device memory counts as just written by ``owner``, which computed or allocated it.
+        """
+        if storage._cdata in self._histories:
+            return
+        history = StorageHistory(owner, storage.nbytes())
+        if not is_host:
+            whole = Extent(0, history.nbytes)
+            history.accesses.append(owner.access("write", whole, "produced or allocated"))
+        history.reference = weakref.ref(storage, partial(self._freed, storage._cdata))
+        self._histories[storage._cdata] = history
+
+    def access(self, clock: StreamClock, storage: torch.UntypedStorage, access: Access) -> None:
+        """Check ``access`` against the storage's history.
+
+        Raises:
+            RaceError: Nothing orders it after an earlier conflicting access.
+        """
+        history = self._histories.get(storage._cdata)
+        if history is None or access.extent.start == access.extent.stop:
+            return
+        race = history.first_race(access, clock.known)
+        if race is not None:
+            raise RaceError(_unordered(access, race))
+        history.add(access)
+
+    def raise_fault(self) -> None:
+        """Raise what a free found since the last call, if anything."""
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            raise fault
+
+    def _freed(self, key: int, _reference: object) -> None:
+        """Called when a storage dies; cannot raise here."""
+        history = self._histories.pop(key, None)
+        if history is None:
+            return
+        free = history.owner.access("free", Extent(0, history.nbytes), "storage released")
+        race = history.first_race(free, history.owner.known.merged(self.host))
+        if race is not None and self._fault is None:
+            self._fault = RaceError(_unordered(free, race))
+
+
+def _unordered(access: Access, earlier: Access) -> str:
+    return (
+        f"{access} is not ordered after the {earlier}; "
+        f"expected stream {access.stream} (or the host) to wait for an event that "
+        f"{earlier.stream} records after it"
+    )

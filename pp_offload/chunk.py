@@ -1,0 +1,380 @@
+"""One microbatch on one model chunk: its groups, from forward to backward.
+
+Its collaborators come in the constructor, bundled as :class:`Services`; it asks no singleton.
+
+    group = chunk.on_group_start_forward("mlp")  # tensors saved from here on belong to the group
+    saved = chunk.tensor_push(tensor)            # pack hook
+    chunk.on_group_commit_forward(None)          # copies are queued
+    chunk.on_group_commit_backward("mlp")        # they are brought back
+    tensor = chunk.tensor_pop(saved)             # unpack hook
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pp_offload.backends import default_backend
+from pp_offload.chunk_queue import ChunkQueue
+from pp_offload.config import OffloadConfig
+from pp_offload.copies import CopyIndex
+from pp_offload.errors import GroupStateError
+from pp_offload.group import GroupState, OffloadTensorGroup
+from pp_offload.payload import Payload, payloads
+from pp_offload.policy import ChunkKey, ChunkShape, GroupKey, GroupShape, Plan
+from pp_offload.prefetch import Prefetcher
+from pp_offload.release import ForcedRelease
+from pp_offload.saved import Resident, SavedActivation
+from pp_offload.tensors import Eligibility, StorageSet
+from pp_offload.tiers.host import HostTier
+from pp_offload.tiers.pool import GPUTensorPool
+from pp_offload.transfer import Ticket, TransferEngine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Services:
+    """What every chunk of a manager shares."""
+
+    transfer: TransferEngine
+    eligibility: Eligibility
+    prefetcher: Prefetcher | None = None
+    queue: ChunkQueue = field(default_factory=ChunkQueue)
+    copies: CopyIndex = field(default_factory=CopyIndex)
+    plan: Plan = field(default_factory=Plan)
+    delayed: list[Callable[[], None]] = field(default_factory=list)
+    """Commits to be done later, in forward order."""
+
+    is_enabled: bool = True
+
+    number_chunk: Callable[[ChunkOffloadHandler], ChunkKey | None] = field(
+        default=lambda chunk: None
+    )
+    """Gives a chunk its key when its first group starts."""
+
+    @classmethod
+    def alone(cls) -> Services:
+        """For a chunk without a manager."""
+        backend, config = default_backend(), OffloadConfig()
+        host = HostTier(backend.allocate_host)
+        transfer = TransferEngine(backend, host, config.max_in_flight_bytes)
+        return cls(transfer, Eligibility(backend.device, StorageSet()))
+
+
+class ChunkOffloadHandler:
+    """Offloads and reloads the groups of one chunk.
+
+    Args:
+        min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
+        cpu_tensor_pool: Kept for callers that manage host tensors themselves; the engine's own
+            host memory is its host tier.
+        services: What it shares with other chunks; its own when not given.
+        vp_stage: Virtual pipeline stage it runs.
+
+    Source: Megatron-LM ``ChunkOffloadHandler``.
+    """
+
+    def __init__(
+        self,
+        min_offloaded_tensor_size: int,
+        cpu_tensor_pool: GPUTensorPool | None,
+        *,
+        services: Services | None = None,
+        vp_stage: int = 0,
+    ) -> None:
+        self.min_offloaded_tensor_size = min_offloaded_tensor_size
+        self.cpu_tensor_pool = cpu_tensor_pool
+        self.vp_stage = vp_stage
+        self.key: ChunkKey | None = None
+        self.groups: list[OffloadTensorGroup] = []
+        self._open: list[OffloadTensorGroup] = []
+        self._services = services or Services.alone()
+        self._thread = threading.get_ident()
+
+    # Single tensors
+
+    def offload(
+        self, src_tensor: Tensor, pin_memory: bool = True, use_cpu_pool: bool = True
+    ) -> SavedActivation:
+        """Copy one tensor to the host.
+
+        Args:
+            src_tensor: A dense device tensor.
+            pin_memory: Accepted for the reference; the backend knows what its copies need.
+            use_cpu_pool: Accepted for the reference; host memory is always reused.
+
+        Returns:
+            An opaque state for :meth:`reload`; the host bytes live as long as it does.
+        """
+        group = OffloadTensorGroup("tensor")
+        saved = SavedActivation(src_tensor, group)
+        group.push_tensor(saved, src_tensor)
+        self._move(group, payloads([saved]))
+        return saved
+
+    def reload(self, state: SavedActivation, non_blocking: bool | None = None) -> Tensor:
+        """The tensor :meth:`offload` took, on the device, ready for the current stream.
+
+        Args:
+            state: What :meth:`offload` returned. May be reloaded any number of times.
+            non_blocking: Accepted for the reference; the host never blocks on an accelerator.
+        """
+        return state.unpack()
+
+    # Autograd's hooks
+
+    def tensor_need_offloading_checker(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` may be offloaded; see :class:`pp_offload.tensors.Eligibility`."""
+        return self._services.eligibility.admits(tensor, self.min_offloaded_tensor_size)
+
+    def tensor_push(self, tensor: Tensor) -> SavedActivation | Resident:
+        """Save ``tensor`` in the group started last; what it returns is bound to that group.
+
+        Outside any open group the tensor stays where it is.
+        """
+        if not self._open:
+            return Resident(tensor)
+        return self.pack(self._open[-1], tensor)
+
+    def pack(self, group: OffloadTensorGroup, tensor: Tensor) -> SavedActivation | Resident:
+        """Save ``tensor`` in ``group``."""
+        if group.state is not GroupState.OPEN or not self._services.is_enabled:
+            return Resident(tensor)
+        if not self.tensor_need_offloading_checker(tensor):
+            return Resident(tensor)
+        saved = SavedActivation(tensor, group)
+        group.push_tensor(saved, tensor)
+        return saved
+
+    def tensor_pop(self, tensor_tag: SavedActivation | Resident) -> Tensor:
+        """The tensor behind a tag. The tag stays good: popping it twice is fine."""
+        return tensor_tag.unpack()
+
+    # Forward
+
+    def on_group_start_forward(self, name: str) -> OffloadTensorGroup:
+        """Open a group.
+
+        Raises:
+            GroupStateError: The chunk belongs to another thread.
+        """
+        if threading.get_ident() != self._thread:
+            raise GroupStateError(
+                f"group '{name}' was started on thread {threading.get_ident()}, but its chunk "
+                f"belongs to thread {self._thread}; call init_chunk_handler on the thread that "
+                "runs the forward"
+            )
+        if self.key is None:
+            self.key = self._services.number_chunk(self)
+        key = None if self.key is None else GroupKey(self.key, len(self.groups))
+        prefetcher = self._services.prefetcher
+        on_use = None if prefetcher is None else prefetcher.on_use
+        group = OffloadTensorGroup(name, key=key, on_use=on_use)
+        self.groups.append(group)
+        self._open.append(group)
+        return group
+
+    def on_group_commit_forward(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
+        """Close the group started last, and offload it if the plan says so."""
+        if not self._open:
+            raise GroupStateError(
+                "commit without an open group in this chunk; start one first, with "
+                "FineGrainedActivationOffloadingInterface or fine_grained_offloading_group_start"
+            )
+        self.bulk_offload(forced_released_tensors)
+
+    def commit(
+        self,
+        name: str,
+        forced_released_tensors: Sequence[Tensor] | None = None,
+        *,
+        delay: bool = False,
+    ) -> OffloadTensorGroup:
+        """Close the open group of this name, the innermost first, and offload it now or later.
+
+        Args:
+            name: What the group was started with.
+            forced_released_tensors: Emptied after the copy, where nobody else needs them.
+            delay: Only note the commit, for the manager's ``flush_delayed_groups``.
+
+        Raises:
+            GroupStateError: No open group has this name.
+        """
+        group = next((g for g in reversed(self._open) if g.name == name), None)
+        if group is None:
+            raise self._not_open(name)
+        self._open.remove(group)
+
+        def close() -> None:
+            self._open.append(group)
+            self.on_group_commit_forward(forced_released_tensors)
+
+        if delay:
+            self._services.delayed.append(close)
+        else:
+            close()
+        return group
+
+    def _not_open(self, name: str) -> GroupStateError:
+        was_seen = any(group.name == name for group in self.groups)
+        return GroupStateError(
+            f"commit of group '{name}', but "
+            + ("it was committed already" if was_seen else "no group of that name was started")
+            + f" in this chunk; open groups: {[group.name for group in self._open]}; start and "
+            "commit every group once"
+        )
+
+    def bulk_offload(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
+        """Offload the group being committed, or keep it; then release what the user named."""
+        if self.should_bulk_offload():
+            self.bulk_offload_group()
+        else:
+            self._keep(self._open.pop())
+        if forced_released_tensors:
+            self._services.transfer.after_copies(ForcedRelease(forced_released_tensors).run)
+
+    def should_bulk_offload(self) -> bool:
+        """Whether the group being committed leaves the device.
+
+        Not if offload is disabled, the plan keeps it, or its backward is about to begin: it is the
+        last of its name in a chunk that runs backward next.
+        """
+        services, group = self._services, self._open[-1]
+        if not services.is_enabled:
+            return False
+        if group.key is None:
+            return True
+        if services.plan.keeps(group.key, group.name):
+            return False
+        is_next = services.queue.front(group.name) is self
+        return not (is_next and services.plan.is_last_of_its_name(group.key, group.name))
+
+    def bulk_offload_group(self) -> None:
+        """Queue the copies of the group being committed. With no room on the host it is kept."""
+        group = self._open.pop()
+        moving = payloads(group.saved())
+        _describe(group, moving)
+        try:
+            self._move(group, moving)
+        except MemoryError as failure:
+            logger.warning(
+                "group '%s' stays on the device: no host memory for its %d bytes (%s); offload "
+                "fewer groups or give the process more pinned memory (ulimit -l)",
+                group.name,
+                group.total_offload_bytes,
+                failure,
+            )
+            group.move_to(GroupState.KEPT)
+
+    # Backward
+
+    def on_group_commit_backward(self, name: str) -> None:
+        """Backward reaches the group of this name that runs first; bring its tensors."""
+        for group in reversed(self.groups):
+            if group.name == name and not group.is_used:
+                group.on_use()
+                return
+
+    def on_group_start_backward(self) -> None:
+        """Backward leaves a group; reload what comes next."""
+        self.bulk_reload()
+
+    def bulk_reload(self) -> None:
+        """Reload ahead as far as the window allows."""
+        if self._services.prefetcher is not None:
+            self._services.prefetcher.fill()
+
+    def bulk_reload_group(self) -> None:
+        """Reload the next group to run backward."""
+        group = self.find_next_unused()
+        if group is not None:
+            group.on_use()
+
+    def pre_reload_last_layer(self) -> None:
+        """Reload the groups backward uses first, before it begins."""
+        self.bulk_reload()
+
+    # Questions
+
+    def find_group_with_name(self, name: str, start_index: int = 0) -> OffloadTensorGroup | None:
+        """The first group of this name at or after ``start_index`` in forward order."""
+        return next((g for g in self.groups[start_index:] if g.name == name), None)
+
+    def find_next_group(self, name: str | None = None) -> OffloadTensorGroup | None:
+        """The first open group (of this name)."""
+        return next((g for g in self._open if name in (None, g.name)), None)
+
+    def find_next_unused(self) -> OffloadTensorGroup | None:
+        """The group backward visits next."""
+        return next((g for g in reversed(self.groups) if not g.is_used), None)
+
+    def is_empty_chunk(self, name: str | None = None) -> bool:
+        """Whether it has no group, or none of this name."""
+        return not any(name in (None, group.name) for group in self.groups)
+
+    def finish_all_groups(self, name: str | None = None) -> bool:
+        """Whether backward has reached every group (of this name)."""
+        return all(group.is_used for group in self.groups if name in (None, group.name))
+
+    def get_max_deduplicated_groups(self) -> int:
+        """How many distinct names its groups have."""
+        return len({group.name for group in self.groups})
+
+    def shape(self) -> ChunkShape:
+        """What the policy needs to know."""
+        assert self.key is not None
+        groups = (GroupShape(g.name, g.total_offload_bytes) for g in self.groups)
+        return ChunkShape(self.key, tuple(groups))
+
+    def reset(self) -> None:
+        """Forget all groups. Tensors autograd still holds stay good."""
+        for group in self.groups:
+            group.drop()
+        self.groups.clear()
+        self._open.clear()
+
+    def _keep(self, group: OffloadTensorGroup) -> None:
+        _describe(group, payloads(group.saved()))
+        group.move_to(GroupState.KEPT)
+
+    def _move(self, group: OffloadTensorGroup, moving: list[Payload]) -> None:
+        for payload in moving:
+            for saved, _ in payload.members:
+                saved.check_unmodified()
+        transfer, copies = self._services.transfer, self._services.copies
+        tickets = [
+            Ticket(transfer, payload.tensor.shape, payload.tensor.dtype, group.name)
+            for payload in moving
+        ]
+        to_copy = [i for i in range(len(moving)) if not self._reuse(tickets[i], moving[i])]
+        if to_copy:
+            new = [tickets[i] for i in to_copy]
+            tensors = [moving[i].gathered() for i in to_copy]
+            transfer.offload(new, tensors, [moving[i].watched() for i in to_copy])
+            group.copied_bytes = sum(ticket.nbytes for ticket in new)
+        for i in to_copy:
+            copy = tickets[i].copy
+            if moving[i].is_storage and copy is not None:
+                copies.add(moving[i].tensor, moving[i].members[0][0].version, copy)
+        for ticket, payload in zip(tickets, moving, strict=True):
+            for saved, restore in payload.members:
+                saved.entrust(ticket, restore)
+        group.follow(tickets)
+        group.move_to(GroupState.OFFLOADED)
+
+    def _reuse(self, ticket: Ticket, payload: Payload) -> bool:
+        if payload.is_storage:
+            source = payload.members[0][0].source
+            assert source is not None
+            ticket.copy = self._services.copies.find(source, ticket.nbytes)
+        return ticket.copy is not None
+
+
+def _describe(group: OffloadTensorGroup, moving: list[Payload]) -> None:
+    for payload in moving:
+        group.update_offload_info(payload.tensor)

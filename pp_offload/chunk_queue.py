@@ -1,0 +1,108 @@
+"""Which chunk runs backward next. It steers prefetch; no tensor depends on it.
+
+The order comes from one of two sources: the schedule's own list of actions, known beforehand; or
+the order seen in an earlier step. Until one is known, chunks are queued by the reference's rule:
+those of the last virtual stage as they come, the others once every stage has as many, last stage
+first.
+
+    forward   s0 m0, s0 m1, s1 m0, s1 m1      staged   s0: m0 m1     queued   s1 m0, s1 m1
+    then      flush                                                  queued   ..., s0 m0, s0 m1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from pp_offload.policy import ChunkKey
+
+
+class QueuedChunk(Protocol):
+    """What the queue needs to know of a chunk."""
+
+    key: ChunkKey | None
+
+    def is_empty_chunk(self, name: str | None = None) -> bool:
+        """Whether it has no group, or none of that name."""
+        ...
+
+
+class ChunkQueue:
+    """Chunks whose backward has not begun."""
+
+    def __init__(self) -> None:
+        self.is_told = False
+        self._position: dict[ChunkKey, int] = {}
+        self._queued: list[QueuedChunk] = []
+        self._staged: dict[int, list[QueuedChunk]] = {}
+
+    def know_order(self, keys: Iterable[ChunkKey], *, is_told: bool = False) -> None:
+        """From now on chunks run backward in this order; unknown ones come last.
+
+        Args:
+            keys: First to run backward first.
+            is_told: Whether a schedule said so; then what was seen does not replace it.
+        """
+        self._position = {key: position for position, key in enumerate(keys)}
+        self.is_told = is_told
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the order is known, rather than guessed."""
+        return bool(self._position)
+
+    def stage(self, chunk: QueuedChunk, vp_size: int, vp_stage: int) -> None:
+        """Queue a chunk by the reference's rule, or at once where the order is known."""
+        if vp_stage == vp_size - 1 or self.has_order:
+            self.push(chunk)
+        else:
+            self._staged.setdefault(vp_stage, []).append(chunk)
+        counts = {len(self._staged.get(s, ())) for s in range(vp_size - 1)}
+        last = sum(1 for c in self._queued if c.key is not None and c.key.vp_stage == vp_size - 1)
+        if vp_stage == vp_size - 1 and counts == {last}:
+            self.flush()
+
+    def push(self, chunk: QueuedChunk) -> None:
+        """Add a chunk behind the others."""
+        self._queued.append(chunk)
+
+    def flush(self) -> None:
+        """Queue all staged chunks, the last stage first."""
+        for vp_stage in sorted(self._staged, reverse=True):
+            self._queued += self._staged[vp_stage]
+        self._staged.clear()
+
+    def remove(self, chunk: QueuedChunk) -> None:
+        """The chunk's backward begins."""
+        for chunks in (self._queued, *self._staged.values()):
+            if chunk in chunks:
+                chunks.remove(chunk)
+
+    def upcoming(self) -> Iterator[QueuedChunk]:
+        """The chunks that have groups, next one first."""
+        chunks = self._queued
+        if self.has_order:
+            last = len(self._position)
+            chunks = sorted(
+                chunks, key=lambda c: last if c.key is None else self._position.get(c.key, last)
+            )
+        return (chunk for chunk in chunks if not chunk.is_empty_chunk())
+
+    def front(self, name: str | None = None) -> QueuedChunk | None:
+        """The next chunk with a group (of that name); it stays."""
+        return next((c for c in self.upcoming() if not c.is_empty_chunk(name)), None)
+
+    def pop(self, name: str | None = None) -> QueuedChunk | None:
+        """Take out the next chunk with a group (of that name)."""
+        chunk = self.front(name)
+        if chunk is not None:
+            self.remove(chunk)
+        return chunk
+
+    def clear(self) -> None:
+        """Forget the chunks, not the order."""
+        self._queued.clear()
+        self._staged.clear()
+
+    def __len__(self) -> int:
+        return len(self._queued) + sum(len(chunks) for chunks in self._staged.values())

@@ -1,0 +1,54 @@
+"""What a user can choose, in one frozen record that is checked as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pp_offload.errors import ConfigError
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Options of the engine.
+
+    Raises:
+        ConfigError: One error that lists every violation.
+    """
+
+    min_offloaded_tensor_size: int = 1024 * 1024
+    """Smaller tensors stay on the device. In elements, as in the reference."""
+
+    delta_offload_bytes_across_pp_ranks: int = 0
+    """Pipeline rank r keeps at least r times this many bytes on its device."""
+
+    activation_offload_fraction: float = 1.0
+    """Of the groups of a chunk that may be offloaded, the share that is; the last ones stay."""
+
+    max_in_flight_bytes: int = 512 * MIB
+    """Device bytes that may wait for their copy to the host; beyond it compute waits."""
+
+    prefetch_bytes: int = 512 * MIB
+    """Bytes reloaded ahead of their use. One tensor may always be ahead, however large."""
+
+    def __post_init__(self) -> None:
+        problems = list(self._violations())
+        if problems:
+            raise ConfigError("OffloadConfig is invalid: " + "; ".join(problems))
+
+    def _violations(self) -> list[str]:
+        found = []
+        for name in (
+            "min_offloaded_tensor_size",
+            "delta_offload_bytes_across_pp_ranks",
+            "max_in_flight_bytes",
+            "prefetch_bytes",
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                found.append(f"{name} is {value!r}, expected an integer of at least 0")
+        fraction = self.activation_offload_fraction
+        if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            found.append(f"activation_offload_fraction is {fraction!r}, expected 0 to 1")
+        return found

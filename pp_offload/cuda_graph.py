@@ -1,0 +1,54 @@
+"""Recording the engine's streams into a captured CUDA graph.
+
+A captured graph must join every stream it forked. After the forward is captured, the capturing
+stream waits for the copies to the host; in backward it waits for those to the device.
+
+    off_interface.forward_record(forward_event)               # at the end of a captured forward
+    y = fine_grained_offloading_backward_record(y, event)     # on what the captured part returns
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pp_offload.backends import Stream
+from pp_offload.manager import PipelineOffloadManager
+
+
+def fine_grained_offloading_forward_record(event: torch.cuda.Event) -> None:
+    """Record ``event`` on the current stream, which then waits for the copies to the host."""
+    manager = PipelineOffloadManager.get_instance()
+    _record_and_join(event, manager.backend.current_stream(), manager.d2h_stream)
+
+
+class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
+    """Identity whose backward records an event and joins the copies to the device.
+
+    Source: Megatron-LM ``FineGrainedOffloadingBackwardRecordFunction``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, event: torch.cuda.Event) -> Tensor:
+        """``tensor`` as it is."""
+        ctx.event = event
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Record the event on the current stream, which then waits for the h2d stream."""
+        manager = PipelineOffloadManager.get_instance()
+        _record_and_join(ctx.event, manager.backend.current_stream(), manager.h2d_stream)
+        return grad_output, None
+
+
+def fine_grained_offloading_backward_record(tensor: Tensor, event: torch.cuda.Event) -> Tensor:
+    """``tensor``; in its backward ``event`` is recorded and the h2d stream joined."""
+    return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
+
+
+def _record_and_join(event: Any, stream: Any, side: Stream) -> None:
+    event.record(stream)
+    stream.wait_event(side.record_event())

@@ -1,0 +1,32 @@
+"""Errors of pp_offload: what was found, what was expected, what to do.
+
+Everything raised on purpose derives from :class:`OffloadError`, or is a plain ``ValueError`` for an
+argument that cannot be right. A bare device error never reaches the user.
+"""
+
+
+class OffloadError(RuntimeError):
+    """Base of all errors this package raises."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """An :class:`~pp_offload.OffloadConfig` is invalid; the message lists every violation."""
+
+
+class GroupStateError(OffloadError):
+    """A group or chunk was asked for a step its state does not allow."""
+
+
+class SavedTensorModifiedError(OffloadError):
+    """A saved tensor was changed in place before its bytes were safe.
+
+    Autograd raises a ``RuntimeError`` for the same program; so does this, and it names the group.
+    """
+
+
+class RaceError(OffloadError):
+    """The simulated backend saw two conflicting accesses that nothing orders."""
+
+
+class ClosedError(OffloadError):
+    """A tier, stream or handle was used after it was closed."""

@@ -1,0 +1,147 @@
+"""A named set of saved tensors that leave and come back together.
+
+A group is open from its start to its commit; what autograd saves meanwhile joins it. The commit
+either offloads it or keeps it. While open it holds its tensors; from then on their lives belong to
+autograd, and the group only knows, weakly, the tickets it may prefetch.
+
+       OPEN --commit--> OFFLOADED   copies queued
+         +------commit--> KEPT      stays on the device: policy, or no room on the host
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from pp_offload.backends import Event, Stream
+from pp_offload.errors import GroupStateError
+from pp_offload.policy import GroupKey
+from pp_offload.saved import SavedActivation
+from pp_offload.transfer import Ticket, record, wait
+
+
+class GroupState(enum.Enum):
+    """Where a group is in its life."""
+
+    OPEN = "open"
+    OFFLOADED = "offloaded"
+    KEPT = "kept on the device"
+
+
+_NEXT = {
+    GroupState.OPEN: (GroupState.OFFLOADED, GroupState.KEPT),
+    GroupState.OFFLOADED: (),
+    GroupState.KEPT: (),
+}
+
+
+class OffloadTensorGroup:
+    """Tensors saved between a start and its commit.
+
+    Args:
+        name: The user's name for it, such as ``mlp_norm``.
+        key: Its place in the step, if it has one.
+        on_use: Called with the group whenever backward is about to use one of its tensors.
+
+    Source: Megatron-LM ``OffloadTensorGroup``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        key: GroupKey | None = None,
+        on_use: Callable[[OffloadTensorGroup], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.key = key
+        self.state = GroupState.OPEN
+        self.is_used = False
+        self.total_tensor_count = 0
+        self.total_offload_bytes = 0
+        self.copied_bytes = 0
+        self._on_use = on_use
+        self._tensors: dict[object, Tensor] = {}
+        self._tickets: list[weakref.ref[Ticket]] = []
+        self._events: dict[str, Event] = {}
+
+    def push_tensor(self, tag: object, tensor: Tensor) -> None:
+        """Hold ``tensor`` under ``tag`` until it is popped or the group is committed."""
+        self._tensors[tag] = tensor
+
+    def pop_tensor(self, tag: object) -> Tensor:
+        """Take the tensor under ``tag`` out of the group.
+
+        Raises:
+            GroupStateError: Nothing is held under ``tag``.
+        """
+        if tag not in self._tensors:
+            raise GroupStateError(
+                f"group '{self.name}' ({self.state.value}) holds no tensor under {tag!r}; "
+                f"it holds {len(self._tensors)}; pop a tag that push_tensor was given, once"
+            )
+        return self._tensors.pop(tag)
+
+    def saved(self) -> list[SavedActivation]:
+        """The members that were not offloaded yet, in the order autograd saved them."""
+        return [tag for tag in self._tensors if isinstance(tag, SavedActivation)]
+
+    def move_to(self, state: GroupState) -> None:
+        """Change the state, if the table allows it.
+
+        Raises:
+            GroupStateError: It does not.
+        """
+        if state not in _NEXT[self.state]:
+            allowed = ", ".join(s.value for s in _NEXT[self.state]) or "nothing"
+            raise GroupStateError(
+                f"group '{self.name}' is {self.state.value} and cannot become {state.value}; "
+                f"next is {allowed}"
+            )
+        self.state = state
+        self._tensors.clear()
+
+    def follow(self, tickets: list[Ticket]) -> None:
+        """Know these tickets, for prefetch, as long as they live."""
+        self._tickets = [weakref.ref(ticket) for ticket in tickets]
+
+    def tickets_last_first(self) -> Iterator[Ticket]:
+        """The living tickets, those saved last, which backward uses first, first."""
+        for ref in reversed(self._tickets):
+            ticket = ref()
+            if ticket is not None:
+                yield ticket
+
+    def on_use(self) -> None:
+        """Backward is about to use one of the tensors."""
+        if self._on_use is not None:
+            self._on_use(self)
+
+    def drop(self) -> None:
+        """Forget every tensor, as when the step was aborted."""
+        self._tensors.clear()
+        self._tickets.clear()
+
+    def record_offload_event(self, stream: Stream) -> None:
+        """Note the point of ``stream`` behind which the copies to the host are done."""
+        self._events["offload"] = record(stream)
+
+    def wait_offload_event(self, stream: Stream) -> None:
+        """Make ``stream`` wait for the copies to the host. Without an event there is no wait."""
+        wait(stream, self._events.get("offload"))
+
+    def record_reload_event(self, stream: Stream) -> None:
+        """Note the point of ``stream`` behind which the tensors are back."""
+        self._events["reload"] = record(stream)
+
+    def wait_reload_event(self, stream: Stream) -> None:
+        """Make ``stream`` wait for the tensors to be back. Without an event there is no wait."""
+        wait(stream, self._events.get("reload"))
+
+    def update_offload_info(self, tensor: Tensor) -> None:
+        """Count ``tensor`` among what offloading this group moves."""
+        self.total_tensor_count += 1
+        self.total_offload_bytes += tensor.nbytes

@@ -1,0 +1,194 @@
+"""What a layer's forward calls: the reference's interface and functions.
+
+    off_interface.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size)
+
+    with off_interface(offload, x, "mlp_norm") as x:   # group starts; tensors saved join it
+        y = self.norm(x)
+    y = off_interface.group_commit(y, name="mlp_norm")  # copies are queued
+
+Everything is bound to the chunk and group that are current at the call, so backward needs no
+singleton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from pp_offload.chunk import ChunkOffloadHandler
+from pp_offload.functions import mark_commit, mark_start
+from pp_offload.group import OffloadTensorGroup
+from pp_offload.manager import PipelineOffloadManager
+from pp_offload.saved import unpack
+
+
+def fine_grained_offloading_disable_offload() -> None:
+    """From now on nothing is offloaded."""
+    PipelineOffloadManager.get_instance().disable_offload()
+
+
+def fine_grained_offloading_enable_offload() -> None:
+    """Offload again."""
+    PipelineOffloadManager.get_instance().enable_offload()
+
+
+def fine_grained_offloading_group_start(tensor: Tensor, name: str | None = None) -> Tensor:
+    """Open a group on the current chunk; use the returned tensor from here on.
+
+    Args:
+        tensor: The group's input. It may or may not require grad.
+        name: Of the group; ``group`` if not given.
+
+    Returns:
+        A view of ``tensor``, or ``tensor`` itself where no gradient passes.
+
+    Raises:
+        GroupStateError: There is no chunk, or it belongs to another thread.
+    """
+    started = _start(tensor, name or "group")
+    return tensor if started is None else started[0]
+
+
+def fine_grained_offloading_group_commit(
+    tensor: Any,
+    name: str,
+    forced_released_tensors: Sequence[Tensor] | None = None,
+    delay_offload: bool = False,
+) -> Any:
+    """Close a group and queue the copies of its tensors to the host.
+
+    Args:
+        tensor: The group's output, or a tuple, list or dict of outputs; its structure is kept.
+        name: What the group was started with.
+        forced_released_tensors: Tensors to empty after the copy although something still refers
+            to them. Unlike the reference, one whose storage anybody else shares is left alone.
+        delay_offload: Only queue the commit, until
+            :func:`fine_grained_offloading_group_flush_delayed_groups`.
+
+    Returns:
+        ``tensor`` with the group's end marked in its graph.
+
+    Raises:
+        GroupStateError: There is no chunk, or no open group of this name.
+    """
+    chunk = PipelineOffloadManager.get_instance().open_chunk(f"commit of group '{name}'")
+    if chunk is None:
+        return tensor
+    group = chunk.commit(name, forced_released_tensors, delay=delay_offload)
+    return mark_commit(tensor, group.on_use)
+
+
+def fine_grained_offloading_group_flush_delayed_groups() -> None:
+    """Do the commits that were delayed, in forward order."""
+    PipelineOffloadManager.get_instance().flush_delayed_groups()
+
+
+class FineGrainedActivationOffloadingInterface:
+    """A group as a context: opened on entering, its saved tensors collected until leaving.
+
+    The group is committed by :meth:`group_commit`, after or inside the context.
+
+    Args:
+        offload: False makes this and nothing else happen: ``with`` gives back ``tensor``.
+        tensor: The group's input.
+        name: Of the group.
+
+    Source: Megatron-LM ``FineGrainedActivationOffloadingInterface``.
+    """
+
+    def __init__(self, offload: bool, tensor: Tensor, name: str) -> None:
+        self.offload = offload
+        self.tensor = tensor
+        self.name = name
+        self._hooks: saved_tensors_hooks | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a group was opened and still collects."""
+        return self._hooks is not None
+
+    def __enter__(self) -> Tensor:
+        """Open the group; use the returned tensor inside."""
+        started = _start(self.tensor, self.name) if self.offload else None
+        if started is None:
+            return self.tensor
+        self.tensor, chunk, group = started
+        self._hooks = saved_tensors_hooks(lambda saved: chunk.pack(group, saved), unpack)
+        self._hooks.__enter__()
+        return self.tensor
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        """Stop collecting; an exception passes on."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(kind, error, traceback)
+
+    @staticmethod
+    def init_chunk_handler(
+        vp_size: int | None, vp_stage: int | None, min_offloaded_tensor_size: int
+    ) -> None:
+        """Begin the forward of one microbatch; see
+        :meth:`PipelineOffloadManager.init_model_chunk_offload_handler`.
+        """
+        PipelineOffloadManager.get_instance().init_model_chunk_offload_handler(
+            vp_size, vp_stage, min_offloaded_tensor_size
+        )
+
+    @staticmethod
+    def get_context(flag: bool) -> AbstractContextManager[object]:
+        """The manager, as a context that saves tensors through it; or one that does nothing."""
+        return PipelineOffloadManager.get_instance() if flag else nullcontext()
+
+    @staticmethod
+    def group_commit(
+        tensor: Any,
+        name: str,
+        forced_released_tensors: Sequence[Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> Any:
+        """See :func:`fine_grained_offloading_group_commit`."""
+        return fine_grained_offloading_group_commit(
+            tensor, name, forced_released_tensors, delay_offload
+        )
+
+    @staticmethod
+    def mark_not_offloadable(tensor: Tensor) -> None:
+        """Keep ``tensor`` and its views on the device."""
+        PipelineOffloadManager.get_instance().mark_not_offloadable(tensor)
+
+    @staticmethod
+    def forward_record(event: Any) -> None:
+        """See :func:`pp_offload.cuda_graph.fine_grained_offloading_forward_record`."""
+        from pp_offload.cuda_graph import fine_grained_offloading_forward_record
+
+        fine_grained_offloading_forward_record(event)
+
+    @staticmethod
+    def reset() -> None:
+        """Begin a step: close the last one. Holds no collective."""
+        PipelineOffloadManager.get_instance().reset()
+
+    @staticmethod
+    def reset_instance() -> None:
+        """Drop the manager; the next call makes a new one."""
+        PipelineOffloadManager.reset_instance()
+
+
+def _start(
+    tensor: Tensor, name: str
+) -> tuple[Tensor, ChunkOffloadHandler, OffloadTensorGroup] | None:
+    chunk = PipelineOffloadManager.get_instance().open_chunk(f"start of group '{name}'")
+    if chunk is None:
+        return None
+    group = chunk.on_group_start_forward(name)
+    return mark_start(tensor, chunk.on_group_start_backward), chunk, group

@@ -1,0 +1,185 @@
+"""Offload in a schedule of ``torch.distributed.pipelining``; the training loop does not change.
+
+    with attach(schedule, groups={"mlp": "layers.*.mlp"}, config=OffloadConfig(...)):
+        for batch in data:
+            schedule.step(batch, target=..., losses=losses)
+
+Every forward of a stage becomes a chunk. The order of backward is read from the schedule's own
+actions, so prefetch is right from the first step; a schedule that does not tell is watched for one.
+What the schedule runs outside its chunks, such as its inference of shapes, and ``schedule.eval``,
+passes through untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pp_offload.config import OffloadConfig
+from pp_offload.errors import OffloadError
+from pp_offload.manager import PipelineOffloadManager
+from pp_offload.modules import OffloadModulesHandle, Patterns, offload_modules
+from pp_offload.policy import ChunkKey
+
+_ATTACHED = "_pp_offload_handle"
+
+
+def attach(
+    schedule: Any, groups: Patterns | None = None, config: OffloadConfig | None = None
+) -> AttachedSchedule:
+    """Offload the activations of a schedule's stages.
+
+    Args:
+        schedule: Any schedule of ``torch.distributed.pipelining``.
+        groups: Module name patterns by group name, for each stage's module; None if the model
+            marks its groups itself. A pattern must match on one of this rank's stages.
+        config: Options; those of the current manager when None. A new config makes a new manager.
+
+    Returns:
+        A handle, also a context manager; ``detach()`` restores schedule and modules.
+
+    Raises:
+        OffloadError: The schedule is attached already.
+        ValueError: A pattern matches nothing on this rank.
+    """
+    if getattr(schedule, _ATTACHED, None) is not None:
+        raise OffloadError(
+            f"{type(schedule).__name__} is attached already; detach() its handle first, or keep "
+            "using that one"
+        )
+    manager = PipelineOffloadManager.get_instance()
+    if config is not None and config != manager.config:
+        manager = PipelineOffloadManager(config=config, backend=manager.backend)
+        PipelineOffloadManager.OFFLOAD_MGR = manager
+    return AttachedSchedule(schedule, manager, groups)
+
+
+class AttachedSchedule:
+    """A schedule whose stages offload; made by :func:`attach`."""
+
+    def __init__(
+        self, schedule: Any, manager: PipelineOffloadManager, groups: Patterns | None
+    ) -> None:
+        self.manager = manager
+        self._schedule = schedule
+        self._stages = _stages(schedule)
+        self._wrapped: list[tuple[Any, str]] = []
+        self._modules: list[OffloadModulesHandle] = []
+        try:
+            self._attach(groups)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _attach(self, groups: Patterns | None) -> None:
+        manager = self.manager
+        setattr(self._schedule, _ATTACHED, self)
+        self._mark_modules(groups)
+        manager.passes_without_chunk = True
+        manager.step.pipeline_rank = int(getattr(self._stages[0], "group_rank", 0))
+        order = list(backward_order(self._schedule, self._stages))
+        if order:
+            manager.step.queue.know_order(order, is_told=True)
+        for vp_stage, stage in enumerate(self._stages):
+            self._wrap(stage, "forward_one_chunk", functools.partial(self._forward, vp_stage))
+        self._wrap(self._schedule, "step", self._step)
+
+    def detach(self) -> None:
+        """Restore the schedule and the modules. Twice is fine."""
+        for owner, name in self._wrapped:
+            owner.__dict__.pop(name, None)
+        self._wrapped.clear()
+        for handle in self._modules:
+            handle.remove()
+        self._modules.clear()
+        self._schedule.__dict__.pop(_ATTACHED, None)
+        self.manager.passes_without_chunk = False
+
+    def __enter__(self) -> AttachedSchedule:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
+    def _mark_modules(self, groups: Patterns | None) -> None:
+        kept = self.manager.services.eligibility.kept
+        for stage in self._stages:
+            kept.add_module(stage.submod)
+        if groups is None:
+            return
+        self._modules = [offload_modules(s.submod, groups, missing_ok=True) for s in self._stages]
+        for group in groups:
+            if not any(handle.modules[group] for handle in self._modules):
+                offload_modules(self._stages[0].submod, {group: groups[group]})
+
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        inner = getattr(owner, name)
+
+        @functools.wraps(inner)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(inner, *args, **kwargs)
+
+        setattr(owner, name, wrapper)
+        self._wrapped.append((owner, name))
+
+    def _forward(self, vp_stage: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._stages[vp_stage].has_backward:
+            return inner(*args, **kwargs)
+        manager = self.manager
+        manager.init_model_chunk_offload_handler(
+            len(self._stages), vp_stage, manager.config.min_offloaded_tensor_size
+        )
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            manager.end_chunk()
+
+    def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        manager = self.manager
+        kept = manager.services.eligibility.kept
+        for stage in self._stages:
+            kept.add_module(stage.submod)
+        manager.reset()
+        try:
+            return inner(*args, **kwargs)
+        except BaseException:
+            manager.abort()
+            raise
+
+
+def _stages(schedule: Any) -> list[Any]:
+    if hasattr(schedule, "_stages"):
+        return list(schedule._stages)
+    if hasattr(schedule, "_stage"):
+        return [schedule._stage]
+    raise TypeError(
+        f"{type(schedule).__name__} has no stages; expected a schedule of "
+        "torch.distributed.pipelining"
+    )
+
+
+def backward_order(schedule: Any, stages: list[Any]) -> Iterator[ChunkKey]:
+    """The chunks of this rank in the order the schedule runs their backward.
+
+    Nothing if the schedule does not tell. A backward in two parts counts at its first.
+    """
+    with_comms = getattr(schedule, "pipeline_order_with_comms", None)
+    order = with_comms or getattr(schedule, "pipeline_order", None) or {}
+    local = {stage.stage_index: vp_stage for vp_stage, stage in enumerate(stages)}
+    forwards: dict[int, dict[int, int]] = {vp_stage: {} for vp_stage in local.values()}
+    actions = [a for action in order.get(stages[0].group_rank, ()) for a in _parts(action)]
+    for action in actions:
+        if action.computation_type.name == "FORWARD" and action.stage_index in local:
+            seen = forwards[local[action.stage_index]]
+            seen[action.microbatch_index] = len(seen)
+    for action in actions:
+        if action.computation_type.name in ("FULL_BACKWARD", "BACKWARD_INPUT"):
+            vp_stage = local[action.stage_index]
+            yield ChunkKey(vp_stage, forwards[vp_stage][action.microbatch_index])
+
+
+def _parts(action: Any) -> list[Any]:
+    if action is None:
+        return []
+    return list(getattr(action, "sub_actions", None) or [action])

@@ -1,0 +1,136 @@
+"""What stays on the device: pure functions of what one step did.
+
+A step is described by its chunks in backward order, each with its groups in forward order. Nothing
+here touches a tensor, a stream or a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pp_offload.config import OffloadConfig
+
+
+class ChunkKey(NamedTuple):
+    """Which chunk of a step, the same in every step."""
+
+    vp_stage: int
+    """Virtual pipeline stage."""
+
+    ordinal: int
+    """Microbatch: the how manieth forward of that stage in this step, from 0."""
+
+
+class GroupKey(NamedTuple):
+    """Which group of a step, the same in every step."""
+
+    chunk: ChunkKey
+    position: int
+    """In the chunk's forward, from 0."""
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """A group as a step saw it."""
+
+    name: str
+    nbytes: int
+    """What offloading it moves to the host."""
+
+
+@dataclass(frozen=True)
+class ChunkShape:
+    """A chunk as a step saw it."""
+
+    key: ChunkKey
+    groups: tuple[GroupShape, ...]
+    """In forward order."""
+
+    def keys(self) -> Iterator[tuple[GroupKey, GroupShape]]:
+        """Each group with its key, in forward order."""
+        for position, group in enumerate(self.groups):
+            yield GroupKey(self.key, position), group
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the steps to come keep on the device."""
+
+    kept: frozenset[GroupKey] = frozenset()
+    names: dict[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
+    """Names of each chunk's groups in forward order, as last seen."""
+
+    def keeps(self, key: GroupKey, name: str) -> bool:
+        """Whether the plan knows this very group and keeps it."""
+        return key in self.kept and self.names[key.chunk][key.position] == name
+
+    def is_last_of_its_name(self, key: GroupKey, name: str) -> bool:
+        """Whether no later group of the chunk has this name; False if the chunk is unknown."""
+        names = self.names.get(key.chunk, ())
+        return name in names and name not in names[key.position + 1 :]
+
+
+def make_plan(chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int) -> Plan:
+    """The plan after a step whose chunks went backward in this order."""
+    kept = groups_to_keep(chunks, config, pipeline_rank)
+    return Plan(kept, {c.key: tuple(g.name for g in c.groups) for c in chunks})
+
+
+def groups_to_keep(
+    chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
+) -> frozenset[GroupKey]:
+    """Margin, then bytes kept per pipeline rank, then the fraction."""
+    kept = reload_margin(chunks)
+    share = pipeline_rank * config.delta_offload_bytes_across_pp_ranks
+    kept |= first_bytes(chunks, share, kept)
+    kept |= beyond_fraction(chunks, config.activation_offload_fraction, kept)
+    return frozenset(kept)
+
+
+def reload_margin(chunks: Sequence[ChunkShape]) -> set[GroupKey]:
+    """For each name its last group in the first chunk that has it: the ones backward uses first.
+
+    Nothing runs before them that could hide their reload.
+    """
+    margin: dict[str, GroupKey] = {}
+    for chunk in chunks:
+        last = {group.name: key for key, group in chunk.keys()}
+        margin = last | margin
+    return set(margin.values())
+
+
+def first_bytes(
+    chunks: Sequence[ChunkShape], nbytes: int, kept: set[GroupKey]
+) -> set[GroupKey]:
+    """Whole groups, chunk by chunk in backward order, until they make up at least ``nbytes``."""
+    chosen: set[GroupKey] = set()
+    for chunk in chunks:
+        for key, group in chunk.keys():
+            if nbytes <= 0:
+                return chosen
+            if key not in kept:
+                chosen.add(key)
+                nbytes -= group.nbytes
+    return chosen
+
+
+def beyond_fraction(
+    chunks: Sequence[ChunkShape], fraction: float, kept: set[GroupKey]
+) -> set[GroupKey]:
+    """Of the n groups of a chunk not kept yet, the last ``int(n * (1 - fraction))``."""
+    chosen: set[GroupKey] = set()
+    for chunk in chunks:
+        eligible = [key for key, _ in chunk.keys() if key not in kept]
+        num_kept = int(len(eligible) * (1 - fraction))
+        chosen.update(eligible[len(eligible) - num_kept :])
+    return chosen
+
+
+def live_at_peak(chunks: Sequence[ChunkShape], forward_order: Sequence[ChunkKey]) -> list[ChunkKey]:
+    """The chunks whose forward is done when the first backward starts; then memory is highest."""
+    if not chunks:
+        return []
+    first = chunks[0].key
+    return list(forward_order[: forward_order.index(first) + 1])

@@ -1,0 +1,110 @@
+"""What a pack hook returns: one saved tensor, from autograd's saving it to its letting go.
+
+A :class:`SavedActivation` starts by holding the tensor. When its group is offloaded it holds a
+ticket instead. Whatever happens to groups, chunks and plans, it can always give the tensor back, as
+often as it is asked, and what it holds is freed when autograd drops it.
+
+NOTE [ Version check ]
+    Autograd does not compare versions of tensors saved through hooks, so a program that changes a
+    saved tensor in place would silently get wrong gradients. Every packed object compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from pp_offload.errors import SavedTensorModifiedError
+from pp_offload.transfer import Ticket
+
+
+class Owner(Protocol):
+    """The group a saved tensor belongs to."""
+
+    name: str
+
+    def on_use(self) -> None:
+        """Backward is about to use one of the group's tensors."""
+        ...
+
+
+class Resident:
+    """A saved tensor that stays on the device. See NOTE [ Version check ]."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # An output's own object would keep its graph alive through itself.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        """The tensor, if nobody changed it since."""
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise modified(tensor, self.version, None)
+        return tensor
+
+
+class SavedActivation:
+    """A saved tensor that may leave the device.
+
+    Args:
+        tensor: What autograd saves.
+        owner: Its group, told when backward first asks for one of its tensors.
+    """
+
+    __slots__ = ("owner", "restore", "source", "ticket", "version")
+
+    def __init__(self, tensor: Tensor, owner: Owner) -> None:
+        self.source: Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.owner = owner
+        self.ticket: Ticket | None = None
+        self.restore: Callable[[Tensor], Tensor] | None = None
+
+    def entrust(self, ticket: Ticket, restore: Callable[[Tensor], Tensor] | None) -> None:
+        """Leave the bytes to ``ticket``.
+
+        Args:
+            ticket: Offloaded; its payload holds this tensor.
+            restore: Makes this tensor of the payload; None if the payload is this tensor.
+        """
+        self.ticket = ticket
+        self.restore = restore
+        self.source = None
+        ticket.num_waiting += 1
+
+    def check_unmodified(self) -> None:
+        """Raise if the tensor was changed in place since it was saved."""
+        source = self.source
+        if source is not None and source._version != self.version:
+            raise modified(source, self.version, self.owner.name)
+
+    def unpack(self) -> Tensor:
+        """The tensor as it was saved: values, size, stride and dtype."""
+        ticket = self.ticket
+        if ticket is None:
+            self.check_unmodified()
+            assert self.source is not None
+            return self.source
+        self.owner.on_use()
+        landed = ticket.transfer.deliver(ticket)
+        return landed if self.restore is None else self.restore(landed)
+
+
+def unpack(packed: Resident | SavedActivation) -> Tensor:
+    """The unpack hook."""
+    return packed.unpack()
+
+
+def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModifiedError:
+    """The error autograd would have raised, with the group's name."""
+    where = f"group '{group}'" if group is not None else "the saved tensors left on the device"
+    return SavedTensorModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a tensor of shape {tuple(tensor.shape)} in {where} is at version "
+        f"{tensor._version}, expected version {version}; use an out-of-place operation"
+    )

@@ -1,0 +1,100 @@
+"""What happens in one step: its chunks in forward and in backward order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from pp_offload.chunk import ChunkOffloadHandler
+from pp_offload.chunk_queue import ChunkQueue
+from pp_offload.config import OffloadConfig
+from pp_offload.group import GroupState, OffloadTensorGroup
+from pp_offload.policy import ChunkKey, Plan, live_at_peak, make_plan
+from pp_offload.prefetch import Upcoming
+
+
+class StepRecord(Upcoming):
+    """Follows a step, and tells the prefetcher what comes next in it.
+
+    Args:
+        queue: Chunks whose backward has not begun.
+    """
+
+    def __init__(self, queue: ChunkQueue) -> None:
+        self.queue = queue
+        self.vp_size = 1
+        self.pipeline_rank = 0
+        self.is_warmup = True
+        self.in_backward: ChunkOffloadHandler | None = None
+        self.summary: dict[str, int] = {}
+        self._forward: list[ChunkOffloadHandler] = []
+        self._backward: list[ChunkOffloadHandler] = []
+
+    def add(self, chunk: ChunkOffloadHandler) -> ChunkKey:
+        """A chunk's first group starts: give it its number, and queue it."""
+        ordinal = sum(1 for other in self._forward if other.vp_stage == chunk.vp_stage)
+        chunk.key = ChunkKey(chunk.vp_stage, ordinal)
+        self._forward.append(chunk)
+        self.queue.stage(chunk, self.vp_size, chunk.vp_stage)
+        return chunk.key
+
+    def begin(self, group: OffloadTensorGroup) -> None:
+        """Backward has reached ``group``."""
+        chunk = self._chunk_of(group)
+        if chunk is not None and chunk not in self._backward:
+            self._backward.append(chunk)
+            self.queue.remove(chunk)
+        self.in_backward = chunk
+
+    def after(self, group: OffloadTensorGroup) -> Iterator[OffloadTensorGroup]:
+        """The earlier groups of the chunk, last first; then those of the chunks queued."""
+        chunk = self._chunk_of(group)
+        if chunk is not None and group.key is not None:
+            yield from reversed(chunk.groups[: group.key.position])
+        for following in self.queue.upcoming():
+            assert isinstance(following, ChunkOffloadHandler)
+            yield from reversed(following.groups)
+
+    def is_complete(self) -> bool:
+        """Whether there were chunks, and each went backward."""
+        return bool(self._forward) and len(self._forward) == len(self._backward)
+
+    def make_plan(self, config: OffloadConfig) -> Plan:
+        """Learn from the step: the plan, the summary, and the backward order."""
+        shapes = [chunk.shape() for chunk in self._backward]
+        if not self.queue.is_told:
+            self.queue.know_order([shape.key for shape in shapes])
+        forward = [shape_key(chunk) for chunk in self._forward]
+        live = set(live_at_peak(shapes, forward))
+        summary: Counter[str] = Counter()
+        for chunk in self._forward:
+            if chunk.key in live:
+                for group in chunk.groups:
+                    if group.state is GroupState.OFFLOADED:
+                        summary[group.name] += group.copied_bytes
+        self.summary = dict(summary)
+        return make_plan(shapes, config, self.pipeline_rank)
+
+    def clear(self) -> None:
+        """Forget the step."""
+        for chunk in self._forward:
+            chunk.reset()
+        self._forward.clear()
+        self._backward.clear()
+        self.queue.clear()
+        self.in_backward = None
+
+    def _chunk_of(self, group: OffloadTensorGroup) -> ChunkOffloadHandler | None:
+        key = group.key
+        if key is None:
+            return None
+        for chunk in self._forward:
+            if chunk.key == key.chunk and key.position < len(chunk.groups):
+                return chunk if chunk.groups[key.position] is group else None
+        return None
+
+
+def shape_key(chunk: ChunkOffloadHandler) -> ChunkKey:
+    """The key of a chunk that has one."""
+    assert chunk.key is not None
+    return chunk.key

@@ -1,0 +1,203 @@
+"""Which tensors may move, and which bytes that means.
+
+A view that covers at least half of its storage moves as the storage; so do small views that do so
+together. What is left is gathered. Bytes are always counted on distinct elements: a broadcast is
+one element, however large its shape.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+StorageRef = weakref.ref[torch.UntypedStorage]
+
+ALIGNMENT = 512
+"""Bytes to which device allocators align; kernels may choose their path by it."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Address of the tensor's storage object: unique while the storage lives."""
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a view lies in its storage. Counts are in elements of ``dtype``."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        """The geometry of ``tensor``."""
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    @property
+    def distinct_numel(self) -> int:
+        """Elements in memory, a broadcast dimension counted once."""
+        return math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s or n == 0)
+
+    @property
+    def span_numel(self) -> int:
+        """Elements from the first to behind the last."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+
+    def moved_to(self, offset: int) -> Geometry:
+        """The same view at another offset."""
+        return Geometry(self.dtype, self.size, self.stride, offset)
+
+    def compact_offset(self) -> int:
+        """The offset to come back with when only this view was gathered.
+
+        The offset itself, unless the bytes before the view outweigh it; then the largest multiple
+        of :data:`ALIGNMENT` bytes is taken off, so that kernels see the same alignment.
+        """
+        if self.offset <= self.span_numel:
+            return self.offset
+        return self.offset % max(1, ALIGNMENT // self.dtype.itemsize)
+
+    def narrowed(self) -> Geometry:
+        """The same with each broadcast dimension narrowed to one element."""
+        size = torch.Size(
+            1 if s == 0 and n > 1 else n for n, s in zip(self.size, self.stride, strict=True)
+        )
+        return Geometry(self.dtype, size, self.stride, self.offset)
+
+    def on(self, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+        """This view of ``storage``."""
+        empty = torch.empty(0, dtype=self.dtype, device=device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+    def on_storage_of(self, payload: Tensor) -> Tensor:
+        """This view of a payload that is the whole storage."""
+        return self.on(payload.untyped_storage(), payload.device)
+
+    def scattered(self, payload: Tensor) -> Tensor:
+        """This view in a storage of its own, filled from its gathered elements."""
+        offset = self.compact_offset()
+        room = torch.empty(offset + self.span_numel, dtype=self.dtype, device=payload.device)
+        moved = Geometry(self.dtype, self.size, self.stride, offset)
+        moved.narrowed().on_storage_of(room).copy_(payload)
+        return moved.on_storage_of(room)
+
+
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """The whole storage of ``tensor`` as a flat ``uint8`` tensor; no copy."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def is_whole_storage(tensor: Tensor) -> bool:
+    """Whether a contiguous tensor is all there is in its storage."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+class StorageSet:
+    """Storages by identity, held weakly: an address used again is not mistaken for the old one."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, StorageRef] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Add the storage of ``tensor``; a tensor without one is ignored."""
+        if not has_storage(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key, known = storage._cdata, self._known
+        known[key] = weakref.ref(storage, lambda ref: _forget(known, key, ref))
+
+    def add_module(self, module: Module) -> None:
+        """Add every parameter and buffer of ``module``."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.add(tensor)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        ref = self._known.get(storage._cdata)
+        return ref is not None and ref() is storage
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+def _forget(known: dict[int, StorageRef], key: int, ref: StorageRef) -> None:
+    if known.get(key) is ref:
+        del known[key]
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is dense memory that can be addressed."""
+    return tensor.layout is torch.strided and type(tensor) in (Tensor, Parameter)
+
+
+class Eligibility:
+    """Which saved tensors may leave the device.
+
+    Args:
+        device: Tensors elsewhere stay where they are.
+        kept: Storages of parameters, buffers and marked tensors. They and their views stay.
+    """
+
+    def __init__(self, device: torch.device, kept: StorageSet) -> None:
+        self._device = device
+        self.kept = kept
+
+    def admits(self, tensor: Tensor, min_numel: int) -> bool:
+        """Whether ``tensor`` may be offloaded.
+
+        Only plain dense tensors of at least ``min_numel`` elements on the device are; lazily
+        conjugated or negated ones are not, since that flag is not part of the bytes.
+        """
+        if type(tensor) is not Tensor:
+            if isinstance(tensor, Parameter):
+                self.kept.add(tensor)
+            return False
+        if tensor.numel() < max(1, min_numel) or tensor.layout is not torch.strided:
+            return False
+        if tensor.device != self._device or tensor.is_quantized:
+            return False
+        if tensor.is_neg() or tensor.is_conj() or torch._C._functorch.is_functorch_wrapped_tensor(
+            tensor
+        ):
+            return False
+        if isinstance(tensor._base, Parameter):
+            self.kept.add(tensor)
+            return False
+        return tensor not in self.kept
+
+
+def tensors_in(value: object) -> Iterable[Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with every tensor in nested tuples, lists and dicts changed; structure is kept."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(item, change) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, map_tensors(item, change)) for key, item in value.items())
+    return value

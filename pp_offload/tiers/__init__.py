@@ -1,0 +1,1 @@
+"""Where saved bytes live: allocators and the tiers built on them."""

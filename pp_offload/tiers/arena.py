@@ -1,0 +1,209 @@
+"""Hand out byte ranges of a few big slabs, without knowing what a slab is made of.
+
+Pinned memory and disk space are slow to acquire, so a tier acquires slabs and parcels them out
+here. The arena holds numbers only, which lets one allocator serve memory, files and tests.
+
+    arena = Arena()
+    arena.add_slab(2**20)
+    taken = arena.allocate(3000)  # Range(slab=0, offset=0, nbytes=3072, requested_nbytes=3000)
+    arena.free(taken)             # merges with its free neighbours
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes ``offset`` to ``offset + nbytes`` of one slab, owned by whoever allocated them."""
+
+    slab: int
+    """Index of the slab, as :meth:`Arena.add_slab` returned it."""
+
+    offset: int
+    """First byte within the slab; a multiple of the arena's alignment."""
+
+    nbytes: int
+    """Reserved size: the requested one rounded up to the alignment, never zero."""
+
+    requested_nbytes: int
+    """What the caller asked for; the bytes past it are padding."""
+
+    @property
+    def end(self) -> int:
+        """One past the last reserved byte."""
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True)
+class ArenaStatistics:
+    """How full an arena is, at the moment of asking."""
+
+    requested_bytes: int
+    """Sum of what the live ranges' callers asked for."""
+
+    reserved_bytes: int
+    """Sum of the live ranges' sizes after rounding; the difference to the above is padding."""
+
+    peak_reserved_bytes: int
+    """The most ``reserved_bytes`` has been since the arena was made."""
+
+    largest_free_bytes: int
+    """The biggest request that fits without another slab."""
+
+    capacity_bytes: int
+    """Sum of the usable sizes of all slabs."""
+
+    num_slabs: int
+    """Slabs added so far."""
+
+    num_live: int
+    """Ranges allocated and not freed."""
+
+
+class Arena:
+    """Best fit over slabs, neighbours merged on every free.
+
+    Search is a bisection of the free ranges ordered by (size, slab, offset), so equal fits go to
+    the oldest slab and the lowest offset, and the same calls give the same ranges on every run.
+
+    Args:
+        grow: Called with the rounded size when nothing fits. It acquires a slab, and returns its
+            size, or 0 where it cannot. That slab's index is the number of slabs before the call.
+        alignment: Every offset and every size is a multiple of it. A power of two.
+
+    Raises:
+        ValueError: ``alignment`` is not a power of two.
+    """
+
+    def __init__(self, grow: Callable[[int], int] | None = None, alignment: int = 512) -> None:
+        if alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"alignment is {alignment}; pass a power of two")
+        self._grow = grow
+        self._alignment = alignment
+        self._slab_nbytes: list[int] = []
+        self._live: dict[tuple[int, int], Range] = {}
+        self._free_by_size: list[tuple[int, int, int]] = []
+        self._free_end_of: dict[tuple[int, int], int] = {}
+        self._free_start_of: dict[tuple[int, int], int] = {}
+        self._requested_bytes = 0
+        self._reserved_bytes = 0
+        self._peak_reserved_bytes = 0
+
+    def add_slab(self, nbytes: int) -> int:
+        """Make a slab's bytes available; a tail shorter than the alignment stays unused.
+
+        Returns:
+            The slab's index, counting from 0 in the order of the calls.
+
+        Raises:
+            ValueError: The slab is smaller than the alignment.
+        """
+        usable = nbytes - nbytes % self._alignment
+        if usable <= 0:
+            raise ValueError(f"a slab of {nbytes} bytes; it needs at least {self._alignment}")
+        slab = len(self._slab_nbytes)
+        self._slab_nbytes.append(usable)
+        self._insert_free(slab, 0, usable)
+        return slab
+
+    def allocate(self, nbytes: int) -> Range | None:
+        """Take the smallest free range that holds ``nbytes``, growing once if none does.
+
+        Returns:
+            The range, or None when nothing fits and there is no growing. A request for zero bytes
+            gets a range of its own like any other.
+
+        Raises:
+            ValueError: ``nbytes`` is negative, or ``grow`` returned a slab that is too small.
+        """
+        if nbytes < 0:
+            raise ValueError(f"cannot allocate {nbytes} bytes; pass zero or more")
+        reserved = self._round_up(max(nbytes, 1))
+        index = self._find(reserved)
+        if index is None and self._has_grown(reserved):
+            index = self._find(reserved)
+        if index is None:
+            return None
+        return self._take(index, reserved, nbytes)
+
+    def free(self, taken: Range) -> None:
+        """Give a range back.
+
+        Raises:
+            ValueError: The range is not live here: it was freed before, or is another arena's.
+        """
+        if self._live.get((taken.slab, taken.offset)) is not taken:
+            raise ValueError(
+                f"{taken} is not allocated here; free each range once, in the arena it came from"
+            )
+        del self._live[taken.slab, taken.offset]
+        self._requested_bytes -= taken.requested_nbytes
+        self._reserved_bytes -= taken.nbytes
+        start, end = self._absorb_neighbours(taken)
+        self._insert_free(taken.slab, start, end)
+
+    def statistics(self) -> ArenaStatistics:
+        """The current counts, as a record that does not change afterwards."""
+        return ArenaStatistics(
+            requested_bytes=self._requested_bytes,
+            reserved_bytes=self._reserved_bytes,
+            peak_reserved_bytes=self._peak_reserved_bytes,
+            largest_free_bytes=self._free_by_size[-1][0] if self._free_by_size else 0,
+            capacity_bytes=sum(self._slab_nbytes),
+            num_slabs=len(self._slab_nbytes),
+            num_live=len(self._live),
+        )
+
+    def _round_up(self, nbytes: int) -> int:
+        return -(-nbytes // self._alignment) * self._alignment
+
+    def _has_grown(self, reserved: int) -> bool:
+        if self._grow is None:
+            return False
+        added = self._grow(reserved)
+        if added == 0:
+            return False
+        if added < reserved:
+            raise ValueError(f"grow({reserved}) returned {added}; return 0 or at least {reserved}")
+        self.add_slab(added)
+        return True
+
+    def _find(self, reserved: int) -> int | None:
+        index = bisect_left(self._free_by_size, (reserved,))
+        return index if index < len(self._free_by_size) else None
+
+    def _take(self, index: int, reserved: int, requested: int) -> Range:
+        size, slab, offset = self._free_by_size[index]
+        self._remove_free(slab, offset, offset + size)
+        if size > reserved:
+            self._insert_free(slab, offset + reserved, offset + size)
+        taken = Range(slab, offset, reserved, requested)
+        self._live[slab, offset] = taken
+        self._requested_bytes += requested
+        self._reserved_bytes += reserved
+        self._peak_reserved_bytes = max(self._peak_reserved_bytes, self._reserved_bytes)
+        return taken
+
+    def _absorb_neighbours(self, freed: Range) -> tuple[int, int]:
+        """Take the free ranges on both sides out of the books; the merged start and end."""
+        start = self._free_start_of.get((freed.slab, freed.offset), freed.offset)
+        end = self._free_end_of.get((freed.slab, freed.end), freed.end)
+        if start < freed.offset:
+            self._remove_free(freed.slab, start, freed.offset)
+        if end > freed.end:
+            self._remove_free(freed.slab, freed.end, end)
+        return start, end
+
+    def _insert_free(self, slab: int, start: int, end: int) -> None:
+        insort(self._free_by_size, (end - start, slab, start))
+        self._free_end_of[slab, start] = end
+        self._free_start_of[slab, end] = start
+
+    def _remove_free(self, slab: int, start: int, end: int) -> None:
+        del self._free_by_size[bisect_left(self._free_by_size, (end - start, slab, start))]
+        del self._free_end_of[slab, start]
+        del self._free_start_of[slab, end]

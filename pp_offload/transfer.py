@@ -1,0 +1,347 @@
+"""The only file that copies bytes, or records and waits for events.
+
+NOTE [ Order ]
+    Offload: d2h waits for compute and for the last user of the host buffer, then copies.
+    Reload:  the target is allocated on the compute stream; h2d waits for compute (earlier users of
+             that memory) and for ``offloaded``, then copies.
+    Use:     the live compute stream waits for ``reloaded``.
+
+NOTE [ Keep-alive ]
+    What a copy reads stays referenced until its event has passed: let go without a wait when the
+    event says so, or after a stream-ordered wait when too many bytes are in flight. The same holds
+    for a target nobody used. ``record_stream`` is not used: it makes memory non-deterministic.
+
+NOTE [ Modified while queued ]
+    A source changed in place before its copy has run would be copied wrong. Its version counter
+    tells: it is compared when the source is let go, and when somebody wants the bytes before.
+
+    tickets = [Ticket(transfer, payload.shape, payload.dtype, "mlp") for payload in payloads]
+    transfer.offload(tickets, payloads, watched)  # at the end of a group's forward
+    transfer.prefetch(tickets)                    # some time before its backward
+    tensor = transfer.deliver(ticket)             # when autograd asks
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pp_offload.backends import Backend, Event, Stream
+from pp_offload.errors import SavedTensorModifiedError
+from pp_offload.tiers.host import HostBuffer, HostTier
+
+Watched = tuple[Tensor, int]
+"""An alias of a saved tensor, and its version when autograd saved it."""
+
+
+MAX_ABANDONED = 8
+"""Landed payloads nobody used that may wait for their event."""
+
+
+class HostCopy:
+    """Bytes on the host, for as long as anybody refers to this object."""
+
+    __slots__ = ("__weakref__", "buffer", "is_modified", "offloaded", "tier", "watched")
+
+    def __init__(self, tier: HostTier, buffer: HostBuffer) -> None:
+        self.tier = tier
+        self.buffer = buffer
+        self.offloaded: Event | None = None
+        self.watched: list[Watched] | None = None
+        self.is_modified = False
+
+    def check_unmodified(self) -> None:
+        """See NOTE [ Modified while queued ]."""
+        for alias, version in self.watched or ():
+            if alias._version != version:
+                self.is_modified = True
+
+    def __del__(self) -> None:
+        self.tier.give(self.buffer)
+
+
+class Ticket:
+    """One payload's way to the host and back; what an offload returns.
+
+    A payload is a contiguous device tensor: a whole storage, or a gathered view.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "copy",
+        "dtype",
+        "home",
+        "label",
+        "landed",
+        "nbytes",
+        "num_waiting",
+        "reloaded",
+        "shape",
+        "transfer",
+    )
+
+    def __init__(
+        self, transfer: TransferEngine, shape: torch.Size, dtype: torch.dtype, label: str
+    ) -> None:
+        self.transfer = transfer
+        self.label = label
+        self.shape = shape
+        self.dtype = dtype
+        self.nbytes = shape.numel() * dtype.itemsize
+        self.copy: HostCopy | None = None
+        self.num_waiting = 0
+        self.landed: Tensor | None = None
+        self.reloaded: Event | None = None
+        self.home: Stream | None = None
+
+    def __del__(self) -> None:
+        if self.landed is not None:
+            self.transfer.abandon(self)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A batch on its way to the host, with the sources that must outlive the copy."""
+
+    payloads: list[Tensor]
+    copies: list[weakref.ref[HostCopy]]
+    offloaded: Event
+    home: Stream
+    nbytes: int
+    then: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass
+class TransferCounters:
+    """What was moved since the engine was made."""
+
+    bytes_offloaded: int = 0
+    bytes_reloaded: int = 0
+    prefetched_reloads: int = 0
+    on_demand_reloads: int = 0
+    consumer_wait_ms: float = 0.0
+
+
+class TransferEngine:
+    """Moves payloads between one device and host memory, in an order that cannot be wrong.
+
+    Args:
+        backend: Streams, events and copies of the device.
+        host: Where the bytes go.
+        max_in_flight_bytes: Device bytes that may wait for their copy to the host.
+    """
+
+    def __init__(self, backend: Backend, host: HostTier, max_in_flight_bytes: int) -> None:
+        self.backend = backend
+        self.host = host
+        self.counters = TransferCounters()
+        self.landed_bytes = 0
+        self.in_flight_bytes = 0
+        self._max_in_flight_bytes = max_in_flight_bytes
+        self._flights: deque[_Flight] = deque()
+        self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
+
+    def offload(
+        self, tickets: Sequence[Ticket], payloads: list[Tensor], watched: list[list[Watched]]
+    ) -> None:
+        """Queue the copies of a group to the host.
+
+        Args:
+            tickets: One per payload, not yet offloaded.
+            payloads: Contiguous device tensors; kept alive here until their copy has run.
+            watched: Per payload, the aliases of saved tensors whose bytes it holds.
+
+        Raises:
+            MemoryError: The host has no room. Nothing was queued; the tickets are as before.
+        """
+        self.poll()
+        copies = [HostCopy(self.host, self.host.take(ticket.nbytes)) for ticket in tickets]
+        home = self.backend.current_stream()
+        self._d2h_waits_for_compute(home)
+        self._d2h_waits_for_last_users(copies)
+        targets = [
+            c.buffer.shaped(t.shape, t.dtype) for c, t in zip(copies, tickets, strict=True)
+        ]
+        self.backend.copy(self.backend.d2h, targets, payloads, tickets[0].label)
+        offloaded = self.backend.d2h.record_event()
+        nbytes = 0
+        for ticket, copy, aliases in zip(tickets, copies, watched, strict=True):
+            ticket.copy = copy
+            copy.offloaded = copy.buffer.last_use = offloaded
+            copy.watched = aliases
+            nbytes += ticket.nbytes
+        self.counters.bytes_offloaded += nbytes
+        self.in_flight_bytes += nbytes
+        refs = [weakref.ref(copy) for copy in copies]
+        self._keep_alive(_Flight(payloads, refs, offloaded, home, nbytes))
+        self._keep_in_flight_bounded()
+
+    def reload(self, tickets: Sequence[Ticket]) -> None:
+        """Queue the copies back to the device. Data is valid once :meth:`deliver` returned it."""
+        self.poll()
+        home = self.backend.current_stream()
+        device = self.backend.device
+        targets = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in tickets]
+        copies = [_host_copy(ticket) for ticket in tickets]
+        self._h2d_waits_for_compute(home)
+        self._h2d_waits_for_offloaded(copies)
+        sources = [c.buffer.shaped(t.shape, t.dtype) for c, t in zip(copies, tickets, strict=True)]
+        self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
+        reloaded = self.backend.h2d.record_event()
+        nbytes = 0
+        for ticket, copy, target in zip(tickets, copies, targets, strict=True):
+            ticket.landed, ticket.reloaded, ticket.home = target, reloaded, home
+            copy.buffer.last_use = reloaded
+            nbytes += ticket.nbytes
+        self.landed_bytes += nbytes
+        self.counters.bytes_reloaded += nbytes
+
+    def prefetch(self, tickets: Sequence[Ticket]) -> None:
+        """A reload ahead of its use."""
+        self.counters.prefetched_reloads += len(tickets)
+        self.reload(tickets)
+
+    def deliver(self, ticket: Ticket) -> Tensor:
+        """The payload on the device, ready for the live compute stream.
+
+        Reloads it now if nobody did before, or if it was reloaded for another stream, whose
+        memory this one must not outlive.
+
+        Raises:
+            SavedTensorModifiedError: It was changed in place before it was copied.
+        """
+        copy = _host_copy(ticket)
+        if copy.watched is not None:
+            copy.check_unmodified()
+        if copy.is_modified:
+            raise SavedTensorModifiedError(
+                f"a tensor of group '{ticket.label}' with payload shape {tuple(ticket.shape)} was "
+                "modified by an inplace operation after autograd saved it and before its bytes "
+                "were copied; use an out-of-place operation there, or mark the tensor with "
+                "mark_not_offloadable and see the error autograd raises for it"
+            )
+        live = self.backend.current_stream()
+        if ticket.landed is not None and ticket.home != live:
+            self.abandon(ticket)
+        if ticket.landed is None:
+            self.counters.on_demand_reloads += 1
+            self.reload([ticket])
+        landed = ticket.landed
+        assert landed is not None
+        if ticket.reloaded is not None:
+            self._compute_waits_for(live, ticket.reloaded)
+            ticket.reloaded = None
+        ticket.num_waiting -= 1
+        if ticket.num_waiting <= 0:
+            self._drop_landed(ticket)
+        return landed
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Give up a landed payload; its memory stays until the copy into it has run."""
+        landed, reloaded, home = ticket.landed, ticket.reloaded, ticket.home
+        self._drop_landed(ticket)
+        if landed is not None and reloaded is not None and home is not None:
+            self._abandoned.append((landed, reloaded, home))
+
+    def after_copies(self, action: Callable[[], None]) -> None:
+        """Run ``action`` when the sources of the copies queued so far have been let go."""
+        self.poll()
+        if self._flights:
+            self._flights[-1].then.append(action)
+        else:
+            action()
+
+    def poll(self) -> None:
+        """Let go of what finished copies kept alive. Never blocks."""
+        flights = self._flights
+        while flights and flights[0].offloaded.query():
+            self._land(flights.popleft())
+        while self._abandoned and self._abandoned[0][1].query():
+            self._abandoned.popleft()
+
+    def close(self) -> None:
+        """Finish all copies, then drop the host memory."""
+        self.backend.synchronize()
+        self.poll()
+        self.host.close()
+
+    def _d2h_waits_for_compute(self, home: Stream) -> None:
+        self.backend.d2h.wait_event(home.record_event())
+
+    def _h2d_waits_for_compute(self, home: Stream) -> None:
+        self.backend.h2d.wait_event(home.record_event())
+
+    def _h2d_waits_for_offloaded(self, copies: Sequence[HostCopy]) -> None:
+        for event in _distinct(copy.offloaded for copy in copies):
+            self.backend.h2d.wait_event(event)
+
+    def _keep_alive(self, flight: _Flight) -> None:
+        self._flights.append(flight)
+
+    def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
+        for event in _distinct(copy.buffer.last_use for copy in copies):
+            if not event.query():
+                self.backend.d2h.wait_event(event)
+
+    def _keep_in_flight_bounded(self) -> None:
+        while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:
+            flight = self._flights.popleft()
+            flight.home.wait_event(flight.offloaded)
+            self._land(flight)
+        while len(self._abandoned) > MAX_ABANDONED:
+            _, reloaded, home = self._abandoned[0]
+            home.wait_event(reloaded)
+            self._abandoned.popleft()
+        self.poll()
+
+    def _land(self, flight: _Flight) -> None:
+        self.in_flight_bytes -= flight.nbytes
+        for ref in flight.copies:
+            copy = ref()
+            if copy is not None:
+                copy.check_unmodified()
+                copy.watched = None
+        flight.payloads.clear()
+        for action in flight.then:
+            action()
+
+    def _drop_landed(self, ticket: Ticket) -> None:
+        if ticket.landed is not None:
+            self.landed_bytes -= ticket.nbytes
+        ticket.landed = ticket.reloaded = ticket.home = None
+
+    def _compute_waits_for(self, stream: Stream, event: Event) -> None:
+        start = time.perf_counter()
+        stream.wait_event(event)
+        self.counters.consumer_wait_ms += (time.perf_counter() - start) * 1e3
+
+
+def _host_copy(ticket: Ticket) -> HostCopy:
+    copy = ticket.copy
+    assert copy is not None and copy.offloaded is not None, "reload before offload"
+    return copy
+
+
+def _distinct(events: Iterable[Event | None]) -> list[Event]:
+    found: list[Event] = []
+    for event in events:
+        if event is not None and (not found or event is not found[-1]):
+            found.append(event)
+    return found
+
+
+def record(stream: Stream) -> Event:
+    """A new event on ``stream``."""
+    return stream.record_event()
+
+
+def wait(stream: Stream, event: Event | None) -> None:
+    """Make ``stream`` wait for ``event``, if there is one."""
+    if event is not None:
+        stream.wait_event(event)

@@ -1,0 +1,52 @@
+"""Every behaviour test runs on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload.backends import AcceleratorBackend, Backend, CpuBackend
+
+try:
+    from pp_offload.testing import SimulatedBackend
+except ImportError:
+    SimulatedBackend = None
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+BACKENDS = ["cpu", "cpu threads", "late", "eager", "random", CUDA]
+
+
+def make_backend(kind: str, seed: int = 0) -> Backend:
+    """A fresh backend by its name in the tests."""
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return AcceleratorBackend()
+    if kind.startswith("cpu"):
+        return CpuBackend(inline_bytes=0 if kind == "cpu threads" else 256 * 1024)
+    return SimulatedBackend(kind, seed=seed)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Each backend in turn."""
+    return make_backend(request.param)
+
+
+@pytest.fixture
+def manager(backend: Backend) -> Iterator[PipelineOffloadManager]:
+    """A fresh manager on each backend, for tensors of any size."""
+    torch.manual_seed(0)
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(backend, config=config) as fresh:
+        yield fresh
+
+
+@pytest.fixture(autouse=True)
+def no_manager_left() -> Iterator[None]:
+    """A test leaves no manager to the next."""
+    yield
+    PipelineOffloadManager.reset_instance()

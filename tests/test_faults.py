@@ -1,0 +1,134 @@
+"""Every rule of the transfer engine is broken once, and the simulated backend must notice.
+
+A fault counts as caught when the step raises :class:`RaceError` or its numbers are wrong. Without a
+fault the same program passes: see ``test_engine.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import make_backend
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, RaceError, use_backend
+from pp_offload.backends import Event, Stream
+from pp_offload.transfer import HostCopy, Ticket, TransferEngine, _Flight
+from toy import batches, make_model, run_step, same_bits
+
+
+class CopiesBeforeComputeWroteIt(TransferEngine):
+    def _d2h_waits_for_compute(self, home: Stream) -> None:
+        pass
+
+
+class OverwritesBufferStillRead(TransferEngine):
+    def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
+        pass
+
+
+class ReloadsIntoMemoryStillUsed(TransferEngine):
+    def _h2d_waits_for_compute(self, home: Stream) -> None:
+        pass
+
+
+class ReadsHostBeforeItWasWritten(TransferEngine):
+    def _h2d_waits_for_offloaded(self, copies: Sequence[HostCopy]) -> None:
+        pass
+
+
+class UsesTensorBeforeItIsBack(TransferEngine):
+    def _compute_waits_for(self, stream: Stream, event: Event) -> None:
+        pass
+
+
+class WaitsOnAStreamCapturedOnce(TransferEngine):
+    def _compute_waits_for(self, stream: Stream, event: Event) -> None:
+        self.backend.d2h.wait_event(event)
+
+
+class DropsSources(TransferEngine):
+    def _keep_alive(self, flight: _Flight) -> None:
+        self._land(flight)
+
+
+class FreesHostBufferEarly(TransferEngine):
+    def offload(self, tickets: Sequence[Ticket], *rest: object) -> None:
+        super().offload(tickets, *rest)  # type: ignore[arg-type]
+        for ticket in tickets:
+            assert ticket.copy is not None
+            ticket.copy.buffer.last_use = None
+            self.host.give(ticket.copy.buffer)
+
+
+class ReleasesSourcesWithoutWaiting(TransferEngine):
+    def _keep_in_flight_bounded(self) -> None:
+        while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:
+            self._land(self._flights.popleft())
+
+
+SEEN_IN_ANY_ORDER = [
+    CopiesBeforeComputeWroteIt,
+    ReloadsIntoMemoryStillUsed,
+    UsesTensorBeforeItIsBack,
+    WaitsOnAStreamCapturedOnce,
+    DropsSources,
+    FreesHostBufferEarly,
+]
+"""Nothing orders the accesses, so a copy that ran early is an error as well."""
+
+SEEN_WHEN_LATE = [
+    *SEEN_IN_ANY_ORDER,
+    OverwritesBufferStillRead,
+    ReadsHostBeforeItWasWritten,
+    ReleasesSourcesWithoutWaiting,
+]
+"""A copy that ran early was seen finished by the host, which does order them."""
+
+
+def steps_are_right(model: nn.Module, plain: nn.Module) -> bool:
+    """Three 1F1B steps of changing length, each behind a backward that stops half way.
+
+    What was prefetched for its second half is never used, and its host buffers are written again.
+    """
+    for step in range(3):
+        inputs = batches(4, step=step, length=3 + step)
+        off_interface.reset()
+        off_interface.init_chunk_handler(None, None, 1)
+        middle = model[1](model[0](inputs[0].clone().requires_grad_()))
+        torch.autograd.grad(model[2](middle).sum(), middle)
+        del middle
+        got = run_step(model, inputs, in_flight=2)
+        if not same_bits(got, run_step(plain, inputs, in_flight=2, offload=False)):
+            return False
+    return True
+
+
+def is_caught(engine: type[TransferEngine], order: str) -> bool:
+    """Whether the steps on ``engine`` go wrong in a way that shows."""
+    config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=2000)
+    try:
+        with use_backend(make_backend(order), config=config) as manager:
+            manager.services.transfer.__class__ = engine
+            return not steps_are_right(make_model(), make_model(groups=()))
+    except RaceError:
+        return True
+
+
+@pytest.mark.parametrize("order", ["eager", "random"])
+@pytest.mark.parametrize("fault", SEEN_IN_ANY_ORDER, ids=lambda fault: fault.__name__)
+def test_fault_is_caught_though_lucky(fault: type[TransferEngine], order: str) -> None:
+    assert is_caught(fault, order)
+
+
+@pytest.mark.parametrize("fault", SEEN_WHEN_LATE, ids=lambda fault: fault.__name__)
+def test_fault_is_caught(fault: type[TransferEngine]) -> None:
+    assert is_caught(fault, "late")
+
+
+@pytest.mark.parametrize("order", ["late", "eager", "random"])
+def test_without_a_fault_nothing_is_caught(order: str) -> None:
+    assert not is_caught(TransferEngine, order)

@@ -1,0 +1,455 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from pp_offload.backends.base import Backend, Event
+from pp_offload.backends.simulated import ORDERS, SimulatedBackend
+from pp_offload.errors import RaceError
+
+
+@pytest.fixture(params=ORDERS)
+def backend(request: pytest.FixtureRequest) -> SimulatedBackend:
+    return SimulatedBackend(request.param, seed=3)
+
+
+@pytest.fixture
+def late() -> SimulatedBackend:
+    return SimulatedBackend("late")
+
+
+def host_like(backend: SimulatedBackend, tensor: Tensor) -> Tensor:
+    return backend.allocate_host(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+
+
+def offload(backend: SimulatedBackend, source: Tensor, host: Tensor, label: str = "g") -> Event:
+    backend.d2h.wait_event(backend.current_stream().record_event())
+    backend.copy(backend.d2h, [host], [source], label)
+    return backend.d2h.record_event()
+
+
+def reload(
+    backend: SimulatedBackend, host: Tensor, offloaded: Event, label: str = "g"
+) -> tuple[Tensor, Event]:
+    target = torch.empty_like(host)
+    backend.h2d.wait_event(backend.current_stream().record_event())
+    backend.h2d.wait_event(offloaded)
+    backend.copy(backend.h2d, [target], [host], label)
+    return target, backend.h2d.record_event()
+
+
+def test_is_a_backend_and_names_itself(backend: SimulatedBackend) -> None:
+    assert isinstance(backend, Backend)
+    assert backend.name == f"simulated {backend.order}"
+
+
+def test_unknown_order_names_the_three() -> None:
+    with pytest.raises(ValueError, match="'soon'.*'late', 'eager', 'random'"):
+        SimulatedBackend("soon")
+
+
+def test_late_runs_a_copy_only_when_compute_waits(late: SimulatedBackend) -> None:
+    source = torch.arange(4.0)
+    host = host_like(late, source)
+    event = offload(late, source, host)
+    assert late.pending == 1
+    assert not event.query()
+    assert host.isnan().all()
+    late.current_stream().wait_event(event)
+    assert late.pending == 0
+    assert event.query()
+    assert torch.equal(host, source)
+
+
+def test_late_forces_nothing_beyond_the_event(late: SimulatedBackend) -> None:
+    first, second = torch.ones(4), torch.ones(4)
+    hosts = [host_like(late, first), host_like(late, second)]
+    event = offload(late, first, hosts[0])
+    offload(late, second, hosts[1])
+    event.synchronize()
+    assert late.pending == 1
+    assert hosts[1].isnan().all()
+
+
+def test_forcing_a_reload_forces_the_offload_it_waits_for(late: SimulatedBackend) -> None:
+    source = torch.arange(4.0)
+    host = host_like(late, source)
+    target, reloaded = reload(late, host, offload(late, source, host))
+    assert late.pending == 2
+    late.current_stream().wait_event(reloaded)
+    assert late.pending == 0
+    assert torch.equal(target, source)
+
+
+def test_an_event_covers_waits_without_a_copy_behind_them(late: SimulatedBackend) -> None:
+    source = torch.arange(4.0)
+    host = host_like(late, source)
+    late.h2d.wait_event(offload(late, source, host))
+    late.current_stream().wait_event(late.h2d.record_event())
+    assert torch.equal(host, source)
+
+
+def test_eager_runs_at_once() -> None:
+    backend = SimulatedBackend("eager")
+    source = torch.arange(4.0)
+    host = host_like(backend, source)
+    event = offload(backend, source, host)
+    assert backend.pending == 0
+    assert event.query()
+    assert torch.equal(host, source)
+
+
+def random_trace(seed: int) -> list[int]:
+    backend = SimulatedBackend("random", seed=seed)
+    sources = [torch.full((4,), float(i)) for i in range(20)]
+    hosts = [host_like(backend, source) for source in sources]
+    trace, targets = [], []
+    for source, host in zip(sources, hosts, strict=True):
+        targets.append(reload(backend, host, offload(backend, source, host))[0])
+        trace.append(backend.pending)
+    backend.synchronize()
+    assert all(torch.equal(s, t) for s, t in zip(sources, targets, strict=True))
+    return trace
+
+
+def test_random_is_reproducible_from_its_seed() -> None:
+    assert random_trace(1) == random_trace(1)
+    assert len({tuple(random_trace(seed)) for seed in range(8)}) > 1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.int32, torch.bool, torch.complex64]
+)
+def test_a_target_is_poisoned_until_its_copy(late: SimulatedBackend, dtype: torch.dtype) -> None:
+    source, host = torch.zeros(4, dtype=dtype), torch.zeros(4, dtype=dtype)
+    offload(late, source, host)
+    assert (host.view(torch.uint8) == 0xFF).all()
+    late.synchronize()
+    assert torch.equal(host, source)
+
+
+def test_poison_leaves_the_gaps_of_a_strided_target(late: SimulatedBackend) -> None:
+    whole = torch.zeros(4, 2)
+    offload(late, torch.ones(4), whole[:, 0])
+    assert whole[:, 0].isnan().all()
+    assert (whole[:, 1] == 0).all()
+
+
+def test_poison_spares_what_a_queued_copy_still_reads(late: SimulatedBackend) -> None:
+    first, second = torch.ones(4), torch.full((4,), 2.0)
+    host = host_like(late, first)
+    target, reloaded = reload(late, host, offload(late, first, host))
+    late.d2h.wait_event(reloaded)
+    offloaded = offload(late, second, host)
+    late.current_stream().wait_event(offloaded)
+    assert torch.equal(target, first)
+    assert torch.equal(host, second)
+
+
+def test_copies_and_poison_bump_no_version(backend: SimulatedBackend) -> None:
+    source, host = torch.ones(4), torch.ones(4)
+    offload(backend, source, host)
+    backend.synchronize()
+    assert host._version == 0
+
+
+def test_host_allocations_are_counted_and_garbage(backend: SimulatedBackend) -> None:
+    assert (backend.allocate_host(8) == 0xFF).all()
+    assert backend.num_host_allocations == 1
+
+
+def test_copies_keep_nothing_alive_and_an_early_free_is_a_race(backend: SimulatedBackend) -> None:
+    source = torch.ones(4)
+    host = host_like(backend, source)
+    offload(backend, source, host, "early")
+    del source
+    with pytest.raises(RaceError, match="free by stream compute.*read by stream d2h.*'early'"):
+        backend.check()
+
+
+def test_an_early_free_is_raised_by_the_next_call(backend: SimulatedBackend) -> None:
+    source = torch.ones(4)
+    offload(backend, source, host_like(backend, source))
+    del source
+    with pytest.raises(RaceError, match="free"):
+        backend.current_stream().record_event()
+
+
+def test_a_copy_whose_source_is_gone_says_so(late: SimulatedBackend) -> None:
+    source = torch.ones(4)
+    host = host_like(late, source)
+    event = offload(late, source, host)
+    del source
+    with pytest.raises(RaceError, match="free"):
+        late.check()
+    with pytest.raises(RaceError, match="source of group 'g' was freed before the copy ran"):
+        event.synchronize()
+
+
+def test_an_emptied_source_counts_as_freed(late: SimulatedBackend) -> None:
+    source = torch.ones(4)
+    host = host_like(late, source)
+    event = offload(late, source, host)
+    source.untyped_storage().resize_(0)
+    with pytest.raises(RaceError, match="freed before the copy ran"):
+        event.synchronize()
+
+
+@pytest.mark.parametrize("how", ["host", "stream"])
+def test_a_free_after_a_wait_is_no_race(backend: SimulatedBackend, how: str) -> None:
+    source = torch.ones(4)
+    host = host_like(backend, source)
+    event = offload(backend, source, host)
+    if how == "host":
+        event.synchronize()
+    else:
+        backend.current_stream().wait_event(event)
+    del source
+    backend.check()
+
+
+def test_a_free_after_a_true_query_is_no_race() -> None:
+    backend = SimulatedBackend("eager")
+    source = torch.ones(4)
+    host = host_like(backend, source)
+    event = offload(backend, source, host)
+    assert event.query()
+    del source
+    backend.check()
+
+
+def test_missing_wait_of_d2h_for_compute(backend: SimulatedBackend) -> None:
+    with backend.activate(), pytest.raises(RaceError, match="read by stream d2h.*'attn'.*compute"):
+        source = torch.ones(4) * 2
+        backend.copy(backend.d2h, [host_like(backend, source)], [source], "attn")
+
+
+def test_missing_wait_of_d2h_for_compute_without_watching(backend: SimulatedBackend) -> None:
+    source = torch.ones(4)
+    host = host_like(backend, source)
+    with pytest.raises(RaceError, match="read by stream d2h"):
+        backend.copy(backend.d2h, [host], [source], "attn")
+    assert backend.pending == 0
+
+
+def test_a_wait_before_the_last_operator_is_not_enough(backend: SimulatedBackend) -> None:
+    with backend.activate():
+        source = torch.ones(4)
+        host = host_like(backend, source)
+        too_early = backend.current_stream().record_event()
+        source.mul_(2)
+        backend.d2h.wait_event(too_early)
+        with pytest.raises(RaceError, match="mul_"):
+            backend.copy(backend.d2h, [host], [source], "attn")
+
+
+def test_missing_wait_of_h2d_for_offloaded(backend: SimulatedBackend) -> None:
+    source = torch.ones(4)
+    host = host_like(backend, source)
+    offload(backend, source, host)
+    target = torch.empty(4)
+    backend.h2d.wait_event(backend.current_stream().record_event())
+    with pytest.raises(RaceError, match="read by stream h2d.*write by stream d2h"):
+        backend.copy(backend.h2d, [target], [host], "g")
+
+
+@pytest.mark.parametrize("is_write", [False, True])
+def test_missing_wait_of_compute_for_reloaded(backend: SimulatedBackend, is_write: bool) -> None:
+    with backend.activate():
+        source = torch.ones(4)
+        host = host_like(backend, source)
+        target, reloaded = reload(backend, host, offload(backend, source, host))
+        kind = "write" if is_write else "read"
+        with pytest.raises(RaceError, match=f"{kind} by stream compute.*write by stream h2d"):
+            target.add_(1) if is_write else target + 1
+        backend.current_stream().wait_event(reloaded)
+        assert torch.equal(target, source)
+
+
+def test_views_of_a_target_are_free_but_reading_them_is_not(backend: SimulatedBackend) -> None:
+    with backend.activate():
+        source = torch.ones(2, 2)
+        host = host_like(backend, source)
+        target, reloaded = reload(backend, host, offload(backend, source, host))
+        view = target.t().detach()[0].view(2)
+        torch.empty_like(target)
+        with pytest.raises(RaceError):
+            view.sum()
+        backend.synchronize()
+
+
+def test_a_host_buffer_overwritten_under_a_reader(backend: SimulatedBackend) -> None:
+    slab = backend.allocate_host(64)
+    first, second = torch.ones(8), torch.ones(8)
+    host = slab[:32].view(torch.float32)
+    target, _ = reload(backend, host, offload(backend, first, host, "one"), "one")
+    with pytest.raises(RaceError, match="write by stream d2h.*'two'.*read by stream h2d.*'one'"):
+        offload(backend, second, slab[16:48].view(torch.float32), "two")
+    assert target.shape == (8,)
+
+
+def test_other_parts_of_a_slab_do_not_race(backend: SimulatedBackend) -> None:
+    slab = backend.allocate_host(64)
+    first, second = torch.ones(8), torch.ones(8)
+    host = slab[:32].view(torch.float32)
+    target, _ = reload(backend, host, offload(backend, first, host))
+    offload(backend, second, slab[32:].view(torch.float32))
+    backend.synchronize()
+    assert torch.equal(target, first)
+
+
+def test_in_place_write_to_a_queued_source(backend: SimulatedBackend) -> None:
+    with backend.activate():
+        source = torch.ones(4)
+        host = host_like(backend, source)
+        event = offload(backend, source, host, "mlp")
+        assert source.sum() == 4
+        with pytest.raises(RaceError, match="write by stream compute.*add_.*d2h.*'mlp'"):
+            source.add_(1)
+        with pytest.raises(RaceError, match="write by stream compute"):
+            torch.add(source, 1, out=source)
+        with pytest.raises(RaceError, match="write by stream compute"):
+            torch._foreach_add_([source], 1)
+        backend.current_stream().wait_event(event)
+        source.add_(1)
+        assert torch.equal(host, torch.ones(4))
+
+
+def round_trip(backend: SimulatedBackend, source: Tensor, host: Tensor) -> Tensor:
+    offloaded = offload(backend, source, host)
+    target, reloaded = reload(backend, host, offloaded)
+    backend.current_stream().wait_event(reloaded)
+    return target
+
+
+def test_ordered_round_trips_pass_again_and_again(backend: SimulatedBackend) -> None:
+    host = backend.allocate_host(16).view(torch.float32)
+    with backend.activate():
+        for step in range(10):
+            source = torch.full((4,), float(step))
+            assert (round_trip(backend, source, host) + 0 == step).all()
+            del source
+    backend.synchronize()
+    assert backend.pending == 0
+
+
+def test_round_trips_on_two_alternating_compute_streams(backend: SimulatedBackend) -> None:
+    streams = [backend.current_stream(), backend.new_stream("second")]
+    host = backend.allocate_host(16).view(torch.float32)
+    with backend.activate():
+        for step in range(6):
+            with backend.stream(streams[step % 2]):
+                source = torch.full((4,), float(step))
+                backend.d2h.wait_event(backend.h2d.record_event())  # the host's last reader
+                target = round_trip(backend, source, host)
+                assert (target == step).all()
+                del source, target
+
+
+def test_handing_a_target_to_another_stream_needs_a_wait_there(backend: SimulatedBackend) -> None:
+    second = backend.new_stream("second")
+    with backend.activate():
+        source = torch.ones(4)
+        host = host_like(backend, source)
+        target, reloaded = reload(backend, host, offload(backend, source, host))
+        backend.current_stream().wait_event(reloaded)
+        with backend.stream(second):
+            with pytest.raises(RaceError, match="read by stream second"):
+                target.sum()
+            second.wait_stream(backend.current_stream())
+            with pytest.raises(RaceError, match="read by stream second"):
+                target.sum()
+            second.wait_event(reloaded)
+            assert target.sum() == 4
+
+
+def test_d2h_waiting_for_the_wrong_compute_stream(backend: SimulatedBackend) -> None:
+    second = backend.new_stream("second")
+    with backend.activate():
+        with backend.stream(second):
+            source = torch.ones(4)
+        host = host_like(backend, source)
+        with pytest.raises(RaceError, match="read by stream d2h.*write by stream second"):
+            offload(backend, source, host)
+        backend.d2h.wait_event(second.record_event())
+        offload(backend, source, host)
+        backend.synchronize()
+
+
+def test_stream_names_are_unique(backend: SimulatedBackend) -> None:
+    with pytest.raises(ValueError, match="'h2d' exists"):
+        backend.new_stream("h2d")
+
+
+def test_leaving_the_watch_checks(backend: SimulatedBackend) -> None:
+    with pytest.raises(RaceError, match="free"):
+        with backend.activate():
+            source = torch.ones(4)
+            host = host_like(backend, source)
+            offload(backend, source, host)
+            del source
+
+
+def test_leaving_the_watch_does_not_hide_an_exception(backend: SimulatedBackend) -> None:
+    with pytest.raises(KeyError):
+        with backend.activate():
+            source = torch.ones(4)
+            offload(backend, source, host_like(backend, source.clone()).clone())
+            del source
+            raise KeyError
+
+
+class Offloader:
+    """Offloads what autograd saves, and reloads it with or without the wait."""
+
+    def __init__(self, backend: SimulatedBackend, *, forgets: bool) -> None:
+        self.backend = backend
+        self.forgets = forgets
+        self.alive: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, Event]:
+        self.alive.append(tensor)
+        host = host_like(self.backend, tensor)
+        return host, offload(self.backend, tensor, host)
+
+    def unpack(self, packed: tuple[Tensor, Event]) -> Tensor:
+        target, reloaded = reload(self.backend, *packed)
+        if not self.forgets:
+            self.backend.current_stream().wait_event(reloaded)
+        return target
+
+
+def run_backward(backend: SimulatedBackend, *, forgets: bool) -> Tensor:
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4, requires_grad=True)
+    offloader = Offloader(backend, forgets=forgets)
+    with backend.activate():
+        with torch.autograd.graph.saved_tensors_hooks(offloader.pack, offloader.unpack):
+            loss = (torch.ones(4, 4) @ weight).sin().exp().sum()
+        loss.backward()
+        backend.synchronize()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def test_backward_is_watched_and_bit_for_bit(backend: SimulatedBackend) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4, requires_grad=True)
+    (torch.ones(4, 4) @ weight).sin().exp().sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(run_backward(backend, forgets=False), weight.grad)
+
+
+def test_a_forgotten_wait_in_backward(backend: SimulatedBackend) -> None:
+    with pytest.raises(RaceError, match="read by stream compute.*write by stream h2d"):
+        run_backward(backend, forgets=True)
+
+
+@pytest.fixture(autouse=True)
+def collect() -> Iterator[None]:
+    yield
+    gc.collect()

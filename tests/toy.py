@@ -1,0 +1,91 @@
+"""A small stack of layers with engine markers, and steps of it with and without offload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+
+
+class Layer(nn.Module):
+    """Attention-like and MLP-like parts, each a group if named in ``groups``."""
+
+    def __init__(self, width: int, groups: Sequence[str]) -> None:
+        super().__init__()
+        self.groups = groups
+        self.mix = nn.Linear(width, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.part("mix", x, lambda x: torch.tanh(self.mix(x)).sin())
+        return x + self.part("mlp", x, lambda x: self.down(torch.sigmoid(self.up(x))))
+
+    def part(self, name: str, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """``compute`` as a group."""
+        is_group = name in self.groups
+        with off_interface(is_group, x, name) as x:
+            y = compute(x)
+        return off_interface.group_commit(y, name=name) if is_group else y
+
+
+def make_model(
+    layers: int = 3, width: int = 8, groups: Sequence[str] = ("mix", "mlp"), device: str = "cpu"
+) -> nn.Sequential:
+    """The same weights every time."""
+    generator = torch.Generator().manual_seed(1)
+    model = nn.Sequential(*(Layer(width, groups) for _ in range(layers)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return model.to(device)
+
+
+def batches(num: int, width: int = 8, step: int = 0, length: int = 5) -> list[Tensor]:
+    """Inputs of one step, the same every time."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(length, width, generator=generator) for _ in range(num)]
+
+
+def run_step(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    *,
+    in_flight: int = 1,
+    requires_grad: bool = True,
+    offload: bool = True,
+) -> list[Tensor]:
+    """One step in 1F1B order with ``in_flight`` forwards ahead; losses and all gradients."""
+    if offload:
+        off_interface.reset()
+    results: list[Tensor] = []
+    waiting: list[tuple[Tensor, Tensor]] = []
+
+    def backward() -> None:
+        loss, x = waiting.pop(0)
+        loss.backward()
+        results.extend([loss.detach()] + ([x.grad] if x.grad is not None else []))
+
+    for x in inputs:
+        if offload:
+            off_interface.init_chunk_handler(None, None, 1)
+        leaf = x.clone().requires_grad_(requires_grad)
+        waiting.append((model(leaf).square().mean(), leaf))
+        if len(waiting) >= in_flight:
+            backward()
+    while waiting:
+        backward()
+    results += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return results
+
+
+def same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Whether all tensors are equal bit for bit."""
+    return len(left) == len(right) and all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        for a, b in zip(left, right, strict=True)
+    )
