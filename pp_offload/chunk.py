@@ -75,6 +75,7 @@ class ChunkOffloadHandler:
             host memory is its host tier.
         services: What it shares with other chunks; its own when not given.
         vp_stage: Virtual pipeline stage it runs.
+        microbatch: Its number in the step; counted when None.
 
     Source: Megatron-LM ``ChunkOffloadHandler``.
     """
@@ -86,10 +87,12 @@ class ChunkOffloadHandler:
         *,
         services: Services | None = None,
         vp_stage: int = 0,
+        microbatch: int | None = None,
     ) -> None:
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         self.cpu_tensor_pool = cpu_tensor_pool
         self.vp_stage = vp_stage
+        self.microbatch = microbatch
         self.key: ChunkKey | None = None
         self.groups: list[OffloadTensorGroup] = []
         self._open: list[OffloadTensorGroup] = []

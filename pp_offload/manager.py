@@ -116,6 +116,8 @@ class PipelineOffloadManager:
         vp_size: int | None,
         vp_stage: int | None,
         min_offloaded_tensor_size: int = 1024 * 1024,
+        *,
+        microbatch: int | None = None,
     ) -> None:
         """Begin the forward of one microbatch on one model chunk.
 
@@ -125,6 +127,7 @@ class PipelineOffloadManager:
             vp_size: Number of virtual pipeline stages; None means 1.
             vp_stage: Which of them; None means 0.
             min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
+            microbatch: Its number in the step; counted per stage when None.
 
         Raises:
             ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative.
@@ -142,7 +145,11 @@ class PipelineOffloadManager:
             )
         self.step.vp_size = size
         self._current = ChunkOffloadHandler(
-            min_offloaded_tensor_size, self._pool, services=self.services, vp_stage=stage
+            min_offloaded_tensor_size,
+            self._pool,
+            services=self.services,
+            vp_stage=stage,
+            microbatch=microbatch,
         )
 
     def end_chunk(self) -> None:

@@ -123,15 +123,25 @@ class AttachedSchedule:
         setattr(owner, name, wrapper)
         self._wrapped.append((owner, name))
 
-    def _forward(self, vp_stage: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(
+        self,
+        vp_stage: int,
+        inner: Callable[..., Any],
+        fwd_chunk_id: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if not self._stages[vp_stage].has_backward:
-            return inner(*args, **kwargs)
+            return inner(fwd_chunk_id, *args, **kwargs)
         manager = self.manager
         manager.init_model_chunk_offload_handler(
-            len(self._stages), vp_stage, manager.config.min_offloaded_tensor_size
+            len(self._stages),
+            vp_stage,
+            manager.config.min_offloaded_tensor_size,
+            microbatch=fwd_chunk_id,
         )
         try:
-            return inner(*args, **kwargs)
+            return inner(fwd_chunk_id, *args, **kwargs)
         finally:
             manager.end_chunk()
 
@@ -167,16 +177,10 @@ def backward_order(schedule: Any, stages: list[Any]) -> Iterator[ChunkKey]:
     with_comms = getattr(schedule, "pipeline_order_with_comms", None)
     order = with_comms or getattr(schedule, "pipeline_order", None) or {}
     local = {stage.stage_index: vp_stage for vp_stage, stage in enumerate(stages)}
-    forwards: dict[int, dict[int, int]] = {vp_stage: {} for vp_stage in local.values()}
-    actions = [a for action in order.get(stages[0].group_rank, ()) for a in _parts(action)]
-    for action in actions:
-        if action.computation_type.name == "FORWARD" and action.stage_index in local:
-            seen = forwards[local[action.stage_index]]
-            seen[action.microbatch_index] = len(seen)
-    for action in actions:
-        if action.computation_type.name in ("FULL_BACKWARD", "BACKWARD_INPUT"):
-            vp_stage = local[action.stage_index]
-            yield ChunkKey(vp_stage, forwards[vp_stage][action.microbatch_index])
+    for action in order.get(stages[0].group_rank, ()):
+        for part in _parts(action):
+            if part.computation_type.name in ("FULL_BACKWARD", "BACKWARD_INPUT"):
+                yield ChunkKey(local[part.stage_index], part.microbatch_index)
 
 
 def _parts(action: Any) -> list[Any]:

@@ -19,8 +19,8 @@ class ChunkKey(NamedTuple):
     vp_stage: int
     """Virtual pipeline stage."""
 
-    ordinal: int
-    """Microbatch: the how manieth forward of that stage in this step, from 0."""
+    microbatch: int
+    """Its number in the step, from 0."""
 
 
 class GroupKey(NamedTuple):

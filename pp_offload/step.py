@@ -32,8 +32,10 @@ class StepRecord(Upcoming):
 
     def add(self, chunk: ChunkOffloadHandler) -> ChunkKey:
         """A chunk's first group starts: give it its number, and queue it."""
-        ordinal = sum(1 for other in self._forward if other.vp_stage == chunk.vp_stage)
-        chunk.key = ChunkKey(chunk.vp_stage, ordinal)
+        number = chunk.microbatch
+        if number is None:
+            number = sum(1 for other in self._forward if other.vp_stage == chunk.vp_stage)
+        chunk.key = ChunkKey(chunk.vp_stage, number)
         self._forward.append(chunk)
         self.queue.stage(chunk, self.vp_size, chunk.vp_stage)
         return chunk.key

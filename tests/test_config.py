@@ -1,0 +1,110 @@
+"""OffloadConfig: frozen, by keyword, and wrong as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from pp_offload import ConfigError, OffloadConfig, OffloadError
+
+FIELDS = [
+    "min_offloaded_tensor_size",
+    "delta_offload_bytes_across_pp_ranks",
+    "activation_offload_fraction",
+    "max_in_flight_bytes",
+    "prefetch_bytes",
+]
+
+
+def test_it_has_the_options_of_the_engine() -> None:
+    names = [field.name for field in dataclasses.fields(OffloadConfig)]
+    assert names[: len(FIELDS)] == FIELDS
+
+
+def test_defaults_offload_all_groups_of_large_tensors() -> None:
+    config = OffloadConfig()
+    assert config.min_offloaded_tensor_size == 1024 * 1024
+    assert config.delta_offload_bytes_across_pp_ranks == 0
+    assert config.activation_offload_fraction == 1.0
+    assert config.max_in_flight_bytes > 0
+    assert config.prefetch_bytes > 0
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OffloadConfig().prefetch_bytes = 1  # type: ignore[misc]
+
+
+def test_it_takes_keywords_only() -> None:
+    with pytest.raises(TypeError):
+        OffloadConfig(1)  # type: ignore[misc]
+
+
+def test_an_unknown_option_is_an_error() -> None:
+    with pytest.raises(TypeError, match="prefetch_mib"):
+        OffloadConfig(prefetch_mib=1)  # type: ignore[call-arg]
+
+
+def test_equal_options_make_equal_configs() -> None:
+    assert OffloadConfig(prefetch_bytes=7) == OffloadConfig(prefetch_bytes=7)
+    assert OffloadConfig(prefetch_bytes=7) != OffloadConfig(prefetch_bytes=8)
+    assert len({OffloadConfig(), OffloadConfig()}) == 1
+
+
+@pytest.mark.parametrize("name", [n for n in FIELDS if n != "activation_offload_fraction"])
+@pytest.mark.parametrize("value", [0, 1, 2**40])
+def test_a_count_may_be_zero_or_more(name: str, value: int) -> None:
+    assert getattr(OffloadConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name", [n for n in FIELDS if n != "activation_offload_fraction"])
+@pytest.mark.parametrize("value", [-1, 1.5, "1", None, True, math.nan])
+def test_a_wrong_count_is_named_with_its_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        OffloadConfig(**{name: value})
+    message = str(error.value)
+    assert name in message
+    assert repr(value) in message
+    assert "expected" in message
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 0.25, 1, 1.0])
+def test_a_fraction_is_from_zero_to_one(value: float) -> None:
+    assert OffloadConfig(activation_offload_fraction=value).activation_offload_fraction == value
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.01, math.nan, math.inf, "half", None])
+def test_a_wrong_fraction_is_named_with_its_value(value: Any) -> None:
+    with pytest.raises(ConfigError, match="activation_offload_fraction") as error:
+        OffloadConfig(activation_offload_fraction=value)
+    assert repr(value) in str(error.value)
+
+
+def test_all_violations_are_in_one_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        OffloadConfig(
+            min_offloaded_tensor_size=-1,
+            delta_offload_bytes_across_pp_ranks=-2,
+            activation_offload_fraction=3.0,
+            max_in_flight_bytes=-4,
+            prefetch_bytes=-5,
+        )
+    assert all(name in str(error.value) for name in FIELDS)
+
+
+def test_the_error_is_a_value_error_and_one_of_ours() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, OffloadError)
+
+
+def test_every_field_has_a_docstring() -> None:
+    import ast
+    import inspect
+
+    body = ast.parse(inspect.getsource(OffloadConfig)).body[0].body  # type: ignore[attr-defined]
+    for before, after in zip(body, body[1:], strict=False):
+        if isinstance(before, ast.AnnAssign):
+            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)

@@ -1,0 +1,162 @@
+"""Imports go one way, and a few things happen in one place only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import pp_offload
+
+ROOT = Path(pp_offload.__file__).parent
+
+LAYERS = [
+    {"errors"},
+    {"config", "backends.base", "backends.happens_before"},
+    {"backends.accelerator", "backends.cpu", "backends.simulated"},
+    {"backends"},
+    {"tensors", "policy", "tiers", "tiers.arena", "tiers.pool", "tiers.host"},
+    {"transfer"},
+    {"saved"},
+    {"payload", "copies"},
+    {"group"},
+    {"chunk_queue", "prefetch", "release"},
+    {"chunk"},
+    {"step", "statistics"},
+    {"manager"},
+    {"functions", "cuda_graph"},
+    {"interface"},
+    {"modules", "report", "session"},
+    {"pipelining", "testing"},
+    {"fine_grained_activation_offload"},
+    {""},
+]
+"""Lowest first. A module imports from lower layers, or from its own without a cycle."""
+
+RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
+
+FACADES = {"fine_grained_activation_offload", ""}
+"""They give names to the user and hold no logic, so importing anything is their work."""
+
+ASKS_FOR_THE_MANAGER = {
+    "interface", "cuda_graph", "pipelining", "modules", "report", "session", "compat",
+}
+
+CUDA_ALLOWED = {"cuda_graph": None, "manager": {"torch.cuda.is_available"}}
+"""Where ``torch.cuda`` may be named, and which names of it; None for any."""
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+def imported(name: str) -> Iterator[str]:
+    """Modules of ours that ``name`` imports anywhere, also inside functions."""
+    for node in ast.walk(TREES[name]):
+        found: list[str] = []
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relatively"
+            base = node.module or ""
+            submodules = [f"{base}.{alias.name}" for alias in node.names]
+            found = [m for m in submodules if m.removeprefix("pp_offload.") in FILES] or [base]
+        for module in found:
+            if module.split(".")[0] == "pp_offload":
+                yield module.removeprefix("pp_offload").removeprefix(".")
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "?"
+
+
+def calls(tree: ast.AST) -> Iterator[str]:
+    return (dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def uses_of_cuda(tree: ast.AST) -> set[str]:
+    """The longest dotted names below ``torch.cuda``, outside annotations too."""
+    names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    below = {name for name in names if name.startswith("torch.cuda.")}
+    aliases = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if "torch.cuda" in (alias.name, f"{getattr(node, 'module', None)}.{alias.name}")
+        or (getattr(node, "module", None) or "").startswith("torch.cuda")
+        or alias.name.startswith("torch.cuda")
+    }
+    return below | aliases
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_module_has_a_layer(name: str) -> None:
+    assert name in RANK, f"{FILES[name]} is in no layer; add it where it belongs"
+
+
+def test_every_layer_names_modules_that_exist() -> None:
+    assert set(RANK) == set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_module_imports_from_below(name: str) -> None:
+    above = [other for other in imported(name) if RANK[other] > RANK[name]]
+    assert not above, f"{name} imports {above}, which stand above it"
+
+
+def test_no_module_is_in_a_cycle() -> None:
+    graph = {name: set(imported(name)) - {name} for name in FILES}
+    TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("name", set(FILES) - FACADES)
+def test_nobody_imports_who_only_listens(name: str) -> None:
+    assert not {"report", "trace"} & set(imported(name))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_only_the_surface_asks_for_the_current_manager(name: str) -> None:
+    asks = any(call.split(".")[-1] == "get_instance" for call in calls(TREES[name]))
+    assert not asks or name in ASKS_FOR_THE_MANAGER
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_cuda_is_named_in_one_place(name: str) -> None:
+    allowed = CUDA_ALLOWED.get(name, set())
+    assert allowed is None or uses_of_cuda(TREES[name]) <= allowed
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_only_the_function_whose_name_says_so_prints(name: str) -> None:
+    tree = TREES[name]
+    may_print = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "print_offload_summary_table"
+    ]
+    allowed = sum(list(calls(node)).count("print") for node in may_print)
+    assert list(calls(tree)).count("print") == allowed
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_events_are_recorded_and_waited_for_in_few_places(name: str) -> None:
+    if name.startswith("backends") or name in ("transfer", "cuda_graph"):
+        return
+    last = {call.split(".")[-1] for call in calls(TREES[name])}
+    assert not last & {"record_event", "wait_event", "wait_stream", "record_stream"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_is_without_a_docstring(name: str) -> None:
+    assert ast.get_docstring(TREES[name])

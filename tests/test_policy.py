@@ -1,0 +1,212 @@
+"""What stays on the device, compared with the definitions read literally."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pp_offload import OffloadConfig
+from pp_offload.policy import (
+    ChunkKey,
+    ChunkShape,
+    GroupKey,
+    GroupShape,
+    Plan,
+    beyond_fraction,
+    first_bytes,
+    groups_to_keep,
+    live_at_peak,
+    make_plan,
+    reload_margin,
+)
+
+groups = st.builds(GroupShape, st.sampled_from(["a", "b", "c"]), st.integers(0, 20))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[ChunkShape]:
+    """Chunks in some backward order, each with its groups in forward order."""
+    keys = draw(
+        st.lists(
+            st.builds(ChunkKey, st.integers(0, 2), st.integers(0, 3)), unique=True, max_size=5
+        )
+    )
+    return [ChunkShape(key, tuple(draw(st.lists(groups, max_size=5)))) for key in keys]
+
+
+fractions = st.floats(0, 1)
+
+
+def key_of(chunk: ChunkShape, position: int) -> GroupKey:
+    return GroupKey(chunk.key, position)
+
+
+def forward_keys(chunks: list[ChunkShape]) -> list[tuple[GroupKey, GroupShape]]:
+    return [(key_of(c, i), g) for c in chunks for i, g in enumerate(c.groups)]
+
+
+def margin_by_hand(chunks: list[ChunkShape]) -> set[GroupKey]:
+    """Walk through backward; the first group of each name met stays."""
+    seen: set[str] = set()
+    stays: set[GroupKey] = set()
+    for chunk in chunks:
+        for position in reversed(range(len(chunk.groups))):
+            if chunk.groups[position].name not in seen:
+                seen.add(chunk.groups[position].name)
+                stays.add(key_of(chunk, position))
+    return stays
+
+
+def first_bytes_by_hand(
+    chunks: list[ChunkShape], nbytes: int, kept: set[GroupKey]
+) -> set[GroupKey]:
+    """The shortest run of whole groups, in order, that makes up the bytes; or all there are."""
+    eligible = [(key, group) for key, group in forward_keys(chunks) if key not in kept]
+    sums = list(accumulate((group.nbytes for _, group in eligible), initial=0))
+    enough = [n for n, total in enumerate(sums) if total >= nbytes]
+    count = enough[0] if enough else len(eligible)
+    return {key for key, _ in eligible[:count]}
+
+
+def fraction_by_hand(
+    chunks: list[ChunkShape], fraction: float, kept: set[GroupKey]
+) -> set[GroupKey]:
+    """Per chunk, strike groups from the end until that many stay."""
+    stays: set[GroupKey] = set()
+    for chunk in chunks:
+        eligible = [k for k in (key_of(chunk, i) for i in range(len(chunk.groups))) if k not in kept]
+        for _ in range(int(len(eligible) * (1 - fraction))):
+            stays.add(eligible.pop())
+    return stays
+
+
+@given(steps())
+def test_the_margin_is_the_group_of_each_name_that_backward_uses_first(
+    chunks: list[ChunkShape],
+) -> None:
+    assert reload_margin(chunks) == margin_by_hand(chunks)
+
+
+@given(steps())
+def test_the_margin_has_one_group_per_name(chunks: list[ChunkShape]) -> None:
+    names = {key: group.name for key, group in forward_keys(chunks)}
+    margin = [names[key] for key in reload_margin(chunks)]
+    assert sorted(margin) == sorted(set(names.values()))
+
+
+@given(steps(), st.integers(-5, 200), st.data())
+def test_kept_bytes_are_whole_groups_in_order(
+    chunks: list[ChunkShape], nbytes: int, data: st.DataObject
+) -> None:
+    keys = [key for key, _ in forward_keys(chunks)]
+    kept = set(data.draw(st.lists(st.sampled_from(keys)))) if keys else set()
+    assert first_bytes(chunks, nbytes, kept) == first_bytes_by_hand(chunks, nbytes, kept)
+
+
+@given(steps(), fractions, st.data())
+def test_the_fraction_keeps_the_last_of_each_chunk(
+    chunks: list[ChunkShape], fraction: float, data: st.DataObject
+) -> None:
+    keys = [key for key, _ in forward_keys(chunks)]
+    kept = set(data.draw(st.lists(st.sampled_from(keys)))) if keys else set()
+    assert beyond_fraction(chunks, fraction, kept) == fraction_by_hand(chunks, fraction, kept)
+
+
+@given(steps(), st.integers(0, 30), st.integers(0, 4), fractions)
+def test_the_rules_apply_one_after_the_other(
+    chunks: list[ChunkShape], delta: int, rank: int, fraction: float
+) -> None:
+    config = OffloadConfig(
+        delta_offload_bytes_across_pp_ranks=delta, activation_offload_fraction=fraction
+    )
+    expected = margin_by_hand(chunks)
+    expected |= first_bytes_by_hand(chunks, rank * delta, expected)
+    expected |= fraction_by_hand(chunks, fraction, expected)
+    assert groups_to_keep(chunks, config, rank) == expected
+
+
+@given(steps(), st.integers(0, 30), st.integers(0, 4))
+def test_a_rank_keeps_at_least_its_bytes_if_it_has_them(
+    chunks: list[ChunkShape], delta: int, rank: int
+) -> None:
+    config = OffloadConfig(delta_offload_bytes_across_pp_ranks=delta)
+    kept = groups_to_keep(chunks, config, rank)
+    everything = forward_keys(chunks)
+    kept_bytes = sum(group.nbytes for key, group in everything if key in kept)
+    assert kept_bytes >= min(rank * delta, sum(group.nbytes for _, group in everything))
+
+
+@given(steps())
+def test_defaults_keep_the_margin_only(chunks: list[ChunkShape]) -> None:
+    assert groups_to_keep(chunks, OffloadConfig(), 3) == reload_margin(chunks)
+
+
+@given(steps())
+def test_fraction_zero_keeps_everything(chunks: list[ChunkShape]) -> None:
+    config = OffloadConfig(activation_offload_fraction=0.0)
+    assert groups_to_keep(chunks, config, 0) == {key for key, _ in forward_keys(chunks)}
+
+
+@given(steps(), st.integers(0, 30), st.integers(0, 4), fractions)
+def test_inputs_are_not_changed(
+    chunks: list[ChunkShape], delta: int, rank: int, fraction: float
+) -> None:
+    before = list(chunks)
+    config = OffloadConfig(
+        delta_offload_bytes_across_pp_ranks=delta, activation_offload_fraction=fraction
+    )
+    first = groups_to_keep(chunks, config, rank)
+    assert groups_to_keep(chunks, config, rank) == first
+    assert chunks == before
+
+
+def test_an_example_by_hand() -> None:
+    late = ChunkShape(ChunkKey(0, 0), tuple(GroupShape(n, 10) for n in "abababab"))
+    early = ChunkShape(ChunkKey(0, 1), tuple(GroupShape(n, 10) for n in "abab"))
+    config = OffloadConfig(
+        delta_offload_bytes_across_pp_ranks=15, activation_offload_fraction=0.5
+    )
+    kept = groups_to_keep([late, early], config, 1)
+    margin = {GroupKey(late.key, 6), GroupKey(late.key, 7)}
+    two_groups_of_delta = {GroupKey(late.key, 0), GroupKey(late.key, 1)}
+    half_of_four = {GroupKey(late.key, 4), GroupKey(late.key, 5)}
+    half_of_four |= {GroupKey(early.key, 2), GroupKey(early.key, 3)}
+    assert kept == margin | two_groups_of_delta | half_of_four
+
+
+def test_an_empty_step_keeps_nothing() -> None:
+    assert groups_to_keep([], OffloadConfig(activation_offload_fraction=0.0), 5) == frozenset()
+    assert make_plan([], OffloadConfig(), 0) == Plan()
+
+
+@given(steps())
+def test_a_plan_knows_its_groups_by_place_and_name(chunks: list[ChunkShape]) -> None:
+    plan = make_plan(chunks, OffloadConfig(), 0)
+    for key, group in forward_keys(chunks):
+        assert plan.keeps(key, group.name) == (key in plan.kept)
+        assert not plan.keeps(key, "another")
+    assert not plan.keeps(GroupKey(ChunkKey(9, 9), 0), "a")
+
+
+@given(steps())
+def test_a_plan_knows_the_last_group_of_a_name(chunks: list[ChunkShape]) -> None:
+    plan = make_plan(chunks, OffloadConfig(), 0)
+    for chunk in chunks:
+        for position, group in enumerate(chunk.groups):
+            is_last = all(g.name != group.name for g in chunk.groups[position + 1 :])
+            assert plan.is_last_of_its_name(key_of(chunk, position), group.name) == is_last
+    assert not plan.is_last_of_its_name(GroupKey(ChunkKey(9, 9), 0), "a")
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_live_at_the_peak_is_what_ran_forward_before_the_first_backward(first: int) -> None:
+    forward = [ChunkKey(0, i) for i in range(4)]
+    chunks = [ChunkShape(forward[first], ())]
+    assert live_at_peak(chunks, forward) == forward[: first + 1]
+
+
+def test_nothing_is_live_in_an_empty_step() -> None:
+    assert live_at_peak([], []) == []
