@@ -52,6 +52,9 @@ class Services:
 
     is_enabled: bool = True
 
+    on_change: Callable[[], None] = field(default=lambda: None)
+    """Called when a group was offloaded, so that there is more to prefetch."""
+
     number_chunk: Callable[[ChunkOffloadHandler], ChunkKey | None] = field(
         default=lambda chunk: None
     )
@@ -262,6 +265,7 @@ class ChunkOffloadHandler:
         group = self._open.pop()
         moving = payloads(group.saved())
         _describe(group, moving)
+        self._services.on_change()
         try:
             self._move(group, moving)
         except MemoryError as failure:

@@ -11,6 +11,7 @@ first.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -33,6 +34,7 @@ class ChunkQueue:
     def __init__(self) -> None:
         self.is_told = False
         self._position: dict[ChunkKey, int] = {}
+        self._num_of_last_stage = 0
         self._queued: list[QueuedChunk] = []
         self._staged: dict[int, list[QueuedChunk]] = {}
 
@@ -45,6 +47,7 @@ class ChunkQueue:
         """
         self._position = {key: position for position, key in enumerate(keys)}
         self.is_told = is_told
+        self._queued.sort(key=self._rank)
 
     @property
     def has_order(self) -> bool:
@@ -53,24 +56,29 @@ class ChunkQueue:
 
     def stage(self, chunk: QueuedChunk, vp_size: int, vp_stage: int) -> None:
         """Queue a chunk by the reference's rule, or at once where the order is known."""
-        if vp_stage == vp_size - 1 or self.has_order:
+        if self.has_order or vp_size == 1:
             self.push(chunk)
+            return
+        if vp_stage == vp_size - 1:
+            self.push(chunk)
+            self._num_of_last_stage += 1
         else:
             self._staged.setdefault(vp_stage, []).append(chunk)
         counts = {len(self._staged.get(s, ())) for s in range(vp_size - 1)}
-        last = sum(1 for c in self._queued if c.key is not None and c.key.vp_stage == vp_size - 1)
-        if vp_stage == vp_size - 1 and counts == {last}:
+        if counts == {self._num_of_last_stage}:
             self.flush()
 
     def push(self, chunk: QueuedChunk) -> None:
-        """Add a chunk behind the others."""
-        self._queued.append(chunk)
+        """Add a chunk where the order wants it; behind the others if it does not say."""
+        bisect.insort(self._queued, chunk, key=self._rank)
 
     def flush(self) -> None:
         """Queue all staged chunks, the last stage first."""
         for vp_stage in sorted(self._staged, reverse=True):
-            self._queued += self._staged[vp_stage]
+            for chunk in self._staged[vp_stage]:
+                self.push(chunk)
         self._staged.clear()
+        self._num_of_last_stage = 0
 
     def remove(self, chunk: QueuedChunk) -> None:
         """The chunk's backward begins."""
@@ -80,13 +88,7 @@ class ChunkQueue:
 
     def upcoming(self) -> Iterator[QueuedChunk]:
         """The chunks that have groups, next one first."""
-        chunks = self._queued
-        if self.has_order:
-            last = len(self._position)
-            chunks = sorted(
-                chunks, key=lambda c: last if c.key is None else self._position.get(c.key, last)
-            )
-        return (chunk for chunk in chunks if not chunk.is_empty_chunk())
+        return (chunk for chunk in list(self._queued) if not chunk.is_empty_chunk())
 
     def front(self, name: str | None = None) -> QueuedChunk | None:
         """The next chunk with a group (of that name); it stays."""
@@ -103,6 +105,11 @@ class ChunkQueue:
         """Forget the chunks, not the order."""
         self._queued.clear()
         self._staged.clear()
+        self._num_of_last_stage = 0
+
+    def _rank(self, chunk: QueuedChunk) -> int:
+        last = len(self._position)
+        return last if chunk.key is None else self._position.get(chunk.key, last)
 
     def __len__(self) -> int:
         return len(self._queued) + sum(len(chunks) for chunks in self._staged.values())

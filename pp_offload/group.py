@@ -60,6 +60,7 @@ class OffloadTensorGroup:
         self.key = key
         self.state = GroupState.OPEN
         self.is_used = False
+        self.is_brought = False
         self.total_tensor_count = 0
         self.total_offload_bytes = 0
         self.copied_bytes = 0

@@ -63,6 +63,7 @@ class PipelineOffloadManager:
             Eligibility(backend.device, StorageSet()),
             Prefetcher(transfer, self.step, self.config.prefetch_bytes),
             self.step.queue,
+            on_change=self.step.change,
             number_chunk=self.step.add,
         )
         self.passes_without_chunk = False
@@ -106,7 +107,7 @@ class PipelineOffloadManager:
     def cpu_tensor_pool(self) -> GPUTensorPool:
         """A pool of host tensors for callers; the engine's own bytes are in its host tier."""
         if self._pool is None:
-            self._pool = GPUTensorPool("cpu", pin_memory=torch.cuda.is_available())
+            self._pool = GPUTensorPool("cpu", pin_memory=self.backend.device.type != "cpu")
         return self._pool
 
     # Chunks

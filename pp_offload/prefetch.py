@@ -19,6 +19,9 @@ from pp_offload.transfer import Ticket, TransferEngine
 class Upcoming:
     """Which groups backward visits next."""
 
+    num_changes: int = 0
+    """Grows whenever a group was added or the order changed."""
+
     def after(self, group: OffloadTensorGroup) -> Iterator[OffloadTensorGroup]:
         """The groups behind ``group``, next one first. It has none."""
         return iter(())
@@ -41,34 +44,32 @@ class Prefetcher:
         self._upcoming = upcoming
         self._window_bytes = window_bytes
         self._current: OffloadTensorGroup | None = None
-        self._is_done = False
+        self._done_at = -1
 
     def on_use(self, group: OffloadTensorGroup) -> None:
         """Backward uses ``group``: bring it, and fill the window."""
         if group is not self._current:
             self._current = group
-            self._is_done = False
             if not group.is_used:
                 group.is_used = True
                 self._upcoming.begin(group)
             self._bring(group)
             self.fill()
-        elif not self._is_done and 2 * self._transfer.landed_bytes < self._window_bytes:
+        elif 2 * self._transfer.landed_bytes < self._window_bytes:
             self.fill()
 
     def fill(self) -> None:
         """Reload what comes next until the window is full."""
-        group = self._current
-        if group is None:
+        group, changes = self._current, self._upcoming.num_changes
+        if group is None or self._done_at == changes:
             return
-        self._is_done = self._load(group) and all(
-            self._load(following) for following in self._upcoming.after(group)
-        )
+        if self._load(group) and all(map(self._load, self._upcoming.after(group))):
+            self._done_at = changes
 
     def reset(self) -> None:
         """The step is over."""
         self._current = None
-        self._is_done = False
+        self._done_at = -1
 
     def _bring(self, group: OffloadTensorGroup) -> None:
         batch, _ = self._missing(group)
@@ -78,10 +79,12 @@ class Prefetcher:
 
     def _load(self, group: OffloadTensorGroup) -> bool:
         """Prefetch ``group`` as far as the window allows; whether all of it is there now."""
-        batch, is_all = self._missing(group)
+        if group.is_brought:
+            return True
+        batch, group.is_brought = self._missing(group)
         if batch:
             self._transfer.prefetch(batch)
-        return is_all
+        return group.is_brought
 
     def _missing(self, group: OffloadTensorGroup) -> tuple[list[Ticket], bool]:
         room = self._window_bytes - self._transfer.landed_bytes

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
-from pp_offload.group import GroupState, OffloadTensorGroup
+from pp_offload.group import OffloadTensorGroup
 from pp_offload.policy import ChunkKey, Plan, live_at_peak, make_plan
 from pp_offload.prefetch import Upcoming
 
@@ -27,26 +27,31 @@ class StepRecord(Upcoming):
         self.is_warmup = True
         self.in_backward: ChunkOffloadHandler | None = None
         self.summary: dict[str, int] = {}
-        self._forward: list[ChunkOffloadHandler] = []
-        self._backward: list[ChunkOffloadHandler] = []
+        self._forward: dict[ChunkKey, ChunkOffloadHandler] = {}
+        self._backward: dict[ChunkKey, ChunkOffloadHandler] = {}
+        self._numbers: Counter[int] = Counter()
 
     def add(self, chunk: ChunkOffloadHandler) -> ChunkKey:
         """A chunk's first group starts: give it its number, and queue it."""
         number = chunk.microbatch
         if number is None:
-            number = sum(1 for other in self._forward if other.vp_stage == chunk.vp_stage)
+            number = self._numbers[chunk.vp_stage]
+        self._numbers[chunk.vp_stage] = number + 1
         chunk.key = ChunkKey(chunk.vp_stage, number)
-        self._forward.append(chunk)
+        self._forward[chunk.key] = chunk
         self.queue.stage(chunk, self.vp_size, chunk.vp_stage)
         return chunk.key
 
+    def change(self) -> None:
+        """There is more to prefetch than before."""
+        self.num_changes += 1
+
     def begin(self, group: OffloadTensorGroup) -> None:
         """Backward has reached ``group``."""
-        chunk = self._chunk_of(group)
-        if chunk is not None and chunk not in self._backward:
-            self._backward.append(chunk)
+        self.in_backward = chunk = self._chunk_of(group)
+        if chunk is not None and chunk.key is not None and chunk.key not in self._backward:
+            self._backward[chunk.key] = chunk
             self.queue.remove(chunk)
-        self.in_backward = chunk
 
     def after(self, group: OffloadTensorGroup) -> Iterator[OffloadTensorGroup]:
         """The earlier groups of the chunk, last first; then those of the chunks queued."""
@@ -63,40 +68,30 @@ class StepRecord(Upcoming):
 
     def make_plan(self, config: OffloadConfig) -> Plan:
         """Learn from the step: the plan, the summary, and the backward order."""
-        shapes = [chunk.shape() for chunk in self._backward]
+        shapes = [chunk.shape() for chunk in self._backward.values()]
         if not self.queue.is_told:
             self.queue.know_order([shape.key for shape in shapes])
-        forward = [shape_key(chunk) for chunk in self._forward]
-        live = set(live_at_peak(shapes, forward))
         summary: Counter[str] = Counter()
-        for chunk in self._forward:
-            if chunk.key in live:
-                for group in chunk.groups:
-                    if group.state is GroupState.OFFLOADED:
-                        summary[group.name] += group.copied_bytes
-        self.summary = dict(summary)
+        for key in live_at_peak(shapes, list(self._forward)):
+            for group in self._forward[key].groups:
+                summary[group.name] += group.copied_bytes
+        self.summary = {name: nbytes for name, nbytes in summary.items() if nbytes}
         return make_plan(shapes, config, self.pipeline_rank)
 
     def clear(self) -> None:
         """Forget the step."""
-        for chunk in self._forward:
+        for chunk in self._forward.values():
             chunk.reset()
         self._forward.clear()
         self._backward.clear()
+        self._numbers.clear()
         self.queue.clear()
+        self.change()
         self.in_backward = None
 
     def _chunk_of(self, group: OffloadTensorGroup) -> ChunkOffloadHandler | None:
         key = group.key
-        if key is None:
+        chunk = None if key is None else self._forward.get(key.chunk)
+        if chunk is None or key is None or key.position >= len(chunk.groups):
             return None
-        for chunk in self._forward:
-            if chunk.key == key.chunk and key.position < len(chunk.groups):
-                return chunk if chunk.groups[key.position] is group else None
-        return None
-
-
-def shape_key(chunk: ChunkOffloadHandler) -> ChunkKey:
-    """The key of a chunk that has one."""
-    assert chunk.key is not None
-    return chunk.key
+        return chunk if chunk.groups[key.position] is group else None
