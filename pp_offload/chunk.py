@@ -169,12 +169,7 @@ class ChunkOffloadHandler:
         Raises:
             GroupStateError: The chunk belongs to another thread.
         """
-        if threading.get_ident() != self._thread:
-            raise GroupStateError(
-                f"group '{name}' was started on thread {threading.get_ident()}, but its chunk "
-                f"belongs to thread {self._thread}; call init_chunk_handler on the thread that "
-                "runs the forward"
-            )
+        self._check_thread(f"group '{name}' was started")
         if self.key is None:
             self.key = self._services.number_chunk(self)
         key = None if self.key is None else GroupKey(self.key, len(self.groups))
@@ -209,8 +204,9 @@ class ChunkOffloadHandler:
             delay: Only note the commit, for the manager's ``flush_delayed_groups``.
 
         Raises:
-            GroupStateError: No open group has this name.
+            GroupStateError: No open group has this name, or the chunk belongs to another thread.
         """
+        self._check_thread(f"group '{name}' was committed")
         group = next((g for g in reversed(self._open) if g.name == name), None)
         if group is None:
             raise self._not_open(name)
@@ -225,6 +221,13 @@ class ChunkOffloadHandler:
         else:
             close()
         return group
+
+    def _check_thread(self, action: str) -> None:
+        if threading.get_ident() != self._thread:
+            raise GroupStateError(
+                f"{action} on thread {threading.get_ident()}, but its chunk belongs to thread "
+                f"{self._thread}; call init_chunk_handler on the thread that runs the forward"
+            )
 
     def _not_open(self, name: str) -> GroupStateError:
         was_seen = any(group.name == name for group in self.groups)
@@ -266,6 +269,8 @@ class ChunkOffloadHandler:
         moving = payloads(group.saved())
         _describe(group, moving)
         self._services.on_change()
+        if self._services.prefetcher is not None:
+            self._services.prefetcher.expect(group.total_offload_bytes)
         try:
             self._move(group, moving)
         except MemoryError as failure:
@@ -281,7 +286,16 @@ class ChunkOffloadHandler:
     # Backward
 
     def on_group_commit_backward(self, name: str) -> None:
-        """Backward reaches the group of this name that runs first; bring its tensors."""
+        """Backward reaches the group of this name that runs first; bring its tensors.
+
+        Raises:
+            GroupStateError: The chunk's forward had no group of this name.
+        """
+        if self.find_group_with_name(name) is None:
+            raise GroupStateError(
+                f"backward of group '{name}', but this chunk's forward had none of that name; its "
+                f"groups: {[group.name for group in self.groups]}; run the forward first"
+            )
         for group in reversed(self.groups):
             if group.name == name and not group.is_used:
                 group.on_use()
@@ -325,8 +339,12 @@ class ChunkOffloadHandler:
         return not any(name in (None, group.name) for group in self.groups)
 
     def finish_all_groups(self, name: str | None = None) -> bool:
-        """Whether backward has reached every group (of this name)."""
-        return all(group.is_used for group in self.groups if name in (None, group.name))
+        """Whether backward has reached every group (of this name) that saved something."""
+        return all(
+            group.is_used or group.total_tensor_count == 0
+            for group in self.groups
+            if name in (None, group.name)
+        )
 
     def get_max_deduplicated_groups(self) -> int:
         """How many distinct names its groups have."""

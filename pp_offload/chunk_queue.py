@@ -35,6 +35,7 @@ class ChunkQueue:
         self.is_told = False
         self._position: dict[ChunkKey, int] = {}
         self._num_of_last_stage = 0
+        self._begun: set[ChunkKey] = set()
         self._queued: list[QueuedChunk] = []
         self._staged: dict[int, list[QueuedChunk]] = {}
 
@@ -82,6 +83,8 @@ class ChunkQueue:
 
     def remove(self, chunk: QueuedChunk) -> None:
         """The chunk's backward begins."""
+        if chunk.key is not None:
+            self._begun.add(chunk.key)
         for chunks in (self._queued, *self._staged.values()):
             if chunk in chunks:
                 chunks.remove(chunk)
@@ -89,6 +92,20 @@ class ChunkQueue:
     def upcoming(self) -> Iterator[QueuedChunk]:
         """The chunks that have groups, next one first."""
         return (chunk for chunk in list(self._queued) if not chunk.is_empty_chunk())
+
+    def certain(self) -> Iterator[QueuedChunk]:
+        """The chunks that have groups, up to the first that is known to come but is not there.
+
+        What lies behind the gap would take the room its groups need.
+        """
+        queued = {chunk.key: chunk for chunk in self._queued}
+        for key in self._position:
+            chunk = queued.get(key)
+            if chunk is not None:
+                yield chunk
+            elif key not in self._begun:
+                return
+        yield from (chunk for chunk in self._queued if chunk.key not in self._position)
 
     def front(self, name: str | None = None) -> QueuedChunk | None:
         """The next chunk with a group (of that name); it stays."""
@@ -105,6 +122,7 @@ class ChunkQueue:
         """Forget the chunks, not the order."""
         self._queued.clear()
         self._staged.clear()
+        self._begun.clear()
         self._num_of_last_stage = 0
 
     def _rank(self, chunk: QueuedChunk) -> int:

@@ -29,8 +29,11 @@ class OffloadConfig:
     max_in_flight_bytes: int = 512 * MIB
     """Device bytes that may wait for their copy to the host; beyond it compute waits."""
 
-    prefetch_bytes: int = 512 * MIB
-    """Bytes reloaded ahead of their use. One tensor may always be ahead, however large."""
+    prefetch_bytes: int | None = None
+    """Bytes reloaded ahead of their use; None means twice the largest group.
+
+    One tensor may always be ahead, however large.
+    """
 
     def __post_init__(self) -> None:
         problems = list(self._violations())
@@ -46,6 +49,8 @@ class OffloadConfig:
             "prefetch_bytes",
         ):
             value = getattr(self, name)
+            if value is None and name == "prefetch_bytes":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 found.append(f"{name} is {value!r}, expected an integer of at least 0")
         fraction = self.activation_offload_fraction

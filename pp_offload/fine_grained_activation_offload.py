@@ -5,6 +5,12 @@
     )
 """
 
+from __future__ import annotations
+
+import logging
+
+import torch.distributed as dist
+
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.cuda_graph import (
     FineGrainedOffloadingBackwardRecordFunction,
@@ -25,8 +31,24 @@ from pp_offload.interface import (
     fine_grained_offloading_group_start,
 )
 from pp_offload.manager import PipelineOffloadManager
-from pp_offload.report import DEBUG, DEBUG_RANK, debug_rank, print_offload_summary_table
+from pp_offload.report import print_offload_summary_table
 from pp_offload.tiers.pool import GPUTensorPool
+
+logger = logging.getLogger(__name__)
+
+DEBUG = False
+"""Whether :func:`debug_rank` says anything. Set it here, in this module."""
+
+DEBUG_RANK = 0
+"""The rank it speaks on."""
+
+
+def debug_rank(message: str) -> None:
+    """Log ``message`` on rank :data:`DEBUG_RANK` when :data:`DEBUG` is set."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if DEBUG and rank == DEBUG_RANK:
+        logger.warning("%s", message)
+
 
 __all__ = [
     "DEBUG",

@@ -1,15 +1,15 @@
-"""The markers of a group: identities in forward, signals in backward.
+"""The markers of a group: nothing in forward, signals in backward.
 
 NOTE [ Markers ]
-    A marker is a view of the tensor, with a hook on the view's autograd node. An identity
-    ``autograd.Function`` would either refuse in-place operations on its output, or cut the
-    output's history from that of its input, and then ``h.add_(1)`` behind a marker gives wrong
-    gradients to whoever still reads the input. A view has autograd's own rules for both.
-    Backward reaches a group at its commit (the end) and leaves it at its start. If an in-place
-    operation replaces the node, the signal is lost and the first unpack takes its place.
+    A marker is a hook on the autograd node that made the tensor; the graph stays as it is. An
+    identity function in its place would change numbers: where a tensor is used several times, it
+    changes the order in which gradients are summed, and so their last bits. It would also either
+    refuse in-place operations on its output, or cut the output's history from that of its input.
+    Backward reaches a group when the gradient of its output is complete, and has left it when that
+    of its input is. A tensor without a node gives no signal; the first unpack takes its place.
 
 The ``...Function`` classes are the reference's; the ``fine_grained_offloading_*`` functions of
-:mod:`pp_offload.interface` use the views.
+:mod:`pp_offload.interface` use the hooks.
 """
 
 from __future__ import annotations
@@ -21,41 +21,24 @@ import torch
 from torch import Tensor
 
 from pp_offload.chunk import ChunkOffloadHandler
-from pp_offload.tensors import map_tensors
+from pp_offload.tensors import tensors_in
 
 
-def mark_start(tensor: Tensor, on_backward: Callable[[], None]) -> Tensor:
-    """``tensor``, and ``on_backward`` called when backward leaves it behind.
-
-    Returns it as it is where there is no gradient to pass by.
-    """
-    if not _can_be_marked(tensor):
-        return tensor
-    marked = tensor.view_as(tensor)
-    if marked.grad_fn is not None:
-        marked.grad_fn.register_hook(lambda inputs, outputs: on_backward())
-    return marked
+def mark_start(tensor: Tensor, on_backward: Callable[[], None]) -> None:
+    """Call ``on_backward`` when backward has left the group that starts with ``tensor``."""
+    _before_node(tensor, on_backward)
 
 
-def mark_commit(output: Any, on_backward: Callable[[], None]) -> Any:
-    """``output``, with ``on_backward`` called when backward first reaches one of its tensors.
-
-    Tuples, lists and dicts keep their structure.
-    """
-
-    def mark(tensor: Tensor) -> Tensor:
-        if not _can_be_marked(tensor):
-            return tensor
-        marked = tensor.view_as(tensor)
-        if marked.grad_fn is not None:
-            marked.grad_fn.register_prehook(lambda grads: on_backward())
-        return marked
-
-    return map_tensors(output, mark)
+def mark_commit(output: Any, on_backward: Callable[[], None]) -> None:
+    """Call ``on_backward`` when backward reaches a tensor of ``output``, however it is nested."""
+    for tensor in tensors_in(output):
+        _before_node(tensor, on_backward)
 
 
-def _can_be_marked(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.layout is torch.strided and torch.is_grad_enabled()
+def _before_node(tensor: Tensor, action: Callable[[], None]) -> None:
+    node = tensor.grad_fn
+    if node is not None:
+        node.register_prehook(lambda gradients: action())
 
 
 class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pp_offload.chunk import ChunkOffloadHandler
+from pp_offload.cuda_graph import fine_grained_offloading_forward_record
 from pp_offload.functions import mark_commit, mark_start
 from pp_offload.group import OffloadTensorGroup
 from pp_offload.manager import PipelineOffloadManager
@@ -38,20 +38,20 @@ def fine_grained_offloading_enable_offload() -> None:
 
 
 def fine_grained_offloading_group_start(tensor: Tensor, name: str | None = None) -> Tensor:
-    """Open a group on the current chunk; use the returned tensor from here on.
+    """Open a group on the current chunk.
 
     Args:
         tensor: The group's input. It may or may not require grad.
         name: Of the group; ``group`` if not given.
 
     Returns:
-        A view of ``tensor``, or ``tensor`` itself where no gradient passes.
+        ``tensor`` itself; its node tells when backward has left the group.
 
     Raises:
         GroupStateError: There is no chunk, or it belongs to another thread.
     """
-    started = _start(tensor, name or "group")
-    return tensor if started is None else started[0]
+    _start(tensor, name or "group")
+    return tensor
 
 
 def fine_grained_offloading_group_commit(
@@ -71,7 +71,7 @@ def fine_grained_offloading_group_commit(
             :func:`fine_grained_offloading_group_flush_delayed_groups`.
 
     Returns:
-        ``tensor`` with the group's end marked in its graph.
+        ``tensor`` itself; its node tells when backward reaches the group.
 
     Raises:
         GroupStateError: There is no chunk, or no open group of this name.
@@ -80,7 +80,8 @@ def fine_grained_offloading_group_commit(
     if chunk is None:
         return tensor
     group = chunk.commit(name, forced_released_tensors, delay=delay_offload)
-    return mark_commit(tensor, group.on_use)
+    mark_commit(tensor, group.on_use)
+    return tensor
 
 
 def fine_grained_offloading_group_flush_delayed_groups() -> None:
@@ -113,25 +114,20 @@ class FineGrainedActivationOffloadingInterface:
         return self._hooks is not None
 
     def __enter__(self) -> Tensor:
-        """Open the group; use the returned tensor inside."""
+        """Open the group; gives back its input."""
         started = _start(self.tensor, self.name) if self.offload else None
         if started is None:
             return self.tensor
-        self.tensor, chunk, group = started
+        chunk, group = started
         self._hooks = saved_tensors_hooks(lambda saved: chunk.pack(group, saved), unpack)
         self._hooks.__enter__()
         return self.tensor
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *args: Any) -> None:
         """Stop collecting; an exception passes on."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
-            hooks.__exit__(kind, error, traceback)
+            hooks.__exit__(*args)
 
     @staticmethod
     def init_chunk_handler(
@@ -169,8 +165,6 @@ class FineGrainedActivationOffloadingInterface:
     @staticmethod
     def forward_record(event: Any) -> None:
         """See :func:`pp_offload.cuda_graph.fine_grained_offloading_forward_record`."""
-        from pp_offload.cuda_graph import fine_grained_offloading_forward_record
-
         fine_grained_offloading_forward_record(event)
 
     @staticmethod
@@ -184,11 +178,10 @@ class FineGrainedActivationOffloadingInterface:
         PipelineOffloadManager.reset_instance()
 
 
-def _start(
-    tensor: Tensor, name: str
-) -> tuple[Tensor, ChunkOffloadHandler, OffloadTensorGroup] | None:
+def _start(tensor: Tensor, name: str) -> tuple[ChunkOffloadHandler, OffloadTensorGroup] | None:
     chunk = PipelineOffloadManager.get_instance().open_chunk(f"start of group '{name}'")
     if chunk is None:
         return None
     group = chunk.on_group_start_forward(name)
-    return mark_start(tensor, chunk.on_group_start_backward), chunk, group
+    mark_start(tensor, chunk.on_group_start_backward)
+    return chunk, group

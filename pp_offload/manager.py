@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -298,14 +297,9 @@ class PipelineOffloadManager:
         self._scopes.append(scope)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *args: Any) -> None:
         """Leave the innermost scope; an exception passes on."""
-        self._scopes.pop().__exit__(kind, error, traceback)
+        self._scopes.pop().__exit__(*args)
 
     def on_save_for_backward(self, tensor: Tensor) -> SavedActivation | Resident:
         """The pack hook: the tag it returns is bound to the group open now."""

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pp_offload.interface import FineGrainedActivationOffloadingInterface
 from pp_offload.manager import PipelineOffloadManager
-from pp_offload.tensors import map_tensors, tensors_in
+from pp_offload.tensors import tensors_in
 
 Patterns = Mapping[str, str | Sequence[str]]
 """Group name to pattern or patterns of module names; ``*`` stands for one part between dots."""
@@ -70,7 +70,12 @@ def offload_modules(
         ValueError: A pattern matches no module; the message lists names that come near.
     """
     found = {group: _matching(model, patterns) for group, patterns in groups.items()}
-    missing = [groups[group] for group, names in found.items() if not names]
+    missing = [
+        pattern
+        for patterns in groups.values()
+        for pattern in _listed(patterns)
+        if not _matching(model, pattern)
+    ]
     if missing and not missing_ok:
         raise ValueError(_no_match(model, missing))
     PipelineOffloadManager.get_instance().services.eligibility.kept.add_module(model)
@@ -91,38 +96,40 @@ class _GroupAround:
         self._name = name
         self._scopes: list[FineGrainedActivationOffloadingInterface] = []
 
-    def start(
-        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def start(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward: open the group on the first input that requires grad."""
-        tensors = list(tensors_in((args, kwargs)))
-        if not tensors:
-            self._scopes.append(FineGrainedActivationOffloadingInterface(False, Tensor(), ""))
-            return args, kwargs
-        first = next((t for t in tensors if t.requires_grad), tensors[0])
+        tensors = [Tensor(), *tensors_in((args, kwargs))]
+        first = next((t for t in tensors if t.requires_grad), tensors[-1])
         scope = FineGrainedActivationOffloadingInterface(True, first, self._name)
-        marked = scope.__enter__()
+        scope.__enter__()
         self._scopes.append(scope)
-        changed = map_tensors((args, kwargs), lambda t: marked if t is first else t)
-        return changed[0], changed[1]
+        if scope.is_open:  # a copied or moved model has buffers nobody has seen
+            kept = PipelineOffloadManager.get_instance().services.eligibility.kept
+            for buffer in module.buffers():
+                kept.add(buffer)
 
-    def commit(self, module: Module, args: object, output: Any) -> Any:
+    def commit(self, module: Module, args: object, output: Any) -> None:
         """After the forward, also one that raised: close the scope, commit the group."""
         if not self._scopes:
-            return output
+            return
         scope = self._scopes.pop()
         was_open = scope.is_open
         scope.__exit__()
-        return scope.group_commit(output, self._name) if was_open and output is not None else output
+        if was_open and output is not None:
+            scope.group_commit(output, self._name)
 
 
 def _matching(model: Module, patterns: str | Sequence[str]) -> list[str]:
-    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    wanted = _listed(patterns)
     return [
         name
         for name, _ in model.named_modules()
         if name and any(_fits(name, pattern) for pattern in wanted)
     ]
+
+
+def _listed(patterns: str | Sequence[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -132,11 +139,10 @@ def _fits(name: str, pattern: str) -> bool:
     )
 
 
-def _no_match(model: Module, missing: Sequence[str | Sequence[str]]) -> str:
+def _no_match(model: Module, missing: Sequence[str]) -> str:
     names = [name for name, _ in model.named_modules() if name]
     lines = []
-    for patterns in missing:
-        for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
-            lines.append(f"pattern '{pattern}' matches no module; near names: {near}")
+    for pattern in missing:
+        near = difflib.get_close_matches(pattern, names, n=5, cutoff=0.4) or names[:5]
+        lines.append(f"pattern '{pattern}' matches no module; near names: {near}")
     return "; ".join(lines) + "; expected names as in model.named_modules(), * for one part"

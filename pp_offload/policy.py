@@ -69,7 +69,7 @@ class Plan:
     def is_last_of_its_name(self, key: GroupKey, name: str) -> bool:
         """Whether no later group of the chunk has this name; False if the chunk is unknown."""
         names = self.names.get(key.chunk, ())
-        return name in names and name not in names[key.position + 1 :]
+        return name in names[key.position :] and name not in names[key.position + 1 :]
 
 
 def make_plan(chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int) -> Plan:

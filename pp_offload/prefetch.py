@@ -36,13 +36,16 @@ class Prefetcher:
     Args:
         transfer: Reloads.
         upcoming: Says which groups come next.
-        window_bytes: Bytes that may be on the device unused.
+        window_bytes: Bytes that may be on the device unused; None for twice the largest group.
     """
 
-    def __init__(self, transfer: TransferEngine, upcoming: Upcoming, window_bytes: int) -> None:
+    def __init__(
+        self, transfer: TransferEngine, upcoming: Upcoming, window_bytes: int | None
+    ) -> None:
         self._transfer = transfer
         self._upcoming = upcoming
-        self._window_bytes = window_bytes
+        self._window_bytes = window_bytes or 0
+        self._follows_groups = window_bytes is None
         self._current: OffloadTensorGroup | None = None
         self._done_at = -1
 
@@ -57,6 +60,11 @@ class Prefetcher:
             self.fill()
         elif 2 * self._transfer.landed_bytes < self._window_bytes:
             self.fill()
+
+    def expect(self, nbytes: int) -> None:
+        """A group of ``nbytes`` was offloaded, and will come back."""
+        if self._follows_groups and 2 * nbytes > self._window_bytes:
+            self._window_bytes = 2 * nbytes
 
     def fill(self) -> None:
         """Reload what comes next until the window is full."""

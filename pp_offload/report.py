@@ -8,28 +8,13 @@ else in this package communicates.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
 from pp_offload.manager import PipelineOffloadManager
 
-logger = logging.getLogger(__name__)
-
-DEBUG = False
-"""Whether :func:`debug_rank` says anything."""
-
-DEBUG_RANK = 0
-"""The rank it speaks on."""
-
 MIB = 2**20
-
-
-def debug_rank(message: str) -> None:
-    """Log ``message`` on rank :data:`DEBUG_RANK` when :data:`DEBUG` is set."""
-    if DEBUG and _rank(None) == DEBUG_RANK:
-        logger.warning("%s", message)
 
 
 def summary_table(process_group: dist.ProcessGroup | None = None) -> str:

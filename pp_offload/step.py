@@ -58,13 +58,16 @@ class StepRecord(Upcoming):
         chunk = self._chunk_of(group)
         if chunk is not None and group.key is not None:
             yield from reversed(chunk.groups[: group.key.position])
-        for following in self.queue.upcoming():
+        for following in self.queue.certain():
             assert isinstance(following, ChunkOffloadHandler)
             yield from reversed(following.groups)
 
     def is_complete(self) -> bool:
-        """Whether there were chunks, and each went backward."""
-        return bool(self._forward) and len(self._forward) == len(self._backward)
+        """Whether there were chunks, and backward reached every group of each."""
+        return bool(self._forward) and all(
+            chunk.key in self._backward and chunk.finish_all_groups()
+            for chunk in self._forward.values()
+        )
 
     def make_plan(self, config: OffloadConfig) -> Plan:
         """Learn from the step: the plan, the summary, and the backward order."""

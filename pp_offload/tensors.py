@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,9 @@ StorageRef = weakref.ref[torch.UntypedStorage]
 
 ALIGNMENT = 512
 """Bytes to which device allocators align; kernels may choose their path by it."""
+
+MAX_PADDING_BYTES = 2**20
+"""Device memory that may be spent to give a gathered view the offset it had."""
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -61,10 +63,11 @@ class Geometry:
     def compact_offset(self) -> int:
         """The offset to come back with when only this view was gathered.
 
-        The offset itself, unless the bytes before the view outweigh it; then the largest multiple
-        of :data:`ALIGNMENT` bytes is taken off, so that kernels see the same alignment.
+        The offset itself, unless the memory before the view would be more than the view's own and
+        more than :data:`MAX_PADDING_BYTES`; then the largest multiple of :data:`ALIGNMENT` bytes
+        is taken off, so that kernels see the same alignment.
         """
-        if self.offset <= self.span_numel:
+        if self.offset <= max(self.span_numel, MAX_PADDING_BYTES // self.dtype.itemsize):
             return self.offset
         return self.offset % max(1, ALIGNMENT // self.dtype.itemsize)
 
@@ -100,8 +103,15 @@ def storage_bytes(tensor: Tensor) -> Tensor:
 
 
 def is_whole_storage(tensor: Tensor) -> bool:
-    """Whether a contiguous tensor is all there is in its storage."""
-    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+    """Whether a contiguous tensor is all there is in its storage.
+
+    A dimension of size one may have any stride and still be contiguous; such shapes do not count.
+    """
+    return (
+        tensor.is_contiguous()
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+        and 1 not in tensor.shape
+    )
 
 
 class StorageSet:
@@ -189,15 +199,3 @@ def tensors_in(value: object) -> Iterable[Tensor]:
         for item in value.values():
             yield from tensors_in(item)
 
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with every tensor in nested tuples, lists and dicts changed; structure is kept."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(item, change) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, map_tensors(item, change)) for key, item in value.items())
-    return value

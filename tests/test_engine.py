@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from toy import batches, make_model, run_step, same_bits
 
 from pp_offload import PipelineOffloadManager
-from toy import batches, make_model, run_step, same_bits
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4])

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import nn
-
 from conftest import make_backend
+from torch import nn
+from toy import batches, make_model, run_step, same_bits
+
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, RaceError, use_backend
 from pp_offload.backends import Event, Stream
 from pp_offload.transfer import HostCopy, Ticket, TransferEngine, _Flight
-from toy import batches, make_model, run_step, same_bits
 
 
 class CopiesBeforeComputeWroteIt(TransferEngine):

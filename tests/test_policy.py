@@ -77,7 +77,8 @@ def fraction_by_hand(
     """Per chunk, strike groups from the end until that many stay."""
     stays: set[GroupKey] = set()
     for chunk in chunks:
-        eligible = [k for k in (key_of(chunk, i) for i in range(len(chunk.groups))) if k not in kept]
+        keys = (key_of(chunk, i) for i in range(len(chunk.groups)))
+        eligible = [k for k in keys if k not in kept]
         for _ in range(int(len(eligible) * (1 - fraction))):
             stays.add(eligible.pop())
     return stays

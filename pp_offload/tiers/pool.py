@@ -80,7 +80,7 @@ class GPUTensorPool:
         self.device = _usable_device(device)
         if pin_memory and self.device.type != "cpu":
             raise ValueError(f"pin_memory=True, device={device!r}; pinned memory is host memory")
-        self.pin_memory = pin_memory and torch.cuda.is_available()
+        self.pin_memory = pin_memory and torch.accelerator.is_available()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """A contiguous tensor with undefined contents: the longest free one, or else a new one.
@@ -146,8 +146,8 @@ class GPUTensorPool:
         A tensor still in use stays valid for whoever holds it, but is no longer this pool's.
         """
         self._forget_all()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def __del__(self) -> None:
         self._forget_all()
@@ -217,7 +217,7 @@ class GPUTensorPool:
 
 def _usable_device(name: str) -> torch.device:
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not torch.accelerator.is_available():
         raise ValueError(f"device={name!r}, and torch finds no CUDA device; pass device='cpu'")
     return device
 

@@ -1,0 +1,376 @@
+"""Train a byte-level GPT on a pipeline, without and with activation offload, and compare.
+
+    python examples/train_gpt.py                                  # two processes, 1F1B
+    python examples/train_gpt.py --schedule interleaved1f1b --virtual-stages 2
+    torchrun --nproc-per-node 2 examples/train_gpt.py             # the same under torchrun
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pydoc_data.topics
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import GPTConfig, Stage, loss_fn
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pp_offload import OffloadConfig, PipelineOffloadManager, print_offload_summary_table
+from pp_offload.pipelining import attach
+
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved1f1b": ScheduleInterleaved1F1B,
+}
+MIB = 2**20
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--stages", type=int, default=2, help="pipeline ranks, one process each")
+    add("--virtual-stages", type=int, default=1, help="model chunks per rank")
+    add("--schedule", choices=sorted(SCHEDULES), default="1f1b")
+    add("--microbatches", type=int, default=8)
+    add("--steps", type=int, default=30)
+    add("--groups", default="attn,mlp", help="parts of a layer to offload, comma separated")
+    add("--mark", choices=["modules", "markers"], default="modules", help="who marks the groups")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--min-numel", type=int, default=1024, help="smaller tensors stay on the device")
+    add("--layers", type=int, default=8)
+    add("--width", type=int, default=128)
+    add("--context", type=int, default=128, help="bytes per sequence")
+    add("--batch", type=int, default=2, help="sequences per microbatch")
+    add("--text", type=Path, help="train on this file instead of Python's documentation")
+    add("--json", type=Path, help="write the figures here")
+    add("--compare", action=argparse.BooleanOptionalAction, default=True, help="also train without")
+    options = parser.parse_args()
+    options.groups = [name for name in options.groups.split(",") if name]
+    unknown = set(options.groups) - {"attn", "mlp", "attn_norm", "mlp_norm"}
+    if unknown:
+        parser.error(f"unknown groups {sorted(unknown)}; expected attn, mlp, attn_norm, mlp_norm")
+    if options.mark == "markers" and set(options.groups) - {"attn", "mlp"}:
+        parser.error("with --mark markers the layers mark only attn and mlp")
+    if options.virtual_stages > 1 and options.schedule != "interleaved1f1b":
+        parser.error("--virtual-stages above 1 needs --schedule interleaved1f1b")
+    if options.text and not options.text.is_file():
+        parser.error(f"--text {options.text} is not a file")
+    if min(options.stages, options.virtual_stages, options.microbatches, options.steps) < 1:
+        parser.error("--stages, --virtual-stages, --microbatches and --steps must be at least 1")
+    return options
+
+
+class Bytes:
+    """Random pieces of a text, the same for the same step on every rank."""
+
+    def __init__(self, text: bytes, options: argparse.Namespace) -> None:
+        if len(text) <= options.context + 1:
+            needed = options.context + 2
+            raise SystemExit(f"the text has {len(text)} bytes; give at least {needed}")
+        self.data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        self.num_sequences = options.microbatches * options.batch
+        self.context = options.context
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and the bytes that follow each, (sequences, context) both."""
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(
+            len(self.data) - self.context - 1, (self.num_sequences,), generator=generator
+        )
+        rows = starts[:, None] + torch.arange(self.context + 1)
+        return self.data[rows[:, :-1]], self.data[rows[:, 1:]]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operators made inside the mode and that still live; their peak.
+
+    It counts gradients and temporaries as well, and the buffers that the engine reloads into; what
+    was there before counts nothing. Storages are followed weakly, so that they die as they would
+    without it.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._device_type = device_type
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for tensor in args:
+            if isinstance(tensor, Tensor):
+                self._follow(tensor, 0)
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
+                self._follow(tensor, tensor.untyped_storage().nbytes())
+        return result
+
+    def _follow(self, tensor: Tensor, nbytes: int) -> None:
+        storage = tensor.untyped_storage()
+        key, known = storage._cdata, self._known
+        if key in known and known[key]() is storage:
+            return
+
+        def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
+            self.live -= nbytes
+            if known.get(key) is ref:
+                del known[key]
+
+        known[key] = weakref.ref(storage, forget)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+
+@dataclass
+class Run:
+    """What one training run on this rank came to."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+    step_ms: float = 0.0
+    device_bytes_peak: int = 0
+    offloaded_bytes: int = 0
+    host_peak_bytes: int = 0
+
+
+def build(options: argparse.Namespace, is_marked: bool) -> tuple[Any, list[Stage]]:
+    """A schedule and this rank's stages, with the same weights every time."""
+    rank, num_stages = dist.get_rank(), options.stages * options.virtual_stages
+    config = GPTConfig(
+        num_layers=options.layers,
+        width=options.width,
+        context=options.context,
+        groups=tuple(options.groups) if is_marked else (),
+    )
+    device = torch.device(options.device)
+    modules, stages = [], []
+    for index in range(rank, num_stages, options.stages):
+        torch.manual_seed(index)
+        modules.append(Stage(config, index, num_stages).to(device))
+        stages.append(PipelineStage(modules[-1], index, num_stages, device))
+    make = SCHEDULES[options.schedule]
+    arg = stages if options.schedule == "interleaved1f1b" else stages[0]
+    return make(arg, options.microbatches, loss_fn=loss_fn), modules
+
+
+def train(options: argparse.Namespace, data: Bytes, *, offload: bool) -> Run:
+    """One run from the same seed; with ``offload`` the engine is attached."""
+    schedule, modules = build(options, offload and options.mark == "markers")
+    patterns = {name: f"layers.*.{name}" for name in options.groups}
+    handle: Any = nullcontext()
+    if offload:
+        handle = attach(
+            schedule,
+            groups=patterns if options.mark == "modules" else None,
+            config=OffloadConfig(min_offloaded_tensor_size=options.min_numel),
+        )
+    optimizer = torch.optim.AdamW([p for m in modules for p in m.parameters()], lr=1e-3)
+    run = Run()
+    times = []
+    with handle:
+        for step in progress(range(options.steps), "with offload" if offload else "without"):
+            start = time.perf_counter()
+            run.losses.append(forward_backward(schedule, data, step, options))
+            optimizer.step()
+            times.append((time.perf_counter() - start) * 1e3)
+            if step + 1 < options.steps:
+                optimizer.zero_grad()
+            if offload and step == 0:
+                print_summary()
+        # Forward and backward once more, not timed, under an observer that is too slow to leave on.
+        optimizer.zero_grad(set_to_none=False)
+        manager = PipelineOffloadManager.get_instance()
+        bytes_before = manager.statistics().bytes_offloaded
+        with LiveBytes(options.device) as live:
+            forward_backward(schedule, data, options.steps, options)
+        run.device_bytes_peak = live.peak
+        statistics = manager.statistics()
+        run.offloaded_bytes = statistics.bytes_offloaded - bytes_before
+        run.host_peak_bytes = statistics.host_bytes_peak
+    run.step_ms = sorted(times)[len(times) // 2]
+    run.parameters = [p.detach().clone() for m in modules for p in m.parameters()]
+    return run
+
+
+def forward_backward(schedule: Any, data: Bytes, step: int, options: argparse.Namespace) -> Tensor:
+    """All microbatches of a step; the mean loss, on the last rank."""
+    tokens, targets = (t.to(options.device) for t in data.batch(step))
+    is_first, is_last = dist.get_rank() == 0, dist.get_rank() == options.stages - 1
+    losses: list[Tensor] = []
+    schedule.step(
+        *([tokens] if is_first else []),
+        target=targets if is_last else None,
+        losses=losses if is_last else None,
+        return_outputs=False,
+    )
+    return torch.stack(losses).mean().detach().cpu() if losses else torch.zeros(())
+
+
+def print_summary() -> None:
+    """The table over all ranks; the first step is closed here instead of at the next."""
+    manager = PipelineOffloadManager.get_instance()
+    manager.reset()
+    print_offload_summary_table(manager.offload_summary_bytes)
+
+
+def progress(steps: range, label: str) -> Any:
+    """A bar on rank 0, if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+    return tqdm(steps, desc=label, disable=dist.get_rank() != 0, mininterval=0.5)
+
+
+def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
+    """On this rank. Compared as integers: 0.0 is not -0.0, and a NaN is itself."""
+    bits = [[tensor.view(torch.int32) for tensor in tensors] for tensors in (left, right)]
+    return len(left) == len(right) and all(map(torch.equal, *bits))
+
+
+def figures(without: Run | None, with_offload: Run) -> dict[str, Any] | None:
+    """The figures of all ranks, on rank 0; None on the others. Collective."""
+    mine: dict[str, Any] = {
+        "on": asdict_numbers(with_offload),
+        "off": None if without is None else asdict_numbers(without),
+        "equal": without is not None
+        and same_bits(without.losses, with_offload.losses)
+        and same_bits(without.parameters, with_offload.parameters),
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    if dist.get_rank() != 0:
+        return None
+    found = {
+        "bitwise_equal": all(rank["equal"] for rank in ranks) if without is not None else None,
+        "loss_first": ranks[-1]["on"]["loss_first"],
+        "loss_last": ranks[-1]["on"]["loss_last"],
+        "step_ms_on": max(rank["on"]["step_ms"] for rank in ranks),
+        "device_bytes_peak_on": [rank["on"]["device_bytes_peak"] for rank in ranks],
+        "offloaded_bytes": [rank["on"]["offloaded_bytes"] for rank in ranks],
+        "host_peak_bytes": [rank["on"]["host_peak_bytes"] for rank in ranks],
+    }
+    if without is not None:
+        found["loss_first_off"] = ranks[-1]["off"]["loss_first"]
+        found["loss_last_off"] = ranks[-1]["off"]["loss_last"]
+        found["step_ms_off"] = max(rank["off"]["step_ms"] for rank in ranks)
+        found["device_bytes_peak_off"] = [rank["off"]["device_bytes_peak"] for rank in ranks]
+    return found
+
+
+def asdict_numbers(run: Run) -> dict[str, Any]:
+    """The figures of a run that are plain numbers, and its first and last loss."""
+    numbers = {k: v for k, v in asdict(run).items() if not isinstance(v, list)}
+    ends = {"loss_first": run.losses[0].item(), "loss_last": run.losses[-1].item()}
+    return numbers | ends
+
+
+def format_figures(found: dict[str, Any]) -> str:
+    """The comparison, side by side."""
+
+    def mib(values: list[int] | None) -> str:
+        return "-" if values is None else " / ".join(f"{v / MIB:.1f}" for v in values)
+
+    def pair(key: str) -> tuple[str, str]:
+        without = found.get(f"{key}_off")
+        return "-" if without is None else f"{without:.4f}", f"{found[key]:.4f}"
+
+    off, on = found.get("device_bytes_peak_off"), found["device_bytes_peak_on"]
+    off_ms = found.get("step_ms_off")
+    rows = [
+        ("", "without offload", "with offload"),
+        ("loss, first step", *pair("loss_first")),
+        ("loss, last step", *pair("loss_last")),
+        ("step, ms (median)", f"{off_ms:.0f}" if off_ms else "-", f"{found['step_ms_on']:.0f}"),
+        ("made in a step and alive on the device at the peak, MiB by rank", mib(off), mib(on)),
+        ("offloaded per step, MiB by rank", "-", mib(found["offloaded_bytes"])),
+        ("host memory at the peak, MiB by rank", "-", mib(found["host_peak_bytes"])),
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [
+        f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}" for a, b, c in rows
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    verdict = {True: "equal bit for bit", False: "DIFFERENT", None: "not compared"}
+    lines.append(f"all losses and final parameters: {verdict[found['bitwise_equal']]}")
+    return "\n".join(lines)
+
+
+def work(options: argparse.Namespace) -> int:
+    """One rank."""
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    try:
+        if dist.get_world_size() != options.stages:
+            raise SystemExit(f"{dist.get_world_size()} processes, but --stages {options.stages}")
+        text = options.text.read_bytes() if options.text else documentation()
+        data = Bytes(text, options)
+        without = train(options, data, offload=False) if options.compare else None
+        found = figures(without, train(options, data, offload=True))
+        if found is None:
+            return 0
+        print("\n" + format_figures(found), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        return 1 if found["bitwise_equal"] is False else 0
+    finally:
+        dist.destroy_process_group()
+
+
+def documentation() -> bytes:
+    """The text of Python's own documentation that every CPython carries."""
+    return "\n".join(pydoc_data.topics.topics.values()).encode()
+
+
+def launch(num_ranks: int) -> int:
+    """Start this script once per rank on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    ranks = [
+        subprocess.Popen([sys.executable, *sys.argv], env=os.environ | shared | {"RANK": str(rank)})
+        for rank in range(num_ranks)
+    ]
+    try:
+        while any(rank.poll() is None for rank in ranks) and not any(r.poll() for r in ranks):
+            time.sleep(0.05)
+        return max(abs(rank.poll() or 0) for rank in ranks)
+    finally:  # One that failed leaves the others waiting for it.
+        for process in ranks:
+            process.kill()
+
+
+def main() -> int:
+    """A rank where a launcher says which; else launch the ranks."""
+    options = parse_arguments()
+    return work(options) if "RANK" in os.environ else launch(options.stages)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""F07: waits go to the live compute stream, whichever it is."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from conftest import BACKENDS, make_backend
+from field_checks import Chain, assert_idle, make_inputs
+from torch import Tensor
+from toy import same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, use_backend
+from pp_offload.backends import Backend
+
+ON_STREAMS = [kind for kind in BACKENDS if not str(kind).startswith("cpu")]
+
+
+class SideStreams:
+    """Two compute streams beside the default one, handed work and taken it back by waits."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.main = backend.current_stream()
+        if backend.device.type == "cuda":
+            self.sides = [torch.cuda.Stream(), torch.cuda.Stream()]
+        else:
+            self.sides = [backend.new_stream("side 0"), backend.new_stream("side 1")]
+
+    def on(self, index: int) -> AbstractContextManager[object]:
+        side = self.sides[index]
+        return torch.cuda.stream(side) if self.backend.device.type == "cuda" else (
+            self.backend.stream(side)
+        )
+
+    def fork(self) -> None:
+        """The side streams wait for all that was done elsewhere."""
+        for side in self.sides:
+            for other in (self.main, *self.sides):
+                if other is not side:
+                    side.wait_stream(other)
+
+    def join(self) -> None:
+        """The default stream waits for them."""
+        for side in self.sides:
+            self.main.wait_stream(side)
+
+
+@pytest.mark.parametrize("kind", ON_STREAMS)
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [((0,), (0,)), ((0, 1), (0, 1)), ((0, 1), (1, 0)), ((0, 1), (0,))],
+    ids=["one side stream", "alternating", "crossed", "gathered"],
+)
+@pytest.mark.parametrize("in_flight", [2])
+def test_f07_forward_and_backward_on_side_streams(
+    kind: str, forward: tuple[int, ...], backward: tuple[int, ...], in_flight: int
+) -> None:
+    with use_backend(
+        make_backend(kind), config=OffloadConfig(min_offloaded_tensor_size=1)
+    ) as manager:
+        device = manager.backend.device
+        streams = SideStreams(manager.backend)
+        on, off = (Chain(("a", "b"), 2, is_on=b, device=device) for b in (True, False))
+        for step in range(3):
+            inputs = make_inputs(4, step=step, length=3 + step, device=device)
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            manager.reset()
+            streams.fork()
+            waiting: list[tuple[int, Tensor]] = []
+
+            def run_backward(waiting: list[tuple[int, Tensor]] = waiting) -> None:
+                m, loss = waiting.pop(0)
+                streams.fork()
+                with streams.on(backward[m % len(backward)]):
+                    loss.backward()
+
+            for m, leaf in enumerate(leaves):
+                with streams.on(forward[m % len(forward)]):
+                    off_interface.init_chunk_handler(None, None, 1)
+                    waiting.append((m, on(leaf).square().mean()))
+                if len(waiting) == in_flight:
+                    run_backward()
+            while waiting:
+                run_backward()
+            streams.join()
+            got = [leaf.grad for leaf in leaves] + [p.grad for p in on.parameters()]
+            plain = [x.clone().requires_grad_() for x in inputs]
+            for leaf in plain:
+                off(leaf).square().mean().backward()
+            expected = [leaf.grad for leaf in plain] + [p.grad for p in off.parameters()]
+            assert same_bits([t.clone() for t in got], [t.clone() for t in expected])
+            on.zero_grad()
+            off.zero_grad()
+            assert manager.statistics().bytes_offloaded > 0
+            assert_idle(manager)
+
+
+@pytest.mark.parametrize("kind", ON_STREAMS)
+def test_f07_one_graph_over_two_streams(kind: str) -> None:
+    """Each group of one microbatch is computed on another stream."""
+    with use_backend(
+        make_backend(kind), config=OffloadConfig(min_offloaded_tensor_size=1)
+    ) as manager:
+        device = manager.backend.device
+        streams = SideStreams(manager.backend)
+        for step in range(3):
+            results = []
+            for is_on in (True, False):
+                parts = [Chain(("a",), 1, is_on=is_on, device=device, seed=s) for s in range(4)]
+                (x,) = make_inputs(1, step=step, device=device)
+                leaf = x.requires_grad_()
+                streams.fork()
+                if is_on:
+                    manager.reset()
+                    off_interface.init_chunk_handler(None, None, 1)
+                h = leaf
+                for index, module in enumerate(parts):
+                    with streams.on(index % 2):
+                        h = module(h)
+                    streams.fork()
+                streams.join()
+                h.square().sum().backward()
+                del h
+                streams.join()
+                results.append([leaf.grad, *(p.grad for m in parts for p in m.parameters())])
+            assert same_bits(*results)
+            assert_idle(manager)

@@ -1,0 +1,73 @@
+"""F34: an activation that several operations save is copied once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from field_checks import assert_idle, make_inputs
+from torch import Tensor, nn
+from toy import same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import PipelineOffloadManager
+
+
+@pytest.mark.parametrize("split", [3, 1, "each"])
+def test_f34_one_copy(manager: PipelineOffloadManager, split: int | str) -> None:
+    """Three operations, in one group or over several, that save the same tensor."""
+    device = manager.backend.device
+    groups: list[Any] = [[0], [1], [2]] if split == "each" else [range(split), range(split, 3)]
+
+    def run(is_on: bool) -> tuple[list[Tensor], int]:
+        x, *values = make_inputs(4, device=device)
+        weights = [nn.Parameter(value) for value in values]
+        x.requires_grad_()
+        h = x * 2
+        if is_on:
+            manager.reset()
+            manager.init_model_chunk_offload_handler(None, None, 1)
+        y = 0
+        for number, members in enumerate(groups):
+            name = f"group {number}"
+            with off_interface(is_on, h, name) as marked:
+                part = sum((marked * weights[i] for i in members), start=h * 0)
+            y = y + (off_interface.group_commit(part, name=name) if is_on else part)
+            del marked, part
+        nbytes = h.nbytes
+        del h
+        if is_on:
+            assert manager.statistics().live_tensors == 1
+            assert manager.statistics().host_bytes_in_use == nbytes
+        y.sum().backward()
+        return [x.grad, *(w.grad for w in weights)], nbytes
+
+    got, nbytes = run(True)
+    assert same_bits(got, run(False)[0])
+    statistics = manager.statistics()
+    assert statistics.bytes_offloaded == nbytes
+    assert statistics.host_bytes_peak == nbytes
+    assert_idle(manager)
+
+
+def test_f34_input_used_inside_and_outside(manager: PipelineOffloadManager) -> None:
+    """As x in x + attention(q(x), k(x), v(x)): the bits do not depend on the markers."""
+    device = manager.backend.device
+
+    def run(is_on: bool) -> list[Tensor]:
+        x, *values = make_inputs(4, device=device)
+        weights = [nn.Parameter(value) for value in values]
+        x.requires_grad_()
+        if is_on:
+            manager.reset()
+            manager.init_model_chunk_offload_handler(None, None, 1)
+        h = x * 2
+        with off_interface(is_on, h, "a") as marked:
+            y = sum((marked * weight for weight in weights[1:]), start=marked * weights[0])
+        if is_on:
+            y = off_interface.group_commit(y, name="a")
+        (y + torch.sin(h)).sum().backward()
+        return [x.grad, *(w.grad for w in weights)]
+
+    assert same_bits(run(True), run(False))

@@ -1,0 +1,45 @@
+"""The benchmarks run and write every figure they promise. Their figures are not judged here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_quick(name: str, tmp_path: Path) -> dict[str, Any]:
+    """The figures of a short run."""
+    out = tmp_path / "figures.json"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / name), "--quick", "--json", str(out)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    return json.loads(out.read_text())
+
+
+def test_hook_overhead_writes_its_figures(tmp_path: Path) -> None:
+    figures = run_quick("hook_overhead.py", tmp_path)
+    assert set(figures["ratio_to_floor"]) == {"4", "10", "100"}
+    for key in ("passthrough_ratio", "slope", "group_ratio"):
+        assert isinstance(figures[key], float)
+
+
+def test_step_time_writes_its_figures(tmp_path: Path) -> None:
+    figures = run_quick("step_time.py", tmp_path)
+    assert {"none", "ours", "save_on_cpu", "checkpoint"} <= set(figures["variants"])
+    assert figures["ceiling_d2h_bytes_per_s"] > 0
+    assert figures["ceiling_h2d_bytes_per_s"] > 0
+    ours = figures["variants"]["ours"]
+    assert ours["step_ms"] > 0
+    assert ours["offloaded_bytes"] > 0

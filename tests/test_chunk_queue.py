@@ -1,0 +1,193 @@
+"""Which chunk runs backward next: by the reference's rule, or by a known order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pp_offload.chunk_queue import ChunkQueue
+from pp_offload.policy import ChunkKey
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A chunk with nothing but names."""
+
+    key: ChunkKey | None
+    names: list[str] = field(default_factory=lambda: ["mlp"])
+
+    def is_empty_chunk(self, name: str | None = None) -> bool:
+        return not any(name in (None, own) for own in self.names)
+
+
+def chunk(vp_stage: int, ordinal: int, *names: str) -> Chunk:
+    return Chunk(ChunkKey(vp_stage, ordinal), list(names) or ["mlp"])
+
+
+def stage_all(queue: ChunkQueue, chunks: list[Chunk], vp_size: int) -> None:
+    for one in chunks:
+        assert one.key is not None
+        queue.stage(one, vp_size, one.key.vp_stage)
+
+
+def grid(vp_size: int, num_microbatches: int) -> list[Chunk]:
+    """Forward, stage by stage."""
+    return [chunk(s, m) for s in range(vp_size) for m in range(num_microbatches)]
+
+
+def keys(chunks: object) -> list[tuple[int, int]]:
+    return [tuple(one.key) for one in chunks]  # type: ignore[attr-defined]
+
+
+def pop_all(queue: ChunkQueue, name: str | None = None) -> list[tuple[int, int]]:
+    found = []
+    while (one := queue.pop(name)) is not None:
+        found.append(one)
+    return keys(found)
+
+
+@pytest.mark.parametrize("vp_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_backward_visits_the_last_stage_first(vp_size: int, num_microbatches: int) -> None:
+    queue = ChunkQueue()
+    stage_all(queue, grid(vp_size, num_microbatches), vp_size)
+    expected = [(s, m) for s in reversed(range(vp_size)) for m in range(num_microbatches)]
+    assert pop_all(queue) == expected
+    assert len(queue) == 0
+
+
+def test_chunks_of_the_last_stage_are_queued_as_they_come() -> None:
+    queue = ChunkQueue()
+    first, second, last = chunk(0, 0), chunk(0, 1), chunk(1, 0)
+    stage_all(queue, [first, second, last], 2)
+    assert keys(queue.upcoming()) == [(1, 0)]
+    assert len(queue) == 3
+
+
+def test_other_stages_are_queued_once_every_stage_has_as_many() -> None:
+    queue = ChunkQueue()
+    stage_all(queue, grid(3, 2)[:5], 3)
+    assert keys(queue.upcoming()) == [(2, 0)]
+    queue.stage(chunk(2, 1), 3, 2)
+    assert keys(queue.upcoming()) == [(2, 0), (2, 1), (1, 0), (1, 1), (0, 0), (0, 1)]
+
+
+def test_a_backward_between_the_forwards_of_the_last_stage_hides_no_chunk() -> None:
+    queue = ChunkQueue()
+    stage_all(queue, [chunk(0, 0), chunk(0, 1), chunk(1, 0)], 2)
+    assert keys([queue.pop()]) == [(1, 0)]
+    queue.stage(chunk(1, 1), 2, 1)
+    assert pop_all(queue) == [(1, 1), (0, 0), (0, 1)]
+
+
+def test_flush_queues_what_is_staged_the_last_stage_first() -> None:
+    queue = ChunkQueue()
+    stage_all(queue, [chunk(0, 0), chunk(1, 0), chunk(0, 1), chunk(1, 1)], 3)
+    assert pop_all(queue) == []
+    queue.flush()
+    assert keys(queue.upcoming()) == [(1, 0), (1, 1), (0, 0), (0, 1)]
+    queue.flush()
+    assert len(queue) == 4
+
+
+def test_push_adds_behind_the_others() -> None:
+    queue = ChunkQueue()
+    for one in (chunk(0, 1), chunk(0, 0)):
+        queue.push(one)
+    assert keys(queue.upcoming()) == [(0, 1), (0, 0)]
+
+
+def test_front_leaves_the_chunk_and_pop_takes_it() -> None:
+    queue = ChunkQueue()
+    one = chunk(0, 0)
+    queue.push(one)
+    assert queue.front() is one
+    assert queue.front() is one
+    assert queue.pop() is one
+    assert queue.pop() is None
+    assert queue.front() is None
+
+
+def test_a_chunk_without_groups_is_skipped() -> None:
+    queue = ChunkQueue()
+    empty, full = Chunk(ChunkKey(0, 0), []), chunk(0, 1)
+    queue.push(empty)
+    queue.push(full)
+    assert queue.front() is full
+    assert queue.pop() is full
+    assert queue.pop() is None
+
+
+def test_a_name_selects_the_next_chunk_that_has_it() -> None:
+    queue = ChunkQueue()
+    attn, both = chunk(0, 0, "attn"), chunk(0, 1, "mlp", "attn")
+    queue.push(attn)
+    queue.push(both)
+    assert queue.front("mlp") is both
+    assert queue.pop("mlp") is both
+    assert queue.pop("mlp") is None
+    assert queue.pop("attn") is attn
+
+
+def test_a_known_order_replaces_the_rule() -> None:
+    queue = ChunkQueue()
+    assert not queue.has_order
+    order = [(0, 1), (1, 0), (1, 1), (0, 0)]
+    queue.know_order([ChunkKey(*key) for key in order])
+    assert queue.has_order and not queue.is_told
+    stage_all(queue, grid(2, 2), 2)
+    assert pop_all(queue) == order
+
+
+def test_with_a_known_order_a_chunk_is_queued_at_once() -> None:
+    queue = ChunkQueue()
+    queue.know_order([ChunkKey(1, 0), ChunkKey(0, 0)], is_told=True)
+    assert queue.is_told
+    queue.stage(chunk(0, 0), 2, 0)
+    assert keys(queue.upcoming()) == [(0, 0)]
+    queue.stage(chunk(1, 0), 2, 1)
+    assert keys(queue.upcoming()) == [(1, 0), (0, 0)]
+
+
+def test_an_unknown_chunk_comes_last() -> None:
+    queue = ChunkQueue()
+    queue.know_order([ChunkKey(0, 1), ChunkKey(0, 0)])
+    for one in (chunk(0, 7), Chunk(None), chunk(0, 0), chunk(0, 1)):
+        queue.push(one)
+    found = [one.key for one in queue.upcoming()]
+    assert found == [ChunkKey(0, 1), ChunkKey(0, 0), ChunkKey(0, 7), None]
+
+
+def test_remove_takes_a_chunk_from_wherever_it_is() -> None:
+    queue = ChunkQueue()
+    staged, queued, unknown = chunk(0, 0), chunk(1, 0), chunk(1, 1)
+    queue.stage(staged, 3, 0)
+    queue.push(queued)
+    queue.remove(staged)
+    queue.remove(queued)
+    queue.remove(unknown)
+    queue.flush()
+    assert len(queue) == 0
+
+
+def test_clear_forgets_chunks_and_keeps_the_order() -> None:
+    queue = ChunkQueue()
+    queue.know_order([ChunkKey(0, 1), ChunkKey(0, 0)])
+    stage_all(queue, grid(1, 2), 1)
+    queue.clear()
+    assert len(queue) == 0
+    stage_all(queue, grid(1, 2), 1)
+    assert pop_all(queue) == [(0, 1), (0, 0)]
+
+
+@given(st.permutations(range(6)), st.permutations(range(6)))
+def test_chunks_come_in_the_known_order_however_they_went_in(
+    forward: list[int], backward: list[int]
+) -> None:
+    queue = ChunkQueue()
+    queue.know_order([ChunkKey(i % 2, i // 2) for i in backward])
+    stage_all(queue, [chunk(i % 2, i // 2) for i in forward], 2)
+    assert pop_all(queue) == [(i % 2, i // 2) for i in backward]

@@ -1,0 +1,96 @@
+"""The example trains, offloads, ends with the same bits, and says so in its figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")
+SMALL = "--steps 4 --microbatches 4 --layers 4 --width 32 --context 32 --min-numel 1".split()
+
+
+def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """With this checkout's package, and no launcher's variables."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {key: value for key, value in os.environ.items() if key not in launcher}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+
+
+def train(out: Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
+    """The figures and the output of a short run."""
+    command = [sys.executable, *launcher, SCRIPT, *SMALL, *flags, "--json", str(out)]
+    done = run_command(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text()), done.stdout
+
+
+def check(figures: dict[str, Any], output: str) -> None:
+    """What holds for every comparison of two ranks."""
+    assert figures["bitwise_equal"] is True
+    assert figures["loss_last"] < figures["loss_first"]
+    assert figures["loss_first"] == figures["loss_first_off"]
+    assert figures["loss_last"] == figures["loss_last_off"]
+    assert figures["step_ms_off"] > 0 and figures["step_ms_on"] > 0
+    for key in ("offloaded_bytes", "host_peak_bytes"):
+        assert len(figures[key]) == 2 and min(figures[key]) > 0, key
+    peaks = zip(figures["device_bytes_peak_on"], figures["device_bytes_peak_off"], strict=True)
+    assert all(0 < on < off for on, off in peaks)
+    assert "equal bit for bit" in output
+    assert "activations offloaded to the host" in output
+
+
+@pytest.mark.parametrize("mark", ["modules", "markers"])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2)]
+)
+def test_offload_changes_memory_and_no_bit(
+    schedule: str, virtual: int, mark: str, tmp_path: Path
+) -> None:
+    flags = f"--schedule {schedule} --virtual-stages {virtual} --mark {mark}".split()
+    if virtual > 1:
+        flags += ["--layers", "8"]
+    check(*train(tmp_path / "figures.json", *flags))
+
+
+def test_runs_under_torchrun(tmp_path: Path) -> None:
+    launcher = "-m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1".split()
+    launcher += ["--master-port", "0"]
+    check(*train(tmp_path / "figures.json", launcher=tuple(launcher)))
+
+
+def test_without_comparison_says_so(tmp_path: Path) -> None:
+    figures, output = train(tmp_path / "figures.json", "--no-compare", "--groups", "mlp")
+    assert figures["bitwise_equal"] is None
+    assert "loss_first_off" not in figures and "step_ms_off" not in figures
+    assert min(figures["offloaded_bytes"]) > 0
+    assert "not compared" in output
+
+
+def test_reads_another_text(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"ab" * 200)
+    figures, _ = train(tmp_path / "figures.json", "--no-compare", "--text", str(text))
+    assert figures["loss_last"] < figures["loss_first"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--groups moe", "unknown groups ['moe']"),
+        ("--virtual-stages 2", "needs --schedule interleaved1f1b"),
+        ("--text no/such/file", "is not a file"),
+        ("--mark markers --groups mlp_norm", "mark only attn and mlp"),
+    ],
+)
+def test_wrong_flags_are_explained(flags: str, message: str) -> None:
+    done = run_command([sys.executable, SCRIPT, *flags.split()])
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,0 +1,178 @@
+"""A group: open, then offloaded or kept; tags in, tensors out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from pp_offload import GroupStateError, OffloadTensorGroup, PipelineOffloadManager
+from pp_offload.backends import Event
+from pp_offload.chunk import ChunkOffloadHandler
+from pp_offload.group import GroupState
+from pp_offload.saved import SavedActivation
+
+LEGAL = {
+    (GroupState.OPEN, GroupState.OFFLOADED),
+    (GroupState.OPEN, GroupState.KEPT),
+}
+
+
+class SpyStream:
+    """Remembers what it was asked to wait for."""
+
+    def __init__(self) -> None:
+        self.waits: list[Event] = []
+        self.records: list[Event] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.waits.append(event)
+
+    def record_event(self) -> Event:
+        self.records.append(object())  # type: ignore[arg-type]
+        return self.records[-1]
+
+
+def group_in(state: GroupState) -> OffloadTensorGroup:
+    group = OffloadTensorGroup("mlp")
+    if state is not GroupState.OPEN:
+        group.move_to(state)
+    return group
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(GroupState, GroupState)))
+def test_only_the_moves_of_the_table_are_legal(before: GroupState, after: GroupState) -> None:
+    group = group_in(before)
+    if (before, after) in LEGAL:
+        group.move_to(after)
+        assert group.state is after
+        return
+    with pytest.raises(GroupStateError) as error:
+        group.move_to(after)
+    message = str(error.value)
+    assert "'mlp'" in message
+    assert before.value in message
+    assert after.value in message
+    assert group.state is before
+
+
+def test_a_new_group_is_open_and_empty() -> None:
+    group = OffloadTensorGroup("core_attn")
+    assert group.name == "core_attn"
+    assert group.state is GroupState.OPEN
+    assert not group.is_used
+    assert group.saved() == []
+    assert list(group.tickets_last_first()) == []
+    assert group.total_offload_bytes == group.total_tensor_count == 0
+
+
+@pytest.mark.parametrize("tag", [0, "tag", (1, 2)])
+def test_a_pushed_tensor_is_popped_by_its_tag_once(tag: object) -> None:
+    group = OffloadTensorGroup("mlp")
+    tensor, other = torch.ones(2), torch.zeros(2)
+    group.push_tensor(tag, tensor)
+    group.push_tensor("other", other)
+    assert group.pop_tensor(tag) is tensor
+    with pytest.raises(GroupStateError, match="'mlp'") as error:
+        group.pop_tensor(tag)
+    assert repr(tag) in str(error.value)
+    assert group.pop_tensor("other") is other
+
+
+def test_a_committed_group_holds_no_tensor() -> None:
+    group = OffloadTensorGroup("mlp")
+    group.push_tensor(1, torch.ones(2))
+    group.move_to(GroupState.KEPT)
+    with pytest.raises(GroupStateError, match="kept"):
+        group.pop_tensor(1)
+
+
+def test_saved_gives_the_members_in_the_order_they_were_saved() -> None:
+    group = OffloadTensorGroup("mlp")
+    members = [SavedActivation(torch.ones(i + 1), group) for i in range(4)]
+    for member in members:
+        assert member.source is not None
+        group.push_tensor(member, member.source)
+    assert group.saved() == members
+
+
+def test_info_counts_tensors_and_bytes() -> None:
+    group = OffloadTensorGroup("mlp")
+    group.update_offload_info(torch.ones(3))
+    group.update_offload_info(torch.ones(5, dtype=torch.bfloat16))
+    assert group.total_tensor_count == 2
+    assert group.total_offload_bytes == 3 * 4 + 5 * 2
+
+
+@pytest.mark.parametrize("kind", ["offload", "reload"])
+def test_an_event_recorded_on_one_stream_is_waited_for_by_another(kind: str) -> None:
+    group = OffloadTensorGroup("mlp")
+    copying, compute = SpyStream(), SpyStream()
+    getattr(group, f"record_{kind}_event")(copying)
+    getattr(group, f"wait_{kind}_event")(compute)
+    assert compute.waits == copying.records
+    assert len(compute.waits) == 1
+
+
+@pytest.mark.parametrize("kind", ["offload", "reload"])
+def test_without_an_event_there_is_no_wait(kind: str) -> None:
+    compute = SpyStream()
+    getattr(OffloadTensorGroup("mlp"), f"wait_{kind}_event")(compute)
+    assert compute.waits == []
+
+
+def test_offload_and_reload_events_are_not_confused() -> None:
+    group, copying, compute = OffloadTensorGroup("mlp"), SpyStream(), SpyStream()
+    group.record_offload_event(copying)
+    group.wait_reload_event(compute)
+    assert compute.waits == []
+
+
+def test_use_is_told_to_whoever_asked() -> None:
+    seen: list[OffloadTensorGroup] = []
+    group = OffloadTensorGroup("mlp", on_use=seen.append)
+    group.on_use()
+    group.on_use()
+    assert seen == [group, group]
+    OffloadTensorGroup("mlp").on_use()
+
+
+def chunk_of(manager: PipelineOffloadManager) -> ChunkOffloadHandler:
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    chunk = manager.cur_forward_chunk()
+    assert chunk is not None
+    return chunk
+
+
+def test_a_group_does_not_keep_what_autograd_let_go(manager: PipelineOffloadManager) -> None:
+    chunk = chunk_of(manager)
+    group = chunk.on_group_start_forward("mlp")
+    tags = [chunk.pack(group, torch.ones(4, device=manager.backend.device)) for _ in range(3)]
+    chunk.on_group_commit_forward(None)
+    assert group.state is GroupState.OFFLOADED
+    assert len(list(group.tickets_last_first())) == 3
+    del tags[1]
+    assert len(list(group.tickets_last_first())) == 2
+    tags.clear()
+    assert list(group.tickets_last_first()) == []
+    manager.backend.synchronize()
+    assert manager.statistics().host_bytes_in_use == 0
+
+
+def test_tensors_outlive_a_dropped_group(manager: PipelineOffloadManager) -> None:
+    chunk = chunk_of(manager)
+    group = chunk.on_group_start_forward("mlp")
+    tag = chunk.pack(group, torch.arange(9.0, device=manager.backend.device))
+    chunk.on_group_commit_forward(None)
+    chunk.reset()
+    assert torch.equal(chunk.tensor_pop(tag), torch.arange(9.0, device=manager.backend.device))
+
+
+def test_an_empty_group_is_committed_without_a_copy(manager: PipelineOffloadManager) -> None:
+    chunk = chunk_of(manager)
+    group = chunk.on_group_start_forward("mlp")
+    chunk.on_group_commit_forward(None)
+    assert group.state is GroupState.OFFLOADED
+    assert group.copied_bytes == 0
+    assert manager.statistics().bytes_offloaded == 0

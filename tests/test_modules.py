@@ -1,0 +1,412 @@
+"""offload_modules: groups by module name, on a model nobody edited."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy import make_model, same_bits
+
+from pp_offload import (
+    FineGrainedActivationOffloadingInterface as off_interface,
+)
+from pp_offload import GroupStateError, PipelineOffloadManager, offload_modules
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+class Net(nn.Module):
+    def __init__(self, num: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(num))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make_net(manager: PipelineOffloadManager) -> Net:
+    torch.manual_seed(5)
+    return Net().to(manager.backend.device)
+
+
+def forward(
+    model: nn.Module, manager: PipelineOffloadManager, *, chunk: bool = True
+) -> tuple[Tensor, Tensor]:
+    if chunk:
+        off_interface.init_chunk_handler(None, None, 1)
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(5, 8, generator=generator).to(manager.backend.device).requires_grad_()
+    return model(x), x
+
+
+def step(model: nn.Module, manager: PipelineOffloadManager, *, chunk: bool = True) -> list[Tensor]:
+    """Output and all gradients of one microbatch."""
+    if chunk:
+        off_interface.reset()
+    out, x = forward(model, manager, chunk=chunk)
+    out.square().mean().backward()
+    assert x.grad is not None
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return [out.detach(), x.grad, *grads]
+
+
+def num_hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def group_names(manager: PipelineOffloadManager) -> list[str]:
+    chunk = manager.cur_forward_chunk()
+    assert chunk is not None
+    return [group.name for group in chunk.groups]
+
+
+GROUPS = {"mlp": "layers.*.mlp", "core_attn": "layers.*.attn"}
+
+
+def test_numbers_do_not_change(manager: PipelineOffloadManager) -> None:
+    net = make_net(manager)
+    expected = step(net, manager, chunk=False)
+    offload_modules(net, GROUPS)
+    for _ in range(3):
+        assert same_bits(step(net, manager), expected)
+    assert manager.statistics().bytes_offloaded > 0
+    assert manager.statistics().host_bytes_in_use == 0
+
+
+def test_each_module_is_a_group_in_the_order_of_forward(manager: PipelineOffloadManager) -> None:
+    net = make_net(manager)
+    handle = offload_modules(net, GROUPS)
+    assert handle.modules == {
+        "mlp": [f"layers.{i}.mlp" for i in range(3)],
+        "core_attn": [f"layers.{i}.attn" for i in range(3)],
+    }
+    forward(net, manager)
+    assert group_names(manager) == ["core_attn", "mlp"] * 3
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("layers.*.mlp", ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]),
+        ("layers.1.mlp", ["layers.1.mlp"]),
+        ("layers.[01].attn", ["layers.0.attn", "layers.1.attn"]),
+        ("layers.*", ["layers.0", "layers.1", "layers.2"]),
+        ("layers.?.mlp.0", ["layers.0.mlp.0", "layers.1.mlp.0", "layers.2.mlp.0"]),
+        ("he*", ["head"]),
+        (["head", "layers.0.mlp"], ["layers.0.mlp", "head"]),
+    ],
+)
+def test_a_star_stands_for_one_part(pattern: Any, expected: list[str]) -> None:
+    with offload_modules(Net(), {"group": pattern}) as handle:
+        assert handle.modules == {"group": expected}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("layers.*.mpl", "layers.0.mlp"),
+        ("heads", "head"),
+        ("layer.*.attn", "layers.0.attn"),
+        ("layers.*.MLP", "layers"),
+    ],
+)
+def test_a_pattern_without_a_match_is_an_error_with_near_names(pattern: str, near: str) -> None:
+    net = Net()
+    with pytest.raises(ValueError) as error:
+        offload_modules(net, {"ok": "head", "wrong": pattern})
+    message = str(error.value)
+    assert f"'{pattern}'" in message
+    assert near in message
+    assert "expected" in message
+    assert num_hooks(net) == 0
+
+
+def test_every_pattern_without_a_match_is_named() -> None:
+    with pytest.raises(ValueError, match=r"(?s)'nope'.*'never'"):
+        offload_modules(Net(), {"a": "nope", "b": "head", "c": "never"})
+
+
+def test_a_pattern_of_a_list_without_a_match_is_an_error() -> None:
+    with pytest.raises(ValueError, match="mpl"):
+        offload_modules(Net(), {"mlp": ["layers.*.mlp", "layers.*.mpl"]})
+
+
+def test_a_missing_module_may_be_allowed() -> None:
+    handle = offload_modules(Net(), {"a": "nope", "b": "head"}, missing_ok=True)
+    assert handle.modules == {"a": [], "b": ["head"]}
+
+
+def test_remove_restores_the_model(manager: PipelineOffloadManager) -> None:
+    net = make_net(manager)
+    expected = step(net, manager, chunk=False)
+    handle = offload_modules(net, GROUPS)
+    assert num_hooks(net) > 0
+    handle.remove()
+    handle.remove()
+    assert num_hooks(net) == 0
+    assert same_bits(step(net, manager, chunk=False), expected)
+    assert manager.statistics().bytes_offloaded == 0
+
+
+def test_the_handle_is_a_context_and_passes_exceptions_on() -> None:
+    net = Net()
+    with pytest.raises(KeyError), offload_modules(net, GROUPS):
+        assert num_hooks(net) > 0
+        raise KeyError
+    assert num_hooks(net) == 0
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Nested(nn.Module):
+    """Takes and gives tensors in all kinds of containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner({"a": (x, 3)}, [x.sin(), None], scale={"by": x.cos()}, flag=True)
+        assert type(out) is dict and list(out) == ["pair", "list", "number"]
+        assert type(out["pair"]) is Pair and type(out["list"]) is list
+        assert out["number"] == 7 and out["list"][1] is None
+        return out["pair"].first + out["pair"].second * out["list"][0]
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8) / 3)
+
+    def forward(self, a: dict, b: list, *, scale: dict, flag: bool) -> dict[str, Any]:
+        assert flag and a["a"][1] == 3 and b[1] is None
+        y = torch.tanh(a["a"][0] * self.weight) * b[0]
+        z = (y * scale["by"]).exp()
+        return {"pair": Pair(y, z), "list": [y.sigmoid(), None], "number": 7}
+
+
+def test_tensors_in_tuples_dicts_and_keywords(manager: PipelineOffloadManager) -> None:
+    net = Nested().to(manager.backend.device)
+    expected = step(net, manager, chunk=False)
+    offload_modules(net, {"inner": "inner"})
+    for _ in range(2):
+        assert same_bits(step(net, manager), expected)
+    assert manager.statistics().bytes_offloaded > 0
+
+
+class Source(nn.Module):
+    """No tensor goes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self) -> Tensor:
+        return self.weight.exp()
+
+
+class Sink(nn.Module):
+    """Nothing comes out."""
+
+    def forward(self, x: Tensor) -> None:
+        self.seen = x.detach().sum()
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.sink, self.mlp = Source(), Sink(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sink(x)
+        return self.mlp(x) * self.source()
+
+
+def test_modules_without_input_or_output_tensors(manager: PipelineOffloadManager) -> None:
+    net = Odd().to(manager.backend.device)
+    expected = step(net, manager, chunk=False)
+    offload_modules(net, {"source": "source", "sink": "sink", "mlp": "mlp"})
+    for _ in range(3):
+        assert same_bits(step(net, manager), expected)
+    assert manager.statistics().host_bytes_in_use == 0
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(8, 8)
+        self.is_broken = False
+
+    def maybe_fail(self, *_: object) -> None:
+        if self.is_broken:
+            raise ZeroDivisionError("on purpose")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x).exp()
+
+
+def hooks_are_left() -> bool:
+    """Whether autograd would still save tensors through somebody's hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@pytest.mark.parametrize("again", ["same chunk", "next step"])
+def test_an_exception_in_forward_leaves_no_hook_and_the_next_step_is_right(
+    manager: PipelineOffloadManager, again: str
+) -> None:
+    net = Net().to(manager.backend.device)
+    expected = step(net, manager, chunk=False)
+    offload_modules(net, GROUPS)
+    broken = net.layers[1].mlp[1]
+    failing = broken.register_forward_pre_hook(lambda *_: 1 / 0)
+    off_interface.reset()
+    with pytest.raises(ZeroDivisionError):
+        forward(net, manager)
+    assert not hooks_are_left()
+    failing.remove()
+    if again == "same chunk":
+        out, x = forward(net, manager, chunk=False)
+        out.square().mean().backward()
+        assert same_bits([out.detach()], expected[:1])
+        del out, x
+        net.zero_grad()
+    for _ in range(2):
+        assert same_bits(step(net, manager), expected)
+    manager.reset()
+    assert manager.statistics().host_bytes_in_use == 0
+
+
+def test_an_exception_before_the_module_runs_leaves_no_hook(
+    manager: PipelineOffloadManager,
+) -> None:
+    net = Fails().to(manager.backend.device)
+    expected = step(net, manager, chunk=False)
+    offload_modules(net, {"mlp": "mlp"})
+    net.mlp.register_forward_pre_hook(net.maybe_fail)
+    net.is_broken = True
+    with pytest.raises(ZeroDivisionError):
+        forward(net, manager)
+    assert not hooks_are_left()
+    net.is_broken = False
+    assert same_bits(step(net, manager), expected)
+
+
+def test_a_forward_without_a_chunk_is_an_error_and_leaves_no_hook(
+    manager: PipelineOffloadManager,
+) -> None:
+    net = make_net(manager)
+    expected = step(net, manager, chunk=False)
+    offload_modules(net, GROUPS)
+    with pytest.raises(GroupStateError, match="init_chunk_handler"):
+        forward(net, manager, chunk=False)
+    assert not hooks_are_left()
+    assert same_bits(step(net, manager), expected)
+
+
+def test_evaluation_passes_through(manager: PipelineOffloadManager) -> None:
+    net = make_net(manager)
+    offload_modules(net, GROUPS)
+    with torch.no_grad():
+        forward(net, manager, chunk=False)
+    assert manager.statistics().bytes_offloaded == 0
+
+
+def test_a_copy_of_the_model_works(manager: PipelineOffloadManager) -> None:
+    net = make_net(manager)
+    expected = step(net, manager, chunk=False)
+    offload_modules(net, GROUPS)
+    twin = copy.deepcopy(net)
+    for model in (twin, net, twin):
+        assert same_bits(step(model, manager), expected)
+    assert manager.statistics().host_bytes_in_use == 0
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.arange(40.0).view(5, 8))
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.t()) * self.scale
+
+
+def moved_by(model: nn.Module, manager: PipelineOffloadManager) -> int:
+    before = manager.statistics().bytes_offloaded
+    step(model, manager)
+    return manager.statistics().bytes_offloaded - before
+
+
+def test_parameters_and_buffers_stay(manager: PipelineOffloadManager) -> None:
+    net = WithBuffer().to(manager.backend.device)
+    offload_modules(net, {"mlp": "mlp"})
+    assert moved_by(net, manager) == 5 * 8 * 4, "only the input is an activation"
+
+
+def test_buffers_of_a_copy_stay(manager: PipelineOffloadManager) -> None:
+    net = WithBuffer().to(manager.backend.device)
+    offload_modules(net, {"mlp": "mlp"})
+    assert moved_by(copy.deepcopy(net), manager) == 5 * 8 * 4
+
+
+def test_a_module_called_twice_is_two_groups(manager: PipelineOffloadManager) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mlp(self.mlp(x))
+
+    net = Twice().to(manager.backend.device)
+    expected = step(net, manager, chunk=False)
+    offload_modules(net, {"mlp": "mlp"})
+    for _ in range(3):
+        assert same_bits(step(net, manager), expected)
+    assert group_names(manager) == ["mlp", "mlp"]
+
+
+def test_groups_may_nest(manager: PipelineOffloadManager) -> None:
+    net = make_net(manager)
+    expected = step(net, manager, chunk=False)
+    offload_modules(net, {"layer": "layers.*", "mlp": "layers.*.mlp"})
+    for _ in range(3):
+        assert same_bits(step(net, manager), expected)
+    assert manager.statistics().host_bytes_in_use == 0
+
+
+def test_markers_in_the_layer_and_by_name_do_the_same(manager: PipelineOffloadManager) -> None:
+    device = str(manager.backend.device)
+    marked = make_model(device=device)
+    plain = make_model(groups=(), device=device)
+    expected = step(marked, manager)
+    offload_modules(plain, {"part": "*.up"})
+    assert same_bits(step(plain, manager), expected)

@@ -1,0 +1,153 @@
+"""Telling: the table, its print, and the debug message."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from toy import batches, make_model, run_step
+
+from pp_offload import (
+    OffloadConfig,
+    PipelineOffloadManager,
+    debug_rank,
+    fine_grained_activation_offload,
+    print_offload_summary_table,
+    summary_table,
+    use_backend,
+)
+from pp_offload.backends import CpuBackend
+from pp_offload.report import format_summary
+
+MIB = 2**20
+
+
+def rows_of(table: str) -> dict[str, list[str]]:
+    """Cells by the first cell of their line."""
+    lines = [line.split() for line in table.splitlines()]
+    return {cells[0]: cells[1:] for cells in lines if cells}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def trained() -> Iterator[PipelineOffloadManager]:
+    """A manager after a complete step."""
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(CpuBackend(), config=config) as manager:
+        for step in range(2):
+            run_step(make_model(), batches(3, step=step), in_flight=2)
+        manager.reset()
+        yield manager
+
+
+def test_a_row_per_rank_a_column_per_group_and_sums() -> None:
+    rows = rows_of(format_summary([{"mlp": 3 * MIB, "attn": MIB // 2}, {"attn": MIB}]))
+    assert rows["rank"] == ["attn", "mlp", "total", "MiB"]
+    assert rows["0"] == ["0.50", "3.00", "3.50"]
+    assert rows["1"] == ["1.00", "0.00", "1.00"]
+    assert rows["sum"] == ["1.50", "3.00", "4.50"]
+
+
+@pytest.mark.parametrize("rows", [[{}], [{}, {}], [{"mlp": 0}, {}]])
+def test_ranks_without_groups_count_as_zero(rows: list[dict[str, int]]) -> None:
+    table = rows_of(format_summary(rows))
+    assert table["sum"][-1] == "0.00"
+    assert all(str(rank) in table for rank in range(len(rows)))
+
+
+def test_columns_line_up() -> None:
+    lines = format_summary([{"a_long_group_name": 1, "b": 10**12}, {}]).splitlines()
+    table = [line for line in lines[1:]]
+    assert len({len(line) for line in table}) == 1
+
+
+def test_the_table_is_ascii() -> None:
+    assert format_summary([{"mlp": 5}]).isascii()
+
+
+def test_the_printed_table_is_that_of_the_bytes_given(capsys: pytest.CaptureFixture[str]) -> None:
+    print_offload_summary_table({"mlp": 2 * MIB})
+    assert rows_of(capsys.readouterr().out)["0"] == ["2.00", "2.00"]
+
+
+def test_an_empty_table_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_offload_summary_table({})
+    assert "sum" in capsys.readouterr().out
+
+
+def test_the_printed_table_gathers_over_a_process_group(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_offload_summary_table({"mlp": MIB})
+    assert rows_of(capsys.readouterr().out)["0"] == ["1.00", "1.00"]
+
+
+def test_the_summary_of_a_manager_without_a_step_is_zero() -> None:
+    assert rows_of(summary_table())["sum"] == ["0.00"]
+
+
+def test_the_summary_is_that_of_the_current_manager(trained: PipelineOffloadManager) -> None:
+    assert set(trained.offload_summary_bytes) <= {"mix", "mlp"}
+    assert trained.offload_summary_total_bytes == sum(trained.offload_summary_bytes.values())
+    assert trained.offload_summary_total_bytes > 0
+    assert summary_table() == format_summary([trained.offload_summary_bytes])
+
+
+def test_the_summary_gathers_over_a_process_group(
+    trained: PipelineOffloadManager, one_rank: None
+) -> None:
+    expected = format_summary([trained.offload_summary_bytes])
+    assert summary_table() == expected
+    assert summary_table(dist.group.WORLD) == expected
+
+
+def test_telling_prints_nothing(
+    trained: PipelineOffloadManager, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary_table()
+    debug_rank("quiet")
+    assert capsys.readouterr().out == ""
+
+
+def test_debug_is_silent_until_switched_on(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        debug_rank("unheard")
+    assert "unheard" not in caplog.text
+
+
+def test_debug_speaks_on_its_rank_through_logging(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(fine_grained_activation_offload, "DEBUG", True)
+    with caplog.at_level(logging.DEBUG):
+        debug_rank("heard %s")
+    assert "heard %s" in caplog.text
+    assert capsys.readouterr().out == ""
+
+
+def test_debug_is_silent_on_other_ranks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fine_grained_activation_offload, "DEBUG", True)
+    monkeypatch.setattr(fine_grained_activation_offload, "DEBUG_RANK", 1)
+    debug_rank("unheard")
+    assert "unheard" not in caplog.text
+
+
+def test_debug_is_switched_on_where_the_reference_has_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fine_grained_activation_offload, "DEBUG", True)
+    debug_rank("heard")
+    assert "heard" in caplog.text
