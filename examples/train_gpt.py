@@ -1,8 +1,8 @@
 """Train a byte-level GPT on a pipeline, without and with activation offload, and compare.
 
-    python examples/train_gpt.py                                  # two processes, 1F1B
-    python examples/train_gpt.py --schedule interleaved1f1b --virtual-stages 2
-    torchrun --nproc-per-node 2 examples/train_gpt.py             # the same under torchrun
+python examples/train_gpt.py                                  # two processes, 1F1B
+python examples/train_gpt.py --schedule interleaved1f1b --virtual-stages 2
+torchrun --nproc-per-node 2 examples/train_gpt.py             # the same under torchrun
 """
 
 from __future__ import annotations

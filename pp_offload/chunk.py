@@ -151,7 +151,7 @@ class ChunkOffloadHandler:
         """Save ``tensor`` in ``group``."""
         if group.state is not GroupState.OPEN or not self._services.is_enabled:
             return Resident(tensor)
-        if not self.tensor_need_offloading_checker(tensor):
+        if not self._services.eligibility.admits(tensor, self.min_offloaded_tensor_size):
             return Resident(tensor)
         saved = SavedActivation(tensor, group)
         group.push_tensor(saved, tensor)
@@ -372,10 +372,7 @@ class ChunkOffloadHandler:
             for saved, _ in payload.members:
                 saved.check_unmodified()
         transfer, copies = self._services.transfer, self._services.copies
-        tickets = [
-            Ticket(transfer, payload.tensor.shape, payload.tensor.dtype, group.name)
-            for payload in moving
-        ]
+        tickets = [Ticket(transfer, payload.tensor, group.name) for payload in moving]
         to_copy = [i for i in range(len(moving)) if not self._reuse(tickets[i], moving[i])]
         if to_copy:
             new = [tickets[i] for i in to_copy]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -119,7 +120,7 @@ class FineGrainedActivationOffloadingInterface:
         if started is None:
             return self.tensor
         chunk, group = started
-        self._hooks = saved_tensors_hooks(lambda saved: chunk.pack(group, saved), unpack)
+        self._hooks = saved_tensors_hooks(partial(chunk.pack, group), unpack)
         self._hooks.__enter__()
         return self.tensor
 

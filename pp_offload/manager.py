@@ -219,6 +219,7 @@ class PipelineOffloadManager:
     def abort(self) -> None:
         """Forget the step that runs. Tensors autograd still holds stay good."""
         self.services.delayed.clear()
+        self.services.copies.clear()
         self._current = None
         self.step.clear()
         prefetcher = self.services.prefetcher

@@ -39,6 +39,8 @@ class Payload:
 
     def gathered(self) -> Tensor:
         """The bytes to copy, contiguous. A gather runs on the compute stream."""
+        if self.tensor.is_contiguous():
+            return self.tensor
         with torch.no_grad():
             return self.tensor.contiguous()
 

@@ -45,6 +45,7 @@ class Prefetcher:
         self._transfer = transfer
         self._upcoming = upcoming
         self._window_bytes = window_bytes or 0
+        transfer.refill_below_bytes = self._window_bytes // 2
         self._follows_groups = window_bytes is None
         self._current: OffloadTensorGroup | None = None
         self._done_at = -1
@@ -65,6 +66,7 @@ class Prefetcher:
         """A group of ``nbytes`` was offloaded, and will come back."""
         if self._follows_groups and 2 * nbytes > self._window_bytes:
             self._window_bytes = 2 * nbytes
+            self._transfer.refill_below_bytes = nbytes
 
     def fill(self) -> None:
         """Reload what comes next until the window is full."""

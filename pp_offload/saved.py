@@ -24,6 +24,7 @@ class Owner(Protocol):
     """The group a saved tensor belongs to."""
 
     name: str
+    is_used: bool
 
     def on_use(self) -> None:
         """Backward is about to use one of the group's tensors."""
@@ -90,8 +91,14 @@ class SavedActivation:
             self.check_unmodified()
             assert self.source is not None
             return self.source
-        self.owner.on_use()
-        landed = ticket.transfer.deliver(ticket)
+        transfer, owner = ticket.transfer, self.owner
+        if (
+            ticket.landed is None
+            or not owner.is_used
+            or transfer.landed_bytes < transfer.refill_below_bytes
+        ):
+            owner.on_use()
+        landed = transfer.deliver(ticket)
         return landed if self.restore is None else self.restore(landed)
 
 

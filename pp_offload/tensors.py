@@ -178,14 +178,13 @@ class Eligibility:
             return False
         if tensor.device != self._device or tensor.is_quantized:
             return False
-        if tensor.is_neg() or tensor.is_conj() or torch._C._functorch.is_functorch_wrapped_tensor(
-            tensor
-        ):
+        if tensor.is_neg() or tensor.is_conj():
             return False
-        if isinstance(tensor._base, Parameter):
+        base = tensor._base
+        if base is not None and isinstance(base, Parameter):
             self.kept.add(tensor)
             return False
-        return tensor not in self.kept
+        return not self.kept or tensor not in self.kept
 
 
 def tensors_in(value: object) -> Iterable[Tensor]:

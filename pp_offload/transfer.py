@@ -15,7 +15,7 @@ NOTE [ Modified while queued ]
     A source changed in place before its copy has run would be copied wrong. Its version counter
     tells: it is compared when the source is let go, and when somebody wants the bytes before.
 
-    tickets = [Ticket(transfer, payload.shape, payload.dtype, "mlp") for payload in payloads]
+    tickets = [Ticket(transfer, payload, "mlp") for payload in payloads]
     transfer.offload(tickets, payloads, watched)  # at the end of a group's forward
     transfer.prefetch(tickets)                    # some time before its backward
     tensor = transfer.deliver(ticket)             # when autograd asks
@@ -47,7 +47,16 @@ MAX_ABANDONED = 8
 class HostCopy:
     """Bytes on the host, for as long as anybody refers to this object."""
 
-    __slots__ = ("__weakref__", "buffer", "is_modified", "offloaded", "tier", "watched")
+    __slots__ = (
+        "__weakref__",
+        "buffer",
+        "is_modified",
+        "offloaded",
+        "origin",
+        "tier",
+        "version",
+        "watched",
+    )
 
     def __init__(self, tier: HostTier, buffer: HostBuffer) -> None:
         self.tier = tier
@@ -55,6 +64,8 @@ class HostCopy:
         self.offloaded: Event | None = None
         self.watched: list[Watched] | None = None
         self.is_modified = False
+        self.origin: weakref.ref[torch.UntypedStorage] | None = None
+        self.version = 0
 
     def check_unmodified(self) -> None:
         """See NOTE [ Modified while queued ]."""
@@ -86,14 +97,12 @@ class Ticket:
         "transfer",
     )
 
-    def __init__(
-        self, transfer: TransferEngine, shape: torch.Size, dtype: torch.dtype, label: str
-    ) -> None:
+    def __init__(self, transfer: TransferEngine, payload: Tensor, label: str) -> None:
         self.transfer = transfer
         self.label = label
-        self.shape = shape
-        self.dtype = dtype
-        self.nbytes = shape.numel() * dtype.itemsize
+        self.shape = payload.shape
+        self.dtype = payload.dtype
+        self.nbytes = payload.nbytes
         self.copy: HostCopy | None = None
         self.num_waiting = 0
         self.landed: Tensor | None = None
@@ -143,9 +152,11 @@ class TransferEngine:
         self.counters = TransferCounters()
         self.landed_bytes = 0
         self.in_flight_bytes = 0
+        self.refill_below_bytes = 0
         self._max_in_flight_bytes = max_in_flight_bytes
         self._flights: deque[_Flight] = deque()
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
+        self._waited: tuple[Event, Stream] | None = None
 
     def offload(
         self, tickets: Sequence[Ticket], payloads: list[Tensor], watched: list[list[Watched]]
@@ -187,11 +198,11 @@ class TransferEngine:
         self.poll()
         home = self.backend.current_stream()
         device = self.backend.device
-        targets = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in tickets]
         copies = [_host_copy(ticket) for ticket in tickets]
+        sources = [c.buffer.shaped(t.shape, t.dtype) for c, t in zip(copies, tickets, strict=True)]
+        targets = [torch.empty_like(source, device=device) for source in sources]
         self._h2d_waits_for_compute(home)
         self._h2d_waits_for_offloaded(copies)
-        sources = [c.buffer.shaped(t.shape, t.dtype) for c, t in zip(copies, tickets, strict=True)]
         self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
         reloaded = self.backend.h2d.record_event()
         nbytes = 0
@@ -234,8 +245,11 @@ class TransferEngine:
             self.reload([ticket])
         landed = ticket.landed
         assert landed is not None
-        if ticket.reloaded is not None:
-            self._compute_waits_for(live, ticket.reloaded)
+        reloaded = ticket.reloaded
+        if reloaded is not None:
+            if self._waited is None or self._waited[0] is not reloaded or self._waited[1] != live:
+                self._compute_waits_for(live, reloaded)
+                self._waited = reloaded, live
             ticket.reloaded = None
         ticket.num_waiting -= 1
         if ticket.num_waiting <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,20 @@ SMALL = "--steps 4 --microbatches 4 --layers 4 --width 32 --context 32 --min-num
 
 
 def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """With this checkout's package, and no launcher's variables."""
+    """With this checkout's package, and no launcher's variables; the ranks end with it."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {key: value for key, value in os.environ.items() if key not in launcher}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=120)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its workers on this one.
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def train(out: Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
@@ -61,9 +71,8 @@ def test_offload_changes_memory_and_no_bit(
 
 
 def test_runs_under_torchrun(tmp_path: Path) -> None:
-    launcher = "-m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1".split()
-    launcher += ["--master-port", "0"]
-    check(*train(tmp_path / "figures.json", launcher=tuple(launcher)))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    check(*train(tmp_path / "figures.json", launcher=launcher))
 
 
 def test_without_comparison_says_so(tmp_path: Path) -> None:
