@@ -24,7 +24,7 @@ from pp_offload.config import OffloadConfig
 from pp_offload.copies import CopyIndex
 from pp_offload.errors import GroupStateError
 from pp_offload.group import GroupState, OffloadTensorGroup
-from pp_offload.payload import Payload, payloads
+from pp_offload.payload import tickets_for
 from pp_offload.policy import ChunkKey, ChunkShape, GroupKey, GroupShape, Plan
 from pp_offload.prefetch import Prefetcher
 from pp_offload.release import ForcedRelease
@@ -120,7 +120,7 @@ class ChunkOffloadHandler:
         group = OffloadTensorGroup("tensor")
         saved = SavedActivation(src_tensor, group)
         group.push_tensor(saved, src_tensor)
-        self._move(group, payloads([saved]))
+        self._move(group, self._tickets(group))
         return saved
 
     def reload(self, state: SavedActivation, non_blocking: bool | None = None) -> Tensor:
@@ -266,13 +266,12 @@ class ChunkOffloadHandler:
     def bulk_offload_group(self) -> None:
         """Queue the copies of the group being committed. With no room on the host it is kept."""
         group = self._open.pop()
-        moving = payloads(group.saved())
-        _describe(group, moving)
+        tickets = self._tickets(group)
         self._services.on_change()
         if self._services.prefetcher is not None:
             self._services.prefetcher.expect(group.total_offload_bytes)
         try:
-            self._move(group, moving)
+            self._move(group, tickets)
         except MemoryError as failure:
             logger.warning(
                 "group '%s' stays on the device: no host memory for its %d bytes (%s); offload "
@@ -364,39 +363,28 @@ class ChunkOffloadHandler:
         self._open.clear()
 
     def _keep(self, group: OffloadTensorGroup) -> None:
-        _describe(group, payloads(group.saved()))
+        self._tickets(group)
         group.move_to(GroupState.KEPT)
 
-    def _move(self, group: OffloadTensorGroup, moving: list[Payload]) -> None:
-        for payload in moving:
-            for saved, _ in payload.members:
-                saved.check_unmodified()
+    def _tickets(self, group: OffloadTensorGroup) -> list[Ticket]:
+        tickets = tickets_for(group.saved(), self._services.transfer, group.name)
+        for ticket in tickets:
+            if ticket.payload is not None:
+                group.update_offload_info(ticket.payload)
+        return tickets
+
+    def _move(self, group: OffloadTensorGroup, tickets: list[Ticket]) -> None:
         transfer, copies = self._services.transfer, self._services.copies
-        tickets = [Ticket(transfer, payload.tensor, group.name) for payload in moving]
-        to_copy = [i for i in range(len(moving)) if not self._reuse(tickets[i], moving[i])]
-        if to_copy:
-            new = [tickets[i] for i in to_copy]
-            tensors = [moving[i].gathered() for i in to_copy]
-            transfer.offload(new, tensors, [moving[i].watched() for i in to_copy])
-            group.copied_bytes = sum(ticket.nbytes for ticket in new)
-        for i in to_copy:
-            copy = tickets[i].copy
-            if moving[i].is_storage and copy is not None:
-                copies.add(moving[i].tensor, moving[i].members[0][0].version, copy)
-        for ticket, payload in zip(tickets, moving, strict=True):
-            for saved, restore in payload.members:
-                saved.entrust(ticket, restore)
+        for ticket in tickets:
+            for member, _ in ticket.members:
+                member.check_unmodified()
+        new = [ticket for ticket in tickets if not copies.share(ticket)]
+        if new:
+            transfer.offload(new)
+        for ticket in new:
+            group.copied_bytes += ticket.nbytes
+            copies.add(ticket)
+        for ticket in tickets:
+            ticket.hand_over()
         group.follow(tickets)
         group.move_to(GroupState.OFFLOADED)
-
-    def _reuse(self, ticket: Ticket, payload: Payload) -> bool:
-        if payload.is_storage:
-            source = payload.members[0][0].source
-            assert source is not None
-            ticket.copy = self._services.copies.find(source, ticket.nbytes)
-        return ticket.copy is not None
-
-
-def _describe(group: OffloadTensorGroup, moving: list[Payload]) -> None:
-    for payload in moving:
-        group.update_offload_info(payload.tensor)

@@ -91,7 +91,7 @@ class ChunkQueue:
 
     def upcoming(self) -> Iterator[QueuedChunk]:
         """The chunks that have groups, next one first."""
-        return (chunk for chunk in list(self._queued) if not chunk.is_empty_chunk())
+        return (chunk for chunk in self._queued if not chunk.is_empty_chunk())
 
     def certain(self) -> Iterator[QueuedChunk]:
         """The chunks that have groups, up to the first that is known to come but is not there.

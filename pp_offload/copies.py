@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import weakref
 
-from torch import Tensor
-
-from pp_offload.transfer import HostCopy
+from pp_offload.transfer import HostCopy, Ticket
 
 
 class CopyIndex:
@@ -19,21 +17,30 @@ class CopyIndex:
     def __init__(self) -> None:
         self._copies: dict[int, weakref.ref[HostCopy]] = {}
 
-    def find(self, tensor: Tensor, nbytes: int) -> HostCopy | None:
-        """The copy of the tensor's whole storage as it is now, if there is one."""
-        storage = tensor.untyped_storage()
+    def share(self, ticket: Ticket) -> bool:
+        """Give ``ticket`` the copy of its storage as it is now, if there is one."""
+        payload = ticket.payload
+        if payload is None or not ticket.is_storage:
+            return False
+        storage = payload.untyped_storage()
         ref = self._copies.get(storage._cdata)
         copy = None if ref is None else ref()
-        if copy is None or copy.is_modified or copy.buffer.nbytes != nbytes:
-            return None
+        if copy is None or copy.is_modified or copy.buffer.nbytes != ticket.nbytes:
+            return False
         is_same = copy.origin is not None and copy.origin() is storage
-        return copy if is_same and copy.version == tensor._version else None
+        if is_same and copy.version == ticket.members[0][0].version:
+            ticket.copy = copy
+            return True
+        return False
 
-    def add(self, tensor: Tensor, version: int, copy: HostCopy) -> None:
-        """Remember that ``copy`` holds the storage of ``tensor`` at ``version``."""
-        storage = tensor.untyped_storage()
+    def add(self, ticket: Ticket) -> None:
+        """Remember that the ticket's copy holds its storage, as its members saved it."""
+        payload, copy = ticket.payload, ticket.copy
+        if payload is None or copy is None or not ticket.is_storage:
+            return
+        storage = payload.untyped_storage()
         copy.origin = weakref.ref(storage)
-        copy.version = version
+        copy.version = ticket.members[0][0].version
         self._copies[storage._cdata] = weakref.ref(copy)
 
     def clear(self) -> None:

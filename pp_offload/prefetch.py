@@ -11,9 +11,13 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from pp_offload.group import OffloadTensorGroup
 from pp_offload.transfer import Ticket, TransferEngine
+
+SMALL_BYTES = 2**20
+"""Below this, tensors of several groups are reloaded as one batch."""
 
 
 class Upcoming:
@@ -36,7 +40,8 @@ class Prefetcher:
     Args:
         transfer: Reloads.
         upcoming: Says which groups come next.
-        window_bytes: Bytes that may be on the device unused; None for twice the largest group.
+        window_bytes: Bytes that may be on the device unused; None for twice the largest group, at
+            least :data:`SMALL_BYTES`.
     """
 
     def __init__(
@@ -44,7 +49,7 @@ class Prefetcher:
     ) -> None:
         self._transfer = transfer
         self._upcoming = upcoming
-        self._window_bytes = window_bytes or 0
+        self._window_bytes = SMALL_BYTES if window_bytes is None else window_bytes
         transfer.refill_below_bytes = self._window_bytes // 2
         self._follows_groups = window_bytes is None
         self._current: OffloadTensorGroup | None = None
@@ -73,7 +78,17 @@ class Prefetcher:
         group, changes = self._current, self._upcoming.num_changes
         if group is None or self._done_at == changes:
             return
-        if self._load(group) and all(map(self._load, self._upcoming.after(group))):
+        room = self._window_bytes - self._transfer.landed_bytes
+        batches: list[list[Ticket]] = []
+        is_all = True
+        for following in chain((group,), self._upcoming.after(group)):
+            batch, is_all = self._missing(following, room, is_empty=not batches)
+            batches.append(batch)
+            room -= sum(ticket.nbytes for ticket in batch)
+            if not is_all:
+                break
+        self._load(batches)
+        if is_all:
             self._done_at = changes
 
     def reset(self) -> None:
@@ -82,29 +97,39 @@ class Prefetcher:
         self._done_at = -1
 
     def _bring(self, group: OffloadTensorGroup) -> None:
-        batch, _ = self._missing(group)
+        room = self._window_bytes - self._transfer.landed_bytes
+        batch, _ = self._missing(group, room, is_empty=True)
         if batch:
             self._transfer.counters.on_demand_reloads += len(batch)
             self._transfer.reload(batch)
 
-    def _load(self, group: OffloadTensorGroup) -> bool:
-        """Prefetch ``group`` as far as the window allows; whether all of it is there now."""
-        if group.is_brought:
-            return True
-        batch, group.is_brought = self._missing(group)
-        if batch:
-            self._transfer.prefetch(batch)
-        return group.is_brought
+    def _load(self, batches: list[list[Ticket]]) -> None:
+        """Prefetch groups in order, small ones together, so that one event serves many."""
+        together: list[Ticket] = []
+        nbytes = 0
+        for batch in batches:
+            together += batch
+            nbytes += sum(ticket.nbytes for ticket in batch)
+            if nbytes >= SMALL_BYTES:
+                self._transfer.prefetch(together)
+                together, nbytes = [], 0
+        if together:
+            self._transfer.prefetch(together)
 
-    def _missing(self, group: OffloadTensorGroup) -> tuple[list[Ticket], bool]:
-        room = self._window_bytes - self._transfer.landed_bytes
-        is_empty = self._transfer.landed_bytes == 0
+    def _missing(
+        self, group: OffloadTensorGroup, room: int, *, is_empty: bool
+    ) -> tuple[list[Ticket], bool]:
+        """What of ``group`` is not there and fits into ``room`` bytes; whether that is all."""
         batch: list[Ticket] = []
+        if group.is_brought:
+            return batch, True
+        may_exceed = is_empty and self._transfer.landed_bytes == 0
         for ticket in group.tickets_last_first():
             if ticket.landed is not None or ticket.num_waiting <= 0:
                 continue
-            if ticket.nbytes > room and not (is_empty and not batch):
+            if ticket.nbytes > room and not (may_exceed and not batch):
                 return batch, False
             batch.append(ticket)
             room -= ticket.nbytes
+        group.is_brought = True
         return batch, True

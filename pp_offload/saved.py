@@ -11,13 +11,12 @@ NOTE [ Version check ]
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
 from pp_offload.errors import SavedTensorModifiedError
-from pp_offload.transfer import Ticket
+from pp_offload.transfer import Restore, Ticket
 
 
 class Owner(Protocol):
@@ -64,9 +63,9 @@ class SavedActivation:
         self.version = tensor._version
         self.owner = owner
         self.ticket: Ticket | None = None
-        self.restore: Callable[[Tensor], Tensor] | None = None
+        self.restore: Restore | None = None
 
-    def entrust(self, ticket: Ticket, restore: Callable[[Tensor], Tensor] | None) -> None:
+    def entrust(self, ticket: Ticket, restore: Restore | None) -> None:
         """Leave the bytes to ``ticket``.
 
         Args:
@@ -76,7 +75,6 @@ class SavedActivation:
         self.ticket = ticket
         self.restore = restore
         self.source = None
-        ticket.num_waiting += 1
 
     def check_unmodified(self) -> None:
         """Raise if the tensor was changed in place since it was saved."""

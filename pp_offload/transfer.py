@@ -15,10 +15,9 @@ NOTE [ Modified while queued ]
     A source changed in place before its copy has run would be copied wrong. Its version counter
     tells: it is compared when the source is let go, and when somebody wants the bytes before.
 
-    tickets = [Ticket(transfer, payload, "mlp") for payload in payloads]
-    transfer.offload(tickets, payloads, watched)  # at the end of a group's forward
-    transfer.prefetch(tickets)                    # some time before its backward
-    tensor = transfer.deliver(ticket)             # when autograd asks
+    transfer.offload(tickets)           # at the end of a group's forward
+    transfer.prefetch(tickets)          # some time before its backward
+    tensor = transfer.deliver(ticket)   # when autograd asks
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from pp_offload.tiers.host import HostBuffer, HostTier
 
 Watched = tuple[Tensor, int]
 """An alias of a saved tensor, and its version when autograd saved it."""
+
+Restore = Callable[[Tensor], Tensor]
+"""Makes a saved tensor of the payload that holds it."""
 
 
 MAX_ABANDONED = 8
@@ -77,10 +80,31 @@ class HostCopy:
         self.tier.give(self.buffer)
 
 
-class Ticket:
-    """One payload's way to the host and back; what an offload returns.
+class Member(Protocol):
+    """A saved tensor that a payload holds."""
 
-    A payload is a contiguous device tensor: a whole storage, or a gathered view.
+    source: Tensor | None
+    version: int
+
+    def check_unmodified(self) -> None:
+        """Raise if it was changed in place since it was saved."""
+        ...
+
+    def entrust(self, ticket: Ticket, restore: Restore | None) -> None:
+        """Leave the bytes to ``ticket``."""
+        ...
+
+
+class Ticket:
+    """One payload's way to the host and back.
+
+    Args:
+        transfer: Moves it.
+        label: Its group, for messages.
+        payload: Device memory to copy: a whole storage, or a view to be gathered.
+        members: The saved tensors these bytes hold, and how to make each of them; None if the
+            payload is the tensor.
+        is_storage: Whether this is all of a storage, so that other groups may share the copy.
     """
 
     __slots__ = (
@@ -88,26 +112,58 @@ class Ticket:
         "copy",
         "dtype",
         "home",
+        "is_storage",
         "label",
         "landed",
+        "members",
         "nbytes",
         "num_waiting",
+        "payload",
         "reloaded",
         "shape",
         "transfer",
     )
 
-    def __init__(self, transfer: TransferEngine, payload: Tensor, label: str) -> None:
+    def __init__(
+        self,
+        transfer: TransferEngine,
+        label: str,
+        payload: Tensor,
+        members: list[tuple[Member, Restore | None]],
+        is_storage: bool,
+    ) -> None:
         self.transfer = transfer
         self.label = label
+        self.payload: Tensor | None = payload
+        self.members = members
+        self.is_storage = is_storage
         self.shape = payload.shape
         self.dtype = payload.dtype
         self.nbytes = payload.nbytes
+        self.num_waiting = len(members)
         self.copy: HostCopy | None = None
-        self.num_waiting = 0
         self.landed: Tensor | None = None
         self.reloaded: Event | None = None
         self.home: Stream | None = None
+
+    def source(self) -> Tensor:
+        """The bytes to copy, contiguous. A gather runs on the compute stream."""
+        payload = self.payload
+        assert payload is not None, "offloaded twice"
+        if self.is_storage:
+            return payload
+        with torch.no_grad():
+            return payload.contiguous()
+
+    def watched(self) -> list[Watched]:
+        """Aliases whose version tells whether the bytes are still those that were saved."""
+        return [(one.source, one.version) for one, _ in self.members if one.source is not None]
+
+    def hand_over(self) -> None:
+        """The copy is queued: the members need their tensors no more."""
+        members, self.members, self.payload = self.members, [], None
+        for member, restore in members:
+            member.entrust(self, restore)
 
     def __del__(self) -> None:
         if self.landed is not None:
@@ -158,39 +214,34 @@ class TransferEngine:
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
         self._waited: tuple[Event, Stream] | None = None
 
-    def offload(
-        self, tickets: Sequence[Ticket], payloads: list[Tensor], watched: list[list[Watched]]
-    ) -> None:
-        """Queue the copies of a group to the host.
+    def offload(self, tickets: Sequence[Ticket]) -> None:
+        """Queue the copies of a group to the host; the sources are kept alive until they ran.
 
         Args:
-            tickets: One per payload, not yet offloaded.
-            payloads: Contiguous device tensors; kept alive here until their copy has run.
-            watched: Per payload, the aliases of saved tensors whose bytes it holds.
+            tickets: At least one, none offloaded before.
 
         Raises:
             MemoryError: The host has no room. Nothing was queued; the tickets are as before.
         """
         self.poll()
         copies = [HostCopy(self.host, self.host.take(ticket.nbytes)) for ticket in tickets]
+        targets = [c.buffer.shaped(t.shape, t.dtype) for c, t in zip(copies, tickets, strict=True)]
+        sources = [ticket.source() for ticket in tickets]
         home = self.backend.current_stream()
         self._d2h_waits_for_compute(home)
         self._d2h_waits_for_last_users(copies)
-        targets = [
-            c.buffer.shaped(t.shape, t.dtype) for c, t in zip(copies, tickets, strict=True)
-        ]
-        self.backend.copy(self.backend.d2h, targets, payloads, tickets[0].label)
+        self.backend.copy(self.backend.d2h, targets, sources, tickets[0].label)
         offloaded = self.backend.d2h.record_event()
         nbytes = 0
-        for ticket, copy, aliases in zip(tickets, copies, watched, strict=True):
+        for ticket, copy in zip(tickets, copies, strict=True):
             ticket.copy = copy
             copy.offloaded = copy.buffer.last_use = offloaded
-            copy.watched = aliases
+            copy.watched = ticket.watched()
             nbytes += ticket.nbytes
         self.counters.bytes_offloaded += nbytes
         self.in_flight_bytes += nbytes
         refs = [weakref.ref(copy) for copy in copies]
-        self._keep_alive(_Flight(payloads, refs, offloaded, home, nbytes))
+        self._keep_alive(_Flight(sources, refs, offloaded, home, nbytes))
         self._keep_in_flight_bounded()
 
     def reload(self, tickets: Sequence[Ticket]) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pp_offload import PipelineOffloadManager
-from pp_offload.chunk import ChunkOffloadHandler
-from pp_offload.payload import payloads
+from pp_offload.chunk import ChunkOffloadHandler, Services
+from pp_offload.payload import tickets_for
 from pp_offload.saved import Resident, SavedActivation
 from pp_offload.tensors import Geometry
 
@@ -284,8 +284,11 @@ def test_deciding_copies_nothing() -> None:
 
     x = torch.arange(2400.0)
     saved = [SavedActivation(view, Owner()) for view in (x, x.view(40, 60).t(), x[::2])]
-    (payload,) = payloads(saved)
-    assert payload.is_storage
-    assert payload.tensor.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    assert [member for member, _ in payload.members] == saved
-    assert payloads([]) == []
+    transfer = Services.alone().transfer
+    (ticket,) = tickets_for(saved, transfer, "mlp")
+    assert ticket.is_storage
+    assert ticket.payload is not None
+    assert ticket.payload.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert [member for member, _ in ticket.members] == saved
+    assert tickets_for([], transfer, "mlp") == []
+    assert transfer.counters.bytes_offloaded == 0

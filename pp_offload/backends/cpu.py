@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class CopyStream:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._last: Event = FINISHED
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -87,7 +88,7 @@ class CopyStream:
         """Whether all that was queued has finished."""
         return self._last.query()
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         """Queue ``work`` after all that is queued."""
         if self._thread is None:
             self._thread = threading.Thread(
@@ -150,15 +151,16 @@ class CpuBackend:
         """Copy here when small and nothing is queued, else on the stream's thread."""
         assert isinstance(stream, CopyStream)
         to, of = list(targets), list(sources)
-
-        def work() -> None:
-            with torch.no_grad():
-                torch._foreach_copy_(to, of)
-
-        if stream.is_idle() and sum(t.nbytes for t in to) <= self._inline_bytes:
-            work()
+        if stream.is_idle() and self._is_small(to):
+            torch._foreach_copy_(to, of)
         else:
-            stream.submit(work)
+            stream.submit(partial(torch._foreach_copy_, to, of))
+
+    def _is_small(self, tensors: Sequence[Tensor]) -> bool:
+        room = self._inline_bytes
+        for tensor in tensors:
+            room -= tensor.nbytes
+        return room >= 0
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Ordinary memory: the device is the host."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from toy import same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, offload_modules
+from pp_offload.transfer import Ticket
 
 
 class Tied(nn.Module):
@@ -80,9 +81,9 @@ def moved(
     transfer, seen = manager.services.transfer, []
     offload = transfer.offload
 
-    def spy(tickets, payloads, watched) -> None:
-        seen.extend(a.untyped_storage().data_ptr() for one in watched for a, _ in one)
-        offload(tickets, payloads, watched)
+    def spy(tickets: Sequence[Ticket]) -> None:
+        seen.extend(a.untyped_storage().data_ptr() for t in tickets for a, _ in t.watched())
+        offload(tickets)
 
     monkeypatch.setattr(transfer, "offload", spy)
     yield seen
