@@ -376,7 +376,7 @@ class ChunkOffloadHandler:
     def _move(self, group: OffloadTensorGroup, tickets: list[Ticket]) -> None:
         transfer, copies = self._services.transfer, self._services.copies
         for ticket in tickets:
-            for member, _ in ticket.members:
+            for member in ticket.members:
                 member.check_unmodified()
         new = [ticket for ticket in tickets if not copies.share(ticket)]
         if new:

@@ -30,7 +30,7 @@ class OffloadConfig:
     """Device bytes that may wait for their copy to the host; beyond it compute waits."""
 
     prefetch_bytes: int | None = None
-    """Bytes reloaded ahead of their use; None means twice the largest group, at least 1 MiB.
+    """Bytes reloaded ahead of their use; None means twice the largest group, at least 256 KiB.
 
     One tensor may always be ahead, however large.
     """

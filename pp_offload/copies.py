@@ -28,7 +28,7 @@ class CopyIndex:
         if copy is None or copy.is_modified or copy.buffer.nbytes != ticket.nbytes:
             return False
         is_same = copy.origin is not None and copy.origin() is storage
-        if is_same and copy.version == ticket.members[0][0].version:
+        if is_same and copy.version == ticket.members[0].version:
             ticket.copy = copy
             return True
         return False
@@ -40,7 +40,7 @@ class CopyIndex:
             return
         storage = payload.untyped_storage()
         copy.origin = weakref.ref(storage)
-        copy.version = ticket.members[0][0].version
+        copy.version = ticket.members[0].version
         self._copies[storage._cdata] = weakref.ref(copy)
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
 """The reference's module: a Megatron import line changes only its package.
 
-    from pp_offload.fine_grained_activation_offload import (
-        FineGrainedActivationOffloadingInterface as off_interface,
-    )
+from pp_offload.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as off_interface,
+)
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from pp_offload.saved import SavedActivation
 from pp_offload.tensors import Geometry, is_whole_storage, storage_bytes
-from pp_offload.transfer import Member, Restore, Ticket, TransferEngine
+from pp_offload.transfer import Ticket, TransferEngine
 
-Members = list[tuple[Member, Restore | None]]
+Parts = tuple[Tensor, list[SavedActivation], bool]
+"""A payload, the saved tensors it holds, and whether it is a whole storage."""
 
 
 def tickets_for(
@@ -29,13 +30,13 @@ def tickets_for(
     for members in by_storage.values():
         source = _source(members[0])
         if len(members) == 1 and is_whole_storage(source):
-            found.append(Ticket(transfer, label, source, [(members[0], None)], True))
+            found.append(Ticket(transfer, label, source, members, True))
         else:
             found += [Ticket(transfer, label, *parts) for parts in _of_one_storage(members)]
     return found
 
 
-def _of_one_storage(saved: list[SavedActivation]) -> list[tuple[Tensor, Members, bool]]:
+def _of_one_storage(saved: list[SavedActivation]) -> list[Parts]:
     by_geometry: dict[Geometry, list[SavedActivation]] = {}
     for one in saved:
         by_geometry.setdefault(Geometry.of(_source(one)), []).append(one)
@@ -44,16 +45,17 @@ def _of_one_storage(saved: list[SavedActivation]) -> list[tuple[Tensor, Members,
     if 2 * covered < source.untyped_storage().nbytes():
         return [_gathered(geometry, same) for geometry, same in by_geometry.items()]
     if len(by_geometry) == 1 and is_whole_storage(source):
-        return [(source, [(one, None) for one in saved], True)]
-    places: Members = [
-        (one, geometry.on_storage_of) for geometry, same in by_geometry.items() for one in same
-    ]
-    return [(storage_bytes(source), places, True)]
+        return [(source, saved, True)]
+    for geometry, same in by_geometry.items():
+        for one in same:
+            one.restore = geometry.on_storage_of
+    return [(storage_bytes(source), saved, True)]
 
 
-def _gathered(geometry: Geometry, saved: list[SavedActivation]) -> tuple[Tensor, Members, bool]:
-    compact = geometry.narrowed().on_storage_of(_source(saved[0]))
-    return compact, [(one, geometry.scattered) for one in saved], False
+def _gathered(geometry: Geometry, saved: list[SavedActivation]) -> Parts:
+    for one in saved:
+        one.restore = geometry.scattered
+    return geometry.narrowed().on_storage_of(_source(saved[0])), saved, False
 
 
 def _source(saved: SavedActivation) -> Tensor:

@@ -101,9 +101,7 @@ def reload_margin(chunks: Sequence[ChunkShape]) -> set[GroupKey]:
     return set(margin.values())
 
 
-def first_bytes(
-    chunks: Sequence[ChunkShape], nbytes: int, kept: set[GroupKey]
-) -> set[GroupKey]:
+def first_bytes(chunks: Sequence[ChunkShape], nbytes: int, kept: set[GroupKey]) -> set[GroupKey]:
     """Whole groups, chunk by chunk in backward order, until they make up at least ``nbytes``."""
     chosen: set[GroupKey] = set()
     for chunk in chunks:

@@ -16,7 +16,7 @@ from itertools import chain
 from pp_offload.group import OffloadTensorGroup
 from pp_offload.transfer import Ticket, TransferEngine
 
-SMALL_BYTES = 2**20
+SMALL_BYTES = 2**18
 """Below this, tensors of several groups are reloaded as one batch."""
 
 
@@ -63,9 +63,7 @@ class Prefetcher:
                 group.is_used = True
                 self._upcoming.begin(group)
             self._bring(group)
-            self.fill()
-        elif 2 * self._transfer.landed_bytes < self._window_bytes:
-            self.fill()
+        self.fill()
 
     def expect(self, nbytes: int) -> None:
         """A group of ``nbytes`` was offloaded, and will come back."""
@@ -74,9 +72,11 @@ class Prefetcher:
             self._transfer.refill_below_bytes = nbytes
 
     def fill(self) -> None:
-        """Reload what comes next until the window is full."""
+        """Reload what comes next until the window is full, once half of it is free."""
         group, changes = self._current, self._upcoming.num_changes
         if group is None or self._done_at == changes:
+            return
+        if 2 * self._transfer.landed_bytes > self._window_bytes:
             return
         room = self._window_bytes - self._transfer.landed_bytes
         batches: list[list[Ticket]] = []

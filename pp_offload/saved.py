@@ -65,15 +65,13 @@ class SavedActivation:
         self.ticket: Ticket | None = None
         self.restore: Restore | None = None
 
-    def entrust(self, ticket: Ticket, restore: Restore | None) -> None:
+    def entrust(self, ticket: Ticket) -> None:
         """Leave the bytes to ``ticket``.
 
         Args:
-            ticket: Offloaded; its payload holds this tensor.
-            restore: Makes this tensor of the payload; None if the payload is this tensor.
+            ticket: Offloaded; its payload holds this tensor, and :attr:`restore` makes it of that.
         """
         self.ticket = ticket
-        self.restore = restore
         self.source = None
 
     def check_unmodified(self) -> None:

@@ -197,4 +197,3 @@ def tensors_in(value: object) -> Iterable[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
-

@@ -1,7 +1,7 @@
 """For tests of the engine, and of code that uses it: a device that is as late as it may be.
 
-    with use_backend(SimulatedBackend("late")) as manager:
-        ...  # a missing wait reads poison, or raises RaceError
+with use_backend(SimulatedBackend("late")) as manager:
+    ...  # a missing wait reads poison, or raises RaceError
 """
 
 from __future__ import annotations

@@ -84,13 +84,14 @@ class Member(Protocol):
     """A saved tensor that a payload holds."""
 
     source: Tensor | None
+    restore: Restore | None
     version: int
 
     def check_unmodified(self) -> None:
         """Raise if it was changed in place since it was saved."""
         ...
 
-    def entrust(self, ticket: Ticket, restore: Restore | None) -> None:
+    def entrust(self, ticket: Ticket) -> None:
         """Leave the bytes to ``ticket``."""
         ...
 
@@ -102,8 +103,7 @@ class Ticket:
         transfer: Moves it.
         label: Its group, for messages.
         payload: Device memory to copy: a whole storage, or a view to be gathered.
-        members: The saved tensors these bytes hold, and how to make each of them; None if the
-            payload is the tensor.
+        members: The saved tensors these bytes hold; each knows how it is made of them.
         is_storage: Whether this is all of a storage, so that other groups may share the copy.
     """
 
@@ -129,7 +129,7 @@ class Ticket:
         transfer: TransferEngine,
         label: str,
         payload: Tensor,
-        members: list[tuple[Member, Restore | None]],
+        members: Sequence[Member],
         is_storage: bool,
     ) -> None:
         self.transfer = transfer
@@ -157,13 +157,13 @@ class Ticket:
 
     def watched(self) -> list[Watched]:
         """Aliases whose version tells whether the bytes are still those that were saved."""
-        return [(one.source, one.version) for one, _ in self.members if one.source is not None]
+        return [(one.source, one.version) for one in self.members if one.source is not None]
 
     def hand_over(self) -> None:
         """The copy is queued: the members need their tensors no more."""
-        members, self.members, self.payload = self.members, [], None
-        for member, restore in members:
-            member.entrust(self, restore)
+        members, self.members, self.payload = self.members, (), None
+        for member in members:
+            member.entrust(self)
 
     def __del__(self) -> None:
         if self.landed is not None:
@@ -236,11 +236,14 @@ class TransferEngine:
         for ticket, copy in zip(tickets, copies, strict=True):
             ticket.copy = copy
             copy.offloaded = copy.buffer.last_use = offloaded
-            copy.watched = ticket.watched()
             nbytes += ticket.nbytes
         self.counters.bytes_offloaded += nbytes
-        self.in_flight_bytes += nbytes
+        if offloaded.query():
+            return
+        for ticket, copy in zip(tickets, copies, strict=True):
+            copy.watched = ticket.watched()
         refs = [weakref.ref(copy) for copy in copies]
+        self.in_flight_bytes += nbytes
         self._keep_alive(_Flight(sources, refs, offloaded, home, nbytes))
         self._keep_in_flight_bounded()
 

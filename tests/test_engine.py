@@ -9,9 +9,7 @@ from pp_offload import PipelineOffloadManager
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
-def test_numbers_do_not_change_in_any_step(
-    manager: PipelineOffloadManager, in_flight: int
-) -> None:
+def test_numbers_do_not_change_in_any_step(manager: PipelineOffloadManager, in_flight: int) -> None:
     device = str(manager.backend.device)
     with_offload, without = make_model(device=device), make_model(groups=(), device=device)
     for step in range(4):

@@ -75,13 +75,13 @@ SEEN_IN_ANY_ORDER = [
     ReloadsIntoMemoryStillUsed,
     UsesTensorBeforeItIsBack,
     WaitsOnAStreamCapturedOnce,
-    DropsSources,
     FreesHostBufferEarly,
 ]
 """Nothing orders the accesses, so a copy that ran early is an error as well."""
 
 SEEN_WHEN_LATE = [
     *SEEN_IN_ANY_ORDER,
+    DropsSources,
     OverwritesBufferStillRead,
     ReadsHostBeforeItWasWritten,
     ReleasesSourcesWithoutWaiting,

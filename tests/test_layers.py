@@ -42,7 +42,13 @@ FACADES = {"fine_grained_activation_offload", ""}
 """They give names to the user and hold no logic, so importing anything is their work."""
 
 ASKS_FOR_THE_MANAGER = {
-    "interface", "cuda_graph", "pipelining", "modules", "report", "session", "compat",
+    "interface",
+    "cuda_graph",
+    "pipelining",
+    "modules",
+    "report",
+    "session",
+    "compat",
 }
 
 NAMES_CUDA = {"cuda_graph"}

@@ -69,8 +69,16 @@ DEGENERATE: dict[str, Make] = {
 """A contiguous whole storage whose dimensions of size one have strides of their own."""
 
 DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,
-    torch.int64, torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn,
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
 ]
 
 
@@ -90,14 +98,16 @@ def open_chunk(manager: PipelineOffloadManager) -> ChunkOffloadHandler:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Values by their bits, so that NaNs count."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).flatten().view(
-        torch.uint8
+    return (
+        tensor.detach()
+        .cpu()
+        .clone(memory_format=torch.contiguous_format)
+        .flatten()
+        .view(torch.uint8)
     )
 
 
-def offload_all(
-    manager: PipelineOffloadManager, tensors: list[Tensor]
-) -> tuple[list[Tensor], int]:
+def offload_all(manager: PipelineOffloadManager, tensors: list[Tensor]) -> tuple[list[Tensor], int]:
     """What comes back of one group that saves ``tensors``, and how many bytes moved."""
     chunk = open_chunk(manager)
     group = chunk.on_group_start_forward("mlp")
@@ -213,9 +223,7 @@ def test_two_small_views_of_one_storage_move_alone(manager: PipelineOffloadManag
 
 
 @pytest.mark.parametrize("make", [COVERING["itself"], COVERING["transpose"], SMALL["first rows"]])
-def test_a_tensor_saved_many_times_moves_once(
-    manager: PipelineOffloadManager, make: Make
-) -> None:
+def test_a_tensor_saved_many_times_moves_once(manager: PipelineOffloadManager, make: Make) -> None:
     view = make(whole(manager))
     backs, moved = offload_all(manager, [view, view.detach(), view.view_as(view)])
     assert moved in (9600, view.nbytes)
@@ -289,6 +297,6 @@ def test_deciding_copies_nothing() -> None:
     assert ticket.is_storage
     assert ticket.payload is not None
     assert ticket.payload.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    assert [member for member, _ in ticket.members] == saved
+    assert list(ticket.members) == saved
     assert tickets_for([], transfer, "mlp") == []
     assert transfer.counters.bytes_offloaded == 0

@@ -30,9 +30,7 @@ groups = st.builds(GroupShape, st.sampled_from(["a", "b", "c"]), st.integers(0, 
 def steps(draw: st.DrawFn) -> list[ChunkShape]:
     """Chunks in some backward order, each with its groups in forward order."""
     keys = draw(
-        st.lists(
-            st.builds(ChunkKey, st.integers(0, 2), st.integers(0, 3)), unique=True, max_size=5
-        )
+        st.lists(st.builds(ChunkKey, st.integers(0, 2), st.integers(0, 3)), unique=True, max_size=5)
     )
     return [ChunkShape(key, tuple(draw(st.lists(groups, max_size=5)))) for key in keys]
 
@@ -167,9 +165,7 @@ def test_inputs_are_not_changed(
 def test_an_example_by_hand() -> None:
     late = ChunkShape(ChunkKey(0, 0), tuple(GroupShape(n, 10) for n in "abababab"))
     early = ChunkShape(ChunkKey(0, 1), tuple(GroupShape(n, 10) for n in "abab"))
-    config = OffloadConfig(
-        delta_offload_bytes_across_pp_ranks=15, activation_offload_fraction=0.5
-    )
+    config = OffloadConfig(delta_offload_bytes_across_pp_ranks=15, activation_offload_fraction=0.5)
     kept = groups_to_keep([late, early], config, 1)
     margin = {GroupKey(late.key, 6), GroupKey(late.key, 7)}
     two_groups_of_delta = {GroupKey(late.key, 0), GroupKey(late.key, 1)}

@@ -25,7 +25,10 @@ FUNCTIONS = {
     "fine_grained_offloading_disable_offload": [],
     "fine_grained_offloading_enable_offload": [],
     "fine_grained_offloading_group_commit": [
-        "tensor", "name", "forced_released_tensors=None", "delay_offload=False",
+        "tensor",
+        "name",
+        "forced_released_tensors=None",
+        "delay_offload=False",
     ],
     "fine_grained_offloading_group_flush_delayed_groups": [],
     "fine_grained_offloading_group_start": ["tensor", "name=None"],
@@ -115,7 +118,11 @@ CLASSES: dict[str, dict[str, tuple[str, list[str]]]] = {
         "forward": (
             "static",
             [
-                "ctx", "tensor", "cur_forward_chunk", "name", "forced_released_tensors",
+                "ctx",
+                "tensor",
+                "cur_forward_chunk",
+                "name",
+                "forced_released_tensors",
                 "delay_offload",
             ],
         ),
@@ -136,7 +143,8 @@ CLASSES: dict[str, dict[str, tuple[str, list[str]]]] = {
         "init_chunk_handler": ("static", ["vp_size", "vp_stage", "min_offloaded_tensor_size"]),
         "get_context": ("static", ["flag"]),
         "group_commit": (
-            "static", ["tensor", "name", "forced_released_tensors=None", "delay_offload=False"],
+            "static",
+            ["tensor", "name", "forced_released_tensors=None", "delay_offload=False"],
         ),
         "mark_not_offloadable": ("static", ["tensor"]),
         "forward_record": ("static", ["event"]),

@@ -108,9 +108,7 @@ class HostTier:
         """Exact at the call."""
         self._collect()
         reserved = sum(slab.numel() for slab in self._slabs)
-        return HostStatistics(
-            self._in_use, self._peak, reserved, self._num_taken, len(self._slabs)
-        )
+        return HostStatistics(self._in_use, self._peak, reserved, self._num_taken, len(self._slabs))
 
     def close(self) -> None:
         """Drop all memory. The caller made sure that no copy uses it."""

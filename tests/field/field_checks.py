@@ -16,8 +16,14 @@ class Chain(nn.Module):
     """Layers of named parts, every part a group when ``is_on``. The same weights every time."""
 
     def __init__(
-        self, names: Sequence[str] = ("a", "b"), layers: int = 3, width: int = 6, *,
-        is_on: bool = True, device: torch.device | str = "cpu", seed: int = 1,
+        self,
+        names: Sequence[str] = ("a", "b"),
+        layers: int = 3,
+        width: int = 6,
+        *,
+        is_on: bool = True,
+        device: torch.device | str = "cpu",
+        seed: int = 1,
     ) -> None:
         super().__init__()
         self.is_on = is_on

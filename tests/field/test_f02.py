@@ -13,12 +13,8 @@ LENGTHS = (4, 7, 3, 6)
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.parametrize(
-    ("ranks", "vp_size", "rank"), [(2, 1, 0), (4, 1, 0), (2, 2, 0), (2, 2, 1)]
-)
-def test_f02_length_changes_every_step(
-    kind: str, ranks: int, vp_size: int, rank: int
-) -> None:
+@pytest.mark.parametrize(("ranks", "vp_size", "rank"), [(2, 1, 0), (4, 1, 0), (2, 2, 0), (2, 2, 1)])
+def test_f02_length_changes_every_step(kind: str, ranks: int, vp_size: int, rank: int) -> None:
     ahead = ranks - rank + (vp_size > 1) * (ranks - rank - 1 + (vp_size - 1) * ranks)
     moves = schedule(8, ahead, vp_size, ranks)
     config = OffloadConfig(min_offloaded_tensor_size=1)

@@ -31,8 +31,10 @@ class SideStreams:
 
     def on(self, index: int) -> AbstractContextManager[object]:
         side = self.sides[index]
-        return torch.cuda.stream(side) if self.backend.device.type == "cuda" else (
-            self.backend.stream(side)
+        return (
+            torch.cuda.stream(side)
+            if self.backend.device.type == "cuda"
+            else (self.backend.stream(side))
         )
 
     def fork(self) -> None:

@@ -25,9 +25,7 @@ TIMEOUT_S = 40
 def run_rank(rank: int, port: int, has_groups: bool, num_steps: int, result: Connection) -> None:
     """One rank: its steps, then both tables."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     config = OffloadConfig(min_offloaded_tensor_size=1)
     with use_backend(CpuBackend(), config=config) as manager:
         model = Chain(("core", "mlp"), 2, is_on=has_groups)

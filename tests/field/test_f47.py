@@ -74,9 +74,7 @@ def storages(model: nn.Module) -> set[int]:
 
 
 @pytest.fixture
-def moved(
-    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[list[int]]:
+def moved(manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Addresses of the storages of all saved tensors whose bytes went to the host."""
     transfer, seen = manager.services.transfer, []
     offload = transfer.offload

@@ -41,9 +41,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("kind", ["frozen embedding", "first stage on integers", "LoRA"])
 @pytest.mark.parametrize("in_flight", [1, 4])
-def test_f48_input_without_grad(
-    manager: PipelineOffloadManager, kind: str, in_flight: int
-) -> None:
+def test_f48_input_without_grad(manager: PipelineOffloadManager, kind: str, in_flight: int) -> None:
     device = manager.backend.device
     on, off = (Model(kind, is_on).to(device) for is_on in (True, False))
 
