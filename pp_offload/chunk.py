@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -169,7 +170,8 @@ class ChunkOffloadHandler:
         Raises:
             GroupStateError: The chunk belongs to another thread.
         """
-        self._check_thread(f"group '{name}' was started")
+        if threading.get_ident() != self._thread:
+            raise self._other_thread("start", name)
         if self.key is None:
             self.key = self._services.number_chunk(self)
         key = None if self.key is None else GroupKey(self.key, len(self.groups))
@@ -206,28 +208,30 @@ class ChunkOffloadHandler:
         Raises:
             GroupStateError: No open group has this name, or the chunk belongs to another thread.
         """
-        self._check_thread(f"group '{name}' was committed")
+        if threading.get_ident() != self._thread:
+            raise self._other_thread("commit", name)
         group = next((g for g in reversed(self._open) if g.name == name), None)
         if group is None:
             raise self._not_open(name)
         self._open.remove(group)
-
-        def close() -> None:
-            self._open.append(group)
-            self.on_group_commit_forward(forced_released_tensors)
-
         if delay:
+            close = partial(self._close, group, forced_released_tensors)
             self._services.delayed.append(close)
         else:
-            close()
+            self._close(group, forced_released_tensors)
         return group
 
-    def _check_thread(self, action: str) -> None:
-        if threading.get_ident() != self._thread:
-            raise GroupStateError(
-                f"{action} on thread {threading.get_ident()}, but its chunk belongs to thread "
-                f"{self._thread}; call init_chunk_handler on the thread that runs the forward"
-            )
+    def _close(
+        self, group: OffloadTensorGroup, forced_released_tensors: Sequence[Tensor] | None
+    ) -> None:
+        self._open.append(group)
+        self.on_group_commit_forward(forced_released_tensors)
+
+    def _other_thread(self, action: str, name: str) -> GroupStateError:
+        return GroupStateError(
+            f"{action} of group '{name}' on thread {threading.get_ident()}, but its chunk belongs "
+            f"to thread {self._thread}; call init_chunk_handler on the thread that runs the forward"
+        )
 
     def _not_open(self, name: str) -> GroupStateError:
         was_seen = any(group.name == name for group in self.groups)
@@ -260,8 +264,9 @@ class ChunkOffloadHandler:
             return True
         if services.plan.keeps(group.key, group.name):
             return False
-        is_next = services.queue.front(group.name) is self
-        return not (is_next and services.plan.is_last_of_its_name(group.key, group.name))
+        if not services.plan.is_last_of_its_name(group.key, group.name):
+            return True
+        return services.queue.front(group.name) is not self
 
     def bulk_offload_group(self) -> None:
         """Queue the copies of the group being committed. With no room on the host it is kept."""
@@ -317,7 +322,9 @@ class ChunkOffloadHandler:
 
     def pre_reload_last_layer(self) -> None:
         """Reload the groups backward uses first, before it begins."""
-        self.bulk_reload()
+        last = self.find_next_unused()
+        if last is not None and self._services.prefetcher is not None:
+            self._services.prefetcher.approach(last)
 
     # Questions
 

@@ -34,6 +34,8 @@ class ChunkQueue:
     def __init__(self) -> None:
         self.is_told = False
         self._position: dict[ChunkKey, int] = {}
+        self._order: list[ChunkKey] = []
+        self._num_done = 0
         self._num_of_last_stage = 0
         self._begun: set[ChunkKey] = set()
         self._queued: list[QueuedChunk] = []
@@ -46,7 +48,9 @@ class ChunkQueue:
             keys: First to run backward first.
             is_told: Whether a schedule said so; then what was seen does not replace it.
         """
-        self._position = {key: position for position, key in enumerate(keys)}
+        self._order = list(keys)
+        self._position = {key: position for position, key in enumerate(self._order)}
+        self._num_done = 0
         self.is_told = is_told
         self._queued.sort(key=self._rank)
 
@@ -85,6 +89,8 @@ class ChunkQueue:
         """The chunk's backward begins."""
         if chunk.key is not None:
             self._begun.add(chunk.key)
+            while self._num_done < len(self._order) and self._order[self._num_done] in self._begun:
+                self._num_done += 1
         for chunks in (self._queued, *self._staged.values()):
             if chunk in chunks:
                 chunks.remove(chunk)
@@ -98,14 +104,15 @@ class ChunkQueue:
 
         What lies behind the gap would take the room its groups need.
         """
-        queued = {chunk.key: chunk for chunk in self._queued}
-        for key in self._position:
-            chunk = queued.get(key)
-            if chunk is not None:
-                yield chunk
-            elif key not in self._begun:
+        place = self._num_done
+        for chunk in self._queued:
+            rank = self._rank(chunk)
+            while place < rank and self._order[place] in self._begun:
+                place += 1
+            if place < rank:
                 return
-        yield from (chunk for chunk in self._queued if chunk.key not in self._position)
+            yield chunk
+            place = min(rank + 1, len(self._order))
 
     def front(self, name: str | None = None) -> QueuedChunk | None:
         """The next chunk with a group (of that name); it stays."""
@@ -123,6 +130,7 @@ class ChunkQueue:
         self._queued.clear()
         self._staged.clear()
         self._begun.clear()
+        self._num_done = 0
         self._num_of_last_stage = 0
 
     def _rank(self, chunk: QueuedChunk) -> int:

@@ -54,6 +54,7 @@ class OffloadConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 found.append(f"{name} is {value!r}, expected an integer of at least 0")
         fraction = self.activation_offload_fraction
-        if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if not is_number or not 0 <= fraction <= 1:
             found.append(f"activation_offload_fraction is {fraction!r}, expected 0 to 1")
         return found

@@ -5,8 +5,9 @@ NOTE [ Markers ]
     identity function in its place would change numbers: where a tensor is used several times, it
     changes the order in which gradients are summed, and so their last bits. It would also either
     refuse in-place operations on its output, or cut the output's history from that of its input.
-    Backward reaches a group when the gradient of its output is complete, and has left it when that
-    of its input is. A tensor without a node gives no signal; the first unpack takes its place.
+    Backward reaches a group when the gradient of its output is complete. An output without a node
+    gives no signal; the first unpack takes its place. That backward has left a group needs no
+    signal: its last tensors were delivered, which makes room for others.
 
 The ``...Function`` classes are the reference's; the ``fine_grained_offloading_*`` functions of
 :mod:`pp_offload.interface` use the hooks.
@@ -24,21 +25,12 @@ from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.tensors import tensors_in
 
 
-def mark_start(tensor: Tensor, on_backward: Callable[[], None]) -> None:
-    """Call ``on_backward`` when backward has left the group that starts with ``tensor``."""
-    _before_node(tensor, on_backward)
-
-
 def mark_commit(output: Any, on_backward: Callable[[], None]) -> None:
     """Call ``on_backward`` when backward reaches a tensor of ``output``, however it is nested."""
     for tensor in tensors_in(output):
-        _before_node(tensor, on_backward)
-
-
-def _before_node(tensor: Tensor, action: Callable[[], None]) -> None:
-    node = tensor.grad_fn
-    if node is not None:
-        node.register_prehook(lambda gradients: action())
+        node = tensor.grad_fn
+        if node is not None:
+            node.register_prehook(lambda gradients: on_backward())
 
 
 class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):

@@ -31,13 +31,6 @@ class GroupState(enum.Enum):
     KEPT = "kept on the device"
 
 
-_NEXT = {
-    GroupState.OPEN: (GroupState.OFFLOADED, GroupState.KEPT),
-    GroupState.OFFLOADED: (),
-    GroupState.KEPT: (),
-}
-
-
 class OffloadTensorGroup:
     """Tensors saved between a start and its commit.
 
@@ -91,16 +84,15 @@ class OffloadTensorGroup:
         return [tag for tag in self._tensors if isinstance(tag, SavedActivation)]
 
     def move_to(self, state: GroupState) -> None:
-        """Change the state, if the table allows it.
+        """Close the group: it is offloaded, or kept.
 
         Raises:
-            GroupStateError: It does not.
+            GroupStateError: It was closed before.
         """
-        if state not in _NEXT[self.state]:
-            allowed = ", ".join(s.value for s in _NEXT[self.state]) or "nothing"
+        if self.state is not GroupState.OPEN or state is GroupState.OPEN:
             raise GroupStateError(
-                f"group '{self.name}' is {self.state.value} and cannot become {state.value}; "
-                f"next is {allowed}"
+                f"group '{self.name}' is {self.state.value} and cannot become {state.value}; only "
+                "an open group changes, once: commit it once"
             )
         self.state = state
         self._tensors.clear()

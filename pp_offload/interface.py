@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.cuda_graph import fine_grained_offloading_forward_record
-from pp_offload.functions import mark_commit, mark_start
+from pp_offload.functions import mark_commit
 from pp_offload.group import OffloadTensorGroup
 from pp_offload.manager import PipelineOffloadManager
 from pp_offload.saved import unpack
@@ -46,12 +46,12 @@ def fine_grained_offloading_group_start(tensor: Tensor, name: str | None = None)
         name: Of the group; ``group`` if not given.
 
     Returns:
-        ``tensor`` itself; its node tells when backward has left the group.
+        ``tensor`` itself.
 
     Raises:
         GroupStateError: There is no chunk, or it belongs to another thread.
     """
-    _start(tensor, name or "group")
+    _start(name or "group")
     return tensor
 
 
@@ -77,7 +77,7 @@ def fine_grained_offloading_group_commit(
     Raises:
         GroupStateError: There is no chunk, or no open group of this name.
     """
-    chunk = PipelineOffloadManager.get_instance().open_chunk(f"commit of group '{name}'")
+    chunk = PipelineOffloadManager.get_instance().open_chunk("commit", name)
     if chunk is None:
         return tensor
     group = chunk.commit(name, forced_released_tensors, delay=delay_offload)
@@ -116,7 +116,7 @@ class FineGrainedActivationOffloadingInterface:
 
     def __enter__(self) -> Tensor:
         """Open the group; gives back its input."""
-        started = _start(self.tensor, self.name) if self.offload else None
+        started = _start(self.name) if self.offload else None
         if started is None:
             return self.tensor
         chunk, group = started
@@ -179,10 +179,6 @@ class FineGrainedActivationOffloadingInterface:
         PipelineOffloadManager.reset_instance()
 
 
-def _start(tensor: Tensor, name: str) -> tuple[ChunkOffloadHandler, OffloadTensorGroup] | None:
-    chunk = PipelineOffloadManager.get_instance().open_chunk(f"start of group '{name}'")
-    if chunk is None:
-        return None
-    group = chunk.on_group_start_forward(name)
-    mark_start(tensor, chunk.on_group_start_backward)
-    return chunk, group
+def _start(name: str) -> tuple[ChunkOffloadHandler, OffloadTensorGroup] | None:
+    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
+    return None if chunk is None else (chunk, chunk.on_group_start_forward(name))

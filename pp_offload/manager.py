@@ -23,6 +23,7 @@ from pp_offload.chunk import ChunkOffloadHandler, Services
 from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError
+from pp_offload.policy import ChunkKey
 from pp_offload.prefetch import Prefetcher
 from pp_offload.saved import Resident, SavedActivation, unpack
 from pp_offload.statistics import OffloadStatistics, collect
@@ -152,6 +153,15 @@ class PipelineOffloadManager:
             microbatch=microbatch,
         )
 
+    def begin_backward(self, key: ChunkKey) -> None:
+        """The backward of a chunk begins. One without groups has no chunk, and is ignored.
+
+        Reloads nothing yet: the loss and its inputs are still there, and memory is highest.
+        """
+        chunk = self.step.chunk(key)
+        if chunk is not None:
+            self.step.begin_chunk(chunk)
+
     def end_chunk(self) -> None:
         """The forward of the current chunk is over; there is no current chunk."""
         self._current = None
@@ -186,8 +196,12 @@ class PipelineOffloadManager:
         chunk = self.step.queue.front(name)
         return chunk if isinstance(chunk, ChunkOffloadHandler) else None
 
-    def open_chunk(self, action: str) -> ChunkOffloadHandler | None:
+    def open_chunk(self, action: str, name: str) -> ChunkOffloadHandler | None:
         """The current chunk, or None if markers do nothing now.
+
+        Args:
+            action: What is done with the group, for the message.
+            name: Of the group.
 
         Raises:
             GroupStateError: There should be one.
@@ -196,8 +210,9 @@ class PipelineOffloadManager:
             return None
         if self._current is None and not self.passes_without_chunk:
             raise GroupStateError(
-                f"{action} without a chunk; call init_chunk_handler(vp_size, vp_stage, "
-                "min_offloaded_tensor_size) before each microbatch's forward, or attach a schedule"
+                f"{action} of group '{name}' without a chunk; call init_chunk_handler(vp_size, "
+                "vp_stage, min_offloaded_tensor_size) before each microbatch's forward, or attach "
+                "a schedule"
             )
         return self._current
 

@@ -115,7 +115,7 @@ class _GroupAround:
         scope = self._scopes.pop()
         was_open = scope.is_open
         scope.__exit__()
-        if was_open and output is not None:
+        if was_open:
             scope.group_commit(output, self._name)
 
 

@@ -83,6 +83,8 @@ class AttachedSchedule:
             manager.step.queue.know_order(order, is_told=True)
         for vp_stage, stage in enumerate(self._stages):
             self._wrap(stage, "forward_one_chunk", functools.partial(self._forward, vp_stage))
+            for name in ("backward_one_chunk", "backward_weight_one_chunk"):
+                self._wrap(stage, name, functools.partial(self._backward, vp_stage))
         self._wrap(self._schedule, "step", self._step)
 
     def detach(self) -> None:
@@ -144,6 +146,17 @@ class AttachedSchedule:
             return inner(fwd_chunk_id, *args, **kwargs)
         finally:
             manager.end_chunk()
+
+    def _backward(
+        self,
+        vp_stage: int,
+        inner: Callable[..., Any],
+        bwd_chunk_id: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self.manager.begin_backward(ChunkKey(vp_stage, bwd_chunk_id))
+        return inner(bwd_chunk_id, *args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         manager = self.manager

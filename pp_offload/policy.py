@@ -62,20 +62,24 @@ class Plan:
     names: dict[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
     """Names of each chunk's groups in forward order, as last seen."""
 
+    last: frozenset[GroupKey] = frozenset()
+    """The last group of each name in each chunk."""
+
     def keeps(self, key: GroupKey, name: str) -> bool:
         """Whether the plan knows this very group and keeps it."""
         return key in self.kept and self.names[key.chunk][key.position] == name
 
     def is_last_of_its_name(self, key: GroupKey, name: str) -> bool:
-        """Whether no later group of the chunk has this name; False if the chunk is unknown."""
-        names = self.names.get(key.chunk, ())
-        return name in names[key.position :] and name not in names[key.position + 1 :]
+        """Whether the plan knows this very group, and no later one of its chunk has the name."""
+        return key in self.last and self.names[key.chunk][key.position] == name
 
 
 def make_plan(chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int) -> Plan:
     """The plan after a step whose chunks went backward in this order."""
     kept = groups_to_keep(chunks, config, pipeline_rank)
-    return Plan(kept, {c.key: tuple(g.name for g in c.groups) for c in chunks})
+    names = {chunk.key: tuple(group.name for group in chunk.groups) for chunk in chunks}
+    last = (key for chunk in chunks for key in last_of_each_name(chunk).values())
+    return Plan(kept, names, frozenset(last))
 
 
 def groups_to_keep(
@@ -96,9 +100,13 @@ def reload_margin(chunks: Sequence[ChunkShape]) -> set[GroupKey]:
     """
     margin: dict[str, GroupKey] = {}
     for chunk in chunks:
-        last = {group.name: key for key, group in chunk.keys()}
-        margin = last | margin
+        margin = last_of_each_name(chunk) | margin
     return set(margin.values())
+
+
+def last_of_each_name(chunk: ChunkShape) -> dict[str, GroupKey]:
+    """The last group of each name in forward order."""
+    return {group.name: key for key, group in chunk.keys()}
 
 
 def first_bytes(chunks: Sequence[ChunkShape], nbytes: int, kept: set[GroupKey]) -> set[GroupKey]:

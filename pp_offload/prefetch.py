@@ -57,13 +57,20 @@ class Prefetcher:
 
     def on_use(self, group: OffloadTensorGroup) -> None:
         """Backward uses ``group``: bring it, and fill the window."""
-        if group is not self._current:
+        if group is not self._current or not group.is_used:
             self._current = group
             if not group.is_used:
                 group.is_used = True
                 self._upcoming.begin(group)
             self._bring(group)
         self.fill()
+
+    def approach(self, group: OffloadTensorGroup) -> None:
+        """Backward will reach ``group`` next: fill the window from there on."""
+        if group is not self._current:
+            self._current = group
+            self._done_at = -1
+            self.fill()
 
     def expect(self, nbytes: int) -> None:
         """A group of ``nbytes`` was offloaded, and will come back."""

@@ -88,13 +88,11 @@ class SavedActivation:
             assert self.source is not None
             return self.source
         transfer, owner = ticket.transfer, self.owner
-        if (
-            ticket.landed is None
-            or not owner.is_used
-            or transfer.landed_bytes < transfer.refill_below_bytes
-        ):
+        if ticket.landed is None or not owner.is_used:
             owner.on_use()
         landed = transfer.deliver(ticket)
+        if transfer.landed_bytes < transfer.refill_below_bytes:
+            owner.on_use()
         return landed if self.restore is None else self.restore(landed)
 
 

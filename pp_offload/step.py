@@ -48,10 +48,20 @@ class StepRecord(Upcoming):
 
     def begin(self, group: OffloadTensorGroup) -> None:
         """Backward has reached ``group``."""
-        self.in_backward = chunk = self._chunk_of(group)
-        if chunk is not None and chunk.key is not None and chunk.key not in self._backward:
+        chunk = self._chunk_of(group)
+        if chunk is not None:
+            self.begin_chunk(chunk)
+
+    def begin_chunk(self, chunk: ChunkOffloadHandler) -> None:
+        """Backward has reached ``chunk``."""
+        self.in_backward = chunk
+        if chunk.key is not None and chunk.key not in self._backward:
             self._backward[chunk.key] = chunk
             self.queue.remove(chunk)
+
+    def chunk(self, key: ChunkKey) -> ChunkOffloadHandler | None:
+        """The chunk of this step with this key, once its first group has started."""
+        return self._forward.get(key)
 
     def after(self, group: OffloadTensorGroup) -> Iterator[OffloadTensorGroup]:
         """The earlier groups of the chunk, last first; then those of the chunks queued."""

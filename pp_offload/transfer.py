@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -224,9 +224,14 @@ class TransferEngine:
             MemoryError: The host has no room. Nothing was queued; the tickets are as before.
         """
         self.poll()
-        copies = [HostCopy(self.host, self.host.take(ticket.nbytes)) for ticket in tickets]
-        targets = [c.buffer.shaped(t.shape, t.dtype) for c, t in zip(copies, tickets, strict=True)]
-        sources = [ticket.source() for ticket in tickets]
+        copies: list[HostCopy] = []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for ticket in tickets:
+            buffer = self.host.take(ticket.nbytes)
+            copies.append(HostCopy(self.host, buffer))
+            targets.append(buffer.shaped(ticket.shape, ticket.dtype))
+            sources.append(ticket.source())
         home = self.backend.current_stream()
         self._d2h_waits_for_compute(home)
         self._d2h_waits_for_last_users(copies)
@@ -346,16 +351,23 @@ class TransferEngine:
         self.backend.h2d.wait_event(home.record_event())
 
     def _h2d_waits_for_offloaded(self, copies: Sequence[HostCopy]) -> None:
-        for event in _distinct(copy.offloaded for copy in copies):
-            self.backend.h2d.wait_event(event)
+        seen: Event | None = None
+        for copy in copies:
+            if copy.offloaded is not None and copy.offloaded is not seen:
+                seen = copy.offloaded
+                self.backend.h2d.wait_event(seen)
 
     def _keep_alive(self, flight: _Flight) -> None:
         self._flights.append(flight)
 
     def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
-        for event in _distinct(copy.buffer.last_use for copy in copies):
-            if not event.query():
-                self.backend.d2h.wait_event(event)
+        seen: Event | None = None
+        for copy in copies:
+            event = copy.buffer.last_use
+            if event is not None and event is not seen:
+                seen = event
+                if not event.query():
+                    self.backend.d2h.wait_event(event)
 
     def _keep_in_flight_bounded(self) -> None:
         while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:
@@ -394,14 +406,6 @@ def _host_copy(ticket: Ticket) -> HostCopy:
     copy = ticket.copy
     assert copy is not None and copy.offloaded is not None, "reload before offload"
     return copy
-
-
-def _distinct(events: Iterable[Event | None]) -> list[Event]:
-    found: list[Event] = []
-    for event in events:
-        if event is not None and (not found or event is not found[-1]):
-            found.append(event)
-    return found
 
 
 def record(stream: Stream) -> Event:

@@ -78,7 +78,7 @@ def test_a_fraction_is_from_zero_to_one(value: float) -> None:
     assert OffloadConfig(activation_offload_fraction=value).activation_offload_fraction == value
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.01, math.nan, math.inf, "half", None])
+@pytest.mark.parametrize("value", [-0.1, 1.01, math.nan, math.inf, "half", None, True])
 def test_a_wrong_fraction_is_named_with_its_value(value: Any) -> None:
     with pytest.raises(ConfigError, match="activation_offload_fraction") as error:
         OffloadConfig(activation_offload_fraction=value)

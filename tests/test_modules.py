@@ -89,6 +89,24 @@ def test_numbers_do_not_change(manager: PipelineOffloadManager) -> None:
     assert manager.statistics().host_bytes_in_use == 0
 
 
+class Logger(nn.Module):
+    """Keeps what it computes and returns nothing."""
+
+    def forward(self, x: Tensor) -> None:
+        self.seen = x.sin().sum()
+
+
+def test_a_module_without_output_is_committed_too(manager: PipelineOffloadManager) -> None:
+    model = nn.Sequential(Logger())
+    with offload_modules(model, {"log": "0"}):
+        out, x = forward(model, manager)
+        assert out is None
+        chunk = manager.cur_forward_chunk()
+        assert chunk is not None and chunk.find_next_group() is None
+        model[0].seen.backward()
+    assert x.grad is not None and x.grad.equal(x.detach().cos())
+
+
 def test_each_module_is_a_group_in_the_order_of_forward(manager: PipelineOffloadManager) -> None:
     net = make_net(manager)
     handle = offload_modules(net, GROUPS)

@@ -154,6 +154,24 @@ def test_the_window_is_filled_again_when_half_of_it_was_used() -> None:
     assert len(bench.landed()) == 4
 
 
+def test_room_that_the_last_tensor_of_a_group_made_is_used_at_once() -> None:
+    bench = Bench([[10], [10], [10]], 10)
+    bench.groups[2].on_use()
+    bench.saved[2][0].unpack()
+    assert bench.landed() == bench.backward_order()[1:2]
+    assert bench.transfer.counters.prefetched_reloads == 1
+
+
+def test_a_group_approached_is_reloaded_before_its_use() -> None:
+    bench = Bench([[10], [10]], 15)
+    bench.prefetcher.approach(bench.groups[1])
+    assert bench.landed() == bench.backward_order()[:1]
+    assert bench.upcoming.begun == []
+    bench.groups[1].on_use()
+    assert bench.upcoming.begun == [bench.groups[1]]
+    assert bench.transfer.counters.on_demand_reloads == 0
+
+
 def test_backward_begins_each_group_once() -> None:
     bench = Bench([[10], [10]], 100)
     for _ in range(2):
@@ -185,7 +203,7 @@ def test_fill_before_any_use_does_nothing() -> None:
 def test_after_reset_it_has_no_place_in_the_step() -> None:
     bench = Bench([[10], [10]], 10)
     bench.groups[1].on_use()
-    bench.saved[1][0].unpack()
+    bench.saved[1].clear()
     bench.prefetcher.reset()
     bench.prefetcher.fill()
     assert bench.landed() == []

@@ -6,7 +6,6 @@ which satisfy the protocols of :mod:`pp_offload.backends.base` as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
@@ -34,7 +33,7 @@ class AcceleratorBackend:
         return cast(Stream, torch.accelerator.current_stream(self.device))
 
     def copy(
-        self, stream: Stream, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str
+        self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:
         """Queue the copies; host memory must be pinned for them to be asynchronous."""
         assert isinstance(stream, torch.Stream)

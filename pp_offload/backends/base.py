@@ -9,7 +9,6 @@ satisfy :class:`Stream` and :class:`Event` as they are, so an accelerator needs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -62,7 +61,7 @@ class Backend(Protocol):
         ...
 
     def copy(
-        self, stream: Stream, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str
+        self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:
         """Queue ``targets[i].copy_(sources[i])`` for all ``i`` on ``stream``.
 

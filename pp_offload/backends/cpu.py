@@ -146,15 +146,14 @@ class CpuBackend:
         return self._compute
 
     def copy(
-        self, stream: Stream, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str
+        self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:
         """Copy here when small and nothing is queued, else on the stream's thread."""
         assert isinstance(stream, CopyStream)
-        to, of = list(targets), list(sources)
-        if stream.is_idle() and self._is_small(to):
-            torch._foreach_copy_(to, of)
+        if stream.is_idle() and self._is_small(targets):
+            torch._foreach_copy_(targets, sources)
         else:
-            stream.submit(partial(torch._foreach_copy_, to, of))
+            stream.submit(partial(torch._foreach_copy_, list(targets), list(sources)))
 
     def _is_small(self, tensors: Sequence[Tensor]) -> bool:
         room = self._inline_bytes

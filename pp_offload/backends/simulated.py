@@ -239,7 +239,7 @@ class SimulatedBackend:
             self._current = previous
 
     def copy(
-        self, stream: Stream, targets: Sequence[Tensor], sources: Sequence[Tensor], label: str
+        self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:
         """Check and queue the copies.
 

@@ -1,0 +1,92 @@
+"""``attach`` on a schedule of one process: what it wraps, what it follows, what it restores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from pp_offload import OffloadConfig, PipelineOffloadManager
+from pp_offload.pipelining import attach
+
+WRAPPED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+
+
+@pytest.fixture
+def schedule(manager: PipelineOffloadManager) -> Iterator[Any]:
+    """1F1B over one stage in this process, four microbatches."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    device = manager.backend.device
+    torch.manual_seed(2)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    stage = PipelineStage(model.to(device), 0, 1, device)
+    yield Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    dist.destroy_process_group()
+
+
+def step(schedule: Any) -> list[Tensor]:
+    """The losses of one step, and the gradients it added."""
+    stage = schedule._stage
+    x = torch.linspace(-1, 1, 64).view(8, 8).to(stage.device)
+    losses: list[Tensor] = []
+    stage.submod.zero_grad()
+    schedule.step(x, target=x.flip(0), losses=losses)
+    return losses + [p.grad.clone() for p in stage.submod.parameters() if p.grad is not None]
+
+
+def test_the_wrapped_methods_are_restored(schedule: Any) -> None:
+    stage = schedule._stage
+    with attach(schedule, {"layer": "*"}):
+        assert all(name in vars(stage) for name in WRAPPED)
+        assert "step" in vars(schedule)
+    assert not any(name in vars(stage) for name in WRAPPED)
+    assert "step" not in vars(schedule)
+
+
+def test_steps_with_before_and_after_are_equal(schedule: Any) -> None:
+    before = step(schedule)
+    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+        during = [step(schedule) for _ in range(3)]
+        assert handle.manager.statistics().bytes_offloaded > 0
+    after = step(schedule)
+    for seen in (*during, after):
+        assert all(a.equal(b) for a, b in zip(before, seen, strict=True))
+
+
+def test_the_chunk_in_backward_is_known_before_its_first_gradient(schedule: Any) -> None:
+    seen: list[int | None] = []
+    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+        last = schedule._stage.submod[-1]
+
+        def note(module: nn.Module, gradients: tuple[Tensor, ...]) -> None:
+            chunk = handle.manager.cur_backward_chunk()
+            seen.append(None if chunk is None or chunk.key is None else chunk.key.microbatch)
+
+        with last.register_full_backward_pre_hook(note):
+            step(schedule)
+    assert seen == [0, 1, 2, 3]
+
+
+def test_a_step_that_raises_leaves_the_next_one_whole(schedule: Any) -> None:
+    expected = step(schedule)
+    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+        step(schedule)
+        with (
+            pytest.raises(RuntimeError, match="failed to run forward"),
+            _failing(schedule._stage.submod[1]),
+        ):
+            step(schedule)
+        schedule._stage.clear_runtime_states()
+        assert all(a.equal(b) for a, b in zip(expected, step(schedule), strict=True))
+
+
+def _failing(module: nn.Module) -> Any:
+    def fail(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        raise ValueError("wrong")
+
+    return module.register_forward_pre_hook(fail)
