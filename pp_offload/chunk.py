@@ -120,7 +120,7 @@ class ChunkOffloadHandler:
         """
         group = OffloadTensorGroup("tensor")
         saved = SavedActivation(src_tensor, group)
-        group.push_tensor(saved, src_tensor)
+        group.add(saved)
         self._move(group, self._tickets(group))
         return saved
 
@@ -155,7 +155,7 @@ class ChunkOffloadHandler:
         if not self._services.eligibility.admits(tensor, self.min_offloaded_tensor_size):
             return Resident(tensor)
         saved = SavedActivation(tensor, group)
-        group.push_tensor(saved, tensor)
+        group.add(saved)
         return saved
 
     def tensor_pop(self, tensor_tag: SavedActivation | Resident) -> Tensor:
@@ -376,15 +376,14 @@ class ChunkOffloadHandler:
     def _tickets(self, group: OffloadTensorGroup) -> list[Ticket]:
         tickets = tickets_for(group.saved(), self._services.transfer, group.name)
         for ticket in tickets:
-            if ticket.payload is not None:
-                group.update_offload_info(ticket.payload)
+            group.total_offload_bytes += ticket.nbytes
+        group.total_tensor_count += len(tickets)
         return tickets
 
     def _move(self, group: OffloadTensorGroup, tickets: list[Ticket]) -> None:
         transfer, copies = self._services.transfer, self._services.copies
-        for ticket in tickets:
-            for member in ticket.members:
-                member.check_unmodified()
+        for saved in group.saved():
+            saved.check_unmodified()
         new = [ticket for ticket in tickets if not copies.share(ticket)]
         if new:
             transfer.offload(new)

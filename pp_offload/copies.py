@@ -8,41 +8,46 @@ from __future__ import annotations
 
 import weakref
 
+from pp_offload.tensors import StorageRef, num_holders
 from pp_offload.transfer import HostCopy, Ticket
+
+Entry = tuple[StorageRef, int, weakref.ref[HostCopy]]
+"""A storage, the version of it that was copied, and the copy."""
 
 
 class CopyIndex:
-    """Host copies made in this step, by the storage they were made of."""
+    """Host copies made in this step, by the key of the storage they were made of."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, weakref.ref[HostCopy]] = {}
+        self._entries: dict[int, Entry] = {}
 
     def share(self, ticket: Ticket) -> bool:
         """Give ``ticket`` the copy of its storage as it is now, if there is one."""
+        entry = None if ticket.storage_key is None else self._entries.get(ticket.storage_key)
         payload = ticket.payload
-        if payload is None or not ticket.is_storage:
+        if entry is None or payload is None:
             return False
-        storage = payload.untyped_storage()
-        ref = self._copies.get(storage._cdata)
-        copy = None if ref is None else ref()
+        storage, version, copy_ref = entry
+        copy = copy_ref()
         if copy is None or copy.is_modified or copy.buffer.nbytes != ticket.nbytes:
             return False
-        is_same = copy.origin is not None and copy.origin() is storage
-        if is_same and copy.version == ticket.members[0].version:
-            ticket.copy = copy
-            return True
-        return False
+        if storage() is not payload.untyped_storage() or version != ticket.members[0].version:
+            return False
+        ticket.attach(copy)
+        return True
 
     def add(self, ticket: Ticket) -> None:
-        """Remember that the ticket's copy holds its storage, as its members saved it."""
-        payload, copy = ticket.payload, ticket.copy
-        if payload is None or copy is None or not ticket.is_storage:
+        """Remember that the ticket's copy holds its storage, as its members saved it.
+
+        A storage that nothing but the ticket holds cannot be saved again, and is not remembered.
+        """
+        key, payload, copy = ticket.storage_key, ticket.payload, ticket.copy
+        if key is None or payload is None or copy is None:
             return
         storage = payload.untyped_storage()
-        copy.origin = weakref.ref(storage)
-        copy.version = ticket.members[0].version
-        self._copies[storage._cdata] = weakref.ref(copy)
+        if num_holders(storage) > 1:
+            self._entries[key] = weakref.ref(storage), ticket.members[0].version, weakref.ref(copy)
 
     def clear(self) -> None:
         """Forget all. A storage saved again is copied again."""
-        self._copies.clear()
+        self._entries.clear()

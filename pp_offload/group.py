@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -58,6 +58,7 @@ class OffloadTensorGroup:
         self.total_offload_bytes = 0
         self.copied_bytes = 0
         self._on_use = on_use
+        self._saved: list[SavedActivation] = []
         self._tensors: dict[object, Tensor] = {}
         self._tickets: list[weakref.ref[Ticket]] = []
         self._events: dict[str, Event] = {}
@@ -79,9 +80,13 @@ class OffloadTensorGroup:
             )
         return self._tensors.pop(tag)
 
-    def saved(self) -> list[SavedActivation]:
-        """The members that were not offloaded yet, in the order autograd saved them."""
-        return [tag for tag in self._tensors if isinstance(tag, SavedActivation)]
+    def add(self, saved: SavedActivation) -> None:
+        """Autograd saved one more tensor."""
+        self._saved.append(saved)
+
+    def saved(self) -> Sequence[SavedActivation]:
+        """What autograd saved, in order, as long as the group is open."""
+        return self._saved
 
     def move_to(self, state: GroupState) -> None:
         """Close the group: it is offloaded, or kept.
@@ -95,6 +100,7 @@ class OffloadTensorGroup:
                 "an open group changes, once: commit it once"
             )
         self.state = state
+        self._saved = []
         self._tensors.clear()
 
     def follow(self, tickets: list[Ticket]) -> None:
@@ -115,6 +121,7 @@ class OffloadTensorGroup:
 
     def drop(self) -> None:
         """Forget every tensor, as when the step was aborted."""
+        self._saved.clear()
         self._tensors.clear()
         self._tickets.clear()
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from pp_offload.saved import SavedActivation
-from pp_offload.tensors import Geometry, is_whole_storage, storage_bytes
+from pp_offload.tensors import Geometry, is_whole_storage, storage_bytes, storage_key
 from pp_offload.transfer import Ticket, TransferEngine
 
-Parts = tuple[Tensor, list[SavedActivation], bool]
-"""A payload, the saved tensors it holds, and whether it is a whole storage."""
+Parts = tuple[Tensor, list[SavedActivation], int | None]
+"""A payload, the saved tensors it holds, and the key of the storage if it is all of one."""
 
 
 def tickets_for(
@@ -25,18 +25,18 @@ def tickets_for(
     """A ticket for every payload that ``saved`` needs. Copies nothing."""
     by_storage: dict[int, list[SavedActivation]] = {}
     for one in saved:
-        by_storage.setdefault(_source(one).untyped_storage()._cdata, []).append(one)
+        by_storage.setdefault(storage_key(_source(one)), []).append(one)
     found: list[Ticket] = []
-    for members in by_storage.values():
+    for key, members in by_storage.items():
         source = _source(members[0])
         if len(members) == 1 and is_whole_storage(source):
-            found.append(Ticket(transfer, label, source, members, True))
+            found.append(Ticket(transfer, label, source, members, key))
         else:
-            found += [Ticket(transfer, label, *parts) for parts in _of_one_storage(members)]
+            found += [Ticket(transfer, label, *parts) for parts in _of_one_storage(members, key)]
     return found
 
 
-def _of_one_storage(saved: list[SavedActivation]) -> list[Parts]:
+def _of_one_storage(saved: list[SavedActivation], key: int) -> list[Parts]:
     by_geometry: dict[Geometry, list[SavedActivation]] = {}
     for one in saved:
         by_geometry.setdefault(Geometry.of(_source(one)), []).append(one)
@@ -45,17 +45,17 @@ def _of_one_storage(saved: list[SavedActivation]) -> list[Parts]:
     if 2 * covered < source.untyped_storage().nbytes():
         return [_gathered(geometry, same) for geometry, same in by_geometry.items()]
     if len(by_geometry) == 1 and is_whole_storage(source):
-        return [(source, saved, True)]
+        return [(source, saved, key)]
     for geometry, same in by_geometry.items():
         for one in same:
             one.restore = geometry.on_storage_of
-    return [(storage_bytes(source), saved, True)]
+    return [(storage_bytes(source), saved, key)]
 
 
 def _gathered(geometry: Geometry, saved: list[SavedActivation]) -> Parts:
     for one in saved:
         one.restore = geometry.scattered
-    return geometry.narrowed().on_storage_of(_source(saved[0])), saved, False
+    return geometry.narrowed().on_storage_of(_source(saved[0])), saved, None
 
 
 def _source(saved: SavedActivation) -> Tensor:

@@ -11,8 +11,9 @@ import logging
 import weakref
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
+
+from pp_offload.tensors import num_holders
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +45,8 @@ def _may_be_emptied(tensor: Tensor) -> bool:
             tuple(tensor.shape),
         )
         return False
-    # The tensor, the tensor it is a view of, and the Python object just made.
-    expected = 2 + (tensor._base is not None)
-    holders = torch._C._storage_Use_Count(storage._cdata)
+    expected = 1 + (tensor._base is not None)
+    holders = num_holders(storage)
     if holders > expected:
         logger.info(
             "forced_released_tensors: the storage of a tensor of shape %s is shared by %d others; "

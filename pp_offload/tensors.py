@@ -30,6 +30,11 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold ``storage``, apart from the Python object given."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """How a view lies in its storage. Counts are in elements of ``dtype``."""

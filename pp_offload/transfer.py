@@ -55,9 +55,7 @@ class HostCopy:
         "buffer",
         "is_modified",
         "offloaded",
-        "origin",
         "tier",
-        "version",
         "watched",
     )
 
@@ -67,8 +65,6 @@ class HostCopy:
         self.offloaded: Event | None = None
         self.watched: list[Watched] | None = None
         self.is_modified = False
-        self.origin: weakref.ref[torch.UntypedStorage] | None = None
-        self.version = 0
 
     def check_unmodified(self) -> None:
         """See NOTE [ Modified while queued ]."""
@@ -104,15 +100,14 @@ class Ticket:
         label: Its group, for messages.
         payload: Device memory to copy: a whole storage, or a view to be gathered.
         members: The saved tensors these bytes hold; each knows how it is made of them.
-        is_storage: Whether this is all of a storage, so that other groups may share the copy.
+        storage_key: Of the storage, if the payload is all of one; then others may share the copy.
     """
 
     __slots__ = (
         "__weakref__",
         "copy",
-        "dtype",
         "home",
-        "is_storage",
+        "host_bytes",
         "label",
         "landed",
         "members",
@@ -120,7 +115,7 @@ class Ticket:
         "num_waiting",
         "payload",
         "reloaded",
-        "shape",
+        "storage_key",
         "transfer",
     )
 
@@ -130,18 +125,17 @@ class Ticket:
         label: str,
         payload: Tensor,
         members: Sequence[Member],
-        is_storage: bool,
+        storage_key: int | None,
     ) -> None:
         self.transfer = transfer
         self.label = label
         self.payload: Tensor | None = payload
         self.members = members
-        self.is_storage = is_storage
-        self.shape = payload.shape
-        self.dtype = payload.dtype
+        self.storage_key = storage_key
         self.nbytes = payload.nbytes
         self.num_waiting = len(members)
         self.copy: HostCopy | None = None
+        self.host_bytes: Tensor | None = None
         self.landed: Tensor | None = None
         self.reloaded: Event | None = None
         self.home: Stream | None = None
@@ -150,10 +144,17 @@ class Ticket:
         """The bytes to copy, contiguous. A gather runs on the compute stream."""
         payload = self.payload
         assert payload is not None, "offloaded twice"
-        if self.is_storage:
+        if self.storage_key is not None:
             return payload
         with torch.no_grad():
             return payload.contiguous()
+
+    def attach(self, copy: HostCopy) -> Tensor:
+        """Have the bytes in ``copy``; gives them back, shaped like the payload."""
+        assert self.payload is not None, "attached twice"
+        self.copy = copy
+        self.host_bytes = copy.buffer.shaped(self.payload.shape, self.payload.dtype)
+        return self.host_bytes
 
     def watched(self) -> list[Watched]:
         """Aliases whose version tells whether the bytes are still those that were saved."""
@@ -228,9 +229,9 @@ class TransferEngine:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for ticket in tickets:
-            buffer = self.host.take(ticket.nbytes)
-            copies.append(HostCopy(self.host, buffer))
-            targets.append(buffer.shaped(ticket.shape, ticket.dtype))
+            copy = HostCopy(self.host, self.host.take(ticket.nbytes))
+            copies.append(copy)
+            targets.append(ticket.attach(copy))
             sources.append(ticket.source())
         home = self.backend.current_stream()
         self._d2h_waits_for_compute(home)
@@ -238,10 +239,9 @@ class TransferEngine:
         self.backend.copy(self.backend.d2h, targets, sources, tickets[0].label)
         offloaded = self.backend.d2h.record_event()
         nbytes = 0
-        for ticket, copy in zip(tickets, copies, strict=True):
-            ticket.copy = copy
+        for copy in copies:
             copy.offloaded = copy.buffer.last_use = offloaded
-            nbytes += ticket.nbytes
+            nbytes += copy.buffer.nbytes
         self.counters.bytes_offloaded += nbytes
         if offloaded.query():
             return
@@ -257,16 +257,24 @@ class TransferEngine:
         self.poll()
         home = self.backend.current_stream()
         device = self.backend.device
-        copies = [_host_copy(ticket) for ticket in tickets]
-        sources = [c.buffer.shaped(t.shape, t.dtype) for c, t in zip(copies, tickets, strict=True)]
-        targets = [torch.empty_like(source, device=device) for source in sources]
+        copies: list[HostCopy] = []
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for ticket in tickets:
+            copy, source = ticket.copy, ticket.host_bytes
+            assert copy is not None and source is not None, "reload before offload"
+            copies.append(copy)
+            sources.append(source)
+            targets.append(torch.empty_like(source, device=device))
         self._h2d_waits_for_compute(home)
         self._h2d_waits_for_offloaded(copies)
         self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
         reloaded = self.backend.h2d.record_event()
         nbytes = 0
         for ticket, copy, target in zip(tickets, copies, targets, strict=True):
-            ticket.landed, ticket.reloaded, ticket.home = target, reloaded, home
+            ticket.landed = target
+            ticket.reloaded = reloaded
+            ticket.home = home
             copy.buffer.last_use = reloaded
             nbytes += ticket.nbytes
         self.landed_bytes += nbytes
@@ -286,16 +294,9 @@ class TransferEngine:
         Raises:
             SavedTensorModifiedError: It was changed in place before it was copied.
         """
-        copy = _host_copy(ticket)
-        if copy.watched is not None:
-            copy.check_unmodified()
-        if copy.is_modified:
-            raise SavedTensorModifiedError(
-                f"a tensor of group '{ticket.label}' with payload shape {tuple(ticket.shape)} was "
-                "modified by an inplace operation after autograd saved it and before its bytes "
-                "were copied; use an out-of-place operation there, or mark the tensor with "
-                "mark_not_offloadable and see the error autograd raises for it"
-            )
+        copy = ticket.copy
+        if copy is not None and (copy.watched is not None or copy.is_modified):
+            self._check_unmodified(ticket, copy)
         live = self.backend.current_stream()
         if ticket.landed is not None and ticket.home != live:
             self.abandon(ticket)
@@ -312,8 +313,20 @@ class TransferEngine:
             ticket.reloaded = None
         ticket.num_waiting -= 1
         if ticket.num_waiting <= 0:
-            self._drop_landed(ticket)
+            self.landed_bytes -= ticket.nbytes
+            ticket.landed = ticket.home = None
         return landed
+
+    def _check_unmodified(self, ticket: Ticket, copy: HostCopy) -> None:
+        copy.check_unmodified()
+        if copy.is_modified and ticket.host_bytes is not None:
+            raise SavedTensorModifiedError(
+                f"a tensor of group '{ticket.label}' with payload shape "
+                f"{tuple(ticket.host_bytes.shape)} was modified by an inplace operation after "
+                "autograd saved it and before its bytes were copied; use an out-of-place operation "
+                "there, or mark the tensor with mark_not_offloadable and see the error autograd "
+                "raises for it"
+            )
 
     def abandon(self, ticket: Ticket) -> None:
         """Give up a landed payload; its memory stays until the copy into it has run."""
@@ -400,12 +413,6 @@ class TransferEngine:
         start = time.perf_counter()
         stream.wait_event(event)
         self.counters.consumer_wait_ms += (time.perf_counter() - start) * 1e3
-
-
-def _host_copy(ticket: Ticket) -> HostCopy:
-    copy = ticket.copy
-    assert copy is not None and copy.offloaded is not None, "reload before offload"
-    return copy
 
 
 def record(stream: Stream) -> Event:

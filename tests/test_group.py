@@ -93,7 +93,7 @@ def test_saved_gives_the_members_in_the_order_they_were_saved() -> None:
     members = [SavedActivation(torch.ones(i + 1), group) for i in range(4)]
     for member in members:
         assert member.source is not None
-        group.push_tensor(member, member.source)
+        group.add(member)
     assert group.saved() == members
 
 
