@@ -52,6 +52,8 @@ class Services:
     """Commits to be done later, in forward order."""
 
     is_enabled: bool = True
+    has_warned: bool = False
+    """Whether it was said that a group found no room on the host."""
 
     on_change: Callable[[], None] = field(default=lambda: None)
     """Called when a group was offloaded, so that there is more to prefetch."""
@@ -278,9 +280,12 @@ class ChunkOffloadHandler:
         try:
             self._move(group, tickets)
         except MemoryError as failure:
-            logger.warning(
-                "group '%s' stays on the device: no host memory for its %d bytes (%s); offload "
-                "fewer groups or give the process more pinned memory (ulimit -l)",
+            level = logging.DEBUG if self._services.has_warned else logging.WARNING
+            self._services.has_warned = True
+            logger.log(
+                level,
+                "group '%s' stays on the device: no room on the host for its %d bytes (%s); other "
+                "groups may follow, without another warning",
                 group.name,
                 group.total_offload_bytes,
                 failure,

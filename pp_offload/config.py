@@ -35,6 +35,12 @@ class OffloadConfig:
     One tensor may always be ahead, however large.
     """
 
+    host_budget_bytes: int | None = None
+    """Host memory that all managers of this process may take together.
+
+    None means this rank's part of 80 % of what the kernel and the cgroups would still give.
+    """
+
     def __post_init__(self) -> None:
         problems = list(self._violations())
         if problems:
@@ -47,9 +53,10 @@ class OffloadConfig:
             "delta_offload_bytes_across_pp_ranks",
             "max_in_flight_bytes",
             "prefetch_bytes",
+            "host_budget_bytes",
         ):
             value = getattr(self, name)
-            if value is None and name == "prefetch_bytes":
+            if value is None and name in ("prefetch_bytes", "host_budget_bytes"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 found.append(f"{name} is {value!r}, expected an integer of at least 0")

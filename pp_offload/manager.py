@@ -29,6 +29,7 @@ from pp_offload.saved import Resident, SavedActivation, unpack
 from pp_offload.statistics import OffloadStatistics, collect
 from pp_offload.step import StepRecord
 from pp_offload.tensors import Eligibility, StorageSet
+from pp_offload.tiers.budget import HostBudget
 from pp_offload.tiers.host import HostTier
 from pp_offload.tiers.pool import GPUTensorPool
 from pp_offload.transfer import TransferEngine
@@ -55,7 +56,7 @@ class PipelineOffloadManager:
     ) -> None:
         self.config = config or OffloadConfig()
         backend = backend or default_backend()
-        host = HostTier(backend.allocate_host)
+        host = HostTier(backend.allocate_host, HostBudget(self.config.host_budget_bytes))
         transfer = TransferEngine(backend, host, self.config.max_in_flight_bytes)
         self.step = StepRecord(ChunkQueue())
         self.services = Services(
@@ -241,6 +242,7 @@ class PipelineOffloadManager:
         assert prefetcher is not None
         prefetcher.reset()
         self.services.transfer.poll()
+        self.services.transfer.host.fit()
 
     def post_warmup_callback(self) -> None:
         """Derive the plan, and :attr:`offload_summary_bytes`, from the first complete step."""

@@ -231,8 +231,13 @@ class TransferEngine:
         for ticket in tickets:
             copy = HostCopy(self.host, self.host.take(ticket.nbytes))
             copies.append(copy)
-            targets.append(ticket.attach(copy))
-            sources.append(ticket.source())
+            target, source = ticket.attach(copy), ticket.source()
+            if target.is_meta:
+                targets += copy.buffer.pieces
+                sources += copy.buffer.split(flat_bytes(source))
+            else:
+                targets.append(target)
+                sources.append(source)
         home = self.backend.current_stream()
         self._d2h_waits_for_compute(home)
         self._d2h_waits_for_last_users(copies)
@@ -260,18 +265,25 @@ class TransferEngine:
         copies: list[HostCopy] = []
         sources: list[Tensor] = []
         targets: list[Tensor] = []
+        landing: list[Tensor] = []
         for ticket in tickets:
             copy, source = ticket.copy, ticket.host_bytes
             assert copy is not None and source is not None, "reload before offload"
             copies.append(copy)
-            sources.append(source)
-            targets.append(torch.empty_like(source, device=device))
+            target = torch.empty_like(source, device=device)
+            landing.append(target)
+            if source.is_meta:
+                sources += copy.buffer.pieces
+                targets += copy.buffer.split(flat_bytes(target))
+            else:
+                sources.append(source)
+                targets.append(target)
         self._h2d_waits_for_compute(home)
         self._h2d_waits_for_offloaded(copies)
         self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
         reloaded = self.backend.h2d.record_event()
         nbytes = 0
-        for ticket, copy, target in zip(tickets, copies, targets, strict=True):
+        for ticket, copy, target in zip(tickets, copies, landing, strict=True):
             ticket.landed = target
             ticket.reloaded = reloaded
             ticket.home = home
@@ -413,6 +425,11 @@ class TransferEngine:
         start = time.perf_counter()
         stream.wait_event(event)
         self.counters.consumer_wait_ms += (time.perf_counter() - start) * 1e3
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a flat ``uint8`` tensor; no copy."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def record(stream: Stream) -> Event:

@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pp_offload import ClosedError
-from pp_offload.tiers.host import ALIGNMENT, SLAB_BYTES, HostBuffer, HostTier
+from pp_offload.tiers.budget import HostBudget, reserved_bytes
+from pp_offload.tiers.host import ALIGNMENT, HostBuffer, HostTier
+from pp_offload.tiers.slabs import FINENESS
+from pp_offload.tiers.slabs import SMALLEST_BYTES as SLAB_BYTES
 
 
 class System:
@@ -40,16 +43,26 @@ class LateEvent:
         self.has_passed = True
 
 
-def span(buffer: HostBuffer) -> range:
-    start = buffer.bytes.data_ptr()
-    return range(start, start + buffer.nbytes)
+def spans(buffer: HostBuffer) -> list[tuple[int, int]]:
+    """First and last address of each piece."""
+    return [(p.data_ptr(), p.data_ptr() + p.numel() - 1) for p in buffer.pieces]
+
+
+def overlap(buffers: list[HostBuffer]) -> bool:
+    every = sorted(span for buffer in buffers for span in spans(buffer))
+    return any(a[1] >= b[0] for a, b in zip(every, every[1:], strict=False))
+
+
+def budget(nbytes: int) -> HostBudget:
+    """That much more than what other tests of this process hold."""
+    return HostBudget(reserved_bytes() + nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 1000, SLAB_BYTES])
 def test_a_buffer_has_the_bytes_asked_for(nbytes: int) -> None:
     buffer = HostTier(System().allocate).take(nbytes)
-    assert buffer.nbytes == buffer.bytes.numel() == nbytes
-    assert buffer.bytes.dtype is torch.uint8
+    assert buffer.nbytes == sum(piece.numel() for piece in buffer.pieces) == nbytes
+    assert all(piece.dtype is torch.uint8 for piece in buffer.pieces)
     assert buffer.last_use is None
 
 
@@ -65,7 +78,7 @@ def test_slabs_are_powers_of_two_and_not_small() -> None:
 
 def test_buffers_start_aligned_within_their_slab() -> None:
     tier = HostTier(System().allocate)
-    assert all(tier.take(n).range.offset % ALIGNMENT == 0 for n in (1, 7, 513, 4000))
+    assert all(tier.take(n).ranges[0].offset % ALIGNMENT == 0 for n in (1, 7, 513, 4000))
 
 
 def test_small_buffers_share_a_slab() -> None:
@@ -73,7 +86,7 @@ def test_small_buffers_share_a_slab() -> None:
     tier = HostTier(system.allocate)
     taken = [tier.take(1000) for _ in range(100)]
     assert len(taken) == 100
-    assert len(system.asked) == 1
+    assert len(system.asked) == 2
 
 
 def test_a_returned_buffer_serves_the_next_of_its_size() -> None:
@@ -108,7 +121,7 @@ def test_bytes_whose_last_use_has_not_passed_are_not_carved_anew() -> None:
     tier.give(buffer)
     other = tier.take(SLAB_BYTES // 2)
     assert len(system.asked) == 2
-    assert not set(span(buffer)) & {span(other)[0], span(other)[-1]}
+    assert not overlap([buffer, other])
     event.has_passed = True
     tier.take(SLAB_BYTES)
     assert len(system.asked) == 2
@@ -131,18 +144,19 @@ def test_a_buffer_takes_the_shape_of_its_payload(dtype: torch.dtype) -> None:
     shaped = buffer.shaped(torch.Size((12, 20)), dtype)
     assert (shaped.shape, shaped.dtype) == ((12, 20), dtype)
     assert shaped.is_contiguous()
-    assert shaped.data_ptr() == buffer.bytes.data_ptr()
+    assert shaped.data_ptr() == buffer.pieces[0].data_ptr()
     assert buffer.shaped(torch.Size((12, 20)), dtype) is shaped
     assert buffer.shaped(torch.Size((240,)), dtype).shape == (240,)
 
 
 def test_running_out_raises_and_leaves_the_tier_as_it_was() -> None:
-    tier = HostTier(System(limit_bytes=SLAB_BYTES).allocate)
+    tier = HostTier(System().allocate, budget(SLAB_BYTES))
     buffer = tier.take(1000)
     before = tier.statistics()
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError, match="host_budget_bytes"):
         tier.take(2 * SLAB_BYTES)
     assert tier.statistics() == before
+    assert tier.take(SLAB_BYTES - 1024).nbytes == SLAB_BYTES - 1024
     tier.give(buffer)
     assert tier.take(1000) is buffer
 
@@ -184,8 +198,7 @@ def test_live_buffers_never_overlap(actions: list[tuple[bool, int]]) -> None:
             live.append(tier.take(number))
         else:
             tier.give(live.pop(number % len(live)))
-        spans = sorted((span(b)[0], span(b)[-1]) for b in live)
-        assert all(a[1] < b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert not overlap(live)
         assert tier.statistics().in_use == sum(buffer.nbytes for buffer in live)
 
 
@@ -198,3 +211,109 @@ def test_a_steady_step_asks_the_system_for_nothing() -> None:
         if step == 0:
             after_first = len(system.asked)
     assert len(system.asked) == after_first
+
+
+def test_a_buffer_is_made_of_pieces_where_no_range_is_long_enough() -> None:
+    system = System()
+    tier = HostTier(system.allocate)
+    small = [tier.take(SLAB_BYTES // 4) for _ in range(4)]
+    tier.give(small[0])
+    tier.give(small[2])
+    split = tier.take(SLAB_BYTES // 2)
+    assert len(split.pieces) == 2 and len(system.asked) == 1
+    assert split.shaped(torch.Size((SLAB_BYTES // 8,)), torch.float32).is_meta
+    flat = torch.arange(SLAB_BYTES // 2).to(torch.uint8)
+    cut = split.split(flat)
+    assert [part.numel() for part in cut] == [piece.numel() for piece in split.pieces]
+    assert torch.cat(cut).equal(flat)
+    assert not overlap([small[1], small[3], split])
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(1, 2 * SLAB_BYTES), min_size=1, max_size=8), max_size=6))
+def test_memory_follows_the_largest_step(steps: list[list[int]]) -> None:
+    tier = HostTier(System().allocate)
+    largest = 0
+    for sizes in steps:
+        taken = [tier.take(nbytes) for nbytes in sizes]
+        assert not overlap(taken)
+        largest = max(largest, sum(buffer.room_bytes for buffer in taken))
+        granule = max(SLAB_BYTES, largest // FINENESS)
+        assert tier.statistics().reserved < largest + 2 * granule
+        for buffer in taken:
+            tier.give(buffer)
+        del taken, buffer
+        tier.fit()
+        assert tier.statistics().reserved < largest + granule
+
+
+def test_fitting_makes_few_large_slabs_and_then_nothing() -> None:
+    system = System()
+    tier = HostTier(system.allocate)
+    sizes = [3 * SLAB_BYTES] * 20
+    for step in range(4):
+        taken = [tier.take(nbytes) for nbytes in sizes]
+        if step:
+            assert sum(len(buffer.pieces) > 1 for buffer in taken) <= 3
+        for buffer in taken:
+            tier.give(buffer)
+        del taken, buffer
+        tier.fit()
+        if step == 0:
+            after_first = len(system.asked)
+    assert len(system.asked) == after_first
+    assert tier.statistics().reserved == 60 * SLAB_BYTES
+
+
+def test_fitting_waits_for_what_is_in_use() -> None:
+    system, event = System(), LateEvent()
+    tier = HostTier(system.allocate)
+    first, second = tier.take(3 * SLAB_BYTES), tier.take(3 * SLAB_BYTES)
+    tier.give(first)
+    tier.fit()
+    assert len(system.asked) == 4
+    second.last_use = event
+    tier.give(second)
+    del first, second
+    tier.fit()
+    assert len(system.asked) == 4
+    event.has_passed = True
+    tier.fit()
+    assert sorted(system.asked[:4]) == [SLAB_BYTES, SLAB_BYTES, 2 * SLAB_BYTES, 2 * SLAB_BYTES]
+    assert system.asked[4:] == [4 * SLAB_BYTES]
+
+
+def test_memory_of_a_dropped_tier_is_free_for_others() -> None:
+    shared = budget(4 * SLAB_BYTES)
+    first, second = HostTier(System().allocate, shared), HostTier(System().allocate, shared)
+    buffer = first.take(3 * SLAB_BYTES)
+    with pytest.raises(MemoryError, match="host_budget_bytes"):
+        second.take(2 * SLAB_BYTES)
+    del first
+    with pytest.raises(MemoryError):
+        second.take(2 * SLAB_BYTES)
+    del buffer
+    assert second.take(2 * SLAB_BYTES).nbytes == 2 * SLAB_BYTES
+
+
+def test_memory_that_cannot_be_pinned_in_one_piece_is_pinned_in_several() -> None:
+    class PerCall(System):
+        def allocate(self, nbytes: int) -> torch.Tensor:
+            if nbytes > 2 * SLAB_BYTES:
+                raise MemoryError("too long")
+            return super().allocate(nbytes)
+
+    system = PerCall()
+    buffer = HostTier(system.allocate).take(8 * SLAB_BYTES)
+    assert system.asked == [2 * SLAB_BYTES] * 4
+    assert buffer.nbytes == 8 * SLAB_BYTES
+
+
+def test_memory_that_cannot_be_pinned_at_all_is_ordinary_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = HostTier(System(limit_bytes=2 * SLAB_BYTES).allocate)
+    taken = [tier.take(2 * SLAB_BYTES) for _ in range(3)]
+    assert not overlap(taken)
+    (record,) = caplog.records
+    assert "pinned memory" in record.message and "ulimit -l" in record.message

@@ -89,6 +89,7 @@ class Arena:
         self._free_by_size: list[tuple[int, int, int]] = []
         self._free_end_of: dict[tuple[int, int], int] = {}
         self._free_start_of: dict[tuple[int, int], int] = {}
+        self._capacity_bytes = 0
         self._requested_bytes = 0
         self._reserved_bytes = 0
         self._peak_reserved_bytes = 0
@@ -107,6 +108,7 @@ class Arena:
             raise ValueError(f"a slab of {nbytes} bytes; it needs at least {self._alignment}")
         slab = len(self._slab_nbytes)
         self._slab_nbytes.append(usable)
+        self._capacity_bytes += usable
         self._insert_free(slab, 0, usable)
         return slab
 
@@ -146,14 +148,24 @@ class Arena:
         start, end = self._absorb_neighbours(taken)
         self._insert_free(taken.slab, start, end)
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no live range, in however many pieces."""
+        return self._capacity_bytes - self._reserved_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The biggest request that fits without another slab."""
+        return self._free_by_size[-1][0] if self._free_by_size else 0
+
     def statistics(self) -> ArenaStatistics:
         """The current counts, as a record that does not change afterwards."""
         return ArenaStatistics(
             requested_bytes=self._requested_bytes,
             reserved_bytes=self._reserved_bytes,
             peak_reserved_bytes=self._peak_reserved_bytes,
-            largest_free_bytes=self._free_by_size[-1][0] if self._free_by_size else 0,
-            capacity_bytes=sum(self._slab_nbytes),
+            largest_free_bytes=self.largest_free_bytes,
+            capacity_bytes=self._capacity_bytes,
             num_slabs=len(self._slab_nbytes),
             num_live=len(self._live),
         )

@@ -2,7 +2,8 @@
 
 A step needs the sizes the last one needed, so a freed buffer waits in a bin of its size and the
 next request of that size takes it: no search, no system allocation. Before new memory is asked for,
-the bins go back to the arena, where neighbours become one range again.
+the bins go back to the arena, where neighbours become one range again; and where no range is long
+enough, a buffer is made of several. So the slabs need not hold more than was live at the peak.
 
     buffer = tier.take(nbytes)   # its last_use must have finished before it is written
     tier.give(buffer)            # from any thread, also from a destructor
@@ -10,8 +11,7 @@ the bins go back to the arena, where neighbours become one range again.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 import torch
@@ -20,29 +20,45 @@ from torch import Tensor
 from pp_offload.backends import Event
 from pp_offload.errors import ClosedError
 from pp_offload.tiers.arena import Arena, Range
+from pp_offload.tiers.budget import HostBudget
+from pp_offload.tiers.slabs import Allocate, Slab, SlabSource, granule_for, powers_of_two
 
 ALIGNMENT = 512
-SLAB_BYTES = 2**20
-"""The smallest slab. A power of two: the pinned allocator would round up to one."""
 
 
 class HostBuffer:
-    """A piece of host memory, and the copy that used it last."""
+    """Host memory in one piece or several, and the copy that used it last."""
 
-    __slots__ = ("_typed", "bytes", "last_use", "nbytes", "range")
+    __slots__ = ("_slabs", "_typed", "last_use", "nbytes", "pieces", "ranges", "room_bytes")
 
-    def __init__(self, range_: Range, data: Tensor) -> None:
-        self.range = range_
-        self.bytes = data
-        self.nbytes = data.numel()
+    def __init__(self, nbytes: int, ranges: list[Range], slabs: list[Slab]) -> None:
+        self.nbytes = nbytes
+        self.ranges = ranges
+        self.room_bytes = sum(one.nbytes for one in ranges)
+        self.pieces: list[Tensor] = []
         self.last_use: Event | None = None
-        self._typed: Tensor = data
+        self._slabs = [slabs[one.slab] for one in ranges]
+        left = nbytes
+        for one, slab in zip(ranges, self._slabs, strict=True):
+            self.pieces.append(slab.data[one.offset : one.offset + min(left, one.nbytes)])
+            left -= one.nbytes
+        self._typed = self.pieces[0]
 
     def shaped(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The buffer as a contiguous tensor; made once as long as the shape stays the same."""
+        """A buffer of one piece as a contiguous tensor, made once for the same shape.
+
+        One of several pieces gives a tensor without bytes, on the ``meta`` device.
+        """
         if self._typed.shape != shape or self._typed.dtype != dtype:
-            self._typed = self.bytes.view(dtype).view(shape)
+            if len(self.pieces) == 1:
+                self._typed = self.pieces[0].view(dtype).view(shape)
+            else:
+                self._typed = torch.empty(shape, dtype=dtype, device="meta")
         return self._typed
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """A flat ``uint8`` tensor of :attr:`nbytes`, cut like the pieces."""
+        return list(flat.split([piece.numel() for piece in self.pieces]))
 
 
 @dataclass(frozen=True)
@@ -70,22 +86,24 @@ class HostTier:
 
     Args:
         allocate: Gives a flat ``uint8`` host tensor of a number of bytes, or raises MemoryError.
+        budget: What this process may take; a share of what is available when not given.
     """
 
-    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
-        self._allocate = allocate
+    def __init__(self, allocate: Allocate, budget: HostBudget | None = None) -> None:
+        self.source = SlabSource(allocate, budget or HostBudget())
+        self._slabs: list[Slab] = []
         self._arena = Arena(alignment=ALIGNMENT)
-        self._slabs: list[Tensor] = []
         self._bins: defaultdict[int, list[HostBuffer]] = defaultdict(list)
         self._returned: deque[HostBuffer] = deque()
         self._in_use = self._peak = self._num_taken = 0
+        self._room = self._peak_room = self._fitted_to = 0
         self._is_closed = False
 
     def take(self, nbytes: int) -> HostBuffer:
         """A buffer of ``nbytes``; wait for its ``last_use`` before writing.
 
         Raises:
-            MemoryError: The host has no more to give.
+            MemoryError: It would be over the budget, or the host has no more to give.
             ClosedError: The tier was closed.
         """
         if self._is_closed:
@@ -95,20 +113,40 @@ class HostTier:
         ready = self._bins.get(nbytes)
         buffer = ready.pop() if ready else self._carve(nbytes)
         self._in_use += nbytes
+        self._room += buffer.room_bytes
         self._num_taken += 1
-        if self._in_use > self._peak:
-            self._peak = self._in_use
+        if self._room > self._peak_room:
+            self._peak_room = self._room
+            self._peak = max(self._peak, self._in_use)
         return buffer
 
     def give(self, buffer: HostBuffer) -> None:
         """Hand a buffer back. Safe in a destructor: it is only noted, and filed later."""
         self._returned.append(buffer)
 
+    def fit(self) -> None:
+        """Between steps: make the slabs as few and as large as hold the peak so far.
+
+        Does nothing while a buffer is in use, or if nothing changed since the last time.
+        """
+        self._collect()
+        if self._num_taken or self._is_closed or self._peak_room == self._fitted_to:
+            return
+        self._empty_bins()
+        if self._arena.free_bytes == self._reserved_bytes():
+            self._fitted_to = self._peak_room
+            self._rebuild(self._peak_room)
+
     def statistics(self) -> HostStatistics:
         """Exact at the call."""
         self._collect()
-        reserved = sum(slab.numel() for slab in self._slabs)
-        return HostStatistics(self._in_use, self._peak, reserved, self._num_taken, len(self._slabs))
+        return HostStatistics(
+            self._in_use,
+            self._peak,
+            self._reserved_bytes(),
+            self._num_taken,
+            self.source.num_allocations,
+        )
 
     def close(self) -> None:
         """Drop all memory. The caller made sure that no copy uses it."""
@@ -120,6 +158,7 @@ class HostTier:
         while self._returned:
             buffer = self._returned.popleft()
             self._in_use -= buffer.nbytes
+            self._room -= buffer.room_bytes
             self._num_taken -= 1
             self._bins[buffer.nbytes].append(buffer)
 
@@ -128,12 +167,22 @@ class HostTier:
         if found is None:
             self._empty_bins()
             found = self._arena.allocate(nbytes)
-        if found is None:
-            self._grow(nbytes)
-            found = self._arena.allocate(nbytes)
-        assert found is not None
-        data = self._slabs[found.slab][found.offset : found.offset + nbytes]
-        return HostBuffer(found, data)
+        if found is not None:
+            return HostBuffer(nbytes, [found], self._slabs)
+        room = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if self._arena.free_bytes < room:
+            self._grow(room - self._arena.free_bytes)
+        return HostBuffer(nbytes, self._in_pieces(nbytes), self._slabs)
+
+    def _in_pieces(self, nbytes: int) -> list[Range]:
+        """The longest free ranges, until they hold ``nbytes`` together."""
+        ranges: list[Range] = []
+        while nbytes > 0:
+            found = self._arena.allocate(min(nbytes, self._arena.largest_free_bytes))
+            assert found is not None
+            ranges.append(found)
+            nbytes -= found.nbytes
+        return ranges
 
     def _empty_bins(self) -> None:
         # A range may be carved anew once its last user has finished; until then it stays binned.
@@ -141,11 +190,35 @@ class HostTier:
             waiting = [b for b in buffers if b.last_use is not None and not b.last_use.query()]
             for buffer in buffers:
                 if buffer not in waiting:
-                    self._arena.free(buffer.range)
+                    for one in buffer.ranges:
+                        self._arena.free(one)
             self._bins[nbytes] = waiting
 
     def _grow(self, nbytes: int) -> None:
-        aligned = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        size = max(SLAB_BYTES, 1 << (aligned - 1).bit_length())
-        self._slabs.append(self._allocate(size))
-        self._arena.add_slab(size)
+        granule = granule_for(self._reserved_bytes() + nbytes)
+        if -(-nbytes // granule) * granule > self.source.budget.left_bytes:
+            granule = ALIGNMENT
+        for slab in self.source.acquire(nbytes, granule):
+            self._add(slab)
+
+    def _rebuild(self, nbytes: int) -> None:
+        """Slabs for exactly ``nbytes``, keeping those there are where their sizes serve."""
+        wanted = Counter(powers_of_two(nbytes, granule_for(nbytes)))
+        before, self._slabs = self._slabs, []
+        self._arena = Arena(alignment=ALIGNMENT)
+        while before:
+            slab = before.pop()
+            if wanted[slab.nbytes] > 0:
+                wanted[slab.nbytes] -= 1
+                self._add(slab)
+        del slab  # its budget, if it was not kept
+        for size in wanted.elements():
+            for slab in self.source.acquire(size, size):
+                self._add(slab)
+
+    def _reserved_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def _add(self, slab: Slab) -> None:
+        self._slabs.append(slab)
+        self._arena.add_slab(slab.nbytes)

@@ -1,0 +1,159 @@
+"""How much host memory a process may take: one count for all its managers.
+
+What is really available is the least of what the kernel, and every cgroup above the process, would
+still give. The default budget is a share of that, divided among the ranks of the host.
+
+    budget = HostBudget(limit_bytes=2**30)
+    if budget.reserve(nbytes):   # else stay below it: keep the tensor, or go to the next tier
+        ...
+        budget.release(nbytes)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+SHARE = 0.8
+"""Of the memory available, what the ranks of a host may take together by default."""
+
+UNLIMITED = 2**60
+"""cgroup v1 writes a number of this size where there is no limit."""
+
+
+class _InUse:
+    """Bytes reserved in this process, by all budgets together."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.lock = threading.RLock()
+
+
+_PROCESS = _InUse()
+
+
+class HostBudget:
+    """A limit on the bytes that all managers of this process hold together.
+
+    Args:
+        limit_bytes: For this process; None for this rank's part of :data:`SHARE` of what is
+            available when the first bytes are reserved.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The most that may be reserved in this process."""
+        if self._limit_bytes is None:
+            share = int(available_bytes() * SHARE) // ranks_on_this_host()
+            self._limit_bytes = _PROCESS.nbytes + share
+        return self._limit_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """What may still be reserved; never negative."""
+        return max(0, self.limit_bytes - _PROCESS.nbytes)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Count ``nbytes`` as used; False, and nothing counted, if they are over the limit."""
+        limit = self.limit_bytes
+        with _PROCESS.lock:
+            if _PROCESS.nbytes + nbytes > limit:
+                return False
+            _PROCESS.nbytes += nbytes
+            return True
+
+    def release(self, nbytes: int) -> None:
+        """Count ``nbytes`` as free again. Safe in a destructor."""
+        with _PROCESS.lock:
+            _PROCESS.nbytes -= nbytes
+
+
+def reserved_bytes() -> int:
+    """What this process has reserved, by all budgets together."""
+    return _PROCESS.nbytes
+
+
+def ranks_on_this_host() -> int:
+    """Processes that share this host's memory, as the launcher said; 1 if it did not."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes the kernel and the process's cgroups would still give.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are.
+
+    Returns:
+        The physical memory where nothing else can be read, as on a system without ``/proc``.
+    """
+    found = [*_kernel(root), *_cgroup_v2(root), *_cgroup_v1(root)]
+    if not found:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(0, min(found))
+
+
+def _kernel(root: Path) -> Iterator[int]:
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _cgroup_v2(root: Path) -> Iterator[int]:
+    base = root / "sys/fs/cgroup"
+    for directory in _with_parents(base, _membership(root, "")):
+        limit, used = _number(directory / "memory.max"), _number(directory / "memory.current")
+        if limit is not None and used is not None:
+            yield limit - used + _reclaimable(directory, "inactive_file")
+
+
+def _cgroup_v1(root: Path) -> Iterator[int]:
+    base = root / "sys/fs/cgroup/memory"
+    for directory in _with_parents(base, _membership(root, "memory")):
+        limit = _number(directory / "memory.limit_in_bytes")
+        used = _number(directory / "memory.usage_in_bytes")
+        if limit is not None and used is not None and limit < UNLIMITED:
+            yield limit - used + _reclaimable(directory, "total_inactive_file")
+
+
+def _membership(root: Path, controller: str) -> str:
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return path.strip("/")
+    return ""
+
+
+def _with_parents(base: Path, member: str) -> Iterator[Path]:
+    directory = base / member
+    while True:
+        yield directory
+        if directory == base:
+            return
+        directory = directory.parent
+
+
+def _reclaimable(directory: Path, name: str) -> int:
+    """Page cache that counts as used, but is given up on demand."""
+    for line in _lines(directory / "memory.stat"):
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

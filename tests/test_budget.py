@@ -1,0 +1,106 @@
+"""The budget: what is available, and one count for the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pp_offload.tiers.budget import (
+    SHARE,
+    HostBudget,
+    available_bytes,
+    ranks_on_this_host,
+    reserved_bytes,
+)
+
+KIB = 1024
+
+
+def system(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal:  9000 kB\nMemAvailable:    5000 kB\n"
+
+
+def test_the_kernel_says_what_is_available(tmp_path: Path) -> None:
+    assert available_bytes(system(tmp_path, {"proc/meminfo": MEMINFO})) == 5000 * KIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "stat", "expected"),
+    [
+        ("3000000", "1000000", "", 2000000),
+        ("3000000", "1000000", "anon 5\ninactive_file 500000\n", 2500000),
+        ("max", "1000000", "", 5000 * KIB),
+        ("1000", "5000", "", 0),
+    ],
+)
+def test_cgroup_v2(tmp_path: Path, limit: str, used: str, stat: str, expected: int) -> None:
+    job = "sys/fs/cgroup/slurm/job"
+    files = {
+        "proc/meminfo": MEMINFO,
+        "proc/self/cgroup": "0::/slurm/job\n",
+        f"{job}/memory.max": limit,
+        f"{job}/memory.current": used,
+        f"{job}/memory.stat": stat,
+    }
+    assert available_bytes(system(tmp_path, files)) == expected
+
+
+def test_a_limit_above_the_process_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": MEMINFO,
+        "proc/self/cgroup": "0::/slurm/job\n",
+        "sys/fs/cgroup/slurm/memory.max": "700000",
+        "sys/fs/cgroup/slurm/memory.current": "100000",
+        "sys/fs/cgroup/slurm/job/memory.max": "max",
+        "sys/fs/cgroup/slurm/job/memory.current": "100000",
+    }
+    assert available_bytes(system(tmp_path, files)) == 600000
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("900000", 800000 + 1000), ("9223372036854771712", 5000 * KIB)]
+)
+def test_cgroup_v1(tmp_path: Path, limit: str, expected: int) -> None:
+    files = {
+        "proc/meminfo": MEMINFO,
+        "proc/self/cgroup": "5:devices:/x\n4:memory:/job\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": limit,
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "100000",
+        "sys/fs/cgroup/memory/job/memory.stat": "total_inactive_file 1000\n",
+    }
+    assert available_bytes(system(tmp_path, files)) == expected
+
+
+def test_without_proc_it_is_the_physical_memory(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) > 2**20
+
+
+def test_this_machine_has_memory() -> None:
+    assert 0 < available_bytes() < 2**60
+
+
+def test_two_budgets_share_one_count() -> None:
+    limit = reserved_bytes() + 100
+    first, second = HostBudget(limit), HostBudget(limit)
+    assert first.reserve(60)
+    assert second.left_bytes == 40
+    assert not second.reserve(41)
+    assert second.reserve(40)
+    first.release(60)
+    assert second.left_bytes == 60
+    second.release(40)
+
+
+def test_the_default_is_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pp_offload.tiers.budget.available_bytes", lambda: 10**9)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert ranks_on_this_host() == 4
+    assert HostBudget().left_bytes == int(10**9 * SHARE) // 4
