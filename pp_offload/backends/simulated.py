@@ -263,7 +263,7 @@ class SimulatedBackend:
         self.num_host_allocations += 1
         with self._inside():
             buffer = torch.empty(nbytes, dtype=torch.uint8).fill_(POISON)
-        self.detector.see(buffer.untyped_storage(), self._current.clock, is_host=True)
+        self.detector.see(buffer, self._current.clock, is_host=True)
         return buffer
 
     def activate(self) -> AbstractContextManager[object]:
@@ -316,20 +316,15 @@ class SimulatedBackend:
         clock = self._current.clock
         clock.advance(self.detector.host)
         for tensor, is_write in _operands(func, args, kwargs):
-            storage = _storage_of(tensor)
-            if storage is None:
-                continue
-            self.detector.see(storage, clock, is_host=False)
-            kind = "write" if is_write else "read"
-            access = clock.access(kind, extent_of(tensor), str(func))
-            self.detector.access(clock, storage, access)
+            if _has_bytes(tensor):
+                self.detector.see(tensor, clock, is_host=False)
+                self.detector.access(clock, tensor, "write" if is_write else "read", str(func))
 
     def after_operator(self, outputs: Any) -> None:
         """Know which stream made which storage."""
         for tensor in _tensors_in(outputs):
-            storage = _storage_of(tensor)
-            if storage is not None:
-                self.detector.see(storage, self._current.clock, is_host=False)
+            if _has_bytes(tensor):
+                self.detector.see(tensor, self._current.clock, is_host=False)
 
     def _add_stream(self, name: str, *, is_copy: bool) -> SimulatedStream:
         stream = SimulatedStream(self, name, is_copy=is_copy)
@@ -339,10 +334,8 @@ class SimulatedBackend:
     def _check_copy(
         self, stream: SimulatedStream, tensor: Tensor, kind: str, label: str, *, is_host: bool
     ) -> None:
-        storage = tensor.untyped_storage()
-        self.detector.see(storage, self._current.clock, is_host=is_host)
-        access = stream.clock.access(kind, extent_of(tensor), label)
-        self.detector.access(stream.clock, storage, access)
+        self.detector.see(tensor, self._current.clock, is_host=is_host)
+        self.detector.access(stream.clock, tensor, kind, label)
 
     def _queue(self, stream: SimulatedStream, copy: QueuedCopy) -> None:
         """Queue ``copy``, and spoil its target unless another queued copy still needs it."""
@@ -433,15 +426,14 @@ def _tensors_in(value: Any) -> Iterable[Tensor]:
     return ()
 
 
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The bytes of an ordinary CPU tensor; None for sparse, meta and fake ones."""
+def _has_bytes(tensor: Tensor) -> bool:
+    """Whether it is an ordinary CPU tensor; sparse, meta and fake ones are not."""
     if tensor.layout is not torch.strided:
-        return None
+        return False
     try:
-        storage = tensor.untyped_storage()
+        return tensor.untyped_storage().device.type == "cpu"
     except (NotImplementedError, RuntimeError):
-        return None
-    return storage if storage.device.type == "cpu" else None
+        return False
 
 
 def _poison(tensor: Tensor | None) -> None:
