@@ -16,6 +16,7 @@ ROOT = Path(pp_offload.__file__).parent
 LAYERS = [
     {"errors"},
     {"config", "backends.base", "backends.happens_before"},
+    {"backends.simulated_copies"},
     {"backends.accelerator", "backends.cpu", "backends.simulated"},
     {"backends"},
     {"tensors", "policy", "tiers", "tiers.arena", "tiers.pool", "tiers.host"},

@@ -13,11 +13,9 @@ is checked by :mod:`pp_offload.backends.happens_before`, so that luck does not c
 from __future__ import annotations
 
 import random
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -27,72 +25,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload.backends.base import Event, Stream
-from pp_offload.backends.happens_before import (
-    RaceDetector,
-    StreamClock,
-    VectorClock,
-    extent_of,
-)
-from pp_offload.errors import RaceError
+from pp_offload.backends.happens_before import RaceDetector, StreamClock, VectorClock
+from pp_offload.backends.simulated_copies import POISON, QueuedCopy, WeakTensor, unwatched
 
 ORDERS = ("late", "eager", "random")
-POISON = 0xFF
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _METADATA_ONLY = ("empty", "new_empty", "zeros_like", "ones_like", "full_like", "new_zeros")
-
-
-class WeakTensor:
-    """Where a tensor lies, without keeping its storage alive."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.extent = extent_of(tensor)
-        self._storage = weakref.ref(tensor.untyped_storage())
-        self._dtype = tensor.dtype
-        self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
-
-    def rebuild(self) -> Tensor | None:
-        """A new tensor on the same bytes, or None when the storage is gone or was emptied."""
-        storage = self._storage()
-        if storage is None or storage.nbytes() < self.extent.stop:
-            return None
-        tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
-        tensor = torch._neg_view(tensor) if self._is_neg else tensor
-        return tensor.conj() if self._is_conj else tensor
-
-    def overlaps(self, other: WeakTensor) -> bool:
-        """Whether both lie on the same storage and share a byte."""
-        storage = self._storage()
-        return (
-            storage is not None
-            and storage is other._storage()
-            and self.extent.overlaps(other.extent)
-        )
-
-
-@dataclass(frozen=True)
-class QueuedCopy:
-    """One ``target.copy_(source)`` that has not run yet."""
-
-    target: WeakTensor
-    """Where the bytes go."""
-
-    source: WeakTensor
-    """Where they come from."""
-
-    label: str
-    """The group, for messages."""
-
-    def run(self) -> None:
-        """Copy now."""
-        target, source = self.target.rebuild(), self.source.rebuild()
-        if target is None or source is None:
-            side = "target" if target is None else "source"
-            raise RaceError(
-                f"the {side} of group {self.label!r} was freed before the copy ran; "
-                "keep it alive until an event recorded after the copy has finished"
-            )
-        target.copy_(source)
 
 
 class SimulatedEvent:
@@ -202,7 +139,6 @@ class SimulatedBackend:
         self.device = torch.device("cpu")
         self.detector = RaceDetector()
         self.num_host_allocations = 0
-        self.is_inside = False
         self._random = random.Random(seed)
         self._streams: dict[str, SimulatedStream] = {}
         self._copy_streams = tuple(self._add_stream(n, is_copy=True) for n in ("d2h", "h2d"))
@@ -291,7 +227,7 @@ class SimulatedBackend:
             ready = [s for s in self._copy_streams if s.queue and s.blocker() is None]
             if not ready:
                 return
-            self._run_head(self._random.choice(ready))
+            self._random.choice(ready).run_head()
 
     def work_queued(self, stream: SimulatedStream) -> None:
         """Called when ``stream`` has new work."""
@@ -308,7 +244,7 @@ class SimulatedBackend:
             elif (blocker := goal.stream.blocker()) is not None:
                 goals.append(blocker)
             else:
-                self._run_head(goal.stream)
+                goal.stream.run_head()
 
     def before_operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Check what a compute operator reads and writes on the live stream."""
@@ -331,6 +267,10 @@ class SimulatedBackend:
         self._streams[name] = stream
         return stream
 
+    def _inside(self) -> AbstractContextManager[None]:
+        """Operators that :meth:`activate` must not see."""
+        return unwatched()
+
     def _check_copy(
         self, stream: SimulatedStream, tensor: Tensor, kind: str, label: str, *, is_host: bool
     ) -> None:
@@ -339,30 +279,13 @@ class SimulatedBackend:
 
     def _queue(self, stream: SimulatedStream, copy: QueuedCopy) -> None:
         """Queue ``copy``, and spoil its target unless another queued copy still needs it."""
-        target = copy.target
-        queued = self._queued_copies()
-        if not any(target.overlaps(q.target) or target.overlaps(q.source) for q in queued):
-            with self._inside():
-                _poison(target.rebuild())
+        if not any(queued.touches(copy.target) for queued in self._queued_copies()):
+            copy.spoil_target()
         stream.queue.append(copy)
 
     def _queued_copies(self) -> Iterator[QueuedCopy]:
         for stream in self._copy_streams:
             yield from (work for work in stream.queue if isinstance(work, QueuedCopy))
-
-    def _run_head(self, stream: SimulatedStream) -> None:
-        with self._inside():
-            stream.run_head()
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """The backend's own operators, which :meth:`activate` must not see."""
-        previous, self.is_inside = self.is_inside, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.is_inside = previous
 
 
 class _Watch(TorchDispatchMode):
@@ -374,7 +297,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._backend.is_inside or _is_view(func):
+        if _is_view(func):
             return func(*args, **kwargs)
         self._backend.before_operator(func, args, kwargs)
         outputs = func(*args, **kwargs)
@@ -434,15 +357,6 @@ def _has_bytes(tensor: Tensor) -> bool:
         return tensor.untyped_storage().device.type == "cpu"
     except (NotImplementedError, RuntimeError):
         return False
-
-
-def _poison(tensor: Tensor | None) -> None:
-    """Set every byte of every element to 0xFF, which is NaN for floats."""
-    if tensor is None or tensor.numel() == 0:
-        return
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    integer = _INTEGERS[tensor.itemsize]
-    tensor.view(integer).fill_(POISON if integer is torch.uint8 else -1)
 
 
 __all__ = ["ORDERS", "SimulatedBackend", "SimulatedEvent", "SimulatedStream"]
