@@ -17,6 +17,7 @@ LAYERS = [
     {"errors"},
     {"config", "backends.base", "backends.happens_before"},
     {"backends.simulated_copies"},
+    {"backends.simulated_streams"},
     {"backends.accelerator", "backends.cpu", "backends.simulated"},
     {"backends"},
     {"tensors", "policy", "tiers", "tiers.arena", "tiers.pool", "tiers.host"},
