@@ -18,6 +18,7 @@ LAYERS = [
     {"config", "backends.base", "backends.happens_before"},
     {"backends.simulated_copies"},
     {"backends.simulated_streams"},
+    {"backends.simulated_watch"},
     {"backends.accelerator", "backends.cpu", "backends.simulated"},
     {"backends"},
     {"tensors", "policy", "tiers", "tiers.arena", "tiers.pool", "tiers.host"},

@@ -12,15 +12,11 @@ is checked by :mod:`pp_offload.backends.happens_before`, so that luck does not c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload.backends.base import Stream
 from pp_offload.backends.simulated_copies import POISON, QueuedCopy, WeakTensor, unwatched
@@ -30,8 +26,7 @@ from pp_offload.backends.simulated_streams import (
     SimulatedStream,
     Timeline,
 )
-
-_METADATA_ONLY = ("empty", "new_empty", "zeros_like", "ones_like", "full_like", "new_zeros")
+from pp_offload.backends.simulated_watch import Watch
 
 
 class SimulatedBackend:
@@ -112,7 +107,7 @@ class SimulatedBackend:
 
     def activate(self) -> AbstractContextManager[object]:
         """Watch every compute operation; :meth:`check` at the end."""
-        return _Watch(self)
+        return Watch(self._timeline, self.current_stream)
 
     def check(self) -> None:
         """Raise the race that the release of a tensor caused, if there was one."""
@@ -121,24 +116,6 @@ class SimulatedBackend:
     def synchronize(self) -> None:
         """Run all copies; the host knows of everything from now on."""
         self._timeline.synchronize()
-
-    def before_operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check what a compute operator reads and writes on the live stream."""
-        self._timeline.enter()
-        clock = self._current.clock
-        clock.advance(self._timeline.detector.host)
-        for tensor, is_write in _operands(func, args, kwargs):
-            if _has_bytes(tensor):
-                self._timeline.detector.see(tensor, clock, is_host=False)
-                self._timeline.detector.access(
-                    clock, tensor, "write" if is_write else "read", str(func)
-                )
-
-    def after_operator(self, outputs: Any) -> None:
-        """Know which stream made which storage."""
-        for tensor in _tensors_in(outputs):
-            if _has_bytes(tensor):
-                self._timeline.detector.see(tensor, self._current.clock, is_host=False)
 
     def _inside(self) -> AbstractContextManager[None]:
         """Operators that :meth:`activate` must not see."""
@@ -149,77 +126,6 @@ class SimulatedBackend:
     ) -> None:
         self._timeline.detector.see(tensor, self._current.clock, is_host=is_host)
         self._timeline.detector.access(stream.clock, tensor, kind, label)
-
-
-class _Watch(TorchDispatchMode):
-    """Shows the backend every compute operator, before and after it runs."""
-
-    def __init__(self, backend: SimulatedBackend) -> None:
-        super().__init__()
-        self._backend = backend
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _is_view(func):
-            return func(*args, **kwargs)
-        self._backend.before_operator(func, args, kwargs)
-        outputs = func(*args, **kwargs)
-        self._backend.after_operator(outputs)
-        return outputs
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        if kind is None:
-            self._backend.check()
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    """Whether an operator only makes another view: it returns an alias it does not write."""
-    aliases = [value.alias_info for value in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
-
-
-@cache
-def _parameters(func: Any) -> tuple[tuple[str, bool], ...]:
-    """Name of each parameter of an operator, and whether it is written."""
-    arguments = func._schema.arguments
-    return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments)
-
-
-def _operands(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Tensor, bool]]:
-    """Tensors whose bytes an operator touches, and whether it writes them."""
-    if func._schema.name.split("::")[-1].startswith(_METADATA_ONLY):
-        return
-    for index, (name, is_write) in enumerate(_parameters(func)):
-        value = args[index] if index < len(args) else kwargs.get(name)
-        for tensor in _tensors_in(value):
-            yield tensor, is_write
-
-
-def _tensors_in(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        return (value,)
-    if isinstance(value, list | tuple):
-        return (item for item in value if isinstance(item, Tensor))
-    return ()
-
-
-def _has_bytes(tensor: Tensor) -> bool:
-    """Whether it is an ordinary CPU tensor; sparse, meta and fake ones are not."""
-    if tensor.layout is not torch.strided:
-        return False
-    try:
-        return tensor.untyped_storage().device.type == "cpu"
-    except (NotImplementedError, RuntimeError):
-        return False
 
 
 __all__ = ["ORDERS", "SimulatedBackend", "SimulatedEvent", "SimulatedStream"]
