@@ -16,6 +16,9 @@ ROOT = Path(pp_offload.__file__).parent
 LAYERS = [
     {"errors"},
     {"config", "backends.base", "backends.happens_before"},
+    {"backends.simulated_copies"},
+    {"backends.simulated_streams"},
+    {"backends.simulated_watch"},
     {"backends.accelerator", "backends.cpu", "backends.simulated"},
     {"backends"},
     {"tensors", "policy", "tiers", "tiers.arena", "tiers.budget"},

@@ -5,7 +5,7 @@ The host has a clock too: what it has seen finish comes before all it issues lat
 the same bytes, one of them a write and one of them a copy, must be ordered by these clocks. They
 are checked when they are issued, so a run that happened to come out right is an error all the same.
 
-    detector.access(copy_stream, storage, Access(...))  # raises RaceError
+    detector.access(stream.clock, tensor, "read", "attn")  # raises RaceError
 
 Conflicts between two compute operations are not our business and are not reported.
 """
@@ -122,11 +122,10 @@ class StreamClock:
         self.is_copy = is_copy
         self.known = VectorClock({name: 1})
 
-    def advance(self, host: VectorClock) -> int:
-        """Begin one more piece of work, issued by the host now; returns its tick."""
+    def advance(self, host: VectorClock) -> None:
+        """Begin one more piece of work, issued by the host now."""
         self.known.merge(host)
         self.known[self.name] += 1
-        return self.known[self.name]
 
     def access(self, kind: str, extent: Extent, label: str) -> Access:
         """An access by the piece of work begun last."""
@@ -170,11 +169,12 @@ class RaceDetector:
         self._histories: dict[int, StorageHistory] = {}
         self._fault: RaceError | None = None
 
-    def see(self, storage: torch.UntypedStorage, owner: StreamClock, *, is_host: bool) -> None:
-        """Start the history of a storage that has none.
+    def see(self, tensor: Tensor, owner: StreamClock, *, is_host: bool) -> None:
+        """Start the history of the tensor's storage, if it has none.
 
         Device memory counts as just written by ``owner``, which computed or allocated it.
         """
+        storage = tensor.untyped_storage()
         if storage._cdata in self._histories:
             return
         history = StorageHistory(owner, storage.nbytes())
@@ -184,13 +184,14 @@ class RaceDetector:
         history.reference = weakref.ref(storage, partial(self._freed, storage._cdata))
         self._histories[storage._cdata] = history
 
-    def access(self, clock: StreamClock, storage: torch.UntypedStorage, access: Access) -> None:
-        """Check ``access`` against the storage's history.
+    def access(self, clock: StreamClock, tensor: Tensor, kind: str, label: str) -> None:
+        """Check what the piece of work that ``clock`` began last does to a tensor's bytes.
 
         Raises:
             RaceError: Nothing orders it after an earlier conflicting access.
         """
-        history = self._histories.get(storage._cdata)
+        history = self._histories.get(tensor.untyped_storage()._cdata)
+        access = clock.access(kind, extent_of(tensor), label)
         if history is None or access.extent.start == access.extent.stop:
             return
         race = history.first_race(access, clock.known)

@@ -12,175 +12,21 @@ is checked by :mod:`pp_offload.backends.happens_before`, so that luck does not c
 
 from __future__ import annotations
 
-import random
-import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import cache
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pp_offload.backends.base import Event, Stream
-from pp_offload.backends.happens_before import (
-    RaceDetector,
-    StreamClock,
-    VectorClock,
-    extent_of,
+from pp_offload.backends.base import Stream
+from pp_offload.backends.simulated_copies import POISON, QueuedCopy, WeakTensor, unwatched
+from pp_offload.backends.simulated_streams import (
+    ORDERS,
+    SimulatedEvent,
+    SimulatedStream,
+    Timeline,
 )
-from pp_offload.errors import RaceError
-
-ORDERS = ("late", "eager", "random")
-POISON = 0xFF
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_METADATA_ONLY = ("empty", "new_empty", "zeros_like", "ones_like", "full_like", "new_zeros")
-
-
-class WeakTensor:
-    """Where a tensor lies, without keeping its storage alive."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.extent = extent_of(tensor)
-        self._storage = weakref.ref(tensor.untyped_storage())
-        self._dtype = tensor.dtype
-        self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
-
-    def rebuild(self) -> Tensor | None:
-        """A new tensor on the same bytes, or None when the storage is gone or was emptied."""
-        storage = self._storage()
-        if storage is None or storage.nbytes() < self.extent.stop:
-            return None
-        tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
-        tensor = torch._neg_view(tensor) if self._is_neg else tensor
-        return tensor.conj() if self._is_conj else tensor
-
-    def overlaps(self, other: WeakTensor) -> bool:
-        """Whether both lie on the same storage and share a byte."""
-        storage = self._storage()
-        return (
-            storage is not None
-            and storage is other._storage()
-            and self.extent.overlaps(other.extent)
-        )
-
-
-@dataclass(frozen=True)
-class QueuedCopy:
-    """One ``target.copy_(source)`` that has not run yet."""
-
-    target: WeakTensor
-    """Where the bytes go."""
-
-    source: WeakTensor
-    """Where they come from."""
-
-    label: str
-    """The group, for messages."""
-
-    def run(self) -> None:
-        """Copy now."""
-        target, source = self.target.rebuild(), self.source.rebuild()
-        if target is None or source is None:
-            side = "target" if target is None else "source"
-            raise RaceError(
-                f"the {side} of group {self.label!r} was freed before the copy ran; "
-                "keep it alive until an event recorded after the copy has finished"
-            )
-        target.copy_(source)
-
-
-class SimulatedEvent:
-    """A point in a simulated stream's queue, and what that stream knew there."""
-
-    def __init__(self, stream: SimulatedStream, position: int, known: VectorClock) -> None:
-        self.stream = stream
-        self.position = position
-        self.known = known
-
-    def is_reached(self) -> bool:
-        """Whether everything queued before this point has run; no side effects."""
-        return self.stream.num_done >= self.position
-
-    def query(self) -> bool:
-        """Whether it is reached; if so, the host knows from now on.
-
-        In the order ``late`` an event of a compute stream is seen only by synchronizing.
-        """
-        backend = self.stream.backend
-        backend.enter()
-        host = backend.detector.host
-        if backend.order == "late" and not self.stream.is_copy and not host.covers(self.known):
-            return False
-        if self.is_reached():
-            host.merge(self.known)
-            return True
-        return False
-
-    def synchronize(self) -> None:
-        """Run everything before this point; the host knows from now on."""
-        backend = self.stream.backend
-        backend.enter()
-        backend.force(self)
-        backend.detector.host.merge(self.known)
-
-
-class SimulatedStream:
-    """A compute stream, which the host runs at once, or a copy stream, which has a queue."""
-
-    def __init__(self, backend: SimulatedBackend, name: str, *, is_copy: bool) -> None:
-        self.backend = backend
-        self.name = name
-        self.is_copy = is_copy
-        self.clock = StreamClock(name, is_copy=is_copy)
-        self.queue: deque[QueuedCopy | SimulatedEvent] = deque()
-        self.num_done = 0
-
-    def wait_event(self, event: Event) -> None:
-        """Order all later work of this stream after ``event``; compute makes its copies run."""
-        assert isinstance(event, SimulatedEvent)
-        self.backend.enter()
-        self.clock.known.merge(event.known)
-        if not self.is_copy:
-            self.backend.force(event)
-        elif not event.is_reached():
-            self.queue.append(event)
-            self.backend.work_queued(self)
-
-    def wait_stream(self, other: SimulatedStream) -> None:
-        """Order all later work of this stream after all that ``other`` has now."""
-        self.wait_event(other.record_event())
-
-    def record_event(self) -> SimulatedEvent:
-        """A new event after everything queued so far."""
-        self.backend.enter()
-        return self.last_event()
-
-    def last_event(self) -> SimulatedEvent:
-        """The same, for the backend's own use."""
-        known = self.clock.known.merged(self.backend.detector.host)
-        return SimulatedEvent(self, self.num_done + len(self.queue), known)
-
-    def synchronize(self) -> None:
-        """Run everything queued; the host knows from now on."""
-        self.record_event().synchronize()
-
-    def blocker(self) -> SimulatedEvent | None:
-        """What the head of the queue waits for, if it is not reached."""
-        head = self.queue[0]
-        return head if isinstance(head, SimulatedEvent) and not head.is_reached() else None
-
-    def run_head(self) -> None:
-        """Run the first piece of work; it must not be blocked."""
-        head = self.queue.popleft()
-        self.num_done += 1
-        if isinstance(head, QueuedCopy):
-            head.run()
+from pp_offload.backends.simulated_watch import Watch
 
 
 class SimulatedBackend:
@@ -195,25 +41,19 @@ class SimulatedBackend:
     """
 
     def __init__(self, order: str = "late", seed: int = 0) -> None:
-        if order not in ORDERS:
-            raise ValueError(f"order is {order!r}; expected one of 'late', 'eager', 'random'")
         self.order = order
         self.name = f"simulated {order}"
         self.device = torch.device("cpu")
-        self.detector = RaceDetector()
         self.num_host_allocations = 0
-        self.is_inside = False
-        self._random = random.Random(seed)
-        self._streams: dict[str, SimulatedStream] = {}
-        self._copy_streams = tuple(self._add_stream(n, is_copy=True) for n in ("d2h", "h2d"))
-        self._current = self._add_stream("compute", is_copy=False)
-        self.d2h: Stream = self._copy_streams[0]
-        self.h2d: Stream = self._copy_streams[1]
+        self._timeline = Timeline(order, seed)
+        self.d2h: Stream = self._timeline.add_stream("d2h", is_copy=True)
+        self.h2d: Stream = self._timeline.add_stream("h2d", is_copy=True)
+        self._current = self._timeline.add_stream("compute", is_copy=False)
 
     @property
     def pending(self) -> int:
         """How many copies have not run yet."""
-        return sum(1 for _ in self._queued_copies())
+        return sum(1 for _ in self._timeline.queued_copies())
 
     def current_stream(self) -> SimulatedStream:
         """The live compute stream."""
@@ -225,9 +65,7 @@ class SimulatedBackend:
         Raises:
             ValueError: The name is taken.
         """
-        if name in self._streams:
-            raise ValueError(f"stream {name!r} exists; expected a new name")
-        return self._add_stream(name, is_copy=False)
+        return self._timeline.add_stream(name, is_copy=False)
 
     @contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[SimulatedStream]:
@@ -247,210 +85,47 @@ class SimulatedBackend:
             RaceError: Nothing orders them after an earlier conflicting access.
         """
         assert isinstance(stream, SimulatedStream) and stream.is_copy
-        self.enter()
-        stream.clock.advance(self.detector.host)
+        self._timeline.enter()
+        stream.clock.advance(self._timeline.detector.host)
         pairs = list(zip(targets, sources, strict=True))
         for target, source in pairs:
             self._check_copy(stream, source, "read", label, is_host=stream is self.h2d)
             self._check_copy(stream, target, "write", label, is_host=stream is self.d2h)
-        for target, source in pairs:
-            self._queue(stream, QueuedCopy(WeakTensor(target), WeakTensor(source), label))
-        self.work_queued(stream)
+        copies = [
+            QueuedCopy(WeakTensor(target), WeakTensor(source), label) for target, source in pairs
+        ]
+        self._timeline.queue_copies(stream, copies)
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Garbage bytes."""
-        self.enter()
+        self._timeline.enter()
         self.num_host_allocations += 1
         with self._inside():
             buffer = torch.empty(nbytes, dtype=torch.uint8).fill_(POISON)
-        self.detector.see(buffer.untyped_storage(), self._current.clock, is_host=True)
+        self._timeline.detector.see(buffer, self._current.clock, is_host=True)
         return buffer
 
     def activate(self) -> AbstractContextManager[object]:
         """Watch every compute operation; :meth:`check` at the end."""
-        return _Watch(self)
+        return Watch(self._timeline, self.current_stream)
 
     def check(self) -> None:
         """Raise the race that the release of a tensor caused, if there was one."""
-        self.detector.raise_fault()
+        self._timeline.detector.raise_fault()
 
     def synchronize(self) -> None:
         """Run all copies; the host knows of everything from now on."""
-        self.enter()
-        for stream in self._streams.values():
-            event = stream.last_event()
-            self.force(event)
-            self.detector.host.merge(event.known)
+        self._timeline.synchronize()
 
-    def enter(self) -> None:
-        """Every call begins here: raise what is due, and in ``random`` run what chance says."""
-        self.detector.raise_fault()
-        if self.order != "random":
-            return
-        while self._random.random() < 0.5:
-            ready = [s for s in self._copy_streams if s.queue and s.blocker() is None]
-            if not ready:
-                return
-            self._run_head(self._random.choice(ready))
-
-    def work_queued(self, stream: SimulatedStream) -> None:
-        """Called when ``stream`` has new work."""
-        if self.order == "eager":
-            self.force(stream.last_event())
-
-    def force(self, event: SimulatedEvent) -> None:
-        """Run all that must run before ``event``, and nothing else."""
-        goals = [event]
-        while goals:
-            goal = goals[-1]
-            if goal.is_reached():
-                goals.pop()
-            elif (blocker := goal.stream.blocker()) is not None:
-                goals.append(blocker)
-            else:
-                self._run_head(goal.stream)
-
-    def before_operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check what a compute operator reads and writes on the live stream."""
-        self.enter()
-        clock = self._current.clock
-        clock.advance(self.detector.host)
-        for tensor, is_write in _operands(func, args, kwargs):
-            storage = _storage_of(tensor)
-            if storage is None:
-                continue
-            self.detector.see(storage, clock, is_host=False)
-            kind = "write" if is_write else "read"
-            access = clock.access(kind, extent_of(tensor), str(func))
-            self.detector.access(clock, storage, access)
-
-    def after_operator(self, outputs: Any) -> None:
-        """Know which stream made which storage."""
-        for tensor in _tensors_in(outputs):
-            storage = _storage_of(tensor)
-            if storage is not None:
-                self.detector.see(storage, self._current.clock, is_host=False)
-
-    def _add_stream(self, name: str, *, is_copy: bool) -> SimulatedStream:
-        stream = SimulatedStream(self, name, is_copy=is_copy)
-        self._streams[name] = stream
-        return stream
+    def _inside(self) -> AbstractContextManager[None]:
+        """Operators that :meth:`activate` must not see."""
+        return unwatched()
 
     def _check_copy(
         self, stream: SimulatedStream, tensor: Tensor, kind: str, label: str, *, is_host: bool
     ) -> None:
-        storage = tensor.untyped_storage()
-        self.detector.see(storage, self._current.clock, is_host=is_host)
-        access = stream.clock.access(kind, extent_of(tensor), label)
-        self.detector.access(stream.clock, storage, access)
-
-    def _queue(self, stream: SimulatedStream, copy: QueuedCopy) -> None:
-        """Queue ``copy``, and spoil its target unless another queued copy still needs it."""
-        target = copy.target
-        queued = self._queued_copies()
-        if not any(target.overlaps(q.target) or target.overlaps(q.source) for q in queued):
-            with self._inside():
-                _poison(target.rebuild())
-        stream.queue.append(copy)
-
-    def _queued_copies(self) -> Iterator[QueuedCopy]:
-        for stream in self._copy_streams:
-            yield from (work for work in stream.queue if isinstance(work, QueuedCopy))
-
-    def _run_head(self, stream: SimulatedStream) -> None:
-        with self._inside():
-            stream.run_head()
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """The backend's own operators, which :meth:`activate` must not see."""
-        previous, self.is_inside = self.is_inside, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.is_inside = previous
-
-
-class _Watch(TorchDispatchMode):
-    """Shows the backend every compute operator, before and after it runs."""
-
-    def __init__(self, backend: SimulatedBackend) -> None:
-        super().__init__()
-        self._backend = backend
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._backend.is_inside or _is_view(func):
-            return func(*args, **kwargs)
-        self._backend.before_operator(func, args, kwargs)
-        outputs = func(*args, **kwargs)
-        self._backend.after_operator(outputs)
-        return outputs
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        if kind is None:
-            self._backend.check()
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    """Whether an operator only makes another view: it returns an alias it does not write."""
-    aliases = [value.alias_info for value in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
-
-
-@cache
-def _parameters(func: Any) -> tuple[tuple[str, bool], ...]:
-    """Name of each parameter of an operator, and whether it is written."""
-    arguments = func._schema.arguments
-    return tuple((a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments)
-
-
-def _operands(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Tensor, bool]]:
-    """Tensors whose bytes an operator touches, and whether it writes them."""
-    if func._schema.name.split("::")[-1].startswith(_METADATA_ONLY):
-        return
-    for index, (name, is_write) in enumerate(_parameters(func)):
-        value = args[index] if index < len(args) else kwargs.get(name)
-        for tensor in _tensors_in(value):
-            yield tensor, is_write
-
-
-def _tensors_in(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        return (value,)
-    if isinstance(value, list | tuple):
-        return (item for item in value if isinstance(item, Tensor))
-    return ()
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The bytes of an ordinary CPU tensor; None for sparse, meta and fake ones."""
-    if tensor.layout is not torch.strided:
-        return None
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
-    return storage if storage.device.type == "cpu" else None
-
-
-def _poison(tensor: Tensor | None) -> None:
-    """Set every byte of every element to 0xFF, which is NaN for floats."""
-    if tensor is None or tensor.numel() == 0:
-        return
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    integer = _INTEGERS[tensor.itemsize]
-    tensor.view(integer).fill_(POISON if integer is torch.uint8 else -1)
+        self._timeline.detector.see(tensor, self._current.clock, is_host=is_host)
+        self._timeline.detector.access(stream.clock, tensor, kind, label)
 
 
 __all__ = ["ORDERS", "SimulatedBackend", "SimulatedEvent", "SimulatedStream"]

@@ -1,0 +1,196 @@
+"""Streams of a simulated device, and the order in which their copies run.
+
+A compute stream is the host itself: its work has run by the time anybody asks. A copy stream has a
+queue of copies and of events it waits for. The timeline decides when the head of a queue runs:
+only when something waits for it (``late``), at once (``eager``), or when chance says (``random``).
+
+    timeline = Timeline("late", seed=0)
+    d2h = timeline.add_stream("d2h", is_copy=True)
+    timeline.queue_copies(d2h, [QueuedCopy(...)])
+    compute.wait_event(d2h.record_event())  # runs it
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from pp_offload.backends.base import Event
+from pp_offload.backends.happens_before import RaceDetector, StreamClock, VectorClock
+from pp_offload.backends.simulated_copies import QueuedCopy
+
+ORDERS = ("late", "eager", "random")
+
+
+class SimulatedEvent:
+    """A point in a simulated stream's queue, and what that stream knew there."""
+
+    def __init__(self, stream: SimulatedStream, position: int, known: VectorClock) -> None:
+        self.stream = stream
+        self.position = position
+        self.known = known
+
+    def is_reached(self) -> bool:
+        """Whether everything queued before this point has run; no side effects."""
+        return self.stream.num_done >= self.position
+
+    def query(self) -> bool:
+        """Whether it is reached; if so, the host knows from now on.
+
+        In the order ``late`` an event of a compute stream is seen only by synchronizing.
+        """
+        timeline = self.stream.timeline
+        timeline.enter()
+        host = timeline.detector.host
+        if timeline.order == "late" and not self.stream.is_copy and not host.covers(self.known):
+            return False
+        if self.is_reached():
+            host.merge(self.known)
+            return True
+        return False
+
+    def synchronize(self) -> None:
+        """Run everything before this point; the host knows from now on."""
+        self.stream.timeline.enter()
+        self.finish()
+
+    def finish(self) -> None:
+        """The same, for the simulator's own use."""
+        self.stream.timeline.force(self)
+        self.stream.timeline.detector.host.merge(self.known)
+
+
+class SimulatedStream:
+    """A compute stream, which the host runs at once, or a copy stream, which has a queue."""
+
+    def __init__(self, timeline: Timeline, clock: StreamClock) -> None:
+        self.timeline = timeline
+        self.clock = clock
+        self.queue: deque[QueuedCopy | SimulatedEvent] = deque()
+        self.num_done = 0
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it copies; otherwise it computes."""
+        return self.clock.is_copy
+
+    def wait_event(self, event: Event) -> None:
+        """Order all later work of this stream after ``event``; compute makes its copies run."""
+        assert isinstance(event, SimulatedEvent)
+        self.timeline.enter()
+        self.clock.known.merge(event.known)
+        if not self.is_copy:
+            self.timeline.force(event)
+        elif not event.is_reached():
+            self.queue.append(event)
+            self.timeline.work_queued(self)
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """Order all later work of this stream after all that ``other`` has now."""
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> SimulatedEvent:
+        """A new event after everything queued so far."""
+        self.timeline.enter()
+        return self.last_event()
+
+    def last_event(self) -> SimulatedEvent:
+        """The same, for the simulator's own use."""
+        known = self.clock.known.merged(self.timeline.detector.host)
+        return SimulatedEvent(self, self.num_done + len(self.queue), known)
+
+    def synchronize(self) -> None:
+        """Run everything queued; the host knows from now on."""
+        self.record_event().synchronize()
+
+    def blocker(self) -> SimulatedEvent | None:
+        """What the head of the queue waits for, if it is not reached."""
+        head = self.queue[0]
+        return head if isinstance(head, SimulatedEvent) and not head.is_reached() else None
+
+    def run_head(self) -> None:
+        """Run the first piece of work; it must not be blocked."""
+        head = self.queue.popleft()
+        self.num_done += 1
+        if isinstance(head, QueuedCopy):
+            head.run()
+
+
+class Timeline:
+    """All streams of one device, and when their queued work runs.
+
+    Args:
+        order: ``late``, ``eager`` or ``random``.
+        seed: Which legal order ``random`` takes; the same seed, the same order.
+
+    Raises:
+        ValueError: ``order`` is none of the three.
+    """
+
+    def __init__(self, order: str, seed: int) -> None:
+        if order not in ORDERS:
+            raise ValueError(f"order is {order!r}; expected one of 'late', 'eager', 'random'")
+        self.order = order
+        self.detector = RaceDetector()
+        self.streams: dict[str, SimulatedStream] = {}
+        self._random = random.Random(seed)
+
+    def add_stream(self, name: str, *, is_copy: bool) -> SimulatedStream:
+        """A new stream, ordered with nothing.
+
+        Raises:
+            ValueError: The name is taken.
+        """
+        if name in self.streams:
+            raise ValueError(f"stream {name!r} exists; expected a new name")
+        stream = SimulatedStream(self, StreamClock(name, is_copy=is_copy))
+        self.streams[name] = stream
+        return stream
+
+    def enter(self) -> None:
+        """Every call begins here: raise what is due, and in ``random`` run what chance says."""
+        self.detector.raise_fault()
+        if self.order != "random":
+            return
+        while self._random.random() < 0.5:
+            ready = [s for s in self.streams.values() if s.queue and s.blocker() is None]
+            if not ready:
+                return
+            self._random.choice(ready).run_head()
+
+    def queue_copies(self, stream: SimulatedStream, copies: Iterable[QueuedCopy]) -> None:
+        """Queue ``copies``; spoil each target unless another queued copy still needs it."""
+        for copy in copies:
+            if not any(queued.touches(copy.target) for queued in self.queued_copies()):
+                copy.spoil_target()
+            stream.queue.append(copy)
+        self.work_queued(stream)
+
+    def work_queued(self, stream: SimulatedStream) -> None:
+        """Called when ``stream`` has new work."""
+        if self.order == "eager":
+            self.force(stream.last_event())
+
+    def force(self, event: SimulatedEvent) -> None:
+        """Run all that must run before ``event``, and nothing else."""
+        goals = [event]
+        while goals:
+            goal = goals[-1]
+            if goal.is_reached():
+                goals.pop()
+            elif (blocker := goal.stream.blocker()) is not None:
+                goals.append(blocker)
+            else:
+                goal.stream.run_head()
+
+    def synchronize(self) -> None:
+        """Run everything; the host knows of it from now on."""
+        self.enter()
+        for stream in self.streams.values():
+            stream.last_event().finish()
+
+    def queued_copies(self) -> Iterator[QueuedCopy]:
+        """The copies that have not run yet."""
+        for stream in self.streams.values():
+            yield from (work for work in stream.queue if isinstance(work, QueuedCopy))
