@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -412,8 +413,8 @@ class Offloader:
         self.alive: list[Tensor] = []
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, Event]:
-        self.alive.append(tensor)
         host = host_like(self.backend, tensor)
+        self.alive += [tensor, host]
         return host, offload(self.backend, tensor, host)
 
     def unpack(self, packed: tuple[Tensor, Event]) -> Tensor:
@@ -453,3 +454,39 @@ def test_a_forgotten_wait_in_backward(backend: SimulatedBackend) -> None:
 def collect() -> Iterator[None]:
     yield
     gc.collect()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_host_memory_freed_before_the_host_knows_is_an_error(order: str) -> None:
+    backend = SimulatedBackend(order)
+    host, source = backend.allocate_host(16).view(torch.float32), torch.ones(4)
+    event = offload(backend, source, host)
+    backend.current_stream().wait_event(event)  # compute knows; the host, which frees, does not
+    del host
+    with pytest.raises(RaceError, match="storage released"):
+        backend.check()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_tensor_made_before_activation_is_not_written_by_its_first_reader(order: str) -> None:
+    backend = SimulatedBackend(order)
+    host, source = backend.allocate_host(16).view(torch.float32), torch.ones(4)
+    with backend.activate():
+        event = backend.current_stream().record_event()
+        source.sum()
+        backend.d2h.wait_event(event)
+        backend.copy(backend.d2h, [host], [source], "g")
+        backend.synchronize()
+    assert host.equal(source)
+
+
+@pytest.mark.parametrize("make", [torch.rand_like, lambda t: t.new_ones(2), lambda t: t.t_()])
+def test_an_operator_that_reads_no_byte_is_free_to_run(make: Any) -> None:
+    backend = SimulatedBackend("late")
+    host = backend.allocate_host(16).view(torch.float32)
+    with backend.activate():
+        target = torch.empty(4)
+        backend.h2d.wait_event(backend.current_stream().record_event())
+        backend.copy(backend.h2d, [target], [host], "g")
+        make(target)
+        backend.synchronize()

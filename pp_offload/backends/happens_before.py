@@ -61,6 +61,10 @@ class Extent:
         return self.start <= other.start and other.stop <= self.stop
 
 
+WHOLE = Extent(0, 2**63)
+"""All of a storage, however it grows."""
+
+
 def extent_of(tensor: Tensor) -> Extent:
     """The smallest byte range that holds all elements; gaps between strides are included."""
     start = int(tensor.storage_offset()) * tensor.itemsize
@@ -137,10 +141,10 @@ class StorageHistory:
     """The accesses to one storage that later ones can still race with."""
 
     owner: StreamClock
-    """The compute stream that was current when the storage was first seen; it frees it."""
+    """The compute stream that was current when the storage was first seen."""
 
-    nbytes: int
-    """Its size when it was first seen."""
+    is_host: bool
+    """Freed by the host, which does not know what a stream waited for; else by :attr:`owner`."""
 
     accesses: list[Access] = field(default_factory=list)
     """Oldest first."""
@@ -177,10 +181,9 @@ class RaceDetector:
         storage = tensor.untyped_storage()
         if storage._cdata in self._histories:
             return
-        history = StorageHistory(owner, storage.nbytes())
+        history = StorageHistory(owner, is_host)
         if not is_host:
-            whole = Extent(0, history.nbytes)
-            history.accesses.append(owner.access("write", whole, "produced or allocated"))
+            history.accesses.append(owner.access("write", WHOLE, "produced or allocated"))
         history.reference = weakref.ref(storage, partial(self._freed, storage._cdata))
         self._histories[storage._cdata] = history
 
@@ -210,8 +213,9 @@ class RaceDetector:
         history = self._histories.pop(key, None)
         if history is None:
             return
-        free = history.owner.access("free", Extent(0, history.nbytes), "storage released")
-        race = history.first_race(free, history.owner.known.merged(self.host))
+        free = history.owner.access("free", WHOLE, "storage released")
+        known = self.host if history.is_host else history.owner.known.merged(self.host)
+        race = history.first_race(free, known)
         if race is not None and self._fault is None:
             self._fault = RaceError(_unordered(free, race))
 

@@ -20,7 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload.backends.simulated_streams import SimulatedStream, Timeline
 
-_METADATA_ONLY = ("empty", "new_empty", "zeros_like", "ones_like", "full_like", "new_zeros")
+_METADATA_ONLY = (
+    *("empty", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full"),
+)
 
 
 class Watch(TorchDispatchMode):
@@ -58,9 +61,11 @@ class Watch(TorchDispatchMode):
     def _check_operands(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._timeline.enter()
         detector, clock = self._timeline.detector, self._live().clock
+        operands = list(_operands(func, args, kwargs))
+        for tensor, _ in operands:
+            detector.see(tensor, clock, is_host=False)  # made before this operator
         clock.advance(detector.host)
-        for tensor, kind in _operands(func, args, kwargs):
-            detector.see(tensor, clock, is_host=False)
+        for tensor, kind in operands:
             detector.access(clock, tensor, kind, str(func))
 
     def _see_outputs(self, outputs: Any) -> None:
@@ -71,7 +76,9 @@ class Watch(TorchDispatchMode):
 
 @cache
 def _is_view(func: Any) -> bool:
-    """Whether an operator only makes another view: it returns an alias it does not write."""
+    """Whether an operator only makes another view, or turns its argument into one."""
+    if torch.Tag.inplace_view in func.tags:
+        return True
     aliases = [value.alias_info for value in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
