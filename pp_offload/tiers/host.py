@@ -12,7 +12,9 @@ enough, a buffer is made of several. So the slabs need not hold more than was li
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -149,10 +151,22 @@ class HostTier:
         )
 
     def close(self) -> None:
-        """Drop all memory. The caller made sure that no copy uses it."""
+        """Drop all memory that no buffer in use needs, once the copies that use it are done."""
         self._is_closed = True
+        self._collect()
+        self._wait_for_copies()
         self._bins.clear()
         self._slabs.clear()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # a copy that failed is done as well
+            self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
+        """The system may give freed memory to anybody, who knows nothing of our streams."""
+        for buffer in chain(self._returned, *self._bins.values()):
+            if buffer.last_use is not None:
+                buffer.last_use.synchronize()
 
     def _collect(self) -> None:
         while self._returned:
