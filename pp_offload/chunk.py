@@ -31,9 +31,10 @@ from pp_offload.prefetch import Prefetcher
 from pp_offload.release import ForcedRelease
 from pp_offload.saved import Resident, SavedActivation
 from pp_offload.tensors import Eligibility, StorageSet
+from pp_offload.ticket import Ticket
 from pp_offload.tiers.host import HostTier
 from pp_offload.tiers.pool import GPUTensorPool
-from pp_offload.transfer import Ticket, TransferEngine
+from pp_offload.transfer import TransferEngine
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 
 from pp_offload.tensors import StorageRef, num_holders
-from pp_offload.transfer import HostCopy, Ticket
+from pp_offload.ticket import HostCopy, Ticket
 
 Entry = tuple[StorageRef, int, weakref.ref[HostCopy]]
 """A storage, the version of it that was copied, and the copy."""

@@ -20,7 +20,8 @@ from pp_offload.backends import Event, Stream
 from pp_offload.errors import GroupStateError
 from pp_offload.policy import GroupKey
 from pp_offload.saved import SavedActivation
-from pp_offload.transfer import Ticket, record, wait
+from pp_offload.ticket import Ticket
+from pp_offload.transfer import record, wait
 
 
 class GroupState(enum.Enum):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pp_offload.saved import SavedActivation
 from pp_offload.tensors import Geometry, is_whole_storage, storage_bytes, storage_key
-from pp_offload.transfer import Ticket, TransferEngine
+from pp_offload.ticket import Ticket
+from pp_offload.transfer import TransferEngine
 
 Parts = tuple[Tensor, list[SavedActivation], int | None]
 """A payload, the saved tensors it holds, and the key of the storage if it is all of one."""

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from pp_offload.group import OffloadTensorGroup
-from pp_offload.transfer import Ticket, TransferEngine
+from pp_offload.ticket import Ticket
+from pp_offload.transfer import TransferEngine
 
 SMALL_BYTES = 2**18
 """Below this, tensors of several groups are reloaded as one batch."""

@@ -16,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pp_offload.errors import SavedTensorModifiedError
-from pp_offload.transfer import Restore, Ticket
+from pp_offload.ticket import Restore, Ticket
 
 
 class Owner(Protocol):

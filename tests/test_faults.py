@@ -17,7 +17,8 @@ from toy import batches, make_model, run_step, same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, RaceError, use_backend
 from pp_offload.backends import Event, Stream
-from pp_offload.transfer import HostCopy, Ticket, TransferEngine, _Flight
+from pp_offload.ticket import HostCopy, Ticket
+from pp_offload.transfer import TransferEngine, _Flight
 
 
 class CopiesBeforeComputeWroteIt(TransferEngine):

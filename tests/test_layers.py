@@ -24,6 +24,7 @@ LAYERS = [
     {"tensors", "policy", "tiers", "tiers.arena", "tiers.budget"},
     {"tiers.slabs", "tiers.pool"},
     {"tiers.host"},
+    {"ticket"},
     {"transfer"},
     {"saved"},
     {"payload", "copies"},

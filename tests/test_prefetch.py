@@ -15,8 +15,9 @@ from pp_offload.group import OffloadTensorGroup
 from pp_offload.prefetch import Prefetcher, Upcoming
 from pp_offload.saved import SavedActivation
 from pp_offload.tensors import Eligibility, StorageSet
+from pp_offload.ticket import Ticket
 from pp_offload.tiers.host import HostTier
-from pp_offload.transfer import Ticket, TransferEngine
+from pp_offload.transfer import TransferEngine
 
 
 class Backwards(Upcoming):

@@ -12,7 +12,7 @@ from toy import same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, offload_modules
-from pp_offload.transfer import Ticket
+from pp_offload.ticket import Ticket
 
 
 class Tied(nn.Module):
