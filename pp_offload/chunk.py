@@ -390,12 +390,10 @@ class ChunkOffloadHandler:
         transfer, copies = self._services.transfer, self._services.copies
         for saved in group.saved():
             saved.check_unmodified()
-        new = [ticket for ticket in tickets if not copies.share(ticket)]
+        new = copies.share(tickets)
         if new:
-            transfer.offload(new)
-        for ticket in new:
-            group.copied_bytes += ticket.nbytes
-            copies.add(ticket)
+            group.copied_bytes += transfer.offload(new)
+            copies.add(new)
         for ticket in tickets:
             ticket.hand_over()
         group.follow(tickets)

@@ -7,12 +7,23 @@ allocator used again is never taken for the storage that had it before.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
 
 from pp_offload.tensors import StorageRef, num_holders
 from pp_offload.ticket import HostCopy, Ticket
 
-Entry = tuple[StorageRef, int, weakref.ref[HostCopy]]
-"""A storage, the version of it that was copied, and the copy."""
+
+class Entry(NamedTuple):
+    """A storage that was copied."""
+
+    storage: StorageRef
+    version: int
+    copy: weakref.ref[HostCopy]
+    begin: int
+    place: Tensor
 
 
 class CopyIndex:
@@ -21,32 +32,47 @@ class CopyIndex:
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
 
-    def share(self, ticket: Ticket) -> bool:
-        """Give ``ticket`` the copy of its storage as it is now, if there is one."""
-        entry = None if ticket.storage_key is None else self._entries.get(ticket.storage_key)
-        payload = ticket.payload
+    def share(self, tickets: list[Ticket]) -> list[Ticket]:
+        """Give tickets the copy of their storage as it is now, where there is one.
+
+        Returns:
+            The others.
+        """
+        if not self._entries:
+            return tickets
+        return [ticket for ticket in tickets if not self._has_shared(ticket)]
+
+    def _has_shared(self, ticket: Ticket) -> bool:
+        storage, payload = ticket.storage, ticket.payload
+        entry = None if storage is None else self._entries.get(storage._cdata)
         if entry is None or payload is None:
             return False
-        storage, version, copy_ref = entry
-        copy = copy_ref()
-        if copy is None or copy.is_modified or copy.buffer.nbytes != ticket.nbytes:
+        copy = entry.copy()
+        if copy is None or entry.begin in copy.modified or entry.place.nbytes != ticket.nbytes:
             return False
-        if storage() is not payload.untyped_storage() or version != ticket.members[0].version:
+        if entry.storage() is not storage or entry.version != ticket.members[0].version:
             return False
-        ticket.attach(copy)
+        place = entry.place.view(payload.dtype).view(payload.shape)
+        ticket.attach(copy, entry.begin, place)
         return True
 
-    def add(self, ticket: Ticket) -> None:
-        """Remember that the ticket's copy holds its storage, as its members saved it.
+    def add(self, tickets: Iterable[Ticket]) -> None:
+        """Remember that the tickets' copies hold their storages, as their members saved them.
 
         A storage that nothing but the ticket holds cannot be saved again, and is not remembered.
         """
-        key, payload, copy = ticket.storage_key, ticket.payload, ticket.copy
-        if key is None or payload is None or copy is None:
-            return
-        storage = payload.untyped_storage()
-        if num_holders(storage) > 1:
-            self._entries[key] = weakref.ref(storage), ticket.members[0].version, weakref.ref(copy)
+        for ticket in tickets:
+            storage, copy, place = ticket.storage, ticket.copy, ticket.host_bytes
+            if storage is None or num_holders(storage) <= 1:
+                continue
+            assert copy is not None and place is not None, "not offloaded yet"
+            self._entries[storage._cdata] = Entry(
+                weakref.ref(storage),
+                ticket.members[0].version,
+                weakref.ref(copy),
+                ticket.begin,
+                place,
+            )
 
     def clear(self) -> None:
         """Forget all. A storage saved again is copied again."""

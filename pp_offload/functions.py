@@ -27,7 +27,7 @@ from pp_offload.tensors import tensors_in
 
 def mark_commit(output: Any, on_backward: Callable[[], None]) -> None:
     """Call ``on_backward`` when backward reaches a tensor of ``output``, however it is nested."""
-    for tensor in tensors_in(output):
+    for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
         node = tensor.grad_fn
         if node is not None:
             node.register_prehook(lambda gradients: on_backward())

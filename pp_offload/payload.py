@@ -9,48 +9,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from pp_offload.saved import SavedActivation
-from pp_offload.tensors import Geometry, is_whole_storage, storage_bytes, storage_key
+from pp_offload.tensors import Geometry, is_whole_storage, storage_bytes
 from pp_offload.ticket import Ticket
 from pp_offload.transfer import TransferEngine
 
-Parts = tuple[Tensor, list[SavedActivation], int | None]
-"""A payload, the saved tensors it holds, and the key of the storage if it is all of one."""
+Parts = tuple[Tensor, list[SavedActivation], UntypedStorage | None]
+"""A payload, the saved tensors it holds, and the storage if it is all of one."""
 
 
 def tickets_for(
     saved: Iterable[SavedActivation], transfer: TransferEngine, label: str
 ) -> list[Ticket]:
     """A ticket for every payload that ``saved`` needs. Copies nothing."""
-    by_storage: dict[int, list[SavedActivation]] = {}
+    by_storage: dict[UntypedStorage, list[SavedActivation]] = {}
     for one in saved:
-        by_storage.setdefault(storage_key(_source(one)), []).append(one)
+        by_storage.setdefault(_source(one).untyped_storage(), []).append(one)
     found: list[Ticket] = []
-    for key, members in by_storage.items():
+    for storage, members in by_storage.items():
         source = _source(members[0])
-        if len(members) == 1 and is_whole_storage(source):
-            found.append(Ticket(transfer, label, source, members, key))
+        if len(members) == 1 and is_whole_storage(source, storage):
+            found.append(Ticket(transfer, label, source, members, storage))
         else:
-            found += [Ticket(transfer, label, *parts) for parts in _of_one_storage(members, key)]
+            parts = _of_one_storage(members, storage)
+            found += [Ticket(transfer, label, *part) for part in parts]
     return found
 
 
-def _of_one_storage(saved: list[SavedActivation], key: int) -> list[Parts]:
+def _of_one_storage(saved: list[SavedActivation], storage: UntypedStorage) -> list[Parts]:
     by_geometry: dict[Geometry, list[SavedActivation]] = {}
     for one in saved:
         by_geometry.setdefault(Geometry.of(_source(one)), []).append(one)
     source = _source(saved[0])
     covered = sum(g.distinct_numel * g.dtype.itemsize for g in by_geometry)
-    if 2 * covered < source.untyped_storage().nbytes():
+    if 2 * covered < storage.nbytes():
         return [_gathered(geometry, same) for geometry, same in by_geometry.items()]
-    if len(by_geometry) == 1 and is_whole_storage(source):
-        return [(source, saved, key)]
+    if len(by_geometry) == 1 and is_whole_storage(source, storage):
+        return [(source, saved, storage)]
     for geometry, same in by_geometry.items():
         for one in same:
             one.restore = geometry.on_storage_of
-    return [(storage_bytes(source), saved, key)]
+    return [(storage_bytes(source), saved, storage)]
 
 
 def _gathered(geometry: Geometry, saved: list[SavedActivation]) -> Parts:

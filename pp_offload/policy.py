@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from pp_offload.config import OffloadConfig
@@ -31,8 +32,7 @@ class GroupKey(NamedTuple):
     """In the chunk's forward, from 0."""
 
 
-@dataclass(frozen=True)
-class GroupShape:
+class GroupShape(NamedTuple):
     """A group as a step saw it."""
 
     name: str
@@ -40,15 +40,14 @@ class GroupShape:
     """What offloading it moves to the host."""
 
 
-@dataclass(frozen=True)
-class ChunkShape:
+class ChunkShape(NamedTuple):
     """A chunk as a step saw it."""
 
     key: ChunkKey
     groups: tuple[GroupShape, ...]
     """In forward order."""
 
-    def keys(self) -> Iterator[tuple[GroupKey, GroupShape]]:
+    def by_key(self) -> Iterator[tuple[GroupKey, GroupShape]]:
         """Each group with its key, in forward order."""
         for position, group in enumerate(self.groups):
             yield GroupKey(self.key, position), group
@@ -74,8 +73,9 @@ class Plan:
         return key in self.last and self.names[key.chunk][key.position] == name
 
 
-def make_plan(chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int) -> Plan:
-    """The plan after a step whose chunks went backward in this order."""
+@lru_cache(maxsize=8)
+def make_plan(chunks: tuple[ChunkShape, ...], config: OffloadConfig, pipeline_rank: int) -> Plan:
+    """The plan after a step whose chunks went backward in this order. Steps repeat."""
     kept = groups_to_keep(chunks, config, pipeline_rank)
     names = {chunk.key: tuple(group.name for group in chunk.groups) for chunk in chunks}
     last = (key for chunk in chunks for key in last_of_each_name(chunk).values())
@@ -106,14 +106,14 @@ def reload_margin(chunks: Sequence[ChunkShape]) -> set[GroupKey]:
 
 def last_of_each_name(chunk: ChunkShape) -> dict[str, GroupKey]:
     """The last group of each name in forward order."""
-    return {group.name: key for key, group in chunk.keys()}
+    return {group.name: key for key, group in chunk.by_key()}
 
 
 def first_bytes(chunks: Sequence[ChunkShape], nbytes: int, kept: set[GroupKey]) -> set[GroupKey]:
     """Whole groups, chunk by chunk in backward order, until they make up at least ``nbytes``."""
     chosen: set[GroupKey] = set()
     for chunk in chunks:
-        for key, group in chunk.keys():
+        for key, group in chunk.by_key():
             if nbytes <= 0:
                 return chosen
             if key not in kept:
@@ -128,7 +128,7 @@ def beyond_fraction(
     """Of the n groups of a chunk not kept yet, the last ``int(n * (1 - fraction))``."""
     chosen: set[GroupKey] = set()
     for chunk in chunks:
-        eligible = [key for key, _ in chunk.keys() if key not in kept]
+        eligible = [key for key, _ in chunk.by_key() if key not in kept]
         num_kept = int(len(eligible) * (1 - fraction))
         chosen.update(eligible[len(eligible) - num_kept :])
     return chosen

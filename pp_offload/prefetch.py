@@ -75,9 +75,9 @@ class Prefetcher:
 
     def expect(self, nbytes: int) -> None:
         """A group of ``nbytes`` was offloaded, and will come back."""
-        if self._follows_groups and 2 * nbytes > self._window_bytes:
-            self._window_bytes = 2 * nbytes
-            self._transfer.refill_below_bytes = nbytes
+        if self._follows_groups:
+            self._window_bytes = max(self._window_bytes, 2 * nbytes)
+        self._transfer.refill_below_bytes = self._window_bytes // 2
 
     def fill(self) -> None:
         """Reload what comes next until the window is full, once half of it is free."""
@@ -98,11 +98,13 @@ class Prefetcher:
         self._load(batches)
         if is_all:
             self._done_at = changes
+            self._transfer.refill_below_bytes = 0
 
     def reset(self) -> None:
         """The step is over."""
         self._current = None
         self._done_at = -1
+        self._transfer.refill_below_bytes = self._window_bytes // 2
 
     def _bring(self, group: OffloadTensorGroup) -> None:
         room = self._window_bytes - self._transfer.landed_bytes

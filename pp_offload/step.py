@@ -81,7 +81,7 @@ class StepRecord(Upcoming):
 
     def make_plan(self, config: OffloadConfig) -> Plan:
         """Learn from the step: the plan, the summary, and the backward order."""
-        shapes = [chunk.shape() for chunk in self._backward.values()]
+        shapes = tuple(chunk.shape() for chunk in self._backward.values())
         if not self.queue.is_told:
             self.queue.know_order([shape.key for shape in shapes])
         summary: Counter[str] = Counter()

@@ -25,11 +25,6 @@ MAX_PADDING_BYTES = 2**20
 """Device memory that may be spent to give a gathered view the offset it had."""
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Address of the tensor's storage object: unique while the storage lives."""
-    return tensor.untyped_storage()._cdata
-
-
 def num_holders(storage: torch.UntypedStorage) -> int:
     """How many tensors hold ``storage``, apart from the Python object given."""
     return torch._C._storage_Use_Count(storage._cdata) - 1
@@ -107,16 +102,12 @@ def storage_bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-def is_whole_storage(tensor: Tensor) -> bool:
-    """Whether a contiguous tensor is all there is in its storage.
+def is_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a contiguous tensor is all there is in its ``storage``.
 
     A dimension of size one may have any stride and still be contiguous; such shapes do not count.
     """
-    return (
-        tensor.is_contiguous()
-        and tensor.nbytes == tensor.untyped_storage().nbytes()
-        and 1 not in tensor.shape
-    )
+    return tensor.is_contiguous() and tensor.nbytes == storage.nbytes() and 1 not in tensor.shape
 
 
 class StorageSet:
@@ -139,8 +130,11 @@ class StorageSet:
             self.add(tensor)
 
     def __contains__(self, tensor: Tensor) -> bool:
+        known = self._known
+        if not known:
+            return False
         storage = tensor.untyped_storage()
-        ref = self._known.get(storage._cdata)
+        ref = known.get(storage._cdata)
         return ref is not None and ref() is storage
 
     def __len__(self) -> int:
@@ -179,7 +173,8 @@ class Eligibility:
             if isinstance(tensor, Parameter):
                 self.kept.add(tensor)
             return False
-        if tensor.numel() < max(1, min_numel) or tensor.layout is not torch.strided:
+        numel = tensor.numel()
+        if numel < min_numel or numel == 0 or tensor.layout is not torch.strided:
             return False
         if tensor.device != self._device or tensor.is_quantized:
             return False
@@ -189,7 +184,7 @@ class Eligibility:
         if base is not None and isinstance(base, Parameter):
             self.kept.add(tensor)
             return False
-        return not self.kept or tensor not in self.kept
+        return tensor not in self.kept
 
 
 def tensors_in(value: object) -> Iterable[Tensor]:

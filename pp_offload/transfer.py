@@ -33,7 +33,7 @@ from torch import Tensor
 
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.errors import SavedTensorModifiedError
-from pp_offload.ticket import HostCopy, Ticket
+from pp_offload.ticket import HostCopy, Ticket, packed
 from pp_offload.tiers.host import HostTier
 
 MAX_ABANDONED = 8
@@ -84,26 +84,31 @@ class TransferEngine:
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
         self._waited: tuple[Event, Stream] | None = None
 
-    def offload(self, tickets: Sequence[Ticket]) -> None:
+    def offload(self, tickets: Sequence[Ticket]) -> int:
         """Queue the copies of a group to the host; the sources are kept alive until they ran.
 
         Args:
             tickets: At least one, none offloaded before.
 
+        Returns:
+            Bytes.
+
         Raises:
             MemoryError: The host has no room. Nothing was queued; the tickets are as before.
         """
         self.poll()
-        copies: list[HostCopy] = []
+        copies = packed(tickets, self.host)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
+        nbytes = 0
         for ticket in tickets:
-            copy = HostCopy(self.host, self.host.take(ticket.nbytes))
-            copies.append(copy)
-            target, source = ticket.attach(copy), ticket.source()
+            nbytes += ticket.nbytes
+            target, source = ticket.host_bytes, ticket.source()
+            assert target is not None
             if target.is_meta:
-                targets += copy.buffer.pieces
-                sources += copy.buffer.split(flat_bytes(source))
+                pieces = ticket.pieces()
+                targets += pieces
+                sources += cut_like(pieces, source)
             else:
                 targets.append(target)
                 sources.append(source)
@@ -112,19 +117,18 @@ class TransferEngine:
         self._d2h_waits_for_last_users(copies)
         self.backend.copy(self.backend.d2h, targets, sources, tickets[0].label)
         offloaded = self.backend.d2h.record_event()
-        nbytes = 0
         for copy in copies:
             copy.offloaded = copy.buffer.last_use = offloaded
-            nbytes += copy.buffer.nbytes
         self.counters.bytes_offloaded += nbytes
         if offloaded.query():
-            return
-        for ticket, copy in zip(tickets, copies, strict=True):
-            copy.watched = ticket.watched()
+            return nbytes
+        for ticket in tickets:
+            ticket.watch()
         refs = [weakref.ref(copy) for copy in copies]
         self.in_flight_bytes += nbytes
         self._keep_alive(_Flight(sources, refs, offloaded, home, nbytes))
         self._keep_in_flight_bounded()
+        return nbytes
 
     def reload(self, tickets: Sequence[Ticket]) -> None:
         """Queue the copies back to the device. Data is valid once :meth:`deliver` returned it."""
@@ -142,8 +146,9 @@ class TransferEngine:
             target = torch.empty_like(source, device=device)
             landing.append(target)
             if source.is_meta:
-                sources += copy.buffer.pieces
-                targets += copy.buffer.split(flat_bytes(target))
+                pieces = ticket.pieces()
+                sources += pieces
+                targets += cut_like(pieces, target)
             else:
                 sources.append(source)
                 targets.append(target)
@@ -176,7 +181,7 @@ class TransferEngine:
             SavedTensorModifiedError: It was changed in place before it was copied.
         """
         copy = ticket.copy
-        if copy is not None and (copy.watched is not None or copy.is_modified):
+        if copy is not None and (copy.watched is not None or copy.modified):
             self._check_unmodified(ticket, copy)
         live = self.backend.current_stream()
         if ticket.landed is not None and ticket.home != live:
@@ -200,7 +205,7 @@ class TransferEngine:
 
     def _check_unmodified(self, ticket: Ticket, copy: HostCopy) -> None:
         copy.check_unmodified()
-        if copy.is_modified and ticket.host_bytes is not None:
+        if ticket.begin in copy.modified and ticket.host_bytes is not None:
             raise SavedTensorModifiedError(
                 f"a tensor of group '{ticket.label}' with payload shape "
                 f"{tuple(ticket.host_bytes.shape)} was modified by an inplace operation after "
@@ -296,9 +301,10 @@ class TransferEngine:
         self.counters.consumer_wait_ms += (time.perf_counter() - start) * 1e3
 
 
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as a flat ``uint8`` tensor; no copy."""
-    return tensor.detach().view(-1).view(torch.uint8)
+def cut_like(pieces: Sequence[Tensor], tensor: Tensor) -> Sequence[Tensor]:
+    """The bytes of a contiguous tensor, in parts as long as ``pieces``; no copy."""
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    return flat.split([piece.numel() for piece in pieces])
 
 
 def record(stream: Stream) -> Event:

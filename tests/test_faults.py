@@ -57,12 +57,13 @@ class DropsSources(TransferEngine):
 
 
 class FreesHostBufferEarly(TransferEngine):
-    def offload(self, tickets: Sequence[Ticket], *rest: object) -> None:
-        super().offload(tickets, *rest)  # type: ignore[arg-type]
-        for ticket in tickets:
-            assert ticket.copy is not None
-            ticket.copy.buffer.last_use = None
-            self.host.give(ticket.copy.buffer)
+    def offload(self, tickets: Sequence[Ticket]) -> int:
+        nbytes = super().offload(tickets)
+        for copy in {ticket.copy for ticket in tickets}:
+            assert copy is not None
+            copy.buffer.last_use = None
+            self.host.give(copy.buffer)
+        return nbytes
 
 
 class ReleasesSourcesWithoutWaiting(TransferEngine):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pp_offload import ClosedError
 from pp_offload.tiers.budget import HostBudget, reserved_bytes
-from pp_offload.tiers.host import ALIGNMENT, HostBuffer, HostTier
+from pp_offload.tiers.host import ALIGNMENT, HostBuffer, HostTier, room_for
 from pp_offload.tiers.slabs import FINENESS
 from pp_offload.tiers.slabs import SMALLEST_BYTES as SLAB_BYTES
 
@@ -141,12 +141,29 @@ def test_statistics_count_what_is_in_use() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
 def test_a_buffer_takes_the_shape_of_its_payload(dtype: torch.dtype) -> None:
     buffer = HostTier(System().allocate).take(240 * dtype.itemsize)
-    shaped = buffer.shaped(torch.Size((12, 20)), dtype)
+    (begin, shaped) = buffer.shaped([(torch.Size((12, 20)), dtype)])[0]
+    assert begin == 0
     assert (shaped.shape, shaped.dtype) == ((12, 20), dtype)
     assert shaped.is_contiguous()
     assert shaped.data_ptr() == buffer.pieces[0].data_ptr()
-    assert buffer.shaped(torch.Size((12, 20)), dtype) is shaped
-    assert buffer.shaped(torch.Size((240,)), dtype).shape == (240,)
+    assert buffer.shaped([(torch.Size((12, 20)), dtype)])[0][1] is shaped
+    assert buffer.shaped([(torch.Size((240,)), dtype)])[0][1].shape == (240,)
+
+
+def test_parts_lie_one_behind_the_other() -> None:
+    parts = [
+        (torch.Size((3,)), torch.float32),
+        (torch.Size((65,)), torch.uint8),
+        (torch.Size(()), torch.float64),
+    ]
+    rooms = [room_for(size.numel() * dtype.itemsize) for size, dtype in parts]
+    assert rooms == [64, 128, 64]
+    buffer = HostTier(System().allocate).take(sum(rooms))
+    places = buffer.shaped(parts)
+    assert [begin for begin, _ in places] == [0, 64, 192]
+    assert [(place.shape, place.dtype) for _, place in places] == parts
+    start = buffer.pieces[0].data_ptr()
+    assert [place.data_ptr() - start for _, place in places] == [0, 64, 192]
 
 
 def test_running_out_raises_and_leaves_the_tier_as_it_was() -> None:
@@ -221,11 +238,18 @@ def test_a_buffer_is_made_of_pieces_where_no_range_is_long_enough() -> None:
     tier.give(small[2])
     split = tier.take(SLAB_BYTES // 2)
     assert len(split.pieces) == 2 and len(system.asked) == 1
-    assert split.shaped(torch.Size((SLAB_BYTES // 8,)), torch.float32).is_meta
-    flat = torch.arange(SLAB_BYTES // 2).to(torch.uint8)
-    cut = split.split(flat)
-    assert [part.numel() for part in cut] == [piece.numel() for piece in split.pieces]
-    assert torch.cat(cut).equal(flat)
+    third = torch.Size((SLAB_BYTES // 6 // 64 * 64,))
+    places = split.shaped([(third, torch.uint8)] * 3)
+    assert [place.is_meta for _, place in places] == [False, True, False]
+    values = torch.arange(SLAB_BYTES // 2).to(torch.uint8)
+    at = 0
+    for piece in split.pieces:
+        piece.copy_(values[at : at + piece.numel()])
+        at += piece.numel()
+    for begin, place in places:
+        part = split.part(begin, place.nbytes)
+        assert torch.cat(part).equal(values[begin : begin + place.nbytes])
+        assert place.is_meta or place.equal(part[0])
     assert not overlap([small[1], small[3], split])
 
 

@@ -26,12 +26,31 @@ from pp_offload.tiers.budget import HostBudget
 from pp_offload.tiers.slabs import Allocate, Slab, SlabSource, granule_for, powers_of_two
 
 ALIGNMENT = 512
+"""Of buffers in a slab. In bytes."""
+
+PART_ALIGNMENT = 64
+"""Of parts in a buffer. In bytes."""
+
+Part = tuple[torch.Size, torch.dtype]
+"""A contiguous tensor that a buffer is to hold."""
+
+Place = tuple[int, Tensor]
+"""Its first byte in the buffer, and the tensor there."""
 
 
 class HostBuffer:
     """Host memory in one piece or several, and the copy that used it last."""
 
-    __slots__ = ("_slabs", "_typed", "last_use", "nbytes", "pieces", "ranges", "room_bytes")
+    __slots__ = (
+        "_parts",
+        "_slabs",
+        "_places",
+        "last_use",
+        "nbytes",
+        "pieces",
+        "ranges",
+        "room_bytes",
+    )
 
     def __init__(self, nbytes: int, ranges: list[Range], slabs: list[Slab]) -> None:
         self.nbytes = nbytes
@@ -44,23 +63,41 @@ class HostBuffer:
         for one, slab in zip(ranges, self._slabs, strict=True):
             self.pieces.append(slab.data[one.offset : one.offset + min(left, one.nbytes)])
             left -= one.nbytes
-        self._typed = self.pieces[0]
+        self._parts: list[Part] = []
+        self._places: list[Place] = []
 
-    def shaped(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A buffer of one piece as a contiguous tensor, made once for the same shape.
+    def shaped(self, parts: list[Part]) -> list[Place]:
+        """Where contiguous tensors lie, one behind the other. Made once for the same parts.
 
-        One of several pieces gives a tensor without bytes, on the ``meta`` device.
+        One that a single piece does not hold is a tensor without bytes, on the ``meta`` device.
         """
-        if self._typed.shape != shape or self._typed.dtype != dtype:
-            if len(self.pieces) == 1:
-                self._typed = self.pieces[0].view(dtype).view(shape)
-            else:
-                self._typed = torch.empty(shape, dtype=dtype, device="meta")
-        return self._typed
+        if self._parts != parts:
+            self._parts, self._places = parts, []
+            begin = 0
+            for size, dtype in parts:
+                nbytes = size.numel() * dtype.itemsize
+                held = self.part(begin, nbytes)
+                if len(held) == 1:
+                    self._places.append((begin, held[0].view(dtype).view(size)))
+                else:
+                    self._places.append((begin, torch.empty(size, dtype=dtype, device="meta")))
+                begin += room_for(nbytes)
+        return self._places
 
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """A flat ``uint8`` tensor of :attr:`nbytes`, cut like the pieces."""
-        return list(flat.split([piece.numel() for piece in self.pieces]))
+    def part(self, begin: int, nbytes: int) -> list[Tensor]:
+        """The ``nbytes`` from byte ``begin`` on, as flat ``uint8`` tensors."""
+        held: list[Tensor] = []
+        for piece in self.pieces:
+            if begin < piece.numel() and nbytes > 0:
+                held.append(piece[begin : begin + nbytes])
+                nbytes -= held[-1].numel()
+            begin = max(0, begin - piece.numel())
+        return held
+
+
+def room_for(nbytes: int) -> int:
+    """What a part of ``nbytes`` takes of a buffer that holds several."""
+    return -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
 
 
 @dataclass(frozen=True)

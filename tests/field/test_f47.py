@@ -79,9 +79,10 @@ def moved(manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch) -> I
     transfer, seen = manager.services.transfer, []
     offload = transfer.offload
 
-    def spy(tickets: Sequence[Ticket]) -> None:
-        seen.extend(a.untyped_storage().data_ptr() for t in tickets for a, _ in t.watched())
-        offload(tickets)
+    def spy(tickets: Sequence[Ticket]) -> int:
+        sources = (member.source for ticket in tickets for member in ticket.members)
+        seen.extend(s.untyped_storage().data_ptr() for s in sources if s is not None)
+        return offload(tickets)
 
     monkeypatch.setattr(transfer, "offload", spy)
     yield seen
