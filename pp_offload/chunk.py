@@ -153,9 +153,10 @@ class ChunkOffloadHandler:
 
     def pack(self, group: OffloadTensorGroup, tensor: Tensor) -> SavedActivation | Resident:
         """Save ``tensor`` in ``group``."""
-        if group.state is not GroupState.OPEN or not self._services.is_enabled:
+        services = self._services
+        if group.state is not GroupState.OPEN or not services.is_enabled:
             return Resident(tensor)
-        if not self._services.eligibility.admits(tensor, self.min_offloaded_tensor_size):
+        if not services.eligibility.admits(tensor, self.min_offloaded_tensor_size):
             return Resident(tensor)
         saved = SavedActivation(tensor, group)
         group.add(saved)

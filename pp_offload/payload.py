@@ -26,11 +26,12 @@ def tickets_for(
     """A ticket for every payload that ``saved`` needs. Copies nothing."""
     by_storage: dict[UntypedStorage, list[SavedActivation]] = {}
     for one in saved:
-        by_storage.setdefault(_source(one).untyped_storage(), []).append(one)
+        if one.source is not None:
+            by_storage.setdefault(one.source.untyped_storage(), []).append(one)
     found: list[Ticket] = []
     for storage, members in by_storage.items():
-        source = _source(members[0])
-        if len(members) == 1 and is_whole_storage(source, storage):
+        source = members[0].source
+        if len(members) == 1 and source is not None and is_whole_storage(source, storage):
             found.append(Ticket(transfer, label, source, members, storage))
         else:
             parts = _of_one_storage(members, storage)

@@ -63,7 +63,8 @@ class Prefetcher:
             if not group.is_used:
                 group.is_used = True
                 self._upcoming.begin(group)
-            self._bring(group)
+            if not group.is_brought:
+                self._bring(group)
         self.fill()
 
     def approach(self, group: OffloadTensorGroup) -> None:
@@ -90,6 +91,8 @@ class Prefetcher:
         batches: list[list[Ticket]] = []
         is_all = True
         for following in chain((group,), self._upcoming.after(group)):
+            if following.is_brought:
+                continue
             batch, is_all = self._missing(following, room, is_empty=not batches)
             batches.append(batch)
             room -= sum(ticket.nbytes for ticket in batch)
@@ -131,8 +134,6 @@ class Prefetcher:
     ) -> tuple[list[Ticket], bool]:
         """What of ``group`` is not there and fits into ``room`` bytes; whether that is all."""
         batch: list[Ticket] = []
-        if group.is_brought:
-            return batch, True
         may_exceed = is_empty and self._transfer.landed_bytes == 0
         for ticket in group.tickets_last_first():
             if ticket.landed is not None or ticket.num_waiting <= 0:

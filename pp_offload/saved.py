@@ -54,6 +54,10 @@ class SavedActivation:
     Args:
         tensor: What autograd saves.
         owner: Its group, told when backward first asks for one of its tensors.
+
+    Attributes:
+        source: The tensor itself, until a ticket takes its bytes.
+        ticket: Offloaded; its payload holds this tensor, and ``restore`` makes it of that.
     """
 
     __slots__ = ("owner", "restore", "source", "ticket", "version")
@@ -64,15 +68,6 @@ class SavedActivation:
         self.owner = owner
         self.ticket: Ticket | None = None
         self.restore: Restore | None = None
-
-    def entrust(self, ticket: Ticket) -> None:
-        """Leave the bytes to ``ticket``.
-
-        Args:
-            ticket: Offloaded; its payload holds this tensor, and :attr:`restore` makes it of that.
-        """
-        self.ticket = ticket
-        self.source = None
 
     def check_unmodified(self) -> None:
         """Raise if the tensor was changed in place since it was saved."""

@@ -56,16 +56,8 @@ class Member(Protocol):
     """A saved tensor that a payload holds."""
 
     source: Tensor | None
-    restore: Restore | None
     version: int
-
-    def check_unmodified(self) -> None:
-        """Raise if it was changed in place since it was saved."""
-        ...
-
-    def entrust(self, ticket: Ticket) -> None:
-        """Leave the bytes to ``ticket``."""
-        ...
+    ticket: Ticket | None
 
 
 class Mover(Protocol):
@@ -170,10 +162,11 @@ class Ticket:
 
     def hand_over(self) -> None:
         """The copy is queued: the members need their tensors no more."""
-        members, self.members = self.members, ()
+        for member in self.members:
+            member.ticket = self
+            member.source = None
+        self.members = ()
         self.payload = self.storage = None
-        for member in members:
-            member.entrust(self)
 
     def __del__(self) -> None:
         if self.landed is not None:
