@@ -110,24 +110,26 @@ class ChunkOffloadHandler:
 
     def offload(
         self, src_tensor: Tensor, pin_memory: bool = True, use_cpu_pool: bool = True
-    ) -> SavedActivation:
+    ) -> SavedActivation | Resident:
         """Copy one tensor to the host.
 
         Args:
-            src_tensor: A dense device tensor.
+            src_tensor: Any tensor; one that is no dense memory on the device stays where it is.
             pin_memory: Accepted for the reference; the backend knows what its copies need.
             use_cpu_pool: Accepted for the reference; host memory is always reused.
 
         Returns:
             An opaque state for :meth:`reload`; the host bytes live as long as it does.
         """
+        if not self._services.eligibility.can_move(src_tensor):
+            return Resident(src_tensor)
         group = OffloadTensorGroup("tensor")
         saved = SavedActivation(src_tensor, group)
         group.add(saved)
         self._move(group, self._tickets(group))
         return saved
 
-    def reload(self, state: SavedActivation, non_blocking: bool | None = None) -> Tensor:
+    def reload(self, state: SavedActivation | Resident, non_blocking: bool | None = None) -> Tensor:
         """The tensor :meth:`offload` took, on the device, ready for the current stream.
 
         Args:
@@ -248,21 +250,23 @@ class ChunkOffloadHandler:
 
     def bulk_offload(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
         """Offload the group being committed, or keep it; then release what the user named."""
+        group = self._open[-1]
         if self.should_bulk_offload():
             self.bulk_offload_group()
         else:
             self._keep(self._open.pop())
-        if forced_released_tensors:
-            self._services.transfer.after_copies(ForcedRelease(forced_released_tensors).run)
+        if forced_released_tensors and group.state is GroupState.OFFLOADED:
+            release = ForcedRelease(forced_released_tensors, self._services.eligibility.kept)
+            self._services.transfer.after_copies(release.run)
 
     def should_bulk_offload(self) -> bool:
         """Whether the group being committed leaves the device.
 
-        Not if offload is disabled, the plan keeps it, or its backward is about to begin: it is the
-        last of its name in a chunk that runs backward next.
+        Not if offload is disabled, the plan keeps it, or its backward has begun or is about to: it
+        is the last of its name in a chunk that runs backward next.
         """
         services, group = self._services, self._open[-1]
-        if not services.is_enabled:
+        if not services.is_enabled or group.is_used:
             return False
         if group.key is None:
             return True

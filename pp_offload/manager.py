@@ -67,7 +67,7 @@ class PipelineOffloadManager:
             on_change=self.step.change,
             number_chunk=self.step.add,
         )
-        self.passes_without_chunk = False
+        self.num_attached = 0
         self._current: ChunkOffloadHandler | None = None
         self._scopes: list[saved_tensors_hooks] = []
         self._pool: GPUTensorPool | None = None
@@ -207,9 +207,9 @@ class PipelineOffloadManager:
         Raises:
             GroupStateError: There should be one.
         """
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_in_backward():
             return None
-        if self._current is None and not self.passes_without_chunk:
+        if self._current is None and not self.num_attached:
             raise GroupStateError(
                 f"{action} of group '{name}' without a chunk; call init_chunk_handler(vp_size, "
                 "vp_stage, min_offloaded_tensor_size) before each microbatch's forward, or attach "
@@ -327,3 +327,8 @@ class PipelineOffloadManager:
     def on_get_saved_tensor(self, saved_state: SavedActivation | Resident) -> Tensor:
         """The unpack hook. May be called any number of times, in any order."""
         return unpack(saved_state)
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs this: a forward here is a recomputation, used at once."""
+    return int(torch._C._current_graph_task_id()) != -1

@@ -40,7 +40,7 @@ def attach(
         A handle, also a context manager; ``detach()`` restores schedule and modules.
 
     Raises:
-        OffloadError: The schedule is attached already.
+        OffloadError: The schedule is attached already, or another one is with other options.
         ValueError: A pattern matches nothing on this rank.
     """
     if getattr(schedule, _ATTACHED, None) is not None:
@@ -50,6 +50,11 @@ def attach(
         )
     manager = PipelineOffloadManager.get_instance()
     if config is not None and config != manager.config:
+        if manager.num_attached:
+            raise OffloadError(
+                f"a schedule is attached with {manager.config}, this one comes with {config}; give "
+                "both the same config, or detach() the other first"
+            )
         manager = PipelineOffloadManager(config=config, backend=manager.backend)
         PipelineOffloadManager.OFFLOAD_MGR = manager
     return AttachedSchedule(schedule, manager, groups)
@@ -66,6 +71,8 @@ class AttachedSchedule:
         self._stages = _stages(schedule)
         self._wrapped: list[tuple[Any, str]] = []
         self._modules: list[OffloadModulesHandle] = []
+        self._order = list(backward_order(schedule, self._stages))
+        self._is_attached = False
         try:
             self._attach(groups)
         except BaseException:
@@ -76,11 +83,8 @@ class AttachedSchedule:
         manager = self.manager
         setattr(self._schedule, _ATTACHED, self)
         self._mark_modules(groups)
-        manager.passes_without_chunk = True
-        manager.step.pipeline_rank = int(getattr(self._stages[0], "group_rank", 0))
-        order = list(backward_order(self._schedule, self._stages))
-        if order:
-            manager.step.queue.know_order(order, is_told=True)
+        manager.num_attached += 1
+        self._is_attached = True
         for vp_stage, stage in enumerate(self._stages):
             self._wrap(stage, "forward_one_chunk", functools.partial(self._forward, vp_stage))
             for name in ("backward_one_chunk", "backward_weight_one_chunk"):
@@ -96,7 +100,10 @@ class AttachedSchedule:
             handle.remove()
         self._modules.clear()
         self._schedule.__dict__.pop(_ATTACHED, None)
-        self.manager.passes_without_chunk = False
+        if self._is_attached:
+            self._is_attached = False
+            self.manager.num_attached -= 1
+            self.manager.step.queue.know_order(())
 
     def __enter__(self) -> AttachedSchedule:
         return self
@@ -164,6 +171,9 @@ class AttachedSchedule:
         for stage in self._stages:
             kept.add_module(stage.submod)
         manager.reset()
+        manager.step.pipeline_rank = int(getattr(self._stages[0], "group_rank", 0))
+        if self._order:
+            manager.step.queue.know_order(self._order, is_told=True)
         try:
             return inner(*args, **kwargs)
         except BaseException:

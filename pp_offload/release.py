@@ -12,8 +12,10 @@ import weakref
 from collections.abc import Iterable
 
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
 
-from pp_offload.tensors import num_holders
+from pp_offload.tensors import StorageSet, has_storage, num_holders
 
 logger = logging.getLogger(__name__)
 
@@ -23,35 +25,45 @@ class ForcedRelease:
 
     Args:
         tensors: What the user named. Held weakly.
+        kept: Storages that stay whatever the user says.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], kept: StorageSet) -> None:
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
+        self._kept = kept
 
     def run(self) -> None:
         """Empty what may be emptied. The copies are done and dropped their references."""
         for ref in self._tensors:
             tensor = ref()
-            if tensor is not None and _may_be_emptied(tensor):
+            if tensor is None:
+                continue
+            reason = self._reason_to_stay(tensor)
+            if reason is None:
                 tensor.untyped_storage().resize_(0)
+            else:
+                logger.info(
+                    "forced_released_tensors: a tensor of shape %s stays on the device: %s",
+                    tuple(tensor.shape),
+                    reason,
+                )
 
-
-def _may_be_emptied(tensor: Tensor) -> bool:
-    storage = tensor.untyped_storage()
-    if not storage.resizable():
-        logger.warning(
-            "forced_released_tensors: a tensor of shape %s has a storage that cannot be resized "
-            "(external memory); its data stays on the device",
-            tuple(tensor.shape),
-        )
-        return False
-    expected = 1 + (tensor._base is not None)
-    holders = num_holders(storage)
-    if holders > expected:
-        logger.info(
-            "forced_released_tensors: the storage of a tensor of shape %s is shared by %d others; "
-            "it stays on the device",
-            tuple(tensor.shape),
-            holders - expected,
-        )
-    return holders <= expected
+    def _reason_to_stay(self, tensor: Tensor) -> str | None:
+        if not has_storage(tensor):
+            return "it is no dense tensor"
+        if isinstance(tensor, Parameter) or tensor in self._kept:
+            return "it belongs to the model, or was marked with mark_not_offloadable"
+        storage = tensor.untyped_storage()
+        if not storage.resizable():
+            return "its memory is external and cannot be resized"
+        others = num_holders(storage) - 1 - (tensor._base is not None)
+        if others > 0:
+            return f"its storage is shared by {others} others"
+        # Autograd refers to a leaf itself, without another holder of its storage; the node that
+        # accumulates its gradient does so too, and reads nothing.
+        is_accumulated = tensor.is_leaf and tensor.requires_grad
+        node = get_gradient_edge(tensor).node if is_accumulated else None
+        references = tensor._use_count()  # type: ignore[attr-defined]
+        if references > (1 if node is None else 2):
+            return "autograd has saved it outside of any group"
+        return None

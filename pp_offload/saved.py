@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from pp_offload.errors import SavedTensorModifiedError
 from pp_offload.ticket import Restore, Ticket
@@ -36,8 +37,10 @@ class Resident:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # An output's own object would keep its graph alive through itself.
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        # An output's own object would keep its graph alive through itself; and by an alias others
+        # can tell that the storage is in use.
+        is_parameter = tensor.is_leaf and isinstance(tensor, Parameter)
+        self.tensor = tensor if is_parameter else tensor.detach()
         self.version = tensor._version
 
     def unpack(self) -> Tensor:

@@ -78,14 +78,15 @@ class Geometry:
         )
         return Geometry(self.dtype, size, self.stride, self.offset)
 
-    def on(self, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-        """This view of ``storage``."""
-        empty = torch.empty(0, dtype=self.dtype, device=device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
-
     def on_storage_of(self, payload: Tensor) -> Tensor:
-        """This view of a payload that is the whole storage."""
-        return self.on(payload.untyped_storage(), payload.device)
+        """This view of the storage of ``payload``, which is of this dtype or flat ``uint8``.
+
+        Views made so share one version counter, as those autograd saved did.
+        """
+        if payload.dtype != self.dtype:
+            whole = payload.nbytes - payload.nbytes % self.dtype.itemsize
+            payload = payload[:whole].view(self.dtype)
+        return payload.as_strided(self.size, self.stride, self.offset)
 
     def scattered(self, payload: Tensor) -> Tensor:
         """This view in a storage of its own, filled from its gathered elements."""
@@ -163,11 +164,23 @@ class Eligibility:
         self._device = device
         self.kept = kept
 
-    def admits(self, tensor: Tensor, min_numel: int) -> bool:
-        """Whether ``tensor`` may be offloaded.
+    def can_move(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is dense memory on the device, and its bytes are all there is to it.
 
-        Only plain dense tensors of at least ``min_numel`` elements on the device are; lazily
-        conjugated or negated ones are not, since that flag is not part of the bytes.
+        The flag of a lazily conjugated or negated tensor is not part of the bytes.
+        """
+        return (
+            has_storage(tensor)
+            and tensor.numel() > 0
+            and tensor.device == self._device
+            and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+        )
+
+    def admits(self, tensor: Tensor, min_numel: int) -> bool:
+        """Whether ``tensor`` may be offloaded without anybody's asking.
+
+        Only plain tensors of at least ``min_numel`` elements are that :meth:`can_move` and are not
+        kept.
         """
         if type(tensor) is not Tensor:
             if isinstance(tensor, Parameter):

@@ -101,6 +101,7 @@ class Ticket:
         "reloaded",
         "storage",
         "transfer",
+        "version",
     )
 
     def __init__(
@@ -124,6 +125,7 @@ class Ticket:
         self.landed: Tensor | None = None
         self.reloaded: Event | None = None
         self.home: Stream | None = None
+        self.version: int | None = None
 
     def source(self) -> Tensor:
         """The bytes to copy, contiguous. A gather runs on the compute stream."""

@@ -198,10 +198,23 @@ class TransferEngine:
                 self._waited = reloaded, live
             ticket.reloaded = None
         ticket.num_waiting -= 1
+        if ticket.num_waiting > 0 or ticket.version is not None:
+            self._check_not_used_up(ticket, landed)
         if ticket.num_waiting <= 0:
-            self.landed_bytes -= ticket.nbytes
-            ticket.landed = ticket.home = None
+            self._drop_landed(ticket)
         return landed
+
+    def _check_not_used_up(self, ticket: Ticket, landed: Tensor) -> None:
+        """Of several users of a payload, one in backward may have changed it in place."""
+        if ticket.version is None:
+            ticket.version = landed._version
+        elif ticket.version != landed._version:
+            raise SavedTensorModifiedError(
+                f"one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of group '{ticket.label}' with payload shape "
+                f"{tuple(landed.shape)}, saved several times, was changed by a backward that used "
+                "it before; use an out-of-place operation there"
+            )
 
     def _check_unmodified(self, ticket: Ticket, copy: HostCopy) -> None:
         copy.check_unmodified()
@@ -293,7 +306,7 @@ class TransferEngine:
     def _drop_landed(self, ticket: Ticket) -> None:
         if ticket.landed is not None:
             self.landed_bytes -= ticket.nbytes
-        ticket.landed = ticket.reloaded = ticket.home = None
+        ticket.landed = ticket.reloaded = ticket.home = ticket.version = None
 
     def _compute_waits_for(self, stream: Stream, event: Event) -> None:
         start = time.perf_counter()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pp_offload import OffloadConfig, PipelineOffloadManager
+from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager
 from pp_offload.pipelining import attach
 
 WRAPPED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
@@ -90,3 +90,41 @@ def _failing(module: nn.Module) -> Any:
         raise ValueError("wrong")
 
     return module.register_forward_pre_hook(fail)
+
+
+def test_two_schedules_share_a_manager(schedule: Any) -> None:
+    stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
+    other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    expected = step(schedule)
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with attach(other, None, config) as first:
+        with attach(schedule, {"layer": "*"}) as handle:
+            for one in (schedule, other, schedule):
+                assert same(expected, step(one))
+            assert handle.manager is first.manager
+        moved = first.manager.statistics().bytes_offloaded
+        assert moved > 0
+        assert same(expected, step(other))
+
+
+def test_a_schedule_that_learns_its_shapes_after_another_was_detached(schedule: Any) -> None:
+    stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
+    other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+        attach(other).detach()
+        losses = step(schedule)
+    assert same(losses, step(schedule))
+
+
+def test_two_schedules_with_different_options_are_an_error(schedule: Any) -> None:
+    stage = PipelineStage(schedule._stage.submod, 0, 1, schedule._stage.device)
+    other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+        with pytest.raises(OffloadError, match="min_offloaded_tensor_size=2"):
+            attach(other, None, OffloadConfig(min_offloaded_tensor_size=2))
+        step(schedule)
+    attach(other, None, OffloadConfig(min_offloaded_tensor_size=2)).detach()
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(a.equal(b) for a, b in zip(first, second, strict=True))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from toy import make_model, same_bits
 
 from pp_offload import (
@@ -428,3 +430,33 @@ def test_markers_in_the_layer_and_by_name_do_the_same(manager: PipelineOffloadMa
     expected = step(marked, manager)
     offload_modules(plain, {"part": "*.up"})
     assert same_bits(step(plain, manager), expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "other thread"])
+def test_groups_in_a_recomputed_forward_do_nothing_in_backward(
+    manager: PipelineOffloadManager, use_reentrant: bool, is_elsewhere: bool
+) -> None:
+    """An accelerator's backward runs on a thread of its own, where the chunk is not."""
+    device = manager.backend.device
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(device)
+    x = torch.linspace(-1, 1, 12).view(2, 6).to(device).requires_grad_()
+
+    def gradients() -> list[Tensor]:
+        loss = checkpoint(model, x * 2, use_reentrant=use_reentrant).sum()
+        inputs = [x, *model.parameters()]
+        for one in inputs:
+            one.grad = None
+        with ThreadPoolExecutor(1) as thread:
+            backward = loss.backward
+            thread.submit(backward).result() if is_elsewhere else backward()
+        return [one.grad for one in inputs if one.grad is not None]
+
+    expected = gradients()
+    with offload_modules(model, {"layer": "*"}):
+        for _ in range(3):
+            manager.reset()
+            manager.init_model_chunk_offload_handler(None, None, 1)
+            assert same_bits(gradients(), expected)
+    if use_reentrant:
+        assert manager.statistics().bytes_offloaded == 0

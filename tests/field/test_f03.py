@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -141,3 +142,43 @@ def test_f03_a_neighbour_in_the_same_buffer_is_not_blamed(manager: PipelineOfflo
     if getattr(backend, "order", "") == "late":
         with pytest.raises(SavedTensorModifiedError):
             first.sum().backward()
+
+
+class UsesSavedAsScratch(torch.autograd.Function):
+    """A backward that changes what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x.mul_(3).mul_(grad)
+
+
+@pytest.mark.parametrize("is_view", [False, True], ids=["same", "views"])
+def test_f03_changed_by_another_backward(manager: PipelineOffloadManager, is_view: bool) -> None:
+    """The tensor is saved twice; the first to use it in backward changes it."""
+    device = manager.backend.device
+
+    def backward(is_on: bool) -> None:
+        if is_on:
+            manager.reset()
+            manager.init_model_chunk_offload_handler(None, None, 1)
+        w = torch.ones(4, 5).to(device).requires_grad_()
+        h = torch.ones(4, 5).to(device).requires_grad_() * 1.5
+        with off_interface(is_on, h, "core"):
+            a = h * w
+            b = UsesSavedAsScratch.apply(h.t() if is_view else h)
+            y = a + (b.t() if is_view else b)
+        if is_on:
+            y = off_interface.group_commit(y, name="core")
+        y.sum().backward()
+
+    with pytest.raises(RuntimeError, match="inplace"):
+        backward(is_on=False)
+    with pytest.raises(SavedTensorModifiedError, match="core"):
+        backward(is_on=True)
+    assert same_bits(gradient(manager, device=device), gradient(None, device=device))

@@ -1,0 +1,45 @@
+"""Delayed commits are done in forward order when flushed, or at the next step, if still of use."""
+
+from __future__ import annotations
+
+import torch
+from toy import same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import (
+    PipelineOffloadManager,
+    fine_grained_offloading_group_flush_delayed_groups,
+)
+
+
+def test_a_flush_offloads_in_forward_order(manager: PipelineOffloadManager) -> None:
+    device = manager.backend.device
+    x = torch.linspace(0, 1, 30).to(device).requires_grad_()
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    y, moved = x * 1, []
+    for name in ("first", "second"):
+        with off_interface(True, y, name):
+            y = y.sin()
+        y = off_interface.group_commit(y, name=name, delay_offload=True)
+        moved.append(manager.statistics().bytes_offloaded)
+    fine_grained_offloading_group_flush_delayed_groups()
+    moved.append(manager.statistics().bytes_offloaded)
+    assert moved == [0, 0, 240]
+    chunk = manager.cur_forward_chunk()
+    assert chunk is not None
+    assert [group.copied_bytes for group in chunk.groups] == [120, 120]
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert same_bits([got], list(torch.autograd.grad((x * 1).sin().sin().sum(), x)))
+
+
+def test_a_commit_after_backward_moves_nothing(manager: PipelineOffloadManager) -> None:
+    device = manager.backend.device
+    x, weight = torch.ones(30).to(device), torch.ones(30).to(device).requires_grad_()
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    with off_interface(True, x, "g"):
+        y = (x * weight).exp()
+    off_interface.group_commit(y, name="g", delay_offload=True).sum().backward()
+    x.add_(1)  # the next batch, into the same memory
+    manager.reset()
+    assert manager.statistics().bytes_offloaded == 0
+    manager.init_model_chunk_offload_handler(None, None, 1)

@@ -1,0 +1,100 @@
+"""Forced release empties what was copied and nobody else needs, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from toy import same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import PipelineOffloadManager
+
+Before = Callable[[PipelineOffloadManager, Tensor], object]
+
+
+def run(
+    manager: PipelineOffloadManager,
+    *,
+    is_on: bool,
+    is_leaf: bool,
+    before: Before = lambda manager, x: None,
+    min_numel: int = 1,
+    make: Callable[[Tensor], Tensor] = lambda x: x,
+) -> tuple[int, list[Tensor]]:
+    """Bytes of the group's input after the commit and its copy, and the gradients."""
+    torch.manual_seed(5)
+    device = manager.backend.device
+    leaf = make(torch.randn(40).to(device).requires_grad_())
+    weight = torch.randn(40).to(device).requires_grad_()
+    if is_on:
+        manager.reset()
+        manager.init_model_chunk_offload_handler(None, None, min_numel)
+    x = leaf if is_leaf else leaf * 2
+    other = before(manager, x)
+    with off_interface(is_on, x, "g"):
+        y = x * weight
+    if is_on:
+        y = off_interface.group_commit(y, name="g", forced_released_tensors=[x])
+        manager.backend.synchronize()
+        manager.statistics()
+    nbytes = x.untyped_storage().nbytes()
+    loss = y.sum() + (other.sum() if isinstance(other, Tensor) else 0)
+    loss.backward()
+    return nbytes, [weight.grad, leaf.grad]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "output"])
+def test_what_nobody_else_needs_is_emptied(manager: PipelineOffloadManager, is_leaf: bool) -> None:
+    nbytes, got = run(manager, is_on=True, is_leaf=is_leaf)
+    assert nbytes == 0
+    assert same_bits(got, run(manager, is_on=False, is_leaf=is_leaf)[1])
+
+
+def saved_outside(manager: PipelineOffloadManager, x: Tensor) -> Tensor:
+    return x * torch.ones_like(x, requires_grad=True)
+
+
+def a_view(manager: PipelineOffloadManager, x: Tensor) -> Tensor:
+    return x.view(4, 10)
+
+
+def marked(manager: PipelineOffloadManager, x: Tensor) -> None:
+    manager.mark_not_offloadable(x)
+
+
+def disabled(manager: PipelineOffloadManager, x: Tensor) -> None:
+    manager.disable_offload()
+
+
+def saved_in_the_manager(manager: PipelineOffloadManager, x: Tensor) -> Tensor:
+    with manager:
+        return saved_outside(manager, x)
+
+
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "output"])
+@pytest.mark.parametrize("before", [saved_outside, a_view, marked, disabled, saved_in_the_manager])
+def test_what_others_need_stays(
+    manager: PipelineOffloadManager, before: Before, is_leaf: bool
+) -> None:
+    nbytes, got = run(manager, is_on=True, is_leaf=is_leaf, before=before)
+    assert nbytes == 160
+    assert same_bits(got, run(manager, is_on=False, is_leaf=is_leaf, before=before)[1])
+
+
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "output"])
+def test_what_was_too_small_to_offload_stays(
+    manager: PipelineOffloadManager, is_leaf: bool
+) -> None:
+    nbytes, got = run(manager, is_on=True, is_leaf=is_leaf, min_numel=41)
+    assert nbytes == 160
+    assert same_bits(got, run(manager, is_on=False, is_leaf=is_leaf)[1])
+
+
+def test_a_parameter_stays(manager: PipelineOffloadManager) -> None:
+    nbytes, got = run(manager, is_on=True, is_leaf=True, make=Parameter)
+    assert nbytes == 160
+    assert same_bits(got, run(manager, is_on=False, is_leaf=True, make=Parameter)[1])
