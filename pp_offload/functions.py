@@ -1,36 +1,23 @@
-"""The markers of a group: nothing in forward, signals in backward.
+"""The reference's markers of a group: identity functions with signals in backward.
 
 NOTE [ Markers ]
-    A marker is a hook on the autograd node that made the tensor; the graph stays as it is. An
-    identity function in its place would change numbers: where a tensor is used several times, it
-    changes the order in which gradients are summed, and so their last bits. It would also either
-    refuse in-place operations on its output, or cut the output's history from that of its input.
-    Backward reaches a group when the gradient of its output is complete. An output without a node
-    gives no signal; the first unpack takes its place. That backward has left a group needs no
-    signal: its last tensors were delivered, which makes room for others.
-
-The ``...Function`` classes are the reference's; the ``fine_grained_offloading_*`` functions of
-:mod:`pp_offload.interface` use the hooks.
+    The ``fine_grained_offloading_*`` functions of :mod:`pp_offload.interface` leave the graph as it
+    is and do not use these classes. An identity function changes numbers: where a tensor is used
+    several times, it changes the order in which gradients are summed, and so their last bits. It
+    also either refuses in-place operations on its output, or cuts the output's history from that of
+    its input. Nor is a signal missed: backward has reached a group when it asks for the first of
+    its tensors, and what comes next was on its way before that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pp_offload.chunk import ChunkOffloadHandler
-from pp_offload.tensors import tensors_in
-
-
-def mark_commit(output: Any, on_backward: Callable[[], None]) -> None:
-    """Call ``on_backward`` when backward reaches a tensor of ``output``, however it is nested."""
-    for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-        node = tensor.grad_fn
-        if node is not None:
-            node.register_prehook(lambda gradients: on_backward())
 
 
 class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):

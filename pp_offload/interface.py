@@ -22,7 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.cuda_graph import fine_grained_offloading_forward_record
-from pp_offload.functions import mark_commit
 from pp_offload.group import OffloadTensorGroup
 from pp_offload.manager import PipelineOffloadManager
 from pp_offload.saved import unpack
@@ -72,7 +71,7 @@ def fine_grained_offloading_group_commit(
             :func:`fine_grained_offloading_group_flush_delayed_groups`.
 
     Returns:
-        ``tensor`` itself; its node tells when backward reaches the group.
+        ``tensor`` itself.
 
     Raises:
         GroupStateError: There is no chunk, or no open group of this name.
@@ -80,8 +79,7 @@ def fine_grained_offloading_group_commit(
     chunk = PipelineOffloadManager.get_instance().open_chunk("commit", name)
     if chunk is None:
         return tensor
-    group = chunk.commit(name, forced_released_tensors, delay=delay_offload)
-    mark_commit(tensor, group.on_use)
+    chunk.commit(name, forced_released_tensors, delay=delay_offload)
     return tensor
 
 

@@ -80,12 +80,14 @@ class SavedActivation:
 
     def unpack(self) -> Tensor:
         """The tensor as it was saved: values, size, stride and dtype."""
-        ticket = self.ticket
+        ticket, owner = self.ticket, self.owner
         if ticket is None:
+            if not owner.is_used:
+                owner.on_use()
             self.check_unmodified()
             assert self.source is not None
             return self.source
-        transfer, owner = ticket.transfer, self.owner
+        transfer = ticket.transfer
         if ticket.landed is None or not owner.is_used:
             owner.on_use()
         landed = transfer.deliver(ticket)
