@@ -216,14 +216,19 @@ class ChunkOffloadHandler:
         """
         if threading.get_ident() != self._thread:
             raise self._other_thread("commit", name)
-        group = next((g for g in reversed(self._open) if g.name == name), None)
-        if group is None:
+        for group in reversed(self._open):
+            if group.name == name:
+                break
+        else:
             raise self._not_open(name)
-        self._open.remove(group)
         if delay:
+            self._open.remove(group)
             close = partial(self._close, group, forced_released_tensors)
             self._services.delayed.append(close)
+        elif group is self._open[-1]:
+            self.on_group_commit_forward(forced_released_tensors)
         else:
+            self._open.remove(group)
             self._close(group, forced_released_tensors)
         return group
 
@@ -376,7 +381,8 @@ class ChunkOffloadHandler:
     def reset(self) -> None:
         """Forget all groups. Tensors autograd still holds stay good."""
         for group in self.groups:
-            group.drop()
+            if group.state is GroupState.OPEN:
+                group.drop()
         self.groups.clear()
         self._open.clear()
 

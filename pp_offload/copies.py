@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from torch import Tensor
 
 from pp_offload.tensors import StorageRef, num_holders
 from pp_offload.ticket import HostCopy, Ticket
 
-
-class Entry(NamedTuple):
-    """A storage that was copied."""
-
-    storage: StorageRef
-    version: int
-    copy: weakref.ref[HostCopy]
-    begin: int
-    place: Tensor
+Entry = tuple[StorageRef, int, weakref.ref[HostCopy], int, Tensor]
+"""A storage, the version of it that was copied, the copy, and its first byte and place there."""
 
 
 class CopyIndex:
@@ -47,13 +39,13 @@ class CopyIndex:
         entry = None if storage is None else self._entries.get(storage._cdata)
         if entry is None or payload is None:
             return False
-        copy = entry.copy()
-        if copy is None or entry.begin in copy.modified or entry.place.nbytes != ticket.nbytes:
+        known, version, copy_ref, begin, place = entry
+        if known() is not storage or version != ticket.members[0].version:
             return False
-        if entry.storage() is not storage or entry.version != ticket.members[0].version:
+        copy = copy_ref()
+        if copy is None or begin in copy.modified or place.nbytes != ticket.nbytes:
             return False
-        place = entry.place.view(payload.dtype).view(payload.shape)
-        ticket.attach(copy, entry.begin, place)
+        ticket.attach(copy, begin, place.view(payload.dtype).view(payload.shape))
         return True
 
     def add(self, tickets: Iterable[Ticket]) -> None:
@@ -66,13 +58,9 @@ class CopyIndex:
             if storage is None or num_holders(storage) <= 1:
                 continue
             assert copy is not None and place is not None, "not offloaded yet"
-            self._entries[storage._cdata] = Entry(
-                weakref.ref(storage),
-                ticket.members[0].version,
-                weakref.ref(copy),
-                ticket.begin,
-                place,
-            )
+            refs = weakref.ref(storage), weakref.ref(copy)
+            version = ticket.members[0].version
+            self._entries[storage._cdata] = refs[0], version, refs[1], ticket.begin, place
 
     def clear(self) -> None:
         """Forget all. A storage saved again is copied again."""

@@ -121,10 +121,9 @@ class OffloadTensorGroup:
             self._on_use(self)
 
     def drop(self) -> None:
-        """Forget every tensor, as when the step was aborted."""
+        """Forget every tensor of an open group, as when the step was aborted."""
         self._saved.clear()
         self._tensors.clear()
-        self._tickets.clear()
 
     def record_offload_event(self, stream: Stream) -> None:
         """Note the point of ``stream`` behind which the copies to the host are done."""
