@@ -24,6 +24,10 @@ class SavedTensorModifiedError(OffloadError):
     """
 
 
+class DiskTierError(OffloadError):
+    """The disk tier could not write or read; names the directory, the offset and the cause."""
+
+
 class RaceError(OffloadError):
     """The simulated backend saw two conflicting accesses that nothing orders."""
 

@@ -241,8 +241,7 @@ class PipelineOffloadManager:
         prefetcher = self.services.prefetcher
         assert prefetcher is not None
         prefetcher.reset()
-        self.services.transfer.poll()
-        self.services.transfer.host.fit()
+        self.services.transfer.fit()
 
     def post_warmup_callback(self) -> None:
         """Derive the plan, and :attr:`offload_summary_bytes`, from the first complete step."""

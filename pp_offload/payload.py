@@ -45,14 +45,15 @@ def _of_one_storage(saved: list[SavedActivation], storage: UntypedStorage) -> li
         by_geometry.setdefault(Geometry.of(_source(one)), []).append(one)
     source = _source(saved[0])
     covered = sum(g.distinct_numel * g.dtype.itemsize for g in by_geometry)
-    if 2 * covered < storage.nbytes():
+    whole = storage_bytes(source)
+    if 2 * covered < storage.nbytes() or whole is None:
         return [_gathered(geometry, same) for geometry, same in by_geometry.items()]
     if len(by_geometry) == 1 and is_whole_storage(source, storage):
         return [(source, saved, storage)]
     for geometry, same in by_geometry.items():
         for one in same:
             one.restore = geometry.on_storage_of
-    return [(storage_bytes(source), saved, storage)]
+    return [(whole, saved, storage)]
 
 
 def _gathered(geometry: Geometry, saved: list[SavedActivation]) -> Parts:

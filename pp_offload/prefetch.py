@@ -136,8 +136,10 @@ class Prefetcher:
         batch: list[Ticket] = []
         may_exceed = is_empty and self._transfer.landed_bytes == 0
         for ticket in group.tickets_last_first():
-            if ticket.landed is not None or ticket.num_waiting <= 0:
+            if ticket.is_coming or ticket.num_waiting <= 0:
                 continue
+            if group is self._current and ticket.lent is not None:
+                continue  # what is used now can be had without a copy
             if ticket.nbytes > room and not (may_exceed and not batch):
                 return batch, False
             batch.append(ticket)

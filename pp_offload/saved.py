@@ -88,7 +88,7 @@ class SavedActivation:
             assert self.source is not None
             return self.source
         transfer = ticket.transfer
-        if ticket.landed is None or not owner.is_used:
+        if not (owner.is_used and ticket.is_coming):
             owner.on_use()
         landed = transfer.deliver(ticket)
         if transfer.landed_bytes < transfer.refill_below_bytes:

@@ -33,13 +33,18 @@ class OffloadStatistics:
     """Device bytes reloaded that autograd has not asked for yet."""
 
     live_tensors: int
-    """Payloads on the host: storages or gathered views that a living saved tensor needs."""
+    """Payloads on the host: storages or gathered views. Small ones share a buffer, and leave
+    together, when no living saved tensor needs any of them.
+    """
 
     prefetched_reloads: int
     """Payloads reloaded before their group's backward began."""
 
     on_demand_reloads: int
     """Payloads reloaded only when backward was there; each may have made compute wait."""
+
+    taken_back: int
+    """Payloads asked for while their copy to the host was under way, and given back without one."""
 
     consumer_wait_ms: float
     """Host time spent making the consumer wait. On an accelerator the device waits instead."""
@@ -60,9 +65,10 @@ def collect(transfer: TransferEngine) -> OffloadStatistics:
         host_bytes_reserved=host.reserved,
         bytes_in_flight=transfer.in_flight_bytes,
         bytes_reloaded_unused=transfer.landed_bytes,
-        live_tensors=host.num_buffers,
+        live_tensors=host.num_parts,
         prefetched_reloads=counters.prefetched_reloads,
         on_demand_reloads=counters.on_demand_reloads,
+        taken_back=counters.taken_back,
         consumer_wait_ms=counters.consumer_wait_ms,
         host_allocations=host.num_allocations,
     )

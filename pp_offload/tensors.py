@@ -97,10 +97,13 @@ class Geometry:
         return moved.on_storage_of(room)
 
 
-def storage_bytes(tensor: Tensor) -> Tensor:
-    """The whole storage of ``tensor`` as a flat ``uint8`` tensor; no copy."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+def storage_bytes(tensor: Tensor) -> Tensor | None:
+    """The whole storage of ``tensor`` as a flat ``uint8`` view, with its version counter; no copy.
+
+    None if the storage is no whole number of elements of this dtype.
+    """
+    numel, rest = divmod(tensor.untyped_storage().nbytes(), tensor.dtype.itemsize)
+    return None if rest else tensor.as_strided((numel,), (1,), 0).view(torch.uint8)
 
 
 def is_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:

@@ -8,14 +8,16 @@ tensor = transfer.deliver(ticket)   # when autograd asks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from pp_offload.backends import Event, Stream
-from pp_offload.tiers.host import HostBuffer, HostTier, Part, room_for
+from pp_offload.tiers.disk import DiskEvent, DiskExtent
+from pp_offload.tiers.host import HostBuffer, HostTier, Part, Place, room_for
 
 PACK_BYTES = 2**20
 """Payloads that fit into so much together share a buffer, and give it back together."""
@@ -28,19 +30,78 @@ Restore = Callable[[Tensor], Tensor]
 
 
 class HostCopy:
-    """A buffer in host memory, with the bytes of one payload or several small ones.
+    """Bytes of one payload, or of several small ones, in host memory, on disk, or in both.
 
-    It is given back when nobody refers to this object any more.
+    The memory is given back when nobody refers to this object any more.
+
+    Args:
+        tier: Where the buffer came from.
+        buffer: Host memory for the bytes, or None.
+        extent: Room on disk for them, or None.
     """
 
-    __slots__ = ("__weakref__", "buffer", "modified", "offloaded", "tier", "watched")
+    __slots__ = (
+        "__weakref__",
+        "buffer",
+        "extent",
+        "home",
+        "lent",
+        "modified",
+        "offloaded",
+        "reading",
+        "tier",
+        "watched",
+    )
 
-    def __init__(self, tier: HostTier, buffer: HostBuffer) -> None:
+    def __init__(
+        self,
+        tier: HostTier | None,
+        buffer: HostBuffer | None,
+        extent: DiskExtent | None = None,
+    ) -> None:
         self.tier = tier
         self.buffer = buffer
+        self.extent = extent
         self.offloaded: Event | None = None
+        self.reading: DiskEvent | None = None
+        self.home: Stream | None = None
+        self.lent: dict[int, Tensor] = {}
         self.watched: list[Watched] | None = None
         self.modified: set[int] = set()
+
+    def places(self, parts: list[Part]) -> list[Place]:
+        """Where tensors lie one behind the other; without bytes if those may change places."""
+        if self.extent is None and self.buffer is not None:
+            return self.buffer.shaped(parts)
+        begins = accumulate((room_for(n.numel() * t.itemsize) for n, t in parts), initial=0)
+        shapes = (torch.empty(size, dtype=dtype, device="meta") for size, dtype in parts)
+        return list(zip(begins, shapes, strict=False))
+
+    def lend(self, begin: int, source: Tensor, home: Stream) -> None:
+        """``source`` is there until the copy was made, and may be had back from stream ``home``."""
+        self.lent[begin] = source
+        self.home = home
+
+    def arrive(self) -> None:
+        """The copy was made; or the disk failed, and then what was lent is all there is."""
+        self.check_unmodified()
+        self.watched = None
+        if self.buffer is None and self.extent is not None and self.extent.failure is not None:
+            self.drop_extent()
+        else:
+            self.lent.clear()
+
+    def drop_buffer(self) -> None:
+        """The bytes are on disk alone."""
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None and self.tier is not None:
+            self.tier.give(buffer)
+
+    def drop_extent(self) -> None:
+        """The bytes are not on disk."""
+        extent, self.extent = self.extent, None
+        if extent is not None:
+            extent.tier.give(extent)
 
     def check_unmodified(self) -> None:
         """See NOTE [ Modified while queued ]."""
@@ -49,7 +110,9 @@ class HostCopy:
                 self.modified.add(begin)
 
     def __del__(self) -> None:
-        self.tier.give(self.buffer)
+        self.drop_buffer()
+        if self.extent is not None:
+            self.drop_extent()
 
 
 class Member(Protocol):
@@ -98,6 +161,7 @@ class Ticket:
         "nbytes",
         "num_waiting",
         "payload",
+        "reading",
         "reloaded",
         "storage",
         "transfer",
@@ -123,9 +187,20 @@ class Ticket:
         self.begin = 0
         self.host_bytes: Tensor | None = None
         self.landed: Tensor | None = None
+        self.reading = False
         self.reloaded: Event | None = None
         self.home: Stream | None = None
         self.version: int | None = None
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the payload is on the device, or on its way there from the disk."""
+        return self.landed is not None or self.reading
+
+    @property
+    def lent(self) -> Tensor | None:
+        """The source of a copy that has not been made yet."""
+        return None if self.copy is None else self.copy.lent.get(self.begin)
 
     def source(self) -> Tensor:
         """The bytes to copy, contiguous. A gather runs on the compute stream."""
@@ -159,7 +234,7 @@ class Ticket:
 
     def pieces(self) -> list[Tensor]:
         """Its bytes on the host as flat ``uint8`` tensors, where one cannot hold them."""
-        assert self.copy is not None, "it has no copy"
+        assert self.copy is not None and self.copy.buffer is not None, "not in host memory"
         return self.copy.buffer.part(self.begin, self.nbytes)
 
     def hand_over(self) -> None:
@@ -171,36 +246,30 @@ class Ticket:
         self.payload = self.storage = None
 
     def __del__(self) -> None:
-        if self.landed is not None:
+        if self.is_coming:
             self.transfer.abandon(self)
 
 
-def packed(tickets: Sequence[Ticket], tier: HostTier) -> list[HostCopy]:
-    """Give every ticket its place in host memory, small ones together.
-
-    Returns:
-        The copies, still without the bytes.
-
-    Raises:
-        MemoryError: The tier has no room.
-    """
-    copies: list[HostCopy] = []
+def packs(tickets: Sequence[Ticket]) -> Iterator[tuple[list[Ticket], int]]:
+    """Tickets that share a copy, and the bytes it takes: small ones together, others alone."""
     batch: list[Ticket] = []
     room = 0
     for ticket in tickets:
         if batch and room + ticket.nbytes > PACK_BYTES:
-            copies.append(_pack(batch, room, tier))
+            yield batch, _trimmed(batch, room)
             batch, room = [], 0
         batch.append(ticket)
         room += room_for(ticket.nbytes)
-    copies.append(_pack(batch, room, tier))
-    return copies
+    yield batch, _trimmed(batch, room)
 
 
-def _pack(batch: list[Ticket], room: int, tier: HostTier) -> HostCopy:
-    buffer = tier.take(room if len(batch) > 1 else batch[0].nbytes)
-    copy = HostCopy(tier, buffer)
-    places = buffer.shaped([ticket.part() for ticket in batch])
-    for ticket, (begin, place) in zip(batch, places, strict=True):
-        ticket.attach(copy, begin, place)
+def _trimmed(batch: list[Ticket], room: int) -> int:
+    return room if len(batch) > 1 else batch[0].nbytes
+
+
+def place(batch: list[Ticket], copy: HostCopy) -> HostCopy:
+    """Give every ticket its place in ``copy``, which it gives back."""
+    places = copy.places([ticket.part() for ticket in batch])
+    for ticket, (begin, tensor) in zip(batch, places, strict=True):
+        ticket.attach(copy, begin, tensor)
     return copy

@@ -11,6 +11,8 @@ NOTE [ Keep-alive ]
     event says so, or after a stream-ordered wait when too many bytes are in flight. The same holds
     for a target nobody used. ``record_stream`` is not used: it makes memory non-deterministic.
 
+    While it is referenced, whoever wants the bytes back takes the source, not the copy.
+
 NOTE [ Modified while queued ]
     A source changed in place before its copy has run would be copied wrong. Its version counter
     tells: it is compared when the source is let go, and when somebody wants the bytes before.
@@ -33,7 +35,7 @@ from torch import Tensor
 
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.errors import SavedTensorModifiedError
-from pp_offload.ticket import HostCopy, Ticket, packed
+from pp_offload.ticket import HostCopy, Ticket, packs, place
 from pp_offload.tiers.host import HostTier
 
 MAX_ABANDONED = 8
@@ -60,6 +62,7 @@ class TransferCounters:
     bytes_reloaded: int = 0
     prefetched_reloads: int = 0
     on_demand_reloads: int = 0
+    taken_back: int = 0
     consumer_wait_ms: float = 0.0
 
 
@@ -97,38 +100,61 @@ class TransferEngine:
             MemoryError: The host has no room. Nothing was queued; the tickets are as before.
         """
         self.poll()
-        copies = packed(tickets, self.host)
+        host = self.host
+        copies = [place(one, HostCopy(host, host.take(n, len(one)))) for one, n in packs(tickets)]
+        return self._queue_offload(tickets, copies)
+
+    def _queue_offload(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+        """Copy tickets into the buffers of ``copies``, where they have their places."""
         targets: list[Tensor] = []
+        parts: list[Tensor] = []
         sources: list[Tensor] = []
         nbytes = 0
         for ticket in tickets:
             nbytes += ticket.nbytes
             target, source = ticket.host_bytes, ticket.source()
-            assert target is not None
+            assert target is not None, "it has no place"
+            sources.append(source)
             if target.is_meta:
                 pieces = ticket.pieces()
                 targets += pieces
-                sources += cut_like(pieces, source)
+                parts += cut_like(pieces, source)
             else:
                 targets.append(target)
-                sources.append(source)
+                parts.append(source)
         home = self.backend.current_stream()
         self._d2h_waits_for_compute(home)
         self._d2h_waits_for_last_users(copies)
-        self.backend.copy(self.backend.d2h, targets, sources, tickets[0].label)
+        self.backend.copy(self.backend.d2h, targets, parts, tickets[0].label)
         offloaded = self.backend.d2h.record_event()
         for copy in copies:
+            assert copy.buffer is not None, "it has no buffer"
             copy.offloaded = copy.buffer.last_use = offloaded
-        self.counters.bytes_offloaded += nbytes
         if offloaded.query():
-            return nbytes
-        for ticket in tickets:
+            self.counters.bytes_offloaded += nbytes
+        else:
+            self._depart(tickets, copies, sources, offloaded, home, nbytes)
+        return nbytes
+
+    def _depart(
+        self,
+        tickets: Sequence[Ticket],
+        copies: Sequence[HostCopy],
+        sources: list[Tensor],
+        offloaded: Event,
+        home: Stream,
+        nbytes: int,
+    ) -> None:
+        """The copies are queued: keep and watch their sources until they were made."""
+        for ticket, source in zip(tickets, sources, strict=True):
+            assert ticket.copy is not None
+            ticket.copy.lend(ticket.begin, source, home)
             ticket.watch()
         refs = [weakref.ref(copy) for copy in copies]
+        self.counters.bytes_offloaded += nbytes
         self.in_flight_bytes += nbytes
         self._keep_alive(_Flight(sources, refs, offloaded, home, nbytes))
         self._keep_in_flight_bounded()
-        return nbytes
 
     def reload(self, tickets: Sequence[Ticket]) -> None:
         """Queue the copies back to the device. Data is valid once :meth:`deliver` returned it."""
@@ -156,12 +182,24 @@ class TransferEngine:
         self._h2d_waits_for_offloaded(copies)
         self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
         reloaded = self.backend.h2d.record_event()
+        for copy in copies:
+            assert copy.buffer is not None, "not in host memory"
+            copy.buffer.last_use = reloaded
+        self._land(tickets, landing, reloaded, home)
+
+    def _land(
+        self,
+        tickets: Sequence[Ticket],
+        targets: Sequence[Tensor],
+        reloaded: Event,
+        home: Stream,
+    ) -> None:
+        """The copies into ``targets`` are queued; they are done at ``reloaded``."""
         nbytes = 0
-        for ticket, copy, target in zip(tickets, copies, landing, strict=True):
+        for ticket, target in zip(tickets, targets, strict=True):
             ticket.landed = target
             ticket.reloaded = reloaded
             ticket.home = home
-            copy.buffer.last_use = reloaded
             nbytes += ticket.nbytes
         self.landed_bytes += nbytes
         self.counters.bytes_reloaded += nbytes
@@ -175,7 +213,8 @@ class TransferEngine:
         """The payload on the device, ready for the live compute stream.
 
         Reloads it now if nobody did before, or if it was reloaded for another stream, whose
-        memory this one must not outlive.
+        memory this one must not outlive. While the copy to the host is still to be made, its
+        source is there, and is taken back as it is.
 
         Raises:
             SavedTensorModifiedError: It was changed in place before it was copied.
@@ -187,7 +226,11 @@ class TransferEngine:
         if ticket.landed is not None and ticket.home != live:
             self.abandon(ticket)
         if ticket.landed is None:
-            self.counters.on_demand_reloads += 1
+            lent = ticket.lent
+            if lent is not None and copy is not None and copy.home == live:
+                return self._take_back(ticket, lent)
+            if not ticket.reading:
+                self.counters.on_demand_reloads += 1
             self.reload([ticket])
         landed = ticket.landed
         assert landed is not None
@@ -203,6 +246,15 @@ class TransferEngine:
         if ticket.num_waiting <= 0:
             self._drop_landed(ticket)
         return landed
+
+    def _take_back(self, ticket: Ticket, source: Tensor) -> Tensor:
+        self.counters.taken_back += 1
+        ticket.num_waiting -= 1
+        shape = ticket.host_bytes
+        assert shape is not None
+        if source.shape == shape.shape and source.dtype == shape.dtype:
+            return source
+        return source.view(-1).view(torch.uint8).view(shape.dtype).view(shape.shape)
 
     def _check_not_used_up(self, ticket: Ticket, landed: Tensor) -> None:
         """Of several users of a payload, one in backward may have changed it in place."""
@@ -246,9 +298,14 @@ class TransferEngine:
         """Let go of what finished copies kept alive. Never blocks."""
         flights = self._flights
         while flights and flights[0].offloaded.query():
-            self._land(flights.popleft())
+            self._arrive(flights.popleft())
         while self._abandoned and self._abandoned[0][1].query():
             self._abandoned.popleft()
+
+    def fit(self) -> None:
+        """Between steps: make host memory as tight as what the steps needed."""
+        self.poll()
+        self.host.fit()
 
     def close(self) -> None:
         """Finish all copies, then drop the host memory."""
@@ -275,7 +332,7 @@ class TransferEngine:
     def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
         seen: Event | None = None
         for copy in copies:
-            event = copy.buffer.last_use
+            event = None if copy.buffer is None else copy.buffer.last_use
             if event is not None and event is not seen:
                 seen = event
                 if not event.query():
@@ -285,27 +342,27 @@ class TransferEngine:
         while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:
             flight = self._flights.popleft()
             flight.home.wait_event(flight.offloaded)
-            self._land(flight)
+            self._arrive(flight)
         while len(self._abandoned) > MAX_ABANDONED:
             _, reloaded, home = self._abandoned[0]
             home.wait_event(reloaded)
             self._abandoned.popleft()
         self.poll()
 
-    def _land(self, flight: _Flight) -> None:
+    def _arrive(self, flight: _Flight) -> None:
         self.in_flight_bytes -= flight.nbytes
         for ref in flight.copies:
             copy = ref()
             if copy is not None:
-                copy.check_unmodified()
-                copy.watched = None
+                copy.arrive()
         flight.payloads.clear()
         for action in flight.then:
             action()
 
     def _drop_landed(self, ticket: Ticket) -> None:
-        if ticket.landed is not None:
+        if ticket.is_coming:
             self.landed_bytes -= ticket.nbytes
+        ticket.reading = False
         ticket.landed = ticket.reloaded = ticket.home = ticket.version = None
 
     def _compute_waits_for(self, stream: Stream, event: Event) -> None:

@@ -53,14 +53,14 @@ class WaitsOnAStreamCapturedOnce(TransferEngine):
 
 class DropsSources(TransferEngine):
     def _keep_alive(self, flight: _Flight) -> None:
-        self._land(flight)
+        self._arrive(flight)
 
 
 class FreesHostBufferEarly(TransferEngine):
     def offload(self, tickets: Sequence[Ticket]) -> int:
         nbytes = super().offload(tickets)
         for copy in {ticket.copy for ticket in tickets}:
-            assert copy is not None
+            assert copy is not None and copy.buffer is not None
             copy.buffer.last_use = None
             self.host.give(copy.buffer)
         return nbytes
@@ -69,7 +69,7 @@ class FreesHostBufferEarly(TransferEngine):
 class ReleasesSourcesWithoutWaiting(TransferEngine):
     def _keep_in_flight_bounded(self) -> None:
         while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:
-            self._land(self._flights.popleft())
+            self._arrive(self._flights.popleft())
 
 
 SEEN_IN_ANY_ORDER = [

@@ -114,6 +114,7 @@ def offload_all(manager: PipelineOffloadManager, tensors: list[Tensor]) -> tuple
     tags = [chunk.pack(group, tensor) for tensor in tensors]
     before = manager.statistics().bytes_offloaded
     chunk.on_group_commit_forward(None)
+    manager.backend.synchronize()
     moved = manager.statistics().bytes_offloaded - before
     return [chunk.tensor_pop(tag) for tag in tags], moved
 

@@ -23,8 +23,10 @@ class AcceleratorBackend:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
+        self.is_host = False
         self.device = device or _current_device()
         self.name = str(self.device)
+        self.is_host = False
         self.d2h = cast(Stream, torch.Stream(device=self.device))
         self.h2d = cast(Stream, torch.Stream(device=self.device))
 

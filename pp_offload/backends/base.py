@@ -50,6 +50,9 @@ class Backend(Protocol):
     device: torch.device
     """Where this backend's device tensors live; what a reload allocates on."""
 
+    is_host: bool
+    """Whether device tensors are ordinary host memory, so that a file can take them directly."""
+
     d2h: Stream
     """Device to host copies, in order."""
 

@@ -136,6 +136,7 @@ class CpuBackend:
     def __init__(self, *, inline_bytes: int = INLINE_BYTES) -> None:
         self.name = "cpu"
         self.device = torch.device("cpu")
+        self.is_host = True
         self.d2h: Stream = CopyStream("d2h")
         self.h2d: Stream = CopyStream("h2d")
         self._compute = ComputeStream()

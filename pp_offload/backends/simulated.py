@@ -43,6 +43,8 @@ class SimulatedBackend:
     def __init__(self, order: str = "late", seed: int = 0) -> None:
         self.order = order
         self.name = f"simulated {order}"
+        self.is_host = False
+        self.is_host = False
         self.device = torch.device("cpu")
         self.num_host_allocations = 0
         self._timeline = Timeline(order, seed)

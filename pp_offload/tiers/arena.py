@@ -84,7 +84,7 @@ class Arena:
             raise ValueError(f"alignment is {alignment}; pass a power of two")
         self._grow = grow
         self._alignment = alignment
-        self._slab_nbytes: list[int] = []
+        self._slab_starts: list[int] = []
         self._live: dict[tuple[int, int], Range] = {}
         self._free_by_size: list[tuple[int, int, int]] = []
         self._free_end_of: dict[tuple[int, int], int] = {}
@@ -106,8 +106,8 @@ class Arena:
         usable = nbytes - nbytes % self._alignment
         if usable <= 0:
             raise ValueError(f"a slab of {nbytes} bytes; it needs at least {self._alignment}")
-        slab = len(self._slab_nbytes)
-        self._slab_nbytes.append(usable)
+        slab = len(self._slab_starts)
+        self._slab_starts.append(self._capacity_bytes)
         self._capacity_bytes += usable
         self._insert_free(slab, 0, usable)
         return slab
@@ -148,6 +148,10 @@ class Arena:
         start, end = self._absorb_neighbours(taken)
         self._insert_free(taken.slab, start, end)
 
+    def slab_start(self, slab: int) -> int:
+        """Where a slab would begin if all of them lay one behind the other, as in a file."""
+        return self._slab_starts[slab]
+
     @property
     def free_bytes(self) -> int:
         """Bytes in no live range, in however many pieces."""
@@ -166,7 +170,7 @@ class Arena:
             peak_reserved_bytes=self._peak_reserved_bytes,
             largest_free_bytes=self.largest_free_bytes,
             capacity_bytes=self._capacity_bytes,
-            num_slabs=len(self._slab_nbytes),
+            num_slabs=len(self._slab_starts),
             num_live=len(self._live),
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SHARE = 0.8
@@ -44,6 +45,7 @@ class HostBudget:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
+        self._is_ignored = False
 
     @property
     def limit_bytes(self) -> int:
@@ -62,10 +64,19 @@ class HostBudget:
         """Count ``nbytes`` as used; False, and nothing counted, if they are over the limit."""
         limit = self.limit_bytes
         with _PROCESS.lock:
-            if _PROCESS.nbytes + nbytes > limit:
+            if _PROCESS.nbytes + nbytes > limit and not self._is_ignored:
                 return False
             _PROCESS.nbytes += nbytes
             return True
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Count what is reserved inside, but refuse nothing."""
+        self._is_ignored = True
+        try:
+            yield
+        finally:
+            self._is_ignored = False
 
     def release(self, nbytes: int) -> None:
         """Count ``nbytes`` as free again. Safe in a destructor."""

@@ -23,7 +23,14 @@ from pp_offload.backends import Event
 from pp_offload.errors import ClosedError
 from pp_offload.tiers.arena import Arena, Range
 from pp_offload.tiers.budget import HostBudget
-from pp_offload.tiers.slabs import Allocate, Slab, SlabSource, granule_for, powers_of_two
+from pp_offload.tiers.slabs import (
+    SMALLEST_BYTES,
+    Allocate,
+    Slab,
+    SlabSource,
+    granule_for,
+    powers_of_two,
+)
 
 ALIGNMENT = 512
 """Of buffers in a slab. In bytes."""
@@ -47,6 +54,7 @@ class HostBuffer:
         "_places",
         "last_use",
         "nbytes",
+        "num_parts",
         "pieces",
         "ranges",
         "room_bytes",
@@ -54,6 +62,7 @@ class HostBuffer:
 
     def __init__(self, nbytes: int, ranges: list[Range], slabs: list[Slab]) -> None:
         self.nbytes = nbytes
+        self.num_parts = 1
         self.ranges = ranges
         self.room_bytes = sum(one.nbytes for one in ranges)
         self.pieces: list[Tensor] = []
@@ -116,6 +125,9 @@ class HostStatistics:
     num_buffers: int
     """Buffers that were taken and not given back."""
 
+    num_parts: int
+    """Payloads in them."""
+
     num_allocations: int
     """How often the system was asked."""
 
@@ -126,20 +138,28 @@ class HostTier:
     Args:
         allocate: Gives a flat ``uint8`` host tensor of a number of bytes, or raises MemoryError.
         budget: What this process may take; a share of what is available when not given.
+        may_split: Whether a buffer may be made of several pieces.
     """
 
-    def __init__(self, allocate: Allocate, budget: HostBudget | None = None) -> None:
+    def __init__(
+        self, allocate: Allocate, budget: HostBudget | None = None, *, may_split: bool = True
+    ) -> None:
         self.source = SlabSource(allocate, budget or HostBudget())
+        self._may_split = may_split
         self._slabs: list[Slab] = []
         self._arena = Arena(alignment=ALIGNMENT)
         self._bins: defaultdict[int, list[HostBuffer]] = defaultdict(list)
         self._returned: deque[HostBuffer] = deque()
-        self._in_use = self._peak = self._num_taken = 0
+        self._in_use = self._peak = self._num_taken = self._num_parts = 0
         self._room = self._peak_room = self._fitted_to = 0
         self._is_closed = False
 
-    def take(self, nbytes: int) -> HostBuffer:
+    def take(self, nbytes: int, num_parts: int = 1) -> HostBuffer:
         """A buffer of ``nbytes``; wait for its ``last_use`` before writing.
+
+        Args:
+            nbytes: At least one.
+            num_parts: How many payloads share it; only counted.
 
         Raises:
             MemoryError: It would be over the budget, or the host has no more to give.
@@ -154,10 +174,21 @@ class HostTier:
         self._in_use += nbytes
         self._room += buffer.room_bytes
         self._num_taken += 1
+        self._num_parts += num_parts
+        buffer.num_parts = num_parts
         if self._room > self._peak_room:
             self._peak_room = self._room
             self._peak = max(self._peak, self._in_use)
         return buffer
+
+    def take_over_budget(self, nbytes: int) -> HostBuffer:
+        """A buffer of ``nbytes`` even if the budget has no room: for bytes that must come back.
+
+        Raises:
+            MemoryError: The system has no more.
+        """
+        with self.source.budget.ignored():
+            return self.take(nbytes)
 
     def give(self, buffer: HostBuffer) -> None:
         """Hand a buffer back. Safe in a destructor: it is only noted, and filed later."""
@@ -184,6 +215,7 @@ class HostTier:
             self._peak,
             self._reserved_bytes(),
             self._num_taken,
+            self._num_parts,
             self.source.num_allocations,
         )
 
@@ -211,6 +243,7 @@ class HostTier:
             self._in_use -= buffer.nbytes
             self._room -= buffer.room_bytes
             self._num_taken -= 1
+            self._num_parts -= buffer.num_parts
             self._bins[buffer.nbytes].append(buffer)
 
     def _carve(self, nbytes: int) -> HostBuffer:
@@ -221,9 +254,20 @@ class HostTier:
         if found is not None:
             return HostBuffer(nbytes, [found], self._slabs)
         room = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if not self._may_split:
+            return self._whole(nbytes)
         if self._arena.free_bytes < room:
             self._grow(room - self._arena.free_bytes)
         return HostBuffer(nbytes, self._in_pieces(nbytes), self._slabs)
+
+    def _whole(self, nbytes: int) -> HostBuffer:
+        size = 1 << (max(nbytes, SMALLEST_BYTES) - 1).bit_length()
+        for slab in self.source.acquire(size, size):
+            self._add(slab)
+        found = self._arena.allocate(nbytes)
+        if found is None:
+            raise MemoryError(f"the host gives no {nbytes} bytes in one piece")
+        return HostBuffer(nbytes, [found], self._slabs)
 
     def _in_pieces(self, nbytes: int) -> list[Range]:
         """The longest free ranges, until they hold ``nbytes`` together."""

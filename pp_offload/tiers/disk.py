@@ -1,0 +1,273 @@
+"""Disk space for offloaded bytes: one file, extents from an arena, threads that write and read.
+
+The file has no name: it is unlinked while open, so nothing is left when the process ends, however
+it ends. Every extent has a checksum, compared when it is read. Only its owner may read it.
+
+    extent = tier.take(nbytes)
+    written = tier.write(extent, data)   # data must stay unchanged until the event; then see
+    extent.failure                       # what went wrong, if anything
+    read = tier.read(extent, target)     # after the write, whoever asks
+    tier.give(extent)                    # from any thread, also from a destructor
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pp_offload.errors import ClosedError, DiskTierError
+from pp_offload.tiers.arena import Arena, Range
+from pp_offload.tiers.checksum import checksum
+
+ALIGNMENT = 4096
+GROWTH_BYTES = 2**26
+"""The file grows by at least this."""
+
+NUM_THREADS = 2
+
+Step = Callable[[int, memoryview, int], int]
+"""Writes or reads at an offset of a file; gives the number of bytes it managed."""
+
+
+class DiskEvent:
+    """The end of some work of the tier's threads."""
+
+    __slots__ = ("_futures",)
+
+    def __init__(self, futures: Sequence[Future[None]]) -> None:
+        self._futures = futures
+
+    @classmethod
+    def all_of(cls, events: Sequence[DiskEvent]) -> DiskEvent:
+        """The end of all of them."""
+        return cls([future for event in events for future in event._futures])
+
+    def query(self) -> bool:
+        """Whether it has ended, well or not."""
+        return all(future.done() for future in self._futures)
+
+    def synchronize(self) -> None:
+        """Block until it has ended.
+
+        Raises:
+            DiskTierError: It was reading, and that failed.
+        """
+        wait(self._futures)
+        for future in self._futures:
+            future.result()
+
+
+class DiskExtent:
+    """A range of the file, and the work that used it last."""
+
+    __slots__ = ("checksum", "failure", "last_use", "nbytes", "range", "tier")
+
+    def __init__(self, tier: DiskTier, nbytes: int, range_: Range) -> None:
+        self.tier = tier
+        self.nbytes = nbytes
+        self.range = range_
+        self.checksum: int | None = None
+        self.failure: DiskTierError | None = None
+        self.last_use: DiskEvent | None = None
+
+
+@dataclass(frozen=True)
+class DiskStatistics:
+    """What a disk tier holds and did. In bytes, but for the count."""
+
+    in_use: int = 0
+    """In extents that were taken and not given back."""
+
+    peak: int = 0
+    """The most that was ever in use."""
+
+    written: int = 0
+    """Queued to be written since the tier was made."""
+
+    read: int = 0
+    """Queued to be read since the tier was made."""
+
+    num_extents: int = 0
+    """Extents that were taken and not given back."""
+
+
+class DiskTier:
+    """Bytes in an unnamed file.
+
+    Args:
+        directory: On a file system with room; made if it does not exist. None for the system's
+            directory of temporary files.
+        num_threads: How many extents are written or read at a time.
+
+    Raises:
+        DiskTierError: The file cannot be made there.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, num_threads: int = NUM_THREADS
+    ) -> None:
+        self.directory = Path(directory or tempfile.gettempdir())
+        self._fd = _unnamed_file(self.directory)
+        self._arena = Arena(alignment=ALIGNMENT)
+        self._returned: deque[DiskExtent] = deque()
+        self._in_use = self._peak = self._num_taken = 0
+        self._written = self._read = 0
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pp_offload-disk")
+        self._is_closed = False
+
+    def take(self, nbytes: int) -> DiskExtent:
+        """An extent of ``nbytes``. That the file system has room is known only after the write.
+
+        Raises:
+            ClosedError: The tier was closed.
+        """
+        if self._is_closed:
+            raise ClosedError("the disk tier is closed; make a new manager to go on")
+        self._collect()
+        found = self._arena.allocate(nbytes)
+        if found is None:
+            self._arena.add_slab(max(GROWTH_BYTES, -(-nbytes // ALIGNMENT) * ALIGNMENT))
+            found = self._arena.allocate(nbytes)
+        assert found is not None
+        self._in_use += nbytes
+        self._num_taken += 1
+        self._peak = max(self._peak, self._in_use)
+        return DiskExtent(self, nbytes, found)
+
+    def give(self, extent: DiskExtent) -> None:
+        """Hand an extent back. Safe in a destructor: it is only noted, and filed later."""
+        self._returned.append(extent)
+
+    def write(self, extent: DiskExtent, data: Tensor) -> DiskEvent:
+        """Queue writing ``data``, a flat ``uint8`` host tensor of the extent's size.
+
+        Returns:
+            An event, which never raises: ``extent.failure`` says what went wrong.
+        """
+        self._written += extent.nbytes
+        source = data.numpy()
+
+        def run() -> None:
+            found = checksum(source)
+            try:
+                self._transfer(extent, source, self._pwrite)
+                extent.checksum = found
+            except DiskTierError as failure:
+                extent.failure = failure
+
+        return self._queue(extent, run)
+
+    def read(self, extent: DiskExtent, target: Tensor) -> DiskEvent:
+        """Queue reading into ``target``, a flat ``uint8`` host tensor of the extent's size.
+
+        Returns:
+            An event. Its ``synchronize`` raises what went wrong; then the target is garbage.
+        """
+        self._read += extent.nbytes
+        into = target.numpy()
+
+        def run() -> None:
+            if extent.checksum is None:
+                raise extent.failure or self._error(extent, "it was never written")
+            self._transfer(extent, into, self._pread)
+            if checksum(into) != extent.checksum:
+                raise self._error(extent, "its checksum is not that of what was written")
+
+        return self._queue(extent, run)
+
+    def statistics(self) -> DiskStatistics:
+        """Exact at the call."""
+        self._collect()
+        return DiskStatistics(self._in_use, self._peak, self._written, self._read, self._num_taken)
+
+    def close(self) -> None:
+        """Finish what is queued and drop the file. Twice is fine."""
+        self._close(wait=True)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # also when the file could not be made
+            self._close(wait=False)
+
+    def _close(self, *, wait: bool) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._threads.shutdown(wait=wait)
+            os.close(self._fd)
+
+    # What a test of a failing file system replaces
+
+    def _pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        return os.pwrite(fd, data, offset)
+
+    def _pread(self, fd: int, into: memoryview, offset: int) -> int:
+        return os.preadv(fd, [into], offset)
+
+    def _queue(self, extent: DiskExtent, work: Callable[[], None]) -> DiskEvent:
+        # Threads take work in the order it is queued, so what comes before is running at least.
+        before = extent.last_use
+
+        def run() -> None:
+            if before is not None:
+                with suppress(DiskTierError):
+                    before.synchronize()
+            work()
+
+        extent.last_use = DiskEvent([self._threads.submit(run)])
+        return extent.last_use
+
+    def _transfer(self, extent: DiskExtent, data: NDArray[np.uint8], step: Step) -> None:
+        """Write or read all of ``data``, however short the steps are."""
+        rest, offset = data.data, self._offset(extent)
+        while rest:
+            try:
+                done = step(self._fd, rest, offset)
+            except OSError as failure:
+                cause = f"{failure.strerror} [errno {failure.errno}]"
+                raise self._error(extent, cause) from failure
+            if done <= 0:
+                raise self._error(extent, f"the file ends {len(rest)} bytes too early")
+            rest, offset = rest[done:], offset + done
+
+    def _offset(self, extent: DiskExtent) -> int:
+        return self._arena.slab_start(extent.range.slab) + extent.range.offset
+
+    def _error(self, extent: DiskExtent, cause: str) -> DiskTierError:
+        return DiskTierError(
+            f"disk tier, unnamed file in {self.directory}: {extent.nbytes} bytes at offset "
+            f"{self._offset(extent)}: {cause}; check that file system, or set disk_dir to a "
+            "directory on another"
+        )
+
+    def _collect(self) -> None:
+        """File what was handed back, but for what a thread still works on."""
+        for _ in range(len(self._returned)):
+            extent = self._returned.popleft()
+            if extent.last_use is not None and not extent.last_use.query():
+                self._returned.append(extent)
+                continue
+            self._arena.free(extent.range)
+            self._in_use -= extent.nbytes
+            self._num_taken -= 1
+
+
+def _unnamed_file(directory: Path) -> int:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(prefix="pp_offload-", dir=directory)  # mode 0600
+        os.unlink(name)
+    except OSError as failure:
+        raise DiskTierError(
+            f"disk tier: no file can be made in {directory}: {failure}; set disk_dir to a "
+            "directory this process may write to"
+        ) from failure
+    return fd
