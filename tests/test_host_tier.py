@@ -341,3 +341,45 @@ def test_memory_that_cannot_be_pinned_at_all_is_ordinary_with_one_warning(
     assert not overlap(taken)
     (record,) = caplog.records
     assert "pinned memory" in record.message and "ulimit -l" in record.message
+
+
+def test_the_peak_counts_bytes_and_not_the_room_they_took() -> None:
+    tier = HostTier(System().allocate, budget(2**30))
+    held = [tier.take(1), tier.take(1)]  # 1024 bytes of room
+    for buffer in held:
+        tier.give(buffer)
+    tier.give(tier.take(1000))
+    assert tier.statistics().peak == 1000
+
+
+def test_fitting_asks_for_no_more_than_there_is() -> None:
+    tier = HostTier(System().allocate, budget(70000))
+    tier.give(tier.take(66000))
+    reserved = tier.statistics().reserved
+    tier.fit()
+    assert tier.statistics().reserved <= reserved
+    tier.give(tier.take(66000))
+
+
+def test_a_system_with_less_than_before_leaves_fewer_slabs() -> None:
+    system = System()
+    tier = HostTier(system.allocate, budget(2**30))
+    held = [tier.take(3 * SLAB_BYTES), tier.take(5 * SLAB_BYTES)]
+    for buffer in held:
+        tier.give(buffer)
+    system.limit_bytes = 0
+    tier.fit()
+    assert tier.statistics().reserved <= 8 * SLAB_BYTES
+
+
+def test_idle_memory_goes_back_unless_a_buffer_is_in_use() -> None:
+    system = System()
+    tier = HostTier(system.allocate, budget(2**30))
+    held = tier.take(1000)
+    tier.release_idle()
+    assert tier.statistics().reserved > 0
+    tier.give(held)
+    tier.release_idle()
+    assert tier.statistics().reserved == 0
+    tier.give(tier.take(1000))
+    assert len(system.asked) == 2

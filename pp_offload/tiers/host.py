@@ -176,9 +176,10 @@ class HostTier:
         self._num_taken += 1
         self._num_parts += num_parts
         buffer.num_parts = num_parts
+        if self._in_use > self._peak:
+            self._peak = self._in_use
         if self._room > self._peak_room:
             self._peak_room = self._room
-            self._peak = max(self._peak, self._in_use)
         return buffer
 
     def take_over_budget(self, nbytes: int) -> HostBuffer:
@@ -197,7 +198,8 @@ class HostTier:
     def fit(self) -> None:
         """Between steps: make the slabs as few and as large as hold the peak so far.
 
-        Does nothing while a buffer is in use, or if nothing changed since the last time.
+        Does nothing while a buffer is in use, or if nothing changed since the last time. Never asks
+        for more than there is; if the system has less than before, fewer slabs are left.
         """
         self._collect()
         if self._num_taken or self._is_closed or self._peak_room == self._fitted_to:
@@ -205,7 +207,20 @@ class HostTier:
         self._empty_bins()
         if self._arena.free_bytes == self._reserved_bytes():
             self._fitted_to = self._peak_room
-            self._rebuild(self._peak_room)
+            sizes = list(powers_of_two(self._peak_room, granule_for(self._peak_room)))
+            if sum(sizes) <= self._reserved_bytes():
+                with suppress(MemoryError):
+                    self._rebuild(sizes)
+
+    def release_idle(self) -> None:
+        """Give all slabs back to the system, unless a buffer is in use; waits for copies."""
+        self._collect()
+        if not self._num_taken:
+            self._wait_for_copies()
+            self._bins.clear()
+            self._slabs.clear()
+            self._arena = Arena(alignment=ALIGNMENT)
+            self._fitted_to = 0
 
     def statistics(self) -> HostStatistics:
         """Exact at the call."""
@@ -228,14 +243,15 @@ class HostTier:
         self._slabs.clear()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # a copy that failed is done as well
+        with suppress(Exception):
             self._wait_for_copies()
 
     def _wait_for_copies(self) -> None:
         """The system may give freed memory to anybody, who knows nothing of our streams."""
         for buffer in chain(self._returned, *self._bins.values()):
             if buffer.last_use is not None:
-                buffer.last_use.synchronize()
+                with suppress(Exception):  # a copy that failed is done as well
+                    buffer.last_use.synchronize()
 
     def _collect(self) -> None:
         while self._returned:
@@ -296,9 +312,9 @@ class HostTier:
         for slab in self.source.acquire(nbytes, granule):
             self._add(slab)
 
-    def _rebuild(self, nbytes: int) -> None:
-        """Slabs for exactly ``nbytes``, keeping those there are where their sizes serve."""
-        wanted = Counter(powers_of_two(nbytes, granule_for(nbytes)))
+    def _rebuild(self, sizes: list[int]) -> None:
+        """Slabs of exactly these sizes, keeping those there are where theirs serve."""
+        wanted = Counter(sizes)
         before, self._slabs = self._slabs, []
         self._arena = Arena(alignment=ALIGNMENT)
         while before:
