@@ -126,7 +126,7 @@ class ChunkOffloadHandler:
         group = OffloadTensorGroup("tensor")
         saved = SavedActivation(src_tensor, group)
         group.add(saved)
-        self._move(group, self._tickets(group))
+        self._move(group, *self._tickets(group))
         return saved
 
     def reload(self, state: SavedActivation | Resident, non_blocking: bool | None = None) -> Tensor:
@@ -268,7 +268,7 @@ class ChunkOffloadHandler:
         """Whether the group being committed leaves the device.
 
         Not if offload is disabled, the plan keeps it, or its backward has begun or is about to: it
-        is the last of its name in a chunk that runs backward next.
+        is the last of its name in a chunk that certainly runs backward next.
         """
         services, group = self._services, self._open[-1]
         if not services.is_enabled or group.is_used:
@@ -279,17 +279,17 @@ class ChunkOffloadHandler:
             return False
         if not services.plan.is_last_of_its_name(group.key, group.name):
             return True
-        return services.queue.front(group.name) is not self
+        return next(services.queue.certain(), None) is not self
 
     def bulk_offload_group(self) -> None:
         """Queue the copies of the group being committed. With no room on the host it is kept."""
         group = self._open.pop()
-        tickets = self._tickets(group)
+        saved, tickets = self._tickets(group)
         self._services.on_change()
         if self._services.prefetcher is not None:
             self._services.prefetcher.expect(group.total_offload_bytes)
         try:
-            self._move(group, tickets)
+            self._move(group, saved, tickets)
         except MemoryError as failure:
             level = logging.DEBUG if self._services.has_warned else logging.WARNING
             self._services.has_warned = True
@@ -390,17 +390,20 @@ class ChunkOffloadHandler:
         self._tickets(group)
         group.move_to(GroupState.KEPT)
 
-    def _tickets(self, group: OffloadTensorGroup) -> list[Ticket]:
-        tickets = tickets_for(group.saved(), self._services.transfer, group.name)
+    def _tickets(self, group: OffloadTensorGroup) -> tuple[list[SavedActivation], list[Ticket]]:
+        saved = group.saved()
+        tickets = tickets_for(saved, self._services.transfer, group.name)
         for ticket in tickets:
             group.total_offload_bytes += ticket.nbytes
         group.total_tensor_count += len(tickets)
-        return tickets
+        return saved, tickets
 
-    def _move(self, group: OffloadTensorGroup, tickets: list[Ticket]) -> None:
+    def _move(
+        self, group: OffloadTensorGroup, saved: list[SavedActivation], tickets: list[Ticket]
+    ) -> None:
         transfer, copies = self._services.transfer, self._services.copies
-        for saved in group.saved():
-            saved.check_unmodified()
+        for one in saved:
+            one.check_unmodified()
         new = copies.share(tickets)
         if new:
             group.copied_bytes += transfer.offload(new)

@@ -95,6 +95,10 @@ class ChunkQueue:
             if chunk in chunks:
                 chunks.remove(chunk)
 
+    def skip(self, key: ChunkKey) -> None:
+        """No chunk of this key will come."""
+        self._begun.add(key)
+
     def upcoming(self) -> Iterator[QueuedChunk]:
         """The chunks that have groups, next one first."""
         return (chunk for chunk in self._queued if not chunk.is_empty_chunk())

@@ -1,8 +1,8 @@
 """A named set of saved tensors that leave and come back together.
 
 A group is open from its start to its commit; what autograd saves meanwhile joins it. The commit
-either offloads it or keeps it. While open it holds its tensors; from then on their lives belong to
-autograd, and the group only knows, weakly, the tickets it may prefetch.
+either offloads it or keeps it. The tensors' lives belong to autograd: an open group knows them
+weakly, and a closed one the tickets it may prefetch.
 
        OPEN --commit--> OFFLOADED   copies queued
          +------commit--> KEPT      stays on the device: policy, or no room on the host
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -59,7 +59,7 @@ class OffloadTensorGroup:
         self.total_offload_bytes = 0
         self.copied_bytes = 0
         self._on_use = on_use
-        self._saved: list[SavedActivation] = []
+        self._saved: list[weakref.ref[SavedActivation]] = []
         self._tensors: dict[object, Tensor] = {}
         self._tickets: list[weakref.ref[Ticket]] = []
         self._events: dict[str, Event] = {}
@@ -82,12 +82,12 @@ class OffloadTensorGroup:
         return self._tensors.pop(tag)
 
     def add(self, saved: SavedActivation) -> None:
-        """Autograd saved one more tensor."""
-        self._saved.append(saved)
+        """Autograd saved one more tensor. It may drop it before the group is committed."""
+        self._saved.append(weakref.ref(saved))
 
-    def saved(self) -> Sequence[SavedActivation]:
-        """What autograd saved, in order, as long as the group is open."""
-        return self._saved
+    def saved(self) -> list[SavedActivation]:
+        """What autograd saved and still holds, in order, as long as the group is open."""
+        return [saved for ref in self._saved if (saved := ref()) is not None]
 
     def move_to(self, state: GroupState) -> None:
         """Close the group: it is offloaded, or kept.

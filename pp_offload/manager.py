@@ -83,9 +83,16 @@ class PipelineOffloadManager:
     def reset_instance(cls) -> None:
         """Drop the manager; the next :meth:`get_instance` makes a new one.
 
-        Graphs that still hold tensors saved by the old one stay good.
+        Graphs that still hold tensors saved by the old one stay good. Its idle host memory is free
+        for the next.
         """
+        if cls.OFFLOAD_MGR is not None:
+            cls.OFFLOAD_MGR.release_idle_memory()
         cls.OFFLOAD_MGR = None
+
+    def release_idle_memory(self) -> None:
+        """Give host memory back to the system that no saved tensor needs; waits for copies."""
+        self.services.transfer.host.release_idle()
 
     # What it is made of
 
@@ -165,6 +172,8 @@ class PipelineOffloadManager:
 
     def end_chunk(self) -> None:
         """The forward of the current chunk is over; there is no current chunk."""
+        if self._current is not None:
+            self.step.skip(self._current)
         self._current = None
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:

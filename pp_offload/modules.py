@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 
 from pp_offload.interface import FineGrainedActivationOffloadingInterface
 from pp_offload.manager import PipelineOffloadManager
-from pp_offload.tensors import tensors_in
 
 Patterns = Mapping[str, str | Sequence[str]]
 """Group name to pattern or patterns of module names; ``*`` stands for one part between dots."""
@@ -69,6 +68,11 @@ def offload_modules(
     Raises:
         ValueError: A pattern matches no module; the message lists names that come near.
     """
+    if not isinstance(groups, Mapping):
+        raise TypeError(
+            f"groups is a {type(groups).__name__}; expected a mapping of group names to patterns "
+            'of module names, such as {"mlp": "layers.*.mlp"}'
+        )
     found = {group: _matching(model, patterns) for group, patterns in groups.items()}
     missing = [
         pattern
@@ -97,10 +101,8 @@ class _GroupAround:
         self._scopes: list[FineGrainedActivationOffloadingInterface] = []
 
     def start(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the forward: open the group on the first input that requires grad."""
-        tensors = [Tensor(), *tensors_in((args, kwargs))]
-        first = next((t for t in tensors if t.requires_grad), tensors[-1])
-        scope = FineGrainedActivationOffloadingInterface(True, first, self._name)
+        """Before the forward: open the group."""
+        scope = FineGrainedActivationOffloadingInterface(True, Tensor(), self._name)
         scope.__enter__()
         self._scopes.append(scope)
         if scope.is_open:  # a copied or moved model has buffers nobody has seen

@@ -55,8 +55,15 @@ def attach(
                 f"a schedule is attached with {manager.config}, this one comes with {config}; give "
                 "both the same config, or detach() the other first"
             )
-        manager = PipelineOffloadManager(config=config, backend=manager.backend)
+        old, manager = manager, PipelineOffloadManager(config=config, backend=manager.backend)
+        manager.services.eligibility.kept = old.services.eligibility.kept
+        old.release_idle_memory()
         PipelineOffloadManager.OFFLOAD_MGR = manager
+        try:
+            return AttachedSchedule(schedule, manager, groups)
+        except BaseException:
+            PipelineOffloadManager.OFFLOAD_MGR = old
+            raise
     return AttachedSchedule(schedule, manager, groups)
 
 
@@ -69,7 +76,7 @@ class AttachedSchedule:
         self.manager = manager
         self._schedule = schedule
         self._stages = _stages(schedule)
-        self._wrapped: list[tuple[Any, str]] = []
+        self._wrapped: list[tuple[Any, str, Any]] = []
         self._modules: list[OffloadModulesHandle] = []
         self._order = list(backward_order(schedule, self._stages))
         self._is_attached = False
@@ -93,8 +100,10 @@ class AttachedSchedule:
 
     def detach(self) -> None:
         """Restore the schedule and the modules. Twice is fine."""
-        for owner, name in self._wrapped:
+        for owner, name, own in reversed(self._wrapped):
             owner.__dict__.pop(name, None)
+            if own is not None:
+                setattr(owner, name, own)
         self._wrapped.clear()
         for handle in self._modules:
             handle.remove()
@@ -104,6 +113,7 @@ class AttachedSchedule:
             self._is_attached = False
             self.manager.num_attached -= 1
             self.manager.step.queue.know_order(())
+            self.manager.release_idle_memory()
 
     def __enter__(self) -> AttachedSchedule:
         return self
@@ -123,14 +133,14 @@ class AttachedSchedule:
                 offload_modules(self._stages[0].submod, {group: groups[group]})
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        inner = getattr(owner, name)
+        inner, own = getattr(owner, name), owner.__dict__.get(name)
 
         @functools.wraps(inner)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(inner, *args, **kwargs)
 
         setattr(owner, name, wrapper)
-        self._wrapped.append((owner, name))
+        self._wrapped.append((owner, name, own))
 
     def _forward(
         self,

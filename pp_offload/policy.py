@@ -132,11 +132,3 @@ def beyond_fraction(
         num_kept = int(len(eligible) * (1 - fraction))
         chosen.update(eligible[len(eligible) - num_kept :])
     return chosen
-
-
-def live_at_peak(chunks: Sequence[ChunkShape], forward_order: Sequence[ChunkKey]) -> list[ChunkKey]:
-    """The chunks whose forward is done when the first backward starts; then memory is highest."""
-    if not chunks:
-        return []
-    first = chunks[0].key
-    return list(forward_order[: forward_order.index(first) + 1])

@@ -63,7 +63,7 @@ class SavedActivation:
         ticket: Offloaded; its payload holds this tensor, and ``restore`` makes it of that.
     """
 
-    __slots__ = ("owner", "restore", "source", "ticket", "version")
+    __slots__ = ("__weakref__", "owner", "restore", "source", "ticket", "version")
 
     def __init__(self, tensor: Tensor, owner: Owner) -> None:
         self.source: Tensor | None = tensor.detach()

@@ -31,3 +31,4 @@ def use_backend(
             yield manager
     finally:
         PipelineOffloadManager.OFFLOAD_MGR = before
+        manager.release_idle_memory()

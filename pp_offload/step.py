@@ -9,7 +9,7 @@ from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
 from pp_offload.group import OffloadTensorGroup
-from pp_offload.policy import ChunkKey, Plan, live_at_peak, make_plan
+from pp_offload.policy import ChunkKey, Plan, make_plan
 from pp_offload.prefetch import Upcoming
 
 
@@ -29,6 +29,7 @@ class StepRecord(Upcoming):
         self.summary: dict[str, int] = {}
         self._forward: dict[ChunkKey, ChunkOffloadHandler] = {}
         self._backward: dict[ChunkKey, ChunkOffloadHandler] = {}
+        self._live_at_peak: tuple[ChunkKey, ...] = ()
         self._numbers: Counter[int] = Counter()
 
     def add(self, chunk: ChunkOffloadHandler) -> ChunkKey:
@@ -55,9 +56,16 @@ class StepRecord(Upcoming):
     def begin_chunk(self, chunk: ChunkOffloadHandler) -> None:
         """Backward has reached ``chunk``."""
         self.in_backward = chunk
+        if not self._backward:  # memory is highest when the first backward begins
+            self._live_at_peak = tuple(self._forward)
         if chunk.key is not None and chunk.key not in self._backward:
             self._backward[chunk.key] = chunk
             self.queue.remove(chunk)
+
+    def skip(self, chunk: ChunkOffloadHandler) -> None:
+        """The forward of ``chunk`` is over. Without groups, nobody waits for its backward."""
+        if chunk.key is None and chunk.microbatch is not None:
+            self.queue.skip(ChunkKey(chunk.vp_stage, chunk.microbatch))
 
     def chunk(self, key: ChunkKey) -> ChunkOffloadHandler | None:
         """The chunk of this step with this key, once its first group has started."""
@@ -85,7 +93,7 @@ class StepRecord(Upcoming):
         if not self.queue.is_told:
             self.queue.know_order([shape.key for shape in shapes])
         summary: Counter[str] = Counter()
-        for key in live_at_peak(shapes, list(self._forward)):
+        for key in self._live_at_peak:
             for group in self._forward[key].groups:
                 summary[group.name] += group.copied_bytes
         self.summary = {name: nbytes for name, nbytes in summary.items() if nbytes}

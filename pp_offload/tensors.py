@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -201,15 +200,3 @@ class Eligibility:
             self.kept.add(tensor)
             return False
         return tensor not in self.kept
-
-
-def tensors_in(value: object) -> Iterable[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)

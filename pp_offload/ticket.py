@@ -159,6 +159,7 @@ class Ticket:
         "landed",
         "members",
         "nbytes",
+        "num_members",
         "num_waiting",
         "payload",
         "reading",
@@ -182,7 +183,7 @@ class Ticket:
         self.members = members
         self.storage = storage
         self.nbytes = payload.nbytes
-        self.num_waiting = len(members)
+        self.num_members = self.num_waiting = len(members)
         self.copy: HostCopy | None = None
         self.begin = 0
         self.host_bytes: Tensor | None = None

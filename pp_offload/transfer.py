@@ -225,6 +225,8 @@ class TransferEngine:
         live = self.backend.current_stream()
         if ticket.landed is not None and ticket.home != live:
             self.abandon(ticket)
+        if ticket.num_waiting <= 0:  # another backward through the same graph
+            ticket.num_waiting = ticket.num_members
         if ticket.landed is None:
             lent = ticket.lent
             if lent is not None and copy is not None and copy.home == live:

@@ -126,5 +126,45 @@ def test_two_schedules_with_different_options_are_an_error(schedule: Any) -> Non
     attach(other, None, OffloadConfig(min_offloaded_tensor_size=2)).detach()
 
 
+def test_tensors_marked_before_a_new_config_stay_marked(schedule: Any) -> None:
+    device = schedule._stage.device
+    marked = torch.ones(30).to(device)
+    PipelineOffloadManager.get_instance().mark_not_offloadable(marked)
+    with attach(schedule, None, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+        assert not handle.manager.services.eligibility.admits(marked, 1)
+
+
+def test_attaching_that_fails_leaves_the_manager_as_it_was(schedule: Any) -> None:
+    before = PipelineOffloadManager.get_instance()
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with pytest.raises(ValueError, match="matches no module"):
+        attach(schedule, {"layer": "nowhere"}, config)
+    assert PipelineOffloadManager.get_instance() is before
+    assert "step" not in vars(schedule)
+
+
+def test_what_the_user_put_on_the_schedule_is_there_again(schedule: Any) -> None:
+    inner = schedule.step
+    calls: list[str] = []
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        calls.append("mine")
+        return inner(*args, **kwargs)
+
+    schedule.step = mine
+    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+        step(schedule)
+    assert vars(schedule)["step"] is mine
+    assert calls == ["mine"]
+
+
+def test_detaching_forgets_the_order_the_schedule_told(schedule: Any) -> None:
+    with attach(schedule, {"layer": "*"}) as handle:
+        queue = handle.manager.step.queue
+        step(schedule)
+        assert queue.has_order and queue.is_told
+    assert not queue.has_order and not queue.is_told
+
+
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(a.equal(b) for a, b in zip(first, second, strict=True))

@@ -173,6 +173,15 @@ def test_remove_takes_a_chunk_from_wherever_it_is() -> None:
     assert len(queue) == 0
 
 
+def test_a_chunk_that_will_not_come_is_not_waited_for() -> None:
+    queue = ChunkQueue()
+    queue.know_order([ChunkKey(1, 0), ChunkKey(0, 0)], is_told=True)
+    queue.stage(chunk(0, 0), 2, 0)
+    assert keys(queue.certain()) == []
+    queue.skip(ChunkKey(1, 0))
+    assert keys(queue.certain()) == [(0, 0)]
+
+
 def test_clear_forgets_chunks_and_keeps_the_order() -> None:
     queue = ChunkQueue()
     queue.know_order([ChunkKey(0, 1), ChunkKey(0, 0)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,6 @@ from pp_offload.policy import (
     beyond_fraction,
     first_bytes,
     groups_to_keep,
-    live_at_peak,
     make_plan,
     reload_margin,
 )
@@ -196,14 +194,3 @@ def test_a_plan_knows_the_last_group_of_a_name(chunks: list[ChunkShape]) -> None
             is_last = all(g.name != group.name for g in chunk.groups[position + 1 :])
             assert plan.is_last_of_its_name(key_of(chunk, position), group.name) == is_last
     assert not plan.is_last_of_its_name(GroupKey(ChunkKey(9, 9), 0), "a")
-
-
-@pytest.mark.parametrize("first", range(4))
-def test_live_at_the_peak_is_what_ran_forward_before_the_first_backward(first: int) -> None:
-    forward = [ChunkKey(0, i) for i in range(4)]
-    chunks = [ChunkShape(forward[first], ())]
-    assert live_at_peak(chunks, forward) == forward[: first + 1]
-
-
-def test_nothing_is_live_in_an_empty_step() -> None:
-    assert live_at_peak([], []) == []

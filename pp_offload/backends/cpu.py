@@ -47,8 +47,8 @@ class ThreadEvent:
         self._failure: BaseException | None = None
 
     def query(self) -> bool:
-        """Whether the worker has passed this point."""
-        return self._done.is_set()
+        """Whether the worker has passed this point, and nothing failed before it."""
+        return self._done.is_set() and self._failure is None
 
     def synchronize(self) -> None:
         """Block until the worker has passed this point; re-raise what failed before it."""

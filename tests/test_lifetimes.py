@@ -1,0 +1,148 @@
+"""Who keeps what alive: open groups, dropped graphs, idle memory of a manager that was replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy import batches, make_model, run_step, same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload.backends import CpuBackend
+from pp_offload.tiers.budget import reserved_bytes
+
+
+def last_first(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """All forwards, then the backwards in reverse; the gradients."""
+    off_interface.reset()
+    losses = []
+    for x in inputs:
+        off_interface.init_chunk_handler(None, None, 1)
+        losses.append(model(x).square().mean())
+    for loss in reversed(losses):
+        loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return gradients
+
+
+def test_every_step_offloads_when_the_last_forward_goes_backward_first(
+    manager: PipelineOffloadManager,
+) -> None:
+    model = make_model().to(manager.backend.device)
+    inputs = [x.to(manager.backend.device) for x in batches(4)]
+    moved = [0]
+    gradients = []
+    for _ in range(3):
+        gradients.append(last_first(model, inputs))
+        moved.append(manager.statistics().bytes_offloaded)
+    by_step = [b - a for a, b in zip(moved, moved[1:], strict=False)]
+    assert by_step[0] > 0
+    assert by_step[1] == by_step[2] >= 0.9 * by_step[0], "only the very last groups may stay"
+    assert same_bits(gradients[0], gradients[1]) and same_bits(gradients[0], gradients[2])
+
+
+def test_what_a_dropped_graph_saved_may_change_and_is_not_moved(
+    manager: PipelineOffloadManager,
+) -> None:
+    device = manager.backend.device
+    weight = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8).to(device))
+
+    def loss(h: Tensor) -> Tensor:
+        with off_interface(True, h, "g"):
+            (h * h).sum().item()  # a graph nobody keeps
+            h = h.mul_(2)
+            y = h @ weight
+        return off_interface.group_commit(y, name="g").sum()
+
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    x = torch.linspace(0, 1, 40).view(5, 8).to(device).requires_grad_()
+    got = torch.autograd.grad(loss(x * 1), [x, weight])
+    assert manager.statistics().bytes_offloaded == 160, "h alone, for the weight's gradient"
+    manager.disable_offload()
+    manager.reset()
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    assert same_bits(got, torch.autograd.grad(loss(x * 1), [x, weight]))
+
+
+def test_a_payload_used_twice_is_reloaded_once_in_every_backward(
+    manager: PipelineOffloadManager,
+) -> None:
+    device = manager.backend.device
+    weights = [nn.Parameter(torch.randn(8, 8).to(device)) for _ in range(3)]
+    x = torch.randn(5, 8).to(device).requires_grad_()
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    h = x * 1
+    with off_interface(True, h, "qkv"):
+        y = sum(h @ weight for weight in weights)
+    loss = off_interface.group_commit(y, name="qkv").sum()
+    del h, y
+    manager.backend.synchronize()
+    assert manager.statistics().bytes_in_flight == 0, "or it would be taken back"
+    first = torch.autograd.grad(loss, weights, retain_graph=True)
+    once = manager.statistics().bytes_reloaded
+    second = torch.autograd.grad(loss, weights)
+    assert same_bits(first, second)
+    assert once == 160
+    assert manager.statistics().bytes_reloaded == 2 * once
+
+
+@pytest.mark.parametrize("how", ["reset_instance", "use_backend"])
+def test_a_manager_that_goes_gives_its_idle_memory_back(how: str) -> None:
+    before = reserved_bytes()
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    if how == "use_backend":
+        with use_backend(CpuBackend(), config=config) as manager:
+            run_step(make_model(), batches(2))
+            assert reserved_bytes() > before
+    else:
+        manager = PipelineOffloadManager(config=config, backend=CpuBackend())
+        PipelineOffloadManager.OFFLOAD_MGR = manager
+        run_step(make_model(), batches(2))
+        assert reserved_bytes() > before
+        PipelineOffloadManager.reset_instance()
+    assert reserved_bytes() == before
+    assert manager.statistics().host_bytes_reserved == 0
+
+
+def test_the_memory_of_living_graphs_outlasts_their_manager() -> None:
+    x = torch.linspace(-1, 1, 40).requires_grad_()
+    (expected,) = torch.autograd.grad((x * 1).sin().sum(), x)
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(CpuBackend(), config=config) as manager:
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        h = x * 1
+        with off_interface(True, h, "g"):
+            y = h.sin()
+        loss = off_interface.group_commit(y, name="g").sum()
+        del h, y
+    assert manager.statistics().host_bytes_reserved > 0
+    assert same_bits([expected], torch.autograd.grad(loss, x))
+
+
+def test_a_copy_that_fails_on_its_thread_never_gives_wrong_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no such memory")
+
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    x = torch.linspace(-1, 1, 40).requires_grad_()
+    (expected,) = torch.autograd.grad((x * 1).sin().sum(), x)
+    with use_backend(CpuBackend(inline_bytes=0), config=config) as manager:
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        h = x * 1
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_foreach_copy_", fail)
+            with off_interface(True, h, "g"):
+                y = h.sin()
+            loss = off_interface.group_commit(y, name="g").sum()
+            del h, y
+            with pytest.raises(RuntimeError, match="no such memory"):
+                manager.backend.synchronize()
+        manager.statistics()
+        (got,) = torch.autograd.grad(loss, x)
+        assert same_bits([got], [expected]), "the source is still there"
