@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import PipelineOffloadManager
 
 
 class Layer(nn.Module):
@@ -89,3 +90,19 @@ def same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         for a, b in zip(left, right, strict=True)
     )
+
+
+def assert_idle(manager: PipelineOffloadManager) -> None:
+    """Nothing of the engine is alive, and a tensor saved now is not packed."""
+    statistics = manager.statistics()
+    assert statistics.host_bytes_in_use == 0
+    assert statistics.live_tensors == 0
+    assert statistics.bytes_reloaded_unused == 0
+    assert_no_hooks()
+
+
+def assert_no_hooks() -> None:
+    """A tensor saved now is saved by autograd itself."""
+    y = torch.ones(2, requires_grad=True).exp()
+    # Raises RuntimeError if a hook of the stack packed it.
+    y.grad_fn._raw_saved_result.register_hooks(lambda t: t, lambda t: t)  # type: ignore[union-attr]

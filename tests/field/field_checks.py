@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager
 
 
 class Chain(nn.Module):
@@ -111,19 +110,3 @@ def make_inputs(
     generator = torch.Generator().manual_seed(1000 * step + length)
     drawn = [torch.randn(length, width, generator=generator) for _ in range(num)]
     return [x.to(torch.device(str(device))) for x in drawn]
-
-
-def assert_idle(manager: PipelineOffloadManager) -> None:
-    """Nothing of the engine is alive, and a tensor saved now is not packed."""
-    statistics = manager.statistics()
-    assert statistics.host_bytes_in_use == 0
-    assert statistics.live_tensors == 0
-    assert statistics.bytes_reloaded_unused == 0
-    assert_no_hooks()
-
-
-def assert_no_hooks() -> None:
-    """A tensor saved now is saved by autograd itself."""
-    y = torch.ones(2, requires_grad=True).exp()
-    # Raises RuntimeError if a hook of the stack packed it.
-    y.grad_fn._raw_saved_result.register_hooks(lambda t: t, lambda t: t)  # type: ignore[union-attr]

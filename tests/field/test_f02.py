@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from conftest import BACKENDS, make_backend
-from field_checks import Chain, assert_idle, make_inputs, run_moves, schedule
-from toy import same_bits
+from field_checks import Chain, make_inputs, run_moves, schedule
+from toy import assert_idle, same_bits
 
 from pp_offload import OffloadConfig, use_backend
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from field_checks import assert_idle, assert_no_hooks
 from torch import Tensor
-from toy import same_bits
+from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, RaceError, SavedTensorModifiedError

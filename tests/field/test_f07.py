@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
-from field_checks import Chain, assert_idle, make_inputs
+from field_checks import Chain, make_inputs
 from torch import Tensor
-from toy import same_bits
+from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend

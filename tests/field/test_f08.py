@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from field_checks import assert_idle
 from torch import Tensor
-from toy import same_bits
+from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager

@@ -7,9 +7,9 @@ from itertools import product
 
 import pytest
 from conftest import BACKENDS, make_backend
-from field_checks import Chain, assert_idle, make_inputs, run_moves, schedule
+from field_checks import Chain, make_inputs, run_moves, schedule
 from torch import Tensor
-from toy import same_bits
+from toy import assert_idle, same_bits
 
 from pp_offload import OffloadConfig, use_backend
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
-from field_checks import Chain, assert_idle, make_inputs, run_moves, schedule
-from toy import same_bits
+from field_checks import Chain, make_inputs, run_moves, schedule
+from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend

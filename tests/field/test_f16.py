@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from field_checks import Chain, assert_idle, make_inputs
+from field_checks import Chain, make_inputs
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from toy import same_bits
+from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager

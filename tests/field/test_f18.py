@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from field_checks import Chain, assert_idle, assert_no_hooks, make_inputs, run_moves, schedule
+from field_checks import Chain, make_inputs, run_moves, schedule
 from torch import Tensor
-from toy import same_bits
+from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from field_checks import assert_idle, make_inputs
+from field_checks import make_inputs
 from torch import Tensor, nn
-from toy import same_bits
+from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager

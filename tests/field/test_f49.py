@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
-from field_checks import Chain, assert_idle, make_inputs, part, run_moves, schedule
+from field_checks import Chain, make_inputs, part, run_moves, schedule
 from torch import Tensor
-from toy import same_bits
+from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
