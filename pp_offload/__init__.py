@@ -14,6 +14,7 @@ from pp_offload.config import OffloadConfig
 from pp_offload.errors import (
     ClosedError,
     ConfigError,
+    DiskTierError,
     GroupStateError,
     OffloadError,
     RaceError,
@@ -59,6 +60,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "CpuBackend",
+    "DiskTierError",
     "FineGrainedActivationOffloadingInterface",
     "FineGrainedOffloadingBackwardRecordFunction",
     "FineGrainedOffloadingGroupCommitFunction",

@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class DiskEvent:
 
     __slots__ = ("_futures",)
 
-    def __init__(self, futures: Sequence[Future[None]]) -> None:
+    def __init__(self, futures: Sequence[Future[DiskTierError | None]]) -> None:
         self._futures = futures
 
     @classmethod
@@ -62,19 +62,20 @@ class DiskEvent:
         Raises:
             DiskTierError: It was reading, and that failed.
         """
-        wait(self._futures)
-        for future in self._futures:
-            future.result()
+        failures = [future.result() for future in self._futures]
+        for failure in filter(None, failures):
+            raise DiskTierError(str(failure))  # a new one: its traceback holds graphs
 
 
 class DiskExtent:
-    """A range of the file, and the work that used it last."""
+    """A range of the file, what was found when it was written, and the work that used it last."""
 
-    __slots__ = ("checksum", "failure", "last_use", "nbytes", "range", "tier")
+    __slots__ = ("checksum", "failure", "last_use", "nbytes", "num_parts", "range", "tier")
 
-    def __init__(self, tier: DiskTier, nbytes: int, range_: Range) -> None:
+    def __init__(self, tier: DiskTier, nbytes: int, num_parts: int, range_: Range) -> None:
         self.tier = tier
         self.nbytes = nbytes
+        self.num_parts = num_parts
         self.range = range_
         self.checksum: int | None = None
         self.failure: DiskTierError | None = None
@@ -97,8 +98,8 @@ class DiskStatistics:
     read: int = 0
     """Queued to be read since the tier was made."""
 
-    num_extents: int = 0
-    """Extents that were taken and not given back."""
+    num_parts: int = 0
+    """Payloads in extents that were taken and not given back."""
 
 
 class DiskTier:
@@ -120,13 +121,18 @@ class DiskTier:
         self._fd = _unnamed_file(self.directory)
         self._arena = Arena(alignment=ALIGNMENT)
         self._returned: deque[DiskExtent] = deque()
-        self._in_use = self._peak = self._num_taken = 0
+        self._busy: list[DiskExtent] = []
+        self._in_use = self._peak = self._num_parts = 0
         self._written = self._read = 0
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pp_offload-disk")
         self._is_closed = False
 
-    def take(self, nbytes: int) -> DiskExtent:
+    def take(self, nbytes: int, num_parts: int = 1) -> DiskExtent:
         """An extent of ``nbytes``. That the file system has room is known only after the write.
+
+        Args:
+            nbytes: At least one.
+            num_parts: How many payloads share it; only counted.
 
         Raises:
             ClosedError: The tier was closed.
@@ -140,9 +146,9 @@ class DiskTier:
             found = self._arena.allocate(nbytes)
         assert found is not None
         self._in_use += nbytes
-        self._num_taken += 1
+        self._num_parts += num_parts
         self._peak = max(self._peak, self._in_use)
-        return DiskExtent(self, nbytes, found)
+        return DiskExtent(self, nbytes, num_parts, found)
 
     def give(self, extent: DiskExtent) -> None:
         """Hand an extent back. Safe in a destructor: it is only noted, and filed later."""
@@ -157,13 +163,14 @@ class DiskTier:
         self._written += extent.nbytes
         source = data.numpy()
 
-        def run() -> None:
+        def run() -> DiskTierError | None:
             found = checksum(source)
-            try:
-                self._transfer(extent, source, self._pwrite)
+            failure = self._transfer(extent, source, self._pwrite)
+            if failure is None:
                 extent.checksum = found
-            except DiskTierError as failure:
+            else:
                 extent.failure = failure
+            return None  # the bytes are still where they were
 
         return self._queue(extent, run)
 
@@ -176,19 +183,20 @@ class DiskTier:
         self._read += extent.nbytes
         into = target.numpy()
 
-        def run() -> None:
+        def run() -> DiskTierError | None:
             if extent.checksum is None:
-                raise extent.failure or self._error(extent, "it was never written")
-            self._transfer(extent, into, self._pread)
-            if checksum(into) != extent.checksum:
-                raise self._error(extent, "its checksum is not that of what was written")
+                return extent.failure or self._error(extent, "it was never written")
+            failure = self._transfer(extent, into, self._pread)
+            if failure is None and checksum(into) != extent.checksum:
+                return self._error(extent, "its checksum is not that of what was written")
+            return failure
 
         return self._queue(extent, run)
 
     def statistics(self) -> DiskStatistics:
         """Exact at the call."""
         self._collect()
-        return DiskStatistics(self._in_use, self._peak, self._written, self._read, self._num_taken)
+        return DiskStatistics(self._in_use, self._peak, self._written, self._read, self._num_parts)
 
     def close(self) -> None:
         """Finish what is queued and drop the file. Twice is fine."""
@@ -212,31 +220,36 @@ class DiskTier:
     def _pread(self, fd: int, into: memoryview, offset: int) -> int:
         return os.preadv(fd, [into], offset)
 
-    def _queue(self, extent: DiskExtent, work: Callable[[], None]) -> DiskEvent:
+    def _queue(self, extent: DiskExtent, work: Callable[[], DiskTierError | None]) -> DiskEvent:
         # Threads take work in the order it is queued, so what comes before is running at least.
         before = extent.last_use
 
-        def run() -> None:
+        def run() -> DiskTierError | None:
             if before is not None:
                 with suppress(DiskTierError):
                     before.synchronize()
-            work()
+            return work()
 
         extent.last_use = DiskEvent([self._threads.submit(run)])
         return extent.last_use
 
-    def _transfer(self, extent: DiskExtent, data: NDArray[np.uint8], step: Step) -> None:
-        """Write or read all of ``data``, however short the steps are."""
+    def _transfer(
+        self, extent: DiskExtent, data: NDArray[np.uint8], step: Step
+    ) -> DiskTierError | None:
+        """Write or read all of ``data``, however short the steps are; what went wrong, if anything.
+
+        It is not raised here: it is kept, and its traceback would keep the data alive.
+        """
         rest, offset = data.data, self._offset(extent)
         while rest:
             try:
                 done = step(self._fd, rest, offset)
             except OSError as failure:
-                cause = f"{failure.strerror} [errno {failure.errno}]"
-                raise self._error(extent, cause) from failure
+                return self._error(extent, f"{failure.strerror} [errno {failure.errno}]")
             if done <= 0:
-                raise self._error(extent, f"the file ends {len(rest)} bytes too early")
+                return self._error(extent, f"the file ends {len(rest)} bytes too early")
             rest, offset = rest[done:], offset + done
+        return None
 
     def _offset(self, extent: DiskExtent) -> int:
         return self._arena.slab_start(extent.range.slab) + extent.range.offset
@@ -249,15 +262,18 @@ class DiskTier:
         )
 
     def _collect(self) -> None:
-        """File what was handed back, but for what a thread still works on."""
-        for _ in range(len(self._returned)):
+        """File what was handed back; what a thread still works on is not to be taken yet."""
+        while self._returned:
             extent = self._returned.popleft()
-            if extent.last_use is not None and not extent.last_use.query():
-                self._returned.append(extent)
-                continue
-            self._arena.free(extent.range)
             self._in_use -= extent.nbytes
-            self._num_taken -= 1
+            self._num_parts -= extent.num_parts
+            self._busy.append(extent)
+        busy, self._busy = self._busy, []
+        for extent in busy:
+            if extent.last_use is None or extent.last_use.query():
+                self._arena.free(extent.range)
+            else:
+                self._busy.append(extent)
 
 
 def _unnamed_file(directory: Path) -> int:
