@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from pp_offload.errors import ConfigError
 
 MIB = 2**20
+
+TIERS = (("host",), ("disk",), ("host", "disk"))
+"""The chains there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,22 @@ class OffloadConfig:
     None means this rank's part of 80 % of what the kernel and the cgroups would still give.
     """
 
+    tiers: tuple[str, ...] = ("host",)
+    """Where offloaded bytes go, in this order: ``"host"`` memory up to its budget, ``"disk"``.
+
+    One of them or both. On a CPU-only machine only the disk makes memory smaller.
+    """
+
+    disk_dir: str | os.PathLike[str] | None = None
+    """Directory of the disk tier's file, one per rank; None means that of temporary files.
+
+    Put it on a real disk: where it is kept in memory, nothing is saved. The file has no name, mode
+    0600, and is gone when the process is.
+    """
+
+    numa_node: int | None = None
+    """Place host memory on this NUMA node; None leaves that to the system."""
+
     def __post_init__(self) -> None:
         problems = list(self._violations())
         if problems:
@@ -54,9 +74,10 @@ class OffloadConfig:
             "max_in_flight_bytes",
             "prefetch_bytes",
             "host_budget_bytes",
+            "numa_node",
         ):
             value = getattr(self, name)
-            if value is None and name in ("prefetch_bytes", "host_budget_bytes"):
+            if value is None and name in ("prefetch_bytes", "host_budget_bytes", "numa_node"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 found.append(f"{name} is {value!r}, expected an integer of at least 0")
@@ -64,4 +85,17 @@ class OffloadConfig:
         is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
         if not is_number or not 0 <= fraction <= 1:
             found.append(f"activation_offload_fraction is {fraction!r}, expected 0 to 1")
+        if self.tiers not in TIERS:
+            found.append(
+                f"tiers is {self.tiers!r}, expected one of {', '.join(map(repr, TIERS))}: a tuple, "
+                "the host before the disk"
+            )
+        if self.disk_dir is not None:
+            if not isinstance(self.disk_dir, str | os.PathLike):
+                found.append(f"disk_dir is {self.disk_dir!r}, expected a path")
+            elif self.tiers in TIERS and "disk" not in self.tiers:
+                found.append(
+                    f"disk_dir is {os.fspath(self.disk_dir)!r}, but tiers is {self.tiers!r}; add "
+                    '"disk" to tiers, or leave disk_dir out'
+                )
         return found

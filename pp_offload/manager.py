@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pp_offload.backends import Backend, Stream, default_backend
+from pp_offload.chain import make_engine
 from pp_offload.chunk import ChunkOffloadHandler, Services
 from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
@@ -29,10 +30,7 @@ from pp_offload.saved import Resident, SavedActivation, unpack
 from pp_offload.statistics import OffloadStatistics, collect
 from pp_offload.step import StepRecord
 from pp_offload.tensors import Eligibility, StorageSet
-from pp_offload.tiers.budget import HostBudget
-from pp_offload.tiers.host import HostTier
 from pp_offload.tiers.pool import GPUTensorPool
-from pp_offload.transfer import TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +54,7 @@ class PipelineOffloadManager:
     ) -> None:
         self.config = config or OffloadConfig()
         backend = backend or default_backend()
-        host = HostTier(backend.allocate_host, HostBudget(self.config.host_budget_bytes))
-        transfer = TransferEngine(backend, host, self.config.max_in_flight_bytes)
+        transfer = make_engine(backend, self.config)
         self.step = StepRecord(ChunkQueue())
         self.services = Services(
             transfer,
@@ -92,7 +89,7 @@ class PipelineOffloadManager:
 
     def release_idle_memory(self) -> None:
         """Give host memory back to the system that no saved tensor needs; waits for copies."""
-        self.services.transfer.host.release_idle()
+        self.services.transfer.release_idle()
 
     # What it is made of
 

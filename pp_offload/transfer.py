@@ -28,14 +28,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from pp_offload.backends import Backend, Event, Stream
-from pp_offload.errors import SavedTensorModifiedError
+from pp_offload.errors import DiskTierError, SavedTensorModifiedError
 from pp_offload.ticket import HostCopy, Ticket, packs, place
+from pp_offload.tiers.disk import DiskStatistics
 from pp_offload.tiers.host import HostTier
 
 MAX_ABANDONED = 8
@@ -159,6 +161,10 @@ class TransferEngine:
     def reload(self, tickets: Sequence[Ticket]) -> None:
         """Queue the copies back to the device. Data is valid once :meth:`deliver` returned it."""
         self.poll()
+        self._copy_back(tickets)
+
+    def _copy_back(self, tickets: Sequence[Ticket]) -> None:
+        """Copy from the buffers of their copies into new memory on the device."""
         home = self.backend.current_stream()
         device = self.backend.device
         copies: list[HostCopy] = []
@@ -201,7 +207,10 @@ class TransferEngine:
             ticket.reloaded = reloaded
             ticket.home = home
             nbytes += ticket.nbytes
-        self.landed_bytes += nbytes
+            if ticket.reading:
+                ticket.reading = False  # it was counted when that began
+            else:
+                self.landed_bytes += ticket.nbytes
         self.counters.bytes_reloaded += nbytes
 
     def prefetch(self, tickets: Sequence[Ticket]) -> None:
@@ -307,13 +316,29 @@ class TransferEngine:
     def fit(self) -> None:
         """Between steps: make host memory as tight as what the steps needed."""
         self.poll()
-        self.host.fit()
+        for tier in self.host_tiers:
+            tier.fit()
+
+    @property
+    def host_tiers(self) -> tuple[HostTier, ...]:
+        """All host memory it uses."""
+        return (self.host,)
+
+    def disk_statistics(self) -> DiskStatistics:
+        """All zero: without a disk tier there is nothing."""
+        return DiskStatistics()
+
+    def release_idle(self) -> None:
+        """Give host memory back to the system that no saved tensor needs; waits for copies."""
+        for tier in self.host_tiers:
+            tier.release_idle()
 
     def close(self) -> None:
         """Finish all copies, then drop the host memory."""
         self.backend.synchronize()
         self.poll()
-        self.host.close()
+        for tier in self.host_tiers:
+            tier.close()
 
     def _d2h_waits_for_compute(self, home: Stream) -> None:
         self.backend.d2h.wait_event(home.record_event())
@@ -347,7 +372,8 @@ class TransferEngine:
             self._arrive(flight)
         while len(self._abandoned) > MAX_ABANDONED:
             _, reloaded, home = self._abandoned[0]
-            home.wait_event(reloaded)
+            with suppress(DiskTierError):  # nobody wants it
+                home.wait_event(reloaded)
             self._abandoned.popleft()
         self.poll()
 

@@ -55,6 +55,10 @@ class HostBudget:
             self._limit_bytes = _PROCESS.nbytes + share
         return self._limit_bytes
 
+    def but_for(self, share: int) -> HostBudget:
+        """A budget that leaves one part in ``share`` of this one to others."""
+        return HostBudget(self.limit_bytes - self.limit_bytes // share)
+
     @property
     def left_bytes(self) -> int:
         """What may still be reserved; never negative."""

@@ -1,0 +1,44 @@
+"""Which tiers offloaded bytes go through, as the options say.
+
+engine = make_engine(backend, OffloadConfig(tiers=("host", "disk"), disk_dir="/scratch"))
+"""
+
+from __future__ import annotations
+
+from pp_offload.backends import Backend
+from pp_offload.config import OffloadConfig
+from pp_offload.disk_direct import DirectDiskEngine
+from pp_offload.disk_staged import StagedDiskEngine
+from pp_offload.tiers.budget import HostBudget
+from pp_offload.tiers.disk import DiskTier
+from pp_offload.tiers.host import HostTier
+from pp_offload.tiers.numa import on_node
+from pp_offload.tiers.slabs import Allocate
+from pp_offload.transfer import TransferEngine
+
+STAGING_SHARE = 8
+"""One part in so many of the host budget is left for what passes through to the disk."""
+
+
+def make_engine(backend: Backend, config: OffloadConfig) -> TransferEngine:
+    """A transfer engine for ``config``.
+
+    Raises:
+        DiskTierError: The file of the disk tier cannot be made.
+    """
+    allocate: Allocate = backend.allocate_host
+    if config.numa_node is not None:
+        allocate = on_node(config.numa_node, allocate)
+    whole = HostBudget(config.host_budget_bytes)
+    if "disk" not in config.tiers:
+        return TransferEngine(backend, HostTier(allocate, whole), config.max_in_flight_bytes)
+    disk = DiskTier(config.disk_dir)
+    host = None
+    if backend.is_host:
+        if "host" in config.tiers:
+            host = HostTier(allocate, whole)
+        return DirectDiskEngine(backend, host, config.max_in_flight_bytes, disk)
+    if "host" in config.tiers:
+        host = HostTier(allocate, whole.but_for(STAGING_SHARE))
+    staging = HostTier(allocate, whole, may_split=False)
+    return StagedDiskEngine(backend, host, config.max_in_flight_bytes, disk, staging)

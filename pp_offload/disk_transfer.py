@@ -1,0 +1,164 @@
+"""Host memory up to its budget, and the disk for what is beyond: the way both are chained.
+
+NOTE [ Two ways to the disk ]
+    Where the device is the host, threads write a tensor as it is and read into a new one: see
+    ``disk_direct.py``. Elsewhere its bytes pass through staging buffers: see ``disk_staged.py``.
+
+NOTE [ When the disk fails ]
+    What could not be written stays where it is, tensor or buffer, and later groups stay on the
+    device until the next step tries again. What cannot be read back raises when it is asked for;
+    asked for again, it is read again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pp_offload.backends import Backend
+from pp_offload.errors import DiskTierError
+from pp_offload.ticket import HostCopy, Ticket, packs, place
+from pp_offload.tiers.disk import DiskStatistics, DiskTier
+from pp_offload.tiers.host import HostTier
+from pp_offload.transfer import TransferEngine
+
+logger = logging.getLogger(__name__)
+
+
+class DiskTransferEngine(TransferEngine):
+    """A transfer engine with a disk tier behind its host tier.
+
+    Args:
+        backend: Streams, events and copies of the device.
+        host: Where the bytes go first; None to send all of them to disk.
+        max_in_flight_bytes: Device bytes that may wait to be written.
+        disk: Where they go when the host has no room.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        host: HostTier | None,
+        max_in_flight_bytes: int,
+        disk: DiskTier,
+    ) -> None:
+        super().__init__(backend, host or HostTier(backend.allocate_host), max_in_flight_bytes)
+        self.disk = disk
+        self._is_only = host is None
+        self._failure: DiskTierError | None = None
+        self._has_warned = False
+
+    def offload(self, tickets: Sequence[Ticket]) -> int:
+        """Queue the copies of a group, to the host as far as it has room, else to the disk.
+
+        Raises:
+            MemoryError: Neither has room, or the disk failed in this step.
+        """
+        self.poll()
+        near: list[Ticket] = []
+        far: list[Ticket] = []
+        near_copies: list[HostCopy] = []
+        far_copies: list[HostCopy] = []
+        for batch, nbytes in packs(tickets):
+            copy = self._host_copy(nbytes, len(batch))
+            if copy is None:
+                far += batch
+                far_copies += self._disk_copies(batch, nbytes)
+            else:
+                near += batch
+                near_copies.append(place(batch, copy))
+        total = self._queue_offload(near, near_copies) if near else 0
+        return total + (self._send(far, far_copies) if far else 0)
+
+    def reload(self, tickets: Sequence[Ticket]) -> None:
+        """Queue the copies back, from wherever the bytes are.
+
+        Raises:
+            DiskTierError: They had to be read before, and cannot be.
+        """
+        self.poll()
+        near, far = by_place(tickets)
+        if near:
+            self._copy_back(near)
+        if far:
+            self._fetch(far)
+
+    def fit(self) -> None:
+        """Between steps: make host memory tight, and let the next step try the disk again."""
+        super().fit()
+        self._failure = None
+
+    def close(self) -> None:
+        """Finish all copies, then drop the host memory and the file."""
+        super().close()
+        self.disk.close()
+
+    def disk_statistics(self) -> DiskStatistics:
+        """What is on disk, and what was written and read."""
+        return self.disk.statistics()
+
+    def _host_copy(self, nbytes: int, num_parts: int) -> HostCopy | None:
+        if self._is_only:
+            return None
+        try:
+            return HostCopy(self.host, self.host.take(nbytes, num_parts))
+        except MemoryError:
+            return None
+
+    def _check_disk(self) -> None:
+        if self._failure is not None:
+            raise MemoryError(str(self._failure)) from self._failure
+
+    def _note(self, failure: DiskTierError) -> None:
+        """Something could not be written."""
+        self._failure = failure
+        logger.log(
+            logging.DEBUG if self._has_warned else logging.WARNING,
+            "offloaded activations could not be written and stay in memory, as will what follows "
+            "in this step; from now on without a warning: %s",
+            failure,
+        )
+        self._has_warned = True
+
+    # What depends on the device
+
+    def _disk_copies(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+        """Room on disk for tickets that may share it; each gets its place.
+
+        Raises:
+            MemoryError: There is none.
+        """
+        raise NotImplementedError
+
+    def _send(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+        """Queue what brings tickets to the disk; the number of bytes."""
+        raise NotImplementedError
+
+    def _fetch(self, tickets: Sequence[Ticket]) -> None:
+        """Queue what brings them back from it."""
+        raise NotImplementedError
+
+
+def by_place(tickets: Sequence[Ticket]) -> tuple[list[Ticket], list[Ticket]]:
+    """Those in host memory alone, and those that are, or are to be, on disk.
+
+    One that could not be written is in neither: its source is kept, and given back as it is.
+    """
+    near: list[Ticket] = []
+    far: list[Ticket] = []
+    for ticket in tickets:
+        copy = ticket.copy
+        assert copy is not None, "reload before offload"
+        if copy.extent is not None:
+            far.append(ticket)
+        elif copy.buffer is not None:
+            near.append(ticket)
+    return near, far
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a flat ``uint8`` tensor; no copy."""
+    return tensor.detach().view(-1).view(torch.uint8)

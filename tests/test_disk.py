@@ -1,0 +1,400 @@
+"""Steps through the disk: the same numbers on every backend, whatever the disk does."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BACKENDS, make_backend
+from toy import assert_idle, batches, make_model, run_step, same_bits
+
+from pp_offload import (
+    DiskTierError,
+    OffloadConfig,
+    PipelineOffloadManager,
+    RaceError,
+    SavedTensorModifiedError,
+    use_backend,
+)
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload.backends import Event, Stream
+from pp_offload.disk_direct import DirectDiskEngine
+from pp_offload.disk_staged import StagedDiskEngine
+from pp_offload.disk_transfer import DiskTransferEngine
+from pp_offload.ticket import HostCopy, Ticket
+from pp_offload.tiers.budget import reserved_bytes
+from pp_offload.tiers.disk import DiskTier
+from pp_offload.tiers.host import HostBuffer
+from pp_offload.transfer import TransferEngine
+
+on_backends = pytest.mark.parametrize("kind", BACKENDS)
+WIDTH = 32
+
+
+@contextmanager
+def disk_manager(
+    kind: str,
+    directory: Path,
+    *,
+    tiers: tuple[str, ...] = ("disk",),
+    max_in_flight_bytes: int = 40_000,
+    host_budget_bytes: int | None = None,
+) -> Iterator[PipelineOffloadManager]:
+    """So little may be in flight that bytes really come to rest on disk."""
+    config = OffloadConfig(
+        min_offloaded_tensor_size=1,
+        tiers=tiers,
+        disk_dir=directory,
+        max_in_flight_bytes=max_in_flight_bytes,
+        host_budget_bytes=host_budget_bytes,
+    )
+    torch.manual_seed(0)
+    with use_backend(make_backend(kind), config=config) as manager:
+        yield manager
+        manager.services.transfer.close()
+
+
+class LateThreads:
+    """Does what it was given only when somebody waits for it, and all that was given before."""
+
+    def __init__(self) -> None:
+        self.queued: deque[LateFuture] = deque()
+
+    def submit(self, work: Callable[[], object]) -> LateFuture:
+        self.queued.append(LateFuture(self, work))
+        return self.queued[-1]
+
+    def shutdown(self, wait: bool) -> None:
+        while self.queued:
+            self.queued.popleft().run()
+
+
+class EagerThreads(LateThreads):
+    """Does it at once."""
+
+    def submit(self, work: Callable[[], object]) -> LateFuture:
+        future = LateFuture(self, work)
+        future.run()
+        return future
+
+
+class LateFuture:
+    """What a piece of work gives."""
+
+    def __init__(self, threads: LateThreads, work: Callable[[], object]) -> None:
+        self._threads, self._work = threads, work
+        self._is_done = False
+
+    def run(self) -> None:
+        if not self._is_done:
+            self._value, self._is_done = self._work(), True
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def result(self) -> object:
+        while not self._is_done:
+            self._threads.queued.popleft().run()
+        return self._value
+
+
+THREADS = {"late": LateThreads, "eager": EagerThreads}
+
+
+def disk_of(manager: PipelineOffloadManager) -> DiskTier:
+    engine = manager.services.transfer
+    assert isinstance(engine, DiskTransferEngine)
+    return engine.disk
+
+
+def steps_are_equal(
+    manager: PipelineOffloadManager, steps: Sequence[int] = range(4), in_flight: int = 3
+) -> bool:
+    """Steps of changing length, against the same without offload."""
+    device = str(manager.backend.device)
+    on = make_model(width=WIDTH, device=device)
+    off = make_model(width=WIDTH, groups=(), device=device)
+    for step in steps:
+        inputs = [x.to(device) for x in batches(5, WIDTH, step, length=9 + step)]
+        got = run_step(on, inputs, in_flight=in_flight)
+        if not same_bits(got, run_step(off, inputs, in_flight=in_flight, offload=False)):
+            return False
+    return True
+
+
+@on_backends
+@pytest.mark.parametrize("order", ["threads", "late", "eager"])
+def test_steps_are_equal_bit_for_bit(kind: str, order: str, tmp_path: Path) -> None:
+    with disk_manager(kind, tmp_path) as manager:
+        if order in THREADS:
+            disk_of(manager)._threads = THREADS[order]()
+        assert steps_are_equal(manager)
+        statistics = manager.statistics()
+        assert statistics.disk_bytes_written > 0
+        assert statistics.disk_bytes_read > 0
+        assert statistics.disk_bytes_peak > 0
+        assert statistics.disk_bytes_in_use == 0
+        assert statistics.bytes_in_flight == 0
+        assert_idle(manager)
+
+
+@on_backends
+@pytest.mark.parametrize("budget", [0, 30_000])
+def test_the_disk_takes_what_is_over_the_host_budget(
+    kind: str, tmp_path: Path, budget: int
+) -> None:
+    limit = reserved_bytes() + budget
+    with disk_manager(
+        kind, tmp_path, tiers=("host", "disk"), host_budget_bytes=limit, max_in_flight_bytes=20_000
+    ) as manager:
+        assert steps_are_equal(manager)
+        statistics = manager.statistics()
+        assert statistics.host_bytes_reserved <= budget
+        if manager.backend.is_host:
+            assert statistics.disk_bytes_written > 0
+            assert (statistics.host_bytes_peak > 0) == (budget > 0)
+        assert_idle(manager)
+
+
+@on_backends
+def test_a_full_disk_keeps_tensors_and_warns_once(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with disk_manager(kind, tmp_path) as manager:
+        disk = disk_of(manager)
+        written, room = disk._pwrite, [60_000]
+
+        def write(fd: int, data: memoryview, offset: int) -> int:
+            if len(data) > room[0]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            room[0] -= len(data)
+            return written(fd, data, offset)
+
+        disk._pwrite = write  # type: ignore[method-assign]
+        with caplog.at_level(logging.WARNING, logger="pp_offload"):
+            assert steps_are_equal(manager)
+        said = [record.getMessage() for record in caplog.records]
+        assert sum("could not be written" in message for message in said) == 1
+        assert any(os.strerror(errno.ENOSPC) in message for message in said)
+        assert len(said) <= 2, "one for the disk, one for the first group that stays"
+        before = manager.statistics().disk_bytes_in_use
+        assert before == 0
+        room[0] = 10**9  # somebody made room: the next step uses it
+        disk_bytes = manager.statistics().disk_bytes_written
+        assert steps_are_equal(manager)
+        assert manager.statistics().disk_bytes_written > disk_bytes
+        assert_idle(manager)
+
+
+@on_backends
+def test_what_cannot_be_read_raises_and_the_next_step_works(kind: str, tmp_path: Path) -> None:
+    with disk_manager(kind, tmp_path) as manager:
+        assert steps_are_equal(manager, [0])
+        disk = disk_of(manager)
+
+        def read(fd: int, into: memoryview, offset: int) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        disk._pread = read  # type: ignore[method-assign]
+        with pytest.raises(DiskTierError, match=os.strerror(errno.EIO)) as error:
+            steps_are_equal(manager, [1, 2, 3])
+        assert str(tmp_path) in str(error.value)
+        assert "offset" in str(error.value)
+        del disk._pread, error
+        gc.collect()
+        manager.reset()
+        assert steps_are_equal(manager)
+        assert_idle(manager)
+
+
+@on_backends
+def test_what_could_not_be_read_once_is_read_again(kind: str, tmp_path: Path) -> None:
+    with disk_manager(kind, tmp_path, max_in_flight_bytes=0) as manager:
+        device = manager.backend.device
+        x = torch.linspace(-1, 1, 40).to(device).requires_grad_()
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        h = x * 1
+        with off_interface(True, h, "g"):
+            y = h.sin()
+        loss = off_interface.group_commit(y, name="g").sum()
+        del h, y
+        manager.backend.synchronize()
+        disk = disk_of(manager)
+        settle(manager)
+
+        def read(fd: int, into: memoryview, offset: int) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        disk._pread = read  # type: ignore[method-assign]
+        for _ in range(2):
+            with pytest.raises(DiskTierError, match="Input/output"):
+                torch.autograd.grad(loss, x, retain_graph=True)
+        del disk._pread
+        (got,) = torch.autograd.grad(loss, x)
+        assert same_bits([got], list(torch.autograd.grad((x * 1).sin().sum(), x)))
+
+
+def settle(manager: PipelineOffloadManager) -> None:
+    """Until everything queued is on disk."""
+    manager.statistics()  # sends on what has arrived
+    disk = disk_of(manager)
+    disk._threads.submit(lambda: None).result()
+    while manager.statistics().bytes_in_flight or manager.statistics().host_bytes_in_use:
+        pass
+
+
+@on_backends
+def test_a_flipped_bit_is_never_a_gradient(kind: str, tmp_path: Path) -> None:
+    with disk_manager(kind, tmp_path) as manager:
+        disk = disk_of(manager)
+        written = disk._pwrite
+
+        def write(fd: int, data: memoryview, offset: int) -> int:
+            changed = bytearray(data)
+            changed[len(changed) // 2] ^= 1
+            return written(fd, memoryview(changed), offset)
+
+        disk._pwrite = write  # type: ignore[method-assign]
+        with pytest.raises(DiskTierError, match="checksum"):
+            steps_are_equal(manager)
+        disk._pwrite = written  # type: ignore[method-assign]
+        assert steps_are_equal(manager)
+
+
+@on_backends
+def test_changed_while_it_waits_to_be_written(kind: str, tmp_path: Path) -> None:
+    """A thread that has not written yet: the change must not reach the gradient."""
+    with disk_manager(kind, tmp_path, max_in_flight_bytes=10**9) as manager:
+        device = manager.backend.device
+        gate = threading.Event()
+        disk = disk_of(manager)
+        disk._threads.submit(gate.wait)
+        disk._threads.submit(gate.wait)
+        x = torch.linspace(-1, 1, 40).to(device).requires_grad_()
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        h = x * 1
+        with off_interface(True, h, "g"):
+            y = h.sin()
+        loss = off_interface.group_commit(y, name="g").sum()
+        try:
+            h.mul_(2)
+            gate.set()
+            (got,) = torch.autograd.grad(loss, x)
+        except (SavedTensorModifiedError, RaceError) as error:
+            assert "'g'" in str(error)
+        else:
+            assert same_bits([got], list(torch.autograd.grad((x * 1).sin().sum(), x)))
+        finally:
+            gate.set()
+
+
+@on_backends
+def test_what_is_being_written_is_had_back_at_once(kind: str, tmp_path: Path) -> None:
+    """Backward need not wait for threads that have not begun: the bytes are still in memory."""
+    with disk_manager(kind, tmp_path, max_in_flight_bytes=10**9) as manager:
+        device = manager.backend.device
+        gate = threading.Event()
+        disk = disk_of(manager)
+        disk._threads.submit(gate.wait)
+        disk._threads.submit(gate.wait)
+        x = torch.linspace(-1, 1, 40).to(device).requires_grad_()
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        h = x * 1
+        with off_interface(True, h, "g"):
+            y = h.sin()
+        loss = off_interface.group_commit(y, name="g").sum()
+        (got,) = torch.autograd.grad(loss, x)  # with the gate still closed
+        assert same_bits([got], list(torch.autograd.grad((x * 1).sin().sum(), x)))
+        assert manager.statistics().disk_bytes_read == 0
+        gate.set()
+
+
+@on_backends
+def test_two_managers_share_one_budget(kind: str, tmp_path: Path) -> None:
+    limit = reserved_bytes() + 400_000
+    config = OffloadConfig(min_offloaded_tensor_size=1, host_budget_bytes=limit)
+    with use_backend(make_backend(kind), config=config) as first:
+        assert steps_are_equal(first)
+        with use_backend(make_backend(kind), config=config) as second:
+            assert steps_are_equal(second)
+            assert reserved_bytes() <= limit
+            held = first.statistics().host_bytes_reserved + second.statistics().host_bytes_reserved
+            assert 0 < held <= 400_000
+        assert steps_are_equal(first)
+
+
+def test_a_directory_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = OffloadConfig(tiers=("disk",), disk_dir=tmp_path / "file")
+    with pytest.raises(DiskTierError, match="set disk_dir"):
+        PipelineOffloadManager(config=config, backend=make_backend("cpu"))
+
+
+class WritesBeforeItArrived(StagedDiskEngine):
+    def _queue_offload(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+        nbytes = super()._queue_offload(tickets, copies)
+        for copy in copies:
+            self._write(copy)
+        return nbytes
+
+
+class TakesBuffersStillWritten(StagedDiskEngine):
+    def _stage(self, nbytes: int) -> HostBuffer:
+        buffer = self.staging.take(nbytes)
+        buffer.last_use = None
+        return buffer
+
+    def _write(self, copy: HostCopy | None) -> None:
+        super()._write(copy)
+        if copy is not None:
+            copy.drop_buffer()
+
+
+class SendsOnBeforeItWasRead(StagedDiskEngine):
+    def _finish_reading(self, copy: HostCopy, mates: Sequence[Ticket]) -> None:
+        copy.reading = None
+
+
+class UsesBeforeItWasRead(DirectDiskEngine):
+    def _compute_waits_for(self, stream: Stream, event: Event) -> None:
+        pass
+
+
+STAGED_FAULTS = [WritesBeforeItArrived, TakesBuffersStillWritten, SendsOnBeforeItWasRead]
+
+
+def is_caught(kind: str, directory: Path, fault: type[TransferEngine] | None) -> bool:
+    """Whether steps with late threads go wrong in a way that shows."""
+    try:
+        with disk_manager(kind, directory, max_in_flight_bytes=3000) as manager:
+            disk_of(manager)._threads = LateThreads()  # type: ignore[assignment]
+            if fault is not None:
+                manager.services.transfer.__class__ = fault
+            return not steps_are_equal(manager)
+    except (RaceError, DiskTierError):
+        return True
+
+
+@pytest.mark.parametrize("fault", STAGED_FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_on_the_way_through_staging_is_caught(
+    fault: type[TransferEngine], tmp_path: Path
+) -> None:
+    assert is_caught("late", tmp_path, fault)
+
+
+def test_a_fault_on_the_direct_way_is_caught(tmp_path: Path) -> None:
+    assert is_caught("cpu", tmp_path, UsesBeforeItWasRead)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "late", "eager", "random"])
+def test_without_a_fault_nothing_is_caught(kind: str, tmp_path: Path) -> None:
+    assert not is_caught(kind, tmp_path, None)
