@@ -1,7 +1,8 @@
 """Reuse tensors of a given shape and dtype instead of allocating them again.
 
 A training step asks for the same shapes over and over, and pinned host memory in particular is
-slow to acquire. So a freed tensor waits in the queue of its shape and dtype.
+slow to acquire. So a freed tensor waits in the queue of its shape and dtype. The bytes come from an
+arena, so that what one shape needs no more another can have.
 
     pool = GPUTensorPool(device="cpu", pin_memory=True)
     tensor = pool.allocate((128, 512), torch.bfloat16)  # contents undefined
@@ -12,14 +13,48 @@ slow to acquire. So a freed tensor waits in the queue of its shape and dtype.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from pp_offload.tiers.arena import Arena, Range
+
 _Key = tuple[tuple[int, ...], torch.dtype]
+
+ALIGNMENT = 512
+SMALLEST_SLAB_BYTES = 2**16
+
+
+class _Slab:
+    """Memory of its own, parcelled out."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self.arena = Arena(alignment=ALIGNMENT)
+        self.arena.add_slab(data.numel())
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """A tensor of the pool, and where its bytes are from; one without bytes is from nowhere."""
+
+    tensor: Tensor
+    key: _Key
+    slab: _Slab | None = None
+    place: Range | None = None
+    freed_at: int = 0
+    """Which of the pool's frees it was."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is this one, or begins in its bytes."""
+        if tensor is self.tensor:
+            return True
+        begin = self.tensor.data_ptr()
+        return begin <= tensor.data_ptr() < begin + self.tensor.nbytes
 
 
 class PoolStatus(TypedDict):
@@ -53,14 +88,15 @@ class PoolStatus(TypedDict):
 class GPUTensorPool:
     """Tensors on one device, handed out and taken back in constant time.
 
-    NOTE [ Footprint ]. A new tensor is made only when none of its shape and dtype is free. Then
-    free tensors of other shapes are let go, the longest unused first, until their bytes cover the
-    new one. So the pool never holds more bytes than were once in use at the same time, however
-    many shapes come by.
+    NOTE [ Footprint ]. Where none of its shape and dtype is free, a tensor is carved from slabs the
+    pool has. Before, free tensors of other shapes are let go, the longest unused first, until their
+    bytes cover the new one, and more where their bytes do not lie together. So tensors never hold
+    more bytes than were once in use at the same time, however many shapes come by. Only when all
+    that does not help is a slab asked for; those that nobody uses go back first.
 
-    A tensor is known by its storage, so a view of a pooled tensor frees the whole of it. The pool
+    A tensor is known by its address, so a view of a pooled tensor frees the whole of it. The pool
     does not order streams: free a tensor only after waiting for the copies that use it. It is not
-    safe to call from two threads at once.
+    safe to call from two threads at once. Do not resize the storage of its tensors: it is shared.
 
     Args:
         device: Where the tensors live.
@@ -74,9 +110,10 @@ class GPUTensorPool:
     """
 
     def __init__(self, device: str = "cuda", pin_memory: bool = False) -> None:
-        self._in_use: dict[int, tuple[_Key, Tensor]] = {}
-        self._free: dict[_Key, deque[Tensor]] = {}
-        self._free_order: OrderedDict[int, _Key] = OrderedDict()
+        self._slabs: list[_Slab] = []
+        self._in_use: dict[int, _Lease] = {}
+        self._free: dict[_Key, deque[_Lease]] = {}
+        self._num_freed = 0
         self.device = _usable_device(device)
         if pin_memory and self.device.type != "cpu":
             raise ValueError(f"pin_memory=True, device={device!r}; pinned memory is host memory")
@@ -89,9 +126,9 @@ class GPUTensorPool:
             ValueError: A dimension is negative.
         """
         key = self._get_pool_key(shape, dtype)
-        tensor = self._pop_free(key) if key in self._free else self._make(key)
-        self._in_use[_storage_id(tensor)] = (key, tensor)
-        return tensor
+        lease = self._pop_free(key) if key in self._free else self._make(key)
+        self._in_use[id(lease.tensor)] = lease
+        return lease.tensor
 
     def free(self, tensor: Tensor) -> None:
         """Take a tensor back for reuse.
@@ -100,15 +137,8 @@ class GPUTensorPool:
             ValueError: The tensor is not in use here: it is already free, is not of this pool, or
                 the pool was cleared since it was handed out.
         """
-        identity = _storage_id(tensor)
-        if identity in self._free_order:
-            raise ValueError(f"{_describe(tensor)} is already free; free each tensor once")
-        if identity not in self._in_use:
-            raise ValueError(
-                f"{_describe(tensor)} does not belong to this pool; free it where it was allocated."
-                " If this pool was cleared since, drop the tensor instead"
-            )
-        self._recycle(*self._in_use.pop(identity))
+        lease = self._in_use.pop(id(tensor), None)
+        self._recycle(self._lease_of_view(tensor) if lease is None else lease)
 
     def get_pool_status(
         self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
@@ -122,8 +152,8 @@ class GPUTensorPool:
         Raises:
             ValueError: Only one of ``shape`` and ``dtype`` was given.
         """
-        in_use = [key for key, _ in self._in_use.values()]
-        free = list(self._free_order.values())
+        in_use = [lease.key for lease in self._in_use.values()]
+        free = [lease.key for queue in self._free.values() for lease in queue]
         if shape is None and dtype is None:
             return self._status(in_use, free)
         if shape is None or dtype is None:
@@ -136,8 +166,8 @@ class GPUTensorPool:
 
         Whoever still uses one shares its bytes with the next to get it.
         """
-        for key, tensor in self._in_use.values():
-            self._recycle(key, tensor)
+        for lease in self._in_use.values():
+            self._recycle(lease)
         self._in_use.clear()
 
     def clear(self) -> None:
@@ -153,8 +183,8 @@ class GPUTensorPool:
         self._forget_all()
 
     def _get_pool_key(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Key:
-        dimensions = tuple(int(size) for size in shape)
-        if any(size < 0 for size in dimensions):
+        dimensions = tuple(map(int, shape))
+        if dimensions and min(dimensions) < 0:
             raise ValueError(f"shape {dimensions} has a negative dimension; pass zero or more")
         return dimensions, dtype
 
@@ -162,40 +192,76 @@ class GPUTensorPool:
     def _calculate_memory_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return math.prod(shape) * dtype.itemsize
 
-    def _make(self, key: _Key) -> Tensor:
-        self._let_go_of_others(self._calculate_memory_size(*key))
+    # Where bytes come from: see NOTE [ Footprint ]
+
+    def _make(self, key: _Key) -> _Lease:
         shape, dtype = key
-        return torch.empty(shape, dtype=dtype, device=self.device, pin_memory=self.pin_memory)
+        nbytes = self._calculate_memory_size(shape, dtype)
+        if nbytes == 0:
+            return _Lease(torch.empty(shape, dtype=dtype, device=self.device), key)
+        needed = nbytes
+        while needed > 0 and self._free:
+            needed -= self._calculate_memory_size(*self._let_go().key)
+        slab, place = self._carve(nbytes)
+        return _Lease(_tensor_at(slab, place, key), key, slab, place)
 
-    def _let_go_of_others(self, needed_bytes: int) -> None:
-        """See NOTE [ Footprint ]. Each tensor is let go of once, so this is amortised O(1)."""
-        while needed_bytes > 0 and self._free_order:
-            key = next(iter(self._free_order.values()))
-            self._pop_free(key)
-            needed_bytes -= self._calculate_memory_size(*key)
+    def _carve(self, nbytes: int) -> tuple[_Slab, Range]:
+        while True:
+            for slab in self._slabs:
+                place = slab.arena.allocate(nbytes)
+                if place is not None:
+                    return slab, place
+            if not self._free:
+                break
+            self._let_go()
+        self._slabs = [slab for slab in self._slabs if slab.arena.statistics().num_live]
+        size = 1 << (max(nbytes, SMALLEST_SLAB_BYTES) - 1).bit_length()
+        data = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pin_memory)
+        self._slabs.append(slab := _Slab(data))
+        place = slab.arena.allocate(nbytes)
+        assert place is not None
+        return slab, place
 
-    def _pop_free(self, key: _Key) -> Tensor:
+    def _let_go(self) -> _Lease:
+        """Give the bytes of the longest unused tensor back. Each is let go of once."""
+        lease = self._pop_free(min(self._free, key=lambda key: self._free[key][0].freed_at))
+        if lease.slab is not None and lease.place is not None:
+            lease.slab.arena.free(lease.place)
+        return lease
+
+    def _pop_free(self, key: _Key) -> _Lease:
         queue = self._free[key]
-        tensor = queue.popleft()
+        lease = queue.popleft()
         if not queue:
             del self._free[key]
-        del self._free_order[_storage_id(tensor)]
-        return tensor
+        return lease
 
-    def _recycle(self, key: _Key, tensor: Tensor) -> None:
-        """Queue a tensor that is still what was handed out; one that was resized is dropped."""
-        has_changed = tuple(tensor.shape) != key[0] or not tensor.is_contiguous()
-        if has_changed or tensor.untyped_storage().nbytes() < self._calculate_memory_size(*key):
-            return
-        if tensor.requires_grad:  # its autograd history would keep a whole graph alive
-            tensor = tensor.detach()
-        self._free.setdefault(key, deque()).append(tensor)
-        self._free_order[_storage_id(tensor)] = key
+    def _recycle(self, lease: _Lease) -> None:
+        """Queue a tensor; one that is no longer what was handed out, or has a history, anew."""
+        tensor = lease.tensor
+        if tensor.requires_grad or tensor.shape != lease.key[0] or not tensor.is_contiguous():
+            if lease.slab is None or lease.place is None:
+                return
+            lease.tensor = _tensor_at(lease.slab, lease.place, lease.key)
+        self._num_freed = lease.freed_at = self._num_freed + 1
+        self._free.setdefault(lease.key, deque()).append(lease)
+
+    def _lease_of_view(self, tensor: Tensor) -> _Lease:
+        """Whose bytes a view begins in; it is in use no more."""
+        for identity, lease in self._in_use.items():
+            if lease.holds(tensor):
+                return self._in_use.pop(identity)
+        if any(lease.holds(tensor) for queue in self._free.values() for lease in queue):
+            raise ValueError(f"{_describe(tensor)} is already free; free each tensor once")
+        raise ValueError(
+            f"{_describe(tensor)} does not belong to this pool; free it where it was allocated."
+            " If this pool was cleared since, drop the tensor instead"
+        )
 
     def _forget_all(self) -> None:
         self._in_use.clear()
         self._free.clear()
-        self._free_order.clear()
+        self._slabs.clear()
 
     def _status(self, in_use: list[_Key], free: list[_Key]) -> PoolStatus:
         total_count = len(in_use) + len(free)
@@ -222,9 +288,10 @@ def _usable_device(name: str) -> torch.device:
     return device
 
 
-def _storage_id(tensor: Tensor) -> int:
-    """Names a storage while it is alive; zero-size tensors have no address to tell them apart."""
-    return tensor.untyped_storage()._cdata
+def _tensor_at(slab: _Slab, place: Range, key: _Key) -> Tensor:
+    shape, dtype = key
+    flat = slab.data[place.offset : place.offset + place.requested_nbytes]
+    return flat.view(dtype).view(shape).detach()
 
 
 def _describe(tensor: Tensor) -> str:
