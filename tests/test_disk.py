@@ -32,7 +32,7 @@ from pp_offload.disk_staged import StagedDiskEngine
 from pp_offload.disk_transfer import DiskTransferEngine
 from pp_offload.ticket import HostCopy, Ticket
 from pp_offload.tiers.budget import reserved_bytes
-from pp_offload.tiers.disk import DiskTier
+from pp_offload.tiers.disk import NUM_THREADS, DiskTier
 from pp_offload.tiers.host import HostBuffer
 from pp_offload.transfer import TransferEngine
 
@@ -277,8 +277,8 @@ def test_changed_while_it_waits_to_be_written(kind: str, tmp_path: Path) -> None
         device = manager.backend.device
         gate = threading.Event()
         disk = disk_of(manager)
-        disk._threads.submit(gate.wait)
-        disk._threads.submit(gate.wait)
+        for _ in range(NUM_THREADS):
+            disk._threads.submit(gate.wait)
         x = torch.linspace(-1, 1, 40).to(device).requires_grad_()
         manager.init_model_chunk_offload_handler(None, None, 1)
         h = x * 1
@@ -304,8 +304,8 @@ def test_what_is_being_written_is_had_back_at_once(kind: str, tmp_path: Path) ->
         device = manager.backend.device
         gate = threading.Event()
         disk = disk_of(manager)
-        disk._threads.submit(gate.wait)
-        disk._threads.submit(gate.wait)
+        for _ in range(NUM_THREADS):
+            disk._threads.submit(gate.wait)
         x = torch.linspace(-1, 1, 40).to(device).requires_grad_()
         manager.init_model_chunk_offload_handler(None, None, 1)
         h = x * 1

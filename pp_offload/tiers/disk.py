@@ -27,13 +27,17 @@ from torch import Tensor
 
 from pp_offload.errors import ClosedError, DiskTierError
 from pp_offload.tiers.arena import Arena, Range
-from pp_offload.tiers.checksum import checksum
+from pp_offload.tiers.checksum import PART_BYTES, Checksum
 
 ALIGNMENT = 4096
 GROWTH_BYTES = 2**26
 """The file grows by at least this."""
 
-NUM_THREADS = 2
+BLOCK_BYTES = 2 * PART_BYTES
+"""Written or read by one system call."""
+
+NUM_THREADS = 4
+"""Enough that the disk has work while blocks are summed."""
 
 Step = Callable[[int, memoryview, int], int]
 """Writes or reads at an offset of a file; gives the number of bytes it managed."""
@@ -164,10 +168,10 @@ class DiskTier:
         source = data.numpy()
 
         def run() -> DiskTierError | None:
-            found = checksum(source)
-            failure = self._transfer(extent, source, self._pwrite)
+            total = Checksum()
+            failure = self._transfer(extent, source, self._pwrite, total)
             if failure is None:
-                extent.checksum = found
+                extent.checksum = total.value()
             else:
                 extent.failure = failure
             return None  # the bytes are still where they were
@@ -186,8 +190,9 @@ class DiskTier:
         def run() -> DiskTierError | None:
             if extent.checksum is None:
                 return extent.failure or self._error(extent, "it was never written")
-            failure = self._transfer(extent, into, self._pread)
-            if failure is None and checksum(into) != extent.checksum:
+            total = Checksum()
+            failure = self._transfer(extent, into, self._pread, total)
+            if failure is None and total.value() != extent.checksum:
                 return self._error(extent, "its checksum is not that of what was written")
             return failure
 
@@ -234,21 +239,34 @@ class DiskTier:
         return extent.last_use
 
     def _transfer(
-        self, extent: DiskExtent, data: NDArray[np.uint8], step: Step
+        self, extent: DiskExtent, data: NDArray[np.uint8], step: Step, total: Checksum
     ) -> DiskTierError | None:
-        """Write or read all of ``data``, however short the steps are; what went wrong, if anything.
+        """Write or read all of ``data``; what went wrong, if anything.
 
-        It is not raised here: it is kept, and its traceback would keep the data alive.
+        It is not raised here: it is kept, and its traceback would keep the data alive. Every block
+        is summed while it is in the cache.
         """
-        rest, offset = data.data, self._offset(extent)
+        for begin in range(0, len(data), BLOCK_BYTES):
+            block = data[begin : begin + BLOCK_BYTES]
+            failure = self._transfer_block(extent, begin, block.data, step)
+            if failure is not None:
+                return failure
+            total.update(block)
+        return None
+
+    def _transfer_block(
+        self, extent: DiskExtent, begin: int, rest: memoryview, step: Step
+    ) -> DiskTierError | None:
+        """Go on until it is done, however short the steps are."""
+        start, at = self._offset(extent), begin
         while rest:
             try:
-                done = step(self._fd, rest, offset)
+                done = step(self._fd, rest, start + at)
             except OSError as failure:
                 return self._error(extent, f"{failure.strerror} [errno {failure.errno}]")
             if done <= 0:
-                return self._error(extent, f"the file ends {len(rest)} bytes too early")
-            rest, offset = rest[done:], offset + done
+                return self._error(extent, f"the file ends {extent.nbytes - at} bytes too early")
+            rest, at = rest[done:], at + done
         return None
 
     def _offset(self, extent: DiskExtent) -> int:
