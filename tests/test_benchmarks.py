@@ -43,3 +43,18 @@ def test_step_time_writes_its_figures(tmp_path: Path) -> None:
     ours = figures["variants"]["ours"]
     assert ours["step_ms"] > 0
     assert ours["offloaded_bytes"] > 0
+
+
+def test_host_memory_writes_its_figures(tmp_path: Path) -> None:
+    figures = run_quick("host_memory.py", tmp_path)
+    assert figures["footprint_ratio"] >= 1
+    assert figures["footprint_ratio_powers_of_two"] > 1
+    assert isinstance(figures["allocations_after_first_step"], int)
+    assert figures["free_slope"] > 0
+
+
+def test_disk_tier_writes_its_figures(tmp_path: Path) -> None:
+    figures = run_quick("disk_tier.py", tmp_path)
+    assert figures["throughput_ratio"] > 0
+    assert figures["cached_ratio"] > 0
+    assert figures["checksum_mib_per_s"] > 0
