@@ -243,10 +243,10 @@ def both(first: Event | None, second: Event | None) -> Event | None:
 
 def finished(buffer: HostBuffer) -> HostBuffer:
     """The buffer, once the threads and copies of its last owner are done with it."""
-    if buffer.last_use is not None:
+    for event in buffer.last_uses():
         with suppress(DiskTierError):  # its owner heard of it
-            buffer.last_use.synchronize()
-        buffer.last_use = None
+            event.synchronize()
+    buffer.last_use, buffer.before = None, ()
     return buffer
 
 

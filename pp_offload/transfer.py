@@ -131,7 +131,8 @@ class TransferEngine:
         offloaded = self.backend.d2h.record_event()
         for copy in copies:
             assert copy.buffer is not None, "it has no buffer"
-            copy.offloaded = copy.buffer.last_use = offloaded
+            copy.offloaded = offloaded
+            copy.buffer.used_until(offloaded)
         if offloaded.query():
             self.counters.bytes_offloaded += nbytes
         else:
@@ -359,11 +360,11 @@ class TransferEngine:
     def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
         seen: Event | None = None
         for copy in copies:
-            event = None if copy.buffer is None else copy.buffer.last_use
-            if event is not None and event is not seen:
-                seen = event
-                if not event.query():
+            assert copy.buffer is not None, "it has no buffer"
+            for event in copy.buffer.last_uses():
+                if event is not seen and not event.query():
                     self.backend.d2h.wait_event(event)
+                seen = event
 
     def _keep_in_flight_bounded(self) -> None:
         while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:

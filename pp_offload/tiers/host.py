@@ -4,14 +4,16 @@ A step needs the sizes the last one needed, so a freed buffer waits in a bin of 
 next request of that size takes it: no search, no system allocation. Before new memory is asked for,
 the bins go back to the arena, where neighbours become one range again; and where no range is long
 enough, a buffer is made of several. So the slabs need not hold more than was live at the peak.
+Not even copies that still read what was freed make it ask: the next user's copy waits for them.
 
-    buffer = tier.take(nbytes)   # its last_use must have finished before it is written
+    buffer = tier.take(nbytes)   # its last_uses must have finished before it is written
     tier.give(buffer)            # from any thread, also from a destructor
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -46,12 +48,18 @@ Place = tuple[int, Tensor]
 
 
 class HostBuffer:
-    """Host memory in one piece or several, and the copy that used it last."""
+    """Host memory in one piece or several, and the copies that used it last.
+
+    Attributes:
+        last_use: Of this buffer.
+        before: Other uses of the same memory, which were under way when it was carved.
+    """
 
     __slots__ = (
         "_parts",
         "_slabs",
         "_places",
+        "before",
         "last_use",
         "nbytes",
         "num_parts",
@@ -67,6 +75,7 @@ class HostBuffer:
         self.room_bytes = sum(one.nbytes for one in ranges)
         self.pieces: list[Tensor] = []
         self.last_use: Event | None = None
+        self.before: tuple[Event, ...] = ()
         self._slabs = [slabs[one.slab] for one in ranges]
         left = nbytes
         for one, slab in zip(ranges, self._slabs, strict=True):
@@ -74,6 +83,17 @@ class HostBuffer:
             left -= one.nbytes
         self._parts: list[Part] = []
         self._places: list[Place] = []
+
+    def used_until(self, event: Event) -> None:
+        """A copy that waited for all earlier uses is done at ``event``."""
+        self.last_use = event
+        self.before = ()
+
+    def last_uses(self) -> Iterator[Event]:
+        """What must have finished before the memory is written."""
+        yield from self.before
+        if self.last_use is not None:
+            yield self.last_use
 
     def shaped(self, parts: list[Part]) -> list[Place]:
         """Where contiguous tensors lie, one behind the other. Made once for the same parts.
@@ -152,10 +172,11 @@ class HostTier:
         self._returned: deque[HostBuffer] = deque()
         self._in_use = self._peak = self._num_taken = self._num_parts = 0
         self._room = self._peak_room = self._fitted_to = 0
+        self._unfinished: list[Event] = []
         self._is_closed = False
 
     def take(self, nbytes: int, num_parts: int = 1) -> HostBuffer:
-        """A buffer of ``nbytes``; wait for its ``last_use`` before writing.
+        """A buffer of ``nbytes``; wait for its ``last_uses`` before writing.
 
         Args:
             nbytes: At least one.
@@ -198,25 +219,28 @@ class HostTier:
     def fit(self) -> None:
         """Between steps: make the slabs as few and as large as hold the peak so far.
 
-        Does nothing while a buffer is in use, or if nothing changed since the last time. Never asks
-        for more than there is; if the system has less than before, fewer slabs are left.
+        Does nothing while a buffer is in use, or if nothing changed since the last time; else it
+        waits for the copies under way. Never asks for more than there is; if the system has less
+        than before, fewer slabs are left.
         """
         self._collect()
         if self._num_taken or self._is_closed or self._peak_room == self._fitted_to:
             return
-        self._empty_bins()
-        if self._arena.free_bytes == self._reserved_bytes():
-            self._fitted_to = self._peak_room
-            sizes = list(powers_of_two(self._peak_room, granule_for(self._peak_room)))
-            if sum(sizes) <= self._reserved_bytes():
-                with suppress(MemoryError):
-                    self._rebuild(sizes)
+        self._fitted_to = self._peak_room
+        sizes = list(powers_of_two(self._peak_room, granule_for(self._peak_room)))
+        if sum(sizes) <= self._reserved_bytes():
+            self._wait_for_copies()
+            self._unfinished.clear()
+            self._bins.clear()
+            with suppress(MemoryError):
+                self._rebuild(sizes)
 
     def release_idle(self) -> None:
         """Give all slabs back to the system, unless a buffer is in use; waits for copies."""
         self._collect()
         if not self._num_taken:
             self._wait_for_copies()
+            self._unfinished.clear()
             self._bins.clear()
             self._slabs.clear()
             self._arena = Arena(alignment=ALIGNMENT)
@@ -248,10 +272,10 @@ class HostTier:
 
     def _wait_for_copies(self) -> None:
         """The system may give freed memory to anybody, who knows nothing of our streams."""
-        for buffer in chain(self._returned, *self._bins.values()):
-            if buffer.last_use is not None:
-                with suppress(Exception):  # a copy that failed is done as well
-                    buffer.last_use.synchronize()
+        buffers = chain(self._returned, *self._bins.values())
+        for event in chain(self._unfinished, *(buffer.last_uses() for buffer in buffers)):
+            with suppress(Exception):  # a copy that failed is done as well
+                event.synchronize()
 
     def _collect(self) -> None:
         while self._returned:
@@ -263,27 +287,35 @@ class HostTier:
             self._bins[buffer.nbytes].append(buffer)
 
     def _carve(self, nbytes: int) -> HostBuffer:
-        found = self._arena.allocate(nbytes)
-        if found is None:
-            self._empty_bins()
-            found = self._arena.allocate(nbytes)
-        if found is not None:
-            return HostBuffer(nbytes, [found], self._slabs)
-        room = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        if not self._may_split:
-            return self._whole(nbytes)
-        if self._arena.free_bytes < room:
-            self._grow(room - self._arena.free_bytes)
-        return HostBuffer(nbytes, self._in_pieces(nbytes), self._slabs)
+        buffer = HostBuffer(nbytes, self._ranges(nbytes), self._slabs)
+        if self._unfinished:
+            self._unfinished = [event for event in self._unfinished if not event.query()]
+            buffer.before = tuple(self._unfinished)
+        return buffer
 
-    def _whole(self, nbytes: int) -> HostBuffer:
+    def _ranges(self, nbytes: int) -> list[Range]:
+        room = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        for make_room in (None, self._empty_bins, self._empty_busy_bins):
+            if make_room is not None:
+                make_room()
+            found = self._arena.allocate(nbytes)
+            if found is not None:
+                return [found]
+            if self._may_split and make_room is not None and self._arena.free_bytes >= room:
+                return self._in_pieces(nbytes)
+        if not self._may_split:
+            return [self._whole(nbytes)]
+        self._grow(room - self._arena.free_bytes)
+        return self._in_pieces(nbytes)
+
+    def _whole(self, nbytes: int) -> Range:
         size = 1 << (max(nbytes, SMALLEST_BYTES) - 1).bit_length()
         for slab in self.source.acquire(size, size):
             self._add(slab)
         found = self._arena.allocate(nbytes)
         if found is None:
             raise MemoryError(f"the host gives no {nbytes} bytes in one piece")
-        return HostBuffer(nbytes, [found], self._slabs)
+        return found
 
     def _in_pieces(self, nbytes: int) -> list[Range]:
         """The longest free ranges, until they hold ``nbytes`` together."""
@@ -296,14 +328,24 @@ class HostTier:
         return ranges
 
     def _empty_bins(self) -> None:
-        # A range may be carved anew once its last user has finished; until then it stays binned.
+        """Free the ranges of buffers whose last use has finished."""
         for nbytes, buffers in list(self._bins.items()):
-            waiting = [b for b in buffers if b.last_use is not None and not b.last_use.query()]
+            busy = [b for b in buffers if not all(event.query() for event in b.last_uses())]
             for buffer in buffers:
-                if buffer not in waiting:
+                if buffer not in busy:
                     for one in buffer.ranges:
                         self._arena.free(one)
-            self._bins[nbytes] = waiting
+            self._bins[nbytes] = busy
+
+    def _empty_busy_bins(self) -> None:
+        """Free the others as well; whoever gets memory from now on waits for their uses."""
+        uses = {id(event): event for event in self._unfinished}
+        for buffer in chain(*self._bins.values()):
+            uses |= {id(event): event for event in buffer.last_uses()}
+            for one in buffer.ranges:
+                self._arena.free(one)
+        self._bins.clear()
+        self._unfinished = list(uses.values())
 
     def _grow(self, nbytes: int) -> None:
         granule = granule_for(self._reserved_bytes() + nbytes)
