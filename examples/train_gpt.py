@@ -2,12 +2,15 @@
 
 python examples/train_gpt.py                                  # two processes, 1F1B
 python examples/train_gpt.py --schedule interleaved1f1b --virtual-stages 2
+python examples/train_gpt.py --tier disk --disk-dir /scratch  # to disk instead of host memory
 torchrun --nproc-per-node 2 examples/train_gpt.py             # the same under torchrun
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import pydoc_data.topics
@@ -16,7 +19,7 @@ import subprocess
 import sys
 import time
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,7 @@ SCHEDULES = {
     "interleaved1f1b": ScheduleInterleaved1F1B,
 }
 MIB = 2**20
+M_MMAP_THRESHOLD = -3  # of mallopt
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,6 +61,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--mark", choices=["modules", "markers"], default="modules", help="who marks the groups")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--min-numel", type=int, default=1024, help="smaller tensors stay on the device")
+    add("--tier", choices=["host", "disk", "host+disk"], default="host", help="where they go")
+    add("--host-budget-mib", type=int, help="host memory a rank may take for them")
+    add("--disk-dir", type=Path, help="for the disk's file; default: that of temporary files")
     add("--layers", type=int, default=8)
     add("--width", type=int, default=128)
     add("--context", type=int, default=128, help="bytes per sequence")
@@ -73,6 +80,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("with --mark markers the layers mark only attn and mlp")
     if options.virtual_stages > 1 and options.schedule != "interleaved1f1b":
         parser.error("--virtual-stages above 1 needs --schedule interleaved1f1b")
+    if options.disk_dir and "disk" not in options.tier:
+        parser.error(f"--disk-dir needs --tier disk or host+disk, not {options.tier}")
     if options.text and not options.text.is_file():
         parser.error(f"--text {options.text} is not a file")
     if min(options.stages, options.virtual_stages, options.microbatches, options.steps) < 1:
@@ -153,6 +162,8 @@ class Run:
     device_bytes_peak: int = 0
     offloaded_bytes: int = 0
     host_peak_bytes: int = 0
+    disk_peak_bytes: int = 0
+    resident_peak_bytes: int = 0
 
 
 def build(options: argparse.Namespace, is_marked: bool) -> tuple[Any, list[Stage]]:
@@ -184,11 +195,12 @@ def train(options: argparse.Namespace, data: Bytes, *, offload: bool) -> Run:
         handle = attach(
             schedule,
             groups=patterns if options.mark == "modules" else None,
-            config=OffloadConfig(min_offloaded_tensor_size=options.min_numel),
+            config=offload_config(options),
         )
     optimizer = torch.optim.AdamW([p for m in modules for p in m.parameters()], lr=1e-3)
     run = Run()
     times = []
+    forget_resident_peak()
     with handle:
         for step in progress(range(options.steps), "with offload" if offload else "without"):
             start = time.perf_counter()
@@ -199,6 +211,7 @@ def train(options: argparse.Namespace, data: Bytes, *, offload: bool) -> Run:
                 optimizer.zero_grad()
             if offload and step == 0:
                 print_summary()
+        run.resident_peak_bytes = resident_peak_bytes()
         # Forward and backward once more, not timed, under an observer that is too slow to leave on.
         optimizer.zero_grad(set_to_none=False)
         manager = PipelineOffloadManager.get_instance()
@@ -209,9 +222,48 @@ def train(options: argparse.Namespace, data: Bytes, *, offload: bool) -> Run:
         statistics = manager.statistics()
         run.offloaded_bytes = statistics.bytes_offloaded - bytes_before
         run.host_peak_bytes = statistics.host_bytes_peak
+        run.disk_peak_bytes = statistics.disk_bytes_peak
     run.step_ms = sorted(times)[len(times) // 2]
     run.parameters = [p.detach().clone() for m in modules for p in m.parameters()]
     return run
+
+
+def offload_config(options: argparse.Namespace) -> OffloadConfig:
+    """The engine's options."""
+    has_disk = "disk" in options.tier
+    return OffloadConfig(
+        min_offloaded_tensor_size=options.min_numel,
+        tiers=tuple(options.tier.split("+")),
+        disk_dir=options.disk_dir,
+        host_budget_bytes=None
+        if options.host_budget_mib is None
+        else options.host_budget_mib * MIB,
+        # Where the device is the host, what waits for the disk is memory that is not saved.
+        max_in_flight_bytes=(64 if has_disk and options.device == "cpu" else 512) * MIB,
+    )
+
+
+def return_freed_memory() -> None:
+    """Have the C library give freed tensors back at once; it keeps those below 32 MiB. On Linux."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
+
+
+def forget_resident_peak() -> None:
+    """Let the peak of this process's memory begin anew; on Linux."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_peak_bytes() -> int:
+    """The most memory this process had since; 0 where the system does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def forward_backward(schedule: Any, data: Bytes, step: int, options: argparse.Namespace) -> Tensor:
@@ -271,12 +323,15 @@ def figures(without: Run | None, with_offload: Run) -> dict[str, Any] | None:
         "device_bytes_peak_on": [rank["on"]["device_bytes_peak"] for rank in ranks],
         "offloaded_bytes": [rank["on"]["offloaded_bytes"] for rank in ranks],
         "host_peak_bytes": [rank["on"]["host_peak_bytes"] for rank in ranks],
+        "disk_peak_bytes": [rank["on"]["disk_peak_bytes"] for rank in ranks],
+        "resident_peak_bytes_on": [rank["on"]["resident_peak_bytes"] for rank in ranks],
     }
     if without is not None:
         found["loss_first_off"] = ranks[-1]["off"]["loss_first"]
         found["loss_last_off"] = ranks[-1]["off"]["loss_last"]
         found["step_ms_off"] = max(rank["off"]["step_ms"] for rank in ranks)
         found["device_bytes_peak_off"] = [rank["off"]["device_bytes_peak"] for rank in ranks]
+        found["resident_peak_bytes_off"] = [rank["off"]["resident_peak_bytes"] for rank in ranks]
     return found
 
 
@@ -308,6 +363,10 @@ def format_figures(found: dict[str, Any]) -> str:
         ("offloaded per step, MiB by rank", "-", mib(found["offloaded_bytes"])),
         ("host memory at the peak, MiB by rank", "-", mib(found["host_peak_bytes"])),
     ]
+    if any(found["disk_peak_bytes"]):
+        rows.append(("disk at the peak, MiB by rank", "-", mib(found["disk_peak_bytes"])))
+        resident = found.get("resident_peak_bytes_off"), found["resident_peak_bytes_on"]
+        rows.append(("resident memory at the peak, MiB by rank", *map(mib, resident)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [
         f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}" for a, b, c in rows
@@ -324,6 +383,8 @@ def work(options: argparse.Namespace) -> int:
         torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
     else:
         torch.set_num_threads(1)
+        if "disk" in options.tier:
+            return_freed_memory()
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     try:
         if dist.get_world_size() != options.stages:

@@ -70,6 +70,20 @@ def test_offload_changes_memory_and_no_bit(
     check(*train(tmp_path / "figures.json", *flags))
 
 
+@pytest.mark.parametrize("tier", ["disk", "host+disk"])
+def test_the_disk_takes_what_leaves(tier: str, tmp_path: Path) -> None:
+    flags = ["--tier", tier, "--disk-dir", str(tmp_path / "scratch")]
+    if tier == "host+disk":
+        flags += ["--host-budget-mib", "0"]
+    figures, output = train(tmp_path / "figures.json", *flags)
+    assert figures["bitwise_equal"] is True
+    assert min(figures["disk_peak_bytes"]) > 0
+    assert max(figures["host_peak_bytes"]) == 0
+    assert min(figures["resident_peak_bytes_on"] + figures["resident_peak_bytes_off"]) > 0
+    assert "resident memory at the peak" in output
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
 def test_runs_under_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     check(*train(tmp_path / "figures.json", launcher=launcher))
@@ -96,6 +110,7 @@ def test_reads_another_text(tmp_path: Path) -> None:
         ("--groups moe", "unknown groups ['moe']"),
         ("--virtual-stages 2", "needs --schedule interleaved1f1b"),
         ("--text no/such/file", "is not a file"),
+        ("--disk-dir /tmp", "needs --tier disk"),
         ("--mark markers --groups mlp_norm", "mark only attn and mlp"),
     ],
 )
