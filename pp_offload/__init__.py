@@ -47,7 +47,7 @@ from pp_offload.modules import offload_modules
 
 # Telling.
 from pp_offload.report import summary_table
-from pp_offload.session import use_backend
+from pp_offload.session import configure, use_backend
 from pp_offload.statistics import OffloadStatistics
 
 __version__ = "0.1.0"
@@ -74,6 +74,7 @@ __all__ = [
     "PipelineOffloadManager",
     "RaceError",
     "SavedTensorModifiedError",
+    "configure",
     "debug_rank",
     "fine_grained_offloading_backward_record",
     "fine_grained_offloading_disable_offload",

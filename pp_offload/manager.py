@@ -65,6 +65,7 @@ class PipelineOffloadManager:
             number_chunk=self.step.add,
         )
         self.num_attached = 0
+        self._has_warned = False
         self._current: ChunkOffloadHandler | None = None
         self._scopes: list[saved_tensors_hooks] = []
         self._pool: GPUTensorPool | None = None
@@ -145,9 +146,10 @@ class PipelineOffloadManager:
                 f"vp_stage is {vp_stage} and vp_size {vp_size}; expected vp_size of at least 1 and "
                 "vp_stage from 0 to vp_size - 1; give None for both without virtual stages"
             )
-        if min_offloaded_tensor_size < 0:
+        smallest = min_offloaded_tensor_size
+        if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 0:
             raise ValueError(
-                f"min_offloaded_tensor_size is {min_offloaded_tensor_size}; expected at least 0"
+                f"min_offloaded_tensor_size is {smallest!r}; expected at least 0 elements"
             )
         self.step.vp_size = size
         self._current = ChunkOffloadHandler(
@@ -236,6 +238,8 @@ class PipelineOffloadManager:
                 self.post_warmup_callback()
             else:
                 self._learn()
+        elif not self._has_warned and self.services.is_enabled:
+            self._warn_if_nothing_may_leave()
         self.abort()
 
     def abort(self) -> None:
@@ -265,6 +269,20 @@ class PipelineOffloadManager:
                 len(old.names),
                 len(plan.kept),
             )
+
+    def _warn_if_nothing_may_leave(self) -> None:
+        """A step whose groups saved nothing to offload is hardly what was wanted."""
+        num_groups, num_tensors, smallest = self.step.count()
+        if num_tensors or not num_groups:
+            return
+        self._has_warned = True
+        logger.warning(
+            "a step with %d groups offloaded nothing: none saved a tensor of at least "
+            "min_offloaded_tensor_size=%d elements that may leave the device; lower that, or look "
+            "whether the groups are around the layer's forward and outside torch.compile",
+            num_groups,
+            smallest,
+        )
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:

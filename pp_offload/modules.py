@@ -66,7 +66,9 @@ def offload_modules(
         A handle to undo it; also a context manager.
 
     Raises:
-        ValueError: A pattern matches no module; the message lists names that come near.
+        ValueError: A pattern matches no module, and the message lists names that come near; or a
+            module is a group already, or matches two.
+        TypeError: ``groups`` is no mapping.
     """
     if not isinstance(groups, Mapping):
         raise TypeError(
@@ -82,6 +84,7 @@ def offload_modules(
     ]
     if missing and not missing_ok:
         raise ValueError(_no_match(model, missing))
+    _check_free(model, found)
     PipelineOffloadManager.get_instance().services.eligibility.kept.add_module(model)
     hooks: list[RemovableHandle] = []
     for group, names in found.items():
@@ -97,12 +100,12 @@ class _GroupAround:
     """The two hooks of one module. Calls may nest, so the scopes are a stack."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._scopes: list[FineGrainedActivationOffloadingInterface] = []
 
     def start(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward: open the group."""
-        scope = FineGrainedActivationOffloadingInterface(True, Tensor(), self._name)
+        scope = FineGrainedActivationOffloadingInterface(True, Tensor(), self.name)
         scope.__enter__()
         self._scopes.append(scope)
         if scope.is_open:  # a copied or moved model has buffers nobody has seen
@@ -118,7 +121,30 @@ class _GroupAround:
         was_open = scope.is_open
         scope.__exit__()
         if was_open:
-            scope.group_commit(output, self._name)
+            scope.group_commit(output, self.name)
+
+
+def _check_free(model: Module, found: Mapping[str, Sequence[str]]) -> None:
+    """No module is to be two groups."""
+    wanted: dict[Module, str] = {}
+    for group, names in found.items():
+        for name in names:
+            module = model.get_submodule(name)
+            there = wanted.get(module) or _group_of(module)
+            if there is not None:
+                raise ValueError(
+                    f"module '{name}' is to be group '{group}' and is group '{there}' already; "
+                    "remove() the handle it came from, or change the patterns"
+                )
+            wanted[module] = group
+
+
+def _group_of(module: Module) -> str | None:
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _GroupAround):
+            return owner.name
+    return None
 
 
 def _matching(model: Module, patterns: str | Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from pp_offload.errors import OffloadError
 from pp_offload.manager import PipelineOffloadManager
 from pp_offload.modules import OffloadModulesHandle, Patterns, offload_modules
 from pp_offload.policy import ChunkKey
+from pp_offload.session import configure
 
 _ATTACHED = "_pp_offload_handle"
 
@@ -48,23 +49,13 @@ def attach(
             f"{type(schedule).__name__} is attached already; detach() its handle first, or keep "
             "using that one"
         )
-    manager = PipelineOffloadManager.get_instance()
-    if config is not None and config != manager.config:
-        if manager.num_attached:
-            raise OffloadError(
-                f"a schedule is attached with {manager.config}, this one comes with {config}; give "
-                "both the same config, or detach() the other first"
-            )
-        old, manager = manager, PipelineOffloadManager(config=config, backend=manager.backend)
-        manager.services.eligibility.kept = old.services.eligibility.kept
-        old.release_idle_memory()
-        PipelineOffloadManager.OFFLOAD_MGR = manager
-        try:
-            return AttachedSchedule(schedule, manager, groups)
-        except BaseException:
-            PipelineOffloadManager.OFFLOAD_MGR = old
-            raise
-    return AttachedSchedule(schedule, manager, groups)
+    old = PipelineOffloadManager.get_instance()
+    manager = old if config is None else configure(config)
+    try:
+        return AttachedSchedule(schedule, manager, groups)
+    except BaseException:
+        PipelineOffloadManager.OFFLOAD_MGR = old
+        raise
 
 
 class AttachedSchedule:

@@ -16,6 +16,11 @@ from pp_offload.manager import PipelineOffloadManager
 
 MIB = 2**20
 
+NOTHING_YET = (
+    "nothing was offloaded in a complete step: a step counts from the next reset() or "
+    "schedule.step() on"
+)
+
 
 def summary_table(process_group: dist.ProcessGroup | None = None) -> str:
     """What every rank of the group offloaded in its last complete step, as text.
@@ -27,7 +32,9 @@ def summary_table(process_group: dist.ProcessGroup | None = None) -> str:
         process_group: The default group when None. Without ``torch.distributed``, one rank.
 
     Returns:
-        A table with a row per rank and a column per group, in MiB; the same on every rank.
+        A table with a row per rank and a column per group, in MiB; the same on every rank. A step
+        is complete when backward reached every group, and counts from the next ``reset()`` or
+        ``schedule.step()`` on; before, the table says so.
     """
     mine = PipelineOffloadManager.get_instance().offload_summary_bytes
     return format_summary(_gather(mine, process_group))
@@ -60,7 +67,8 @@ def format_summary(rows: Sequence[Mapping[str, int]]) -> str:
     text = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
     rule = "-" * len(text[0])
     title = "activations offloaded to the host, by pipeline rank and group"
-    return "\n".join([title, rule, text[0], rule, *text[1:-1], rule, text[-1]])
+    note = [] if any(sums) else [NOTHING_YET]
+    return "\n".join([title, rule, text[0], rule, *text[1:-1], rule, text[-1], *note])
 
 
 def _mib(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""A backend and a fresh manager for the length of a ``with``."""
+"""The manager of this process: with other options, or for a while on another backend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,38 @@ from contextlib import contextmanager
 
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
+from pp_offload.errors import OffloadError
 from pp_offload.manager import PipelineOffloadManager
+
+
+def configure(config: OffloadConfig) -> PipelineOffloadManager:
+    """Give the manager of this process these options, between steps.
+
+    What was marked with ``mark_not_offloadable`` stays marked. Saved tensors that still live stay
+    good.
+
+    Args:
+        config: If they differ from those there are, a new manager takes the place of the old one.
+
+    Returns:
+        What :meth:`PipelineOffloadManager.get_instance` now returns.
+
+    Raises:
+        OffloadError: A schedule is attached with other options.
+    """
+    old = PipelineOffloadManager.get_instance()
+    if config == old.config:
+        return old
+    if old.num_attached:
+        raise OffloadError(
+            f"a schedule is attached with {old.config}, expected the same and not {config}; "
+            "detach() it first, or give both the same config"
+        )
+    manager = PipelineOffloadManager(config=config, backend=old.backend)
+    manager.services.eligibility.kept = old.services.eligibility.kept
+    old.release_idle_memory()
+    PipelineOffloadManager.OFFLOAD_MGR = manager
+    return manager
 
 
 @contextmanager

@@ -81,10 +81,9 @@ class StepRecord(Upcoming):
             yield from reversed(following.groups)
 
     def is_complete(self) -> bool:
-        """Whether there were chunks, and backward reached every group of each."""
-        return bool(self._forward) and all(
-            chunk.key in self._backward and chunk.finish_all_groups()
-            for chunk in self._forward.values()
+        """Whether something was saved in groups, and backward reached each that it was saved in."""
+        return bool(self._backward) and all(
+            chunk.finish_all_groups() for chunk in self._forward.values()
         )
 
     def make_plan(self, config: OffloadConfig) -> Plan:
@@ -98,6 +97,13 @@ class StepRecord(Upcoming):
                 summary[group.name] += group.copied_bytes
         self.summary = {name: nbytes for name, nbytes in summary.items() if nbytes}
         return make_plan(shapes, config, self.pipeline_rank)
+
+    def count(self) -> tuple[int, int, int]:
+        """Groups, tensors in them that may leave, and the least elements such a tensor has."""
+        chunks = self._forward.values()
+        groups = [group for chunk in chunks for group in chunk.groups]
+        smallest = min((chunk.min_offloaded_tensor_size for chunk in chunks), default=0)
+        return len(groups), sum(group.total_tensor_count for group in groups), smallest
 
     def clear(self) -> None:
         """Forget the step."""

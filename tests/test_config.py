@@ -97,6 +97,34 @@ def test_all_violations_are_in_one_error() -> None:
     assert all(name in str(error.value) for name in FIELDS)
 
 
+@pytest.mark.parametrize("tiers", [("host",), ("disk",), ("host", "disk")])
+def test_a_chain_of_tiers(tiers: tuple[str, ...]) -> None:
+    assert OffloadConfig(tiers=tiers).tiers == tiers
+
+
+@pytest.mark.parametrize(
+    "tiers", [(), "disk", ["disk"], ("disk", "host"), ("host", "host"), ("tape",), None]
+)
+def test_another_chain_is_an_error(tiers: Any) -> None:
+    with pytest.raises(ConfigError, match="tiers is") as error:
+        OffloadConfig(tiers=tiers)
+    assert repr(tiers) in str(error.value)
+    assert "('host', 'disk')" in str(error.value)
+
+
+def test_a_directory_without_a_disk_tier_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="disk_dir is '/scratch'.*add \"disk\""):
+        OffloadConfig(disk_dir="/scratch")
+    with pytest.raises(ConfigError, match="expected a path"):
+        OffloadConfig(tiers=("disk",), disk_dir=7)  # type: ignore[arg-type]
+
+
+def test_violations_of_the_chain_are_in_the_same_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        OffloadConfig(tiers=("tape",), disk_dir=7, numa_node=-1, host_budget_bytes=-1)  # type: ignore[arg-type]
+    assert all(name in str(error.value) for name in ("tiers", "disk_dir", "numa", "host_budget"))
+
+
 def test_the_error_is_a_value_error_and_one_of_ours() -> None:
     assert issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, OffloadError)

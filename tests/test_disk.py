@@ -152,6 +152,7 @@ def test_steps_are_equal_bit_for_bit(kind: str, order: str, tmp_path: Path) -> N
 def test_the_disk_takes_what_is_over_the_host_budget(
     kind: str, tmp_path: Path, budget: int
 ) -> None:
+    gc.collect()
     limit = reserved_bytes() + budget
     with disk_manager(
         kind, tmp_path, tiers=("host", "disk"), host_budget_bytes=limit, max_in_flight_bytes=20_000
@@ -320,6 +321,7 @@ def test_what_is_being_written_is_had_back_at_once(kind: str, tmp_path: Path) ->
 
 @on_backends
 def test_two_managers_share_one_budget(kind: str, tmp_path: Path) -> None:
+    gc.collect()
     limit = reserved_bytes() + 400_000
     config = OffloadConfig(min_offloaded_tensor_size=1, host_budget_bytes=limit)
     with use_backend(make_backend(kind), config=config) as first:

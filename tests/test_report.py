@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from toy import batches, make_model, run_step
 
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     OffloadConfig,
     PipelineOffloadManager,
@@ -151,3 +152,41 @@ def test_debug_is_switched_on_where_the_reference_has_it(
     monkeypatch.setattr(fine_grained_activation_offload, "DEBUG", True)
     debug_rank("heard")
     assert "heard" in caplog.text
+
+
+def test_before_a_step_is_complete_the_table_says_so() -> None:
+    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
+        run_step(make_model(), batches(3))
+        assert "counts from the next reset()" in summary_table()
+        manager.reset()
+        assert "counts from the next reset()" not in summary_table()
+
+
+@pytest.mark.parametrize(("smallest", "fraction"), [(1_000_000, 1.0), (1, 0.0)])
+def test_a_step_that_offloads_nothing_is_warned_of_once_unless_told_to(
+    smallest: int, fraction: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = OffloadConfig(activation_offload_fraction=fraction)
+    with use_backend(CpuBackend(), config=config) as manager:
+        manager.disable_offload()
+        with caplog.at_level(logging.WARNING, logger="pp_offload"):
+            run_marked_step(smallest)
+            manager.reset()
+        assert not caplog.records, "it was switched off"
+        manager.enable_offload()
+        with caplog.at_level(logging.WARNING, logger="pp_offload"):
+            for _ in range(4):
+                run_marked_step(smallest)
+            manager.reset()
+    messages = [record.getMessage() for record in caplog.records]
+    if fraction:
+        assert len(messages) == 1
+        assert "min_offloaded_tensor_size=1000000 elements" in messages[0]
+    else:
+        assert not messages
+
+
+def run_marked_step(smallest: int) -> None:
+    off_interface.reset()
+    off_interface.init_chunk_handler(None, None, smallest)
+    make_model()(batches(1)[0]).sum().backward()

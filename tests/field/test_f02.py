@@ -8,6 +8,7 @@ from field_checks import Chain, make_inputs, run_moves, schedule
 from toy import assert_idle, same_bits
 
 from pp_offload import OffloadConfig, use_backend
+from pp_offload.tiers.budget import HostBudget, reserved_bytes
 
 LENGTHS = (4, 7, 3, 6)
 
@@ -45,13 +46,8 @@ def test_f02_no_byte_to_spare(kind: str) -> None:
                 assert same_bits(run_moves([on], inputs, moves, True), expected)
                 if step == 0:
                     reserved = manager.statistics().host_bytes_reserved
-                    allocate = backend.allocate_host
-
-                    def full(nbytes: int) -> None:
-                        raise MemoryError(f"no room for {nbytes} bytes")
-
-                    backend.allocate_host = full
-                    manager.services.transfer.host._allocate = full
-            assert manager.statistics().host_bytes_reserved == reserved
-            backend.allocate_host = allocate
+                    source = manager.services.transfer.host.source
+                    source.budget = HostBudget(reserved_bytes())  # not a byte more
+            assert manager.statistics().host_bytes_reserved <= reserved
+            assert manager.statistics().host_allocations == source.num_allocations
             assert_idle(manager)
