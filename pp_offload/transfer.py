@@ -131,8 +131,8 @@ class TransferEngine:
         offloaded = self.backend.d2h.record_event()
         for copy in copies:
             assert copy.buffer is not None, "it has no buffer"
-            copy.offloaded = offloaded
-            copy.buffer.used_until(offloaded)
+            copy.offloaded = copy.buffer.last_use = offloaded
+            copy.buffer.before = ()
         if offloaded.query():
             self.counters.bytes_offloaded += nbytes
         else:
@@ -202,16 +202,16 @@ class TransferEngine:
         home: Stream,
     ) -> None:
         """The copies into ``targets`` are queued; they are done at ``reloaded``."""
-        nbytes = 0
+        nbytes = counted = 0
         for ticket, target in zip(tickets, targets, strict=True):
             ticket.landed = target
             ticket.reloaded = reloaded
             ticket.home = home
             nbytes += ticket.nbytes
             if ticket.reading:
-                ticket.reading = False  # it was counted when that began
-            else:
-                self.landed_bytes += ticket.nbytes
+                ticket.reading = False
+                counted += ticket.nbytes  # when reading began
+        self.landed_bytes += nbytes - counted
         self.counters.bytes_reloaded += nbytes
 
     def prefetch(self, tickets: Sequence[Ticket]) -> None:
@@ -360,11 +360,14 @@ class TransferEngine:
     def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
         seen: Event | None = None
         for copy in copies:
-            assert copy.buffer is not None, "it has no buffer"
-            for event in copy.buffer.last_uses():
-                if event is not seen and not event.query():
-                    self.backend.d2h.wait_event(event)
-                seen = event
+            buffer = copy.buffer
+            assert buffer is not None, "it has no buffer"
+            event = buffer.last_use
+            if event is not None and event is not seen and not event.query():
+                self.backend.d2h.wait_event(event)
+            seen = event
+            for event in buffer.before:
+                self.backend.d2h.wait_event(event)
 
     def _keep_in_flight_bounded(self) -> None:
         while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:

@@ -122,7 +122,7 @@ def test_bytes_carved_while_a_copy_uses_them_know_that_copy() -> None:
     first = tier.take(SLAB_BYTES // 2)
     assert len(system.asked) == 1
     assert list(first.last_uses()) == [event]
-    first.used_until(other)  # its own copy waited for the earlier one
+    first.last_use, first.before = other, ()  # its own copy waited for the earlier one
     assert list(first.last_uses()) == [other]
     second = tier.take(SLAB_BYTES // 2)
     assert list(second.last_uses()) == [event], "it may have been the other half"

@@ -52,7 +52,8 @@ class HostBuffer:
 
     Attributes:
         last_use: Of this buffer.
-        before: Other uses of the same memory, which were under way when it was carved.
+        before: Other uses of the same memory, which were under way when it was carved; until
+            something waited for them.
     """
 
     __slots__ = (
@@ -83,11 +84,6 @@ class HostBuffer:
             left -= one.nbytes
         self._parts: list[Part] = []
         self._places: list[Place] = []
-
-    def used_until(self, event: Event) -> None:
-        """A copy that waited for all earlier uses is done at ``event``."""
-        self.last_use = event
-        self.before = ()
 
     def last_uses(self) -> Iterator[Event]:
         """What must have finished before the memory is written."""
