@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_layers import RANK
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from pp_offload import CpuBackend, PipelineOffloadManager, use_backend
+from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+TEXT = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
 class Layer(nn.Module):
@@ -49,7 +52,7 @@ def alone() -> Iterator[None]:
 
 
 def test_there_are_as_many_examples_as_tests() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 def test_the_ten_lines_are_ten_and_run(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +74,72 @@ def test_the_ten_lines_are_ten_and_run(alone: None, capsys: pytest.CaptureFixtur
     assert "attn" in printed and "mlp" in printed
 
 
+def test_the_loop_without_a_schedule_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    x = torch.randn(1024, 1024)
+    names: dict[str, Any] = {
+        "model": model,
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data": [[(x, x), (x, x)]] * 2,
+    }
+    with use_backend(CpuBackend()):
+        exec(BLOCKS[1], names)
+        assert PipelineOffloadManager.get_instance().statistics().bytes_offloaded > 0
+    assert "mlp" in capsys.readouterr().out
+
+
+def test_every_option_is_in_the_table() -> None:
+    for field in dataclasses.fields(OffloadConfig):
+        assert f"| `{field.name}` |" in TEXT
+
+
+def test_the_table_of_layers_is_true() -> None:
+    """Every module once, in the order of the layers."""
+    section = TEXT.split("## The layers")[1].split("\n\n`pp_offload.testing`")[0]
+    rows = [re.findall(r"`([^`]+)`", line) for line in section.splitlines() if line[:1] == "|"]
+    named = [name for row in rows for name in row]
+    assert sorted(named) == sorted(set(RANK) - {""})
+    ends = [RANK[name] for row in rows if row for name in (row[0], row[-1])]
+    assert ends == sorted(ends)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_groups_and_checkpoints_do_what_is_said(reentrant: bool, is_inside: bool) -> None:
+    layer = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    x = torch.randn(32, 64)
+    expected = gradients(layer, layer(x.requires_grad_() * 1), x)
+
+    def grouped(h: Tensor, work: Any) -> Tensor:
+        with off_interface(True, h, "g") as h:
+            y = work(h)
+        return off_interface.group_commit(y, name="g")
+
+    def checkpointed(h: Tensor, work: Any) -> Tensor:
+        return checkpoint(work, h, use_reentrant=reentrant)
+
+    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
+        off_interface.init_chunk_handler(None, None, 1)
+        if is_inside:
+            y = checkpointed(x * 1, lambda h: grouped(h, layer))
+        else:
+            y = grouped(x * 1, lambda h: checkpointed(h, layer))
+        got = gradients(layer, y, x)
+        kept = x.nbytes
+        moved = {(True, True): 0, (True, False): 2 * kept}.get((is_inside, reentrant), kept)
+        assert manager.statistics().bytes_offloaded == moved
+    assert all(map(torch.equal, got, expected))
+
+
+def gradients(layer: nn.Module, y: Tensor, x: Tensor) -> list[Tensor]:
+    y.sum().backward()
+    found = [x.grad, *(p.grad for p in layer.parameters())]
+    x.grad = None
+    layer.zero_grad()
+    return [gradient for gradient in found if gradient is not None]
+
+
 def test_the_markers_run() -> None:
     layer: Any = Layer()
     layer.offload_mlp = True
@@ -79,7 +148,7 @@ def test_the_markers_run() -> None:
         off_interface.reset()
         off_interface.init_chunk_handler(None, None, 1024 * 1024)
         names = {"self": layer, "x": x}
-        exec(BLOCKS[1], names)
+        exec(BLOCKS[2], names)
         assert manager.statistics().bytes_offloaded > 0
         names["y"].sum().backward()
     assert x.grad is not None
