@@ -42,24 +42,32 @@ def run_pipeline(world: int, args: list[str], out: Path) -> list[dict[str, Any]]
     return [pickle.loads((out / f"{rank}.pkl").read_bytes()) for rank in range(world)]
 
 
-@pytest.mark.parametrize(
-    ("world", "schedule", "virtual"),
-    [
-        (2, "gpipe", 1),
-        (2, "1f1b", 1),
-        (2, "interleaved1f1b", 2),
-        (4, "1f1b", 1),
-        (4, "interleaved1f1b", 2),
-    ],
-)
+ONE_STAGE = [("gpipe", 1), ("1f1b", 1)]
+SEVERAL = [
+    (name, virtual)
+    for name in ("interleaved1f1b", "loopedbfs", "interleavedzerobubble")
+    for virtual in (2, 3)
+]
+V_SHAPED = [("zbv", 2), ("dualpipev", 2)]
+SPLIT = {"interleavedzerobubble", "zbv", "dualpipev", "csv"}
+"""Their backward comes in two parts; reloads for the second are not foreseen yet."""
+
+ALL = [*ONE_STAGE, *SEVERAL, *V_SHAPED, ("csv", 2)]
+
+
+@pytest.mark.parametrize("scale_grads", [True, False])
+@pytest.mark.parametrize(("schedule", "virtual"), ALL)
+@pytest.mark.parametrize("world", [2, 4])
 def test_pipeline_is_equal_bit_for_bit(
-    world: int, schedule: str, virtual: int, tmp_path: Path
+    world: int, schedule: str, virtual: int, scale_grads: bool, tmp_path: Path
 ) -> None:
-    ranks = run_pipeline(world, [schedule, str(virtual), "8"], tmp_path)
-    for facts in ranks:
+    args = [schedule, str(virtual), "12", str(scale_grads)]
+    for facts in run_pipeline(world, args, tmp_path):
         assert facts["equal"] and facts["tensors"] > 0
         assert facts["offloaded"] > 0
         assert facts["in_use"] == [0, 0, 0]
         assert facts["live"] == [0, 0, 0]
         assert "mlp" in facts["table"]
-        assert facts["on_demand"][2] == facts["on_demand"][1], "steady state reloads on demand"
+        if schedule not in SPLIT:
+            assert facts["on_demand"][2] == facts["on_demand"][1], "reloads on demand"
+        assert facts["unused"] <= facts["window"]
