@@ -31,14 +31,15 @@ def make_engine(backend: Backend, config: OffloadConfig) -> TransferEngine:
         allocate = on_node(config.numa_node, allocate)
     whole = HostBudget(config.host_budget_bytes)
     if "disk" not in config.tiers:
-        return TransferEngine(backend, HostTier(allocate, whole), config.max_in_flight_bytes)
+        only = HostTier(allocate, whole, trim=backend.trim_host)
+        return TransferEngine(backend, only, config.max_in_flight_bytes)
     disk = DiskTier(config.disk_dir)
-    host = None
+    host: HostTier | None = None
     if backend.is_host:
         if "host" in config.tiers:
-            host = HostTier(allocate, whole)
+            host = HostTier(allocate, whole, trim=backend.trim_host)
         return DirectDiskEngine(backend, host, config.max_in_flight_bytes, disk)
     if "host" in config.tiers:
-        host = HostTier(allocate, whole.but_for(STAGING_SHARE))
-    staging = HostTier(allocate, whole, may_split=False)
+        host = HostTier(allocate, whole.but_for(STAGING_SHARE), trim=backend.trim_host)
+    staging = HostTier(allocate, whole, may_split=False, trim=backend.trim_host)
     return StagedDiskEngine(backend, host, config.max_in_flight_bytes, disk, staging)

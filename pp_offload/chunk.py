@@ -295,7 +295,7 @@ class ChunkOffloadHandler:
             self._services.has_warned = True
             logger.log(
                 level,
-                "group '%s' stays on the device: no room on the host for its %d bytes (%s); other "
+                "group '%s' stays on the device, for its %d bytes find no room off it (%s); other "
                 "groups may follow, without another warning",
                 group.name,
                 group.total_offload_bytes,

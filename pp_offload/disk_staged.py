@@ -22,7 +22,7 @@ from pp_offload.backends import Backend, Event
 from pp_offload.disk_transfer import DiskTransferEngine, by_place
 from pp_offload.errors import DiskTierError
 from pp_offload.ticket import HostCopy, Ticket, place
-from pp_offload.tiers.disk import DiskTier
+from pp_offload.tiers.disk import DiskEvent, DiskTier
 from pp_offload.tiers.host import HostBuffer, HostTier
 
 
@@ -45,25 +45,29 @@ class StagedDiskEngine(DiskTransferEngine):
         self.staging = staging
         self._arriving: deque[weakref.ref[HostCopy]] = deque()
         self._writing: deque[weakref.ref[HostCopy]] = deque()
-        self._read_ahead: deque[tuple[weakref.ref[HostCopy], list[weakref.ref[Ticket]]]] = deque()
+        self._read_ahead: deque[weakref.ref[HostCopy]] = deque()
+        self._tickets: weakref.WeakKeyDictionary[HostCopy, list[weakref.ref[Ticket]]]
+        self._tickets = weakref.WeakKeyDictionary()
 
     def prefetch(self, tickets: Sequence[Ticket]) -> None:
         """A reload ahead of its use. What is on disk is read first, by threads.
 
-        Where no staging buffer is free, it is left to be read when it is needed.
+        What shares an extent comes together. Where no staging buffer is free, it is left to be read
+        when it is needed.
         """
-        near, far = by_place(tickets)
-        if near:
-            super().prefetch(near)
-        for copy, mates in by_copy(far).items():
-            if copy.buffer is None and not self._begin_to_read(copy, is_ahead=True):
-                continue
-            self.counters.prefetched_reloads += len(mates)
-            for ticket in mates:
-                ticket.reading = True
-                self.landed_bytes += ticket.nbytes
-            self._read_ahead.append((weakref.ref(copy), [weakref.ref(t) for t in mates]))
         self.poll()
+        near, far = by_place(tickets)
+        here = [ticket for ticket in far if ticket.copy is not None and ticket.copy.buffer]
+        if near or here:
+            self.counters.prefetched_reloads += len(near) + len(here)
+            self._copy_back(near + here)
+        for copy, asked in by_copy([ticket for ticket in far if not ticket.is_coming]).items():
+            if copy.buffer is None and self._begin_to_read(copy, is_ahead=True):
+                self._read_ahead.append(weakref.ref(copy))
+                for ticket in self._all_of(copy, asked):
+                    self.counters.prefetched_reloads += 1
+                    ticket.reading = True
+                    self.landed_bytes += ticket.nbytes
 
     def deliver(self, ticket: Ticket) -> Tensor:
         """The payload on the device, ready for the live compute stream.
@@ -83,9 +87,8 @@ class StagedDiskEngine(DiskTransferEngine):
             self._write(self._arriving.popleft()())
         while self._writing and _is_written(self._writing[0]()):
             self._settle(self._writing.popleft()())
-        while self._read_ahead and _was_read(self._read_ahead[0][0]()):
-            ref, mates = self._read_ahead.popleft()
-            self._send_ahead(ref(), mates)
+        while self._read_ahead and _was_read(self._read_ahead[0]()):
+            self._send_ahead(self._read_ahead.popleft()())
 
     @property
     def host_tiers(self) -> tuple[HostTier, ...]:
@@ -98,6 +101,7 @@ class StagedDiskEngine(DiskTransferEngine):
         self._check_disk()
         copy = HostCopy(self.staging, self._stage(nbytes))
         copy.extent = self.disk.take(nbytes, len(batch))
+        self._tickets[copy] = [weakref.ref(ticket) for ticket in batch]
         return [place(batch, copy)]
 
     def _send(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
@@ -129,75 +133,84 @@ class StagedDiskEngine(DiskTransferEngine):
         for copy in groups:
             if copy.buffer is None:
                 self._begin_to_read(copy, is_ahead=False)
-        for copy, mates in groups.items():
-            self._finish_reading(copy, mates)
-            self._leave(copy, mates)
+        for copy, asked in groups.items():
+            if copy.buffer is None:  # what came before it needed the room
+                self._begin_to_read(copy, is_ahead=False)
+            self._finish_reading(copy)
+            self._leave(copy, asked)
 
     def _begin_to_read(self, copy: HostCopy, *, is_ahead: bool) -> bool:
         """Have a thread read a copy at rest. False if there is no buffer, and it can wait."""
         extent = copy.extent
         assert extent is not None, "not on disk"
         try:
-            buffer = self._stage(extent.nbytes)
+            buffer = self._stage(extent.nbytes, may_wait=not is_ahead)
         except MemoryError:
             if is_ahead:
                 return False
-            buffer = finished(self.staging.take_over_budget(extent.nbytes))
+            buffer = finished(self.staging.take(extent.nbytes, force=True))
         copy.tier, copy.buffer, copy.offloaded = self.staging, buffer, None
         copy.reading = buffer.last_use = self.disk.read(extent, buffer.pieces[0])
         return True
 
-    def _finish_reading(self, copy: HostCopy, mates: Sequence[Ticket]) -> None:
+    def _finish_reading(self, copy: HostCopy) -> None:
         reading, copy.reading = copy.reading, None
         if reading is not None:
             try:
                 reading.synchronize()
             except DiskTierError:
                 copy.drop_buffer()
-                for ticket in mates:
+                for ticket in self._all_of(copy, ()):
                     self._drop_landed(ticket)
                 raise
 
-    def _leave(self, copy: HostCopy, mates: Sequence[Ticket]) -> None:
-        """Queue the copies to the device. A buffer that was read into has served."""
-        buffer = copy.buffer
-        assert buffer is not None, "not in host memory"
-        before = buffer.last_use
-        self._copy_back(mates)
+    def _leave(self, copy: HostCopy, asked: Sequence[Ticket]) -> None:
+        """Queue the copies to the device. A buffer that was read into has served all who wait."""
         if copy.offloaded is None:
+            self._copy_back(self._all_of(copy, asked))
             copy.drop_buffer()
         else:
-            buffer.last_use = both(before, buffer.last_use)
+            self._copy_back(asked)
 
-    def _send_ahead(self, copy: HostCopy | None, refs: Sequence[weakref.ref[Ticket]]) -> None:
-        """What was read ahead goes on to the device, if anybody still waits for it."""
-        mates = [t for ref in refs if (t := ref()) is not None and t.reading]
-        if copy is None or not mates:
-            return
-        if copy.buffer is None:  # served another of its tickets meanwhile
-            for ticket in mates:
-                self._drop_landed(ticket)
-            return
-        with suppress(DiskTierError):  # whoever asks for it will hear of it
-            self._finish_reading(copy, mates)
-            self._leave(copy, mates)
+    def _all_of(self, copy: HostCopy, asked: Sequence[Ticket]) -> list[Ticket]:
+        """The tickets with bytes in ``copy`` that are asked for or will be, and are not there."""
+        mates = [t for ref in self._tickets.get(copy, ()) if (t := ref()) is not None]
+        more = [t for t in mates if t.num_waiting > 0 and t.landed is None and t not in asked]
+        return [*asked, *more]
+
+    def _copy_back(self, tickets: Sequence[Ticket]) -> None:
+        buffers = {id(t.copy.buffer): t.copy.buffer for t in tickets if t.copy and t.copy.buffer}
+        before = [(buffer, buffer.last_use) for buffer in buffers.values()]
+        super()._copy_back(tickets)
+        for buffer, earlier in before:  # a thread may still write it to disk
+            if isinstance(earlier, DiskEvent | _Both) and not earlier.query():
+                buffer.last_use = both(earlier, buffer.last_use)
+
+    def _send_ahead(self, copy: HostCopy | None) -> None:
+        """What was read ahead goes on to the device, unless that was done when it was needed."""
+        if copy is not None and copy.reading is not None:
+            with suppress(DiskTierError):  # whoever asks for it will hear of it
+                self._finish_reading(copy)
+                self._leave(copy, ())
 
     # Buffers on the way
 
-    def _stage(self, nbytes: int) -> HostBuffer:
+    def _stage(self, nbytes: int, *, may_wait: bool = True) -> HostBuffer:
         """A buffer nobody uses any more; waits for others to arrive if too many are on the way.
 
         Raises:
-            MemoryError: It would be over the budget, with none on the way.
+            MemoryError: It would be over the budget, with none on the way or none to wait for.
         """
         while self.staging.statistics().in_use + nbytes > self._max_in_flight_bytes:
+            if not may_wait:
+                raise MemoryError("too many bytes are on the way to and from the disk")
             if not self._make_room():
                 break
         while True:
             try:
                 return finished(self.staging.take(nbytes))
             except MemoryError:
-                if not self._make_room():
+                if not may_wait or not self._make_room():
                     raise
 
     def _make_room(self) -> bool:

@@ -79,7 +79,7 @@ class DiskTransferEngine(TransferEngine):
         Raises:
             DiskTierError: They had to be read before, and cannot be.
         """
-        self.poll()
+        self.poll()  # which may bring some of them
         near, far = by_place(tickets)
         if near:
             self._copy_back(near)
@@ -90,6 +90,12 @@ class DiskTransferEngine(TransferEngine):
         """Between steps: make host memory tight, and let the next step try the disk again."""
         super().fit()
         self._failure = None
+
+    def retire(self) -> None:
+        """Drop the file as well, unless a saved tensor needs it; then it goes with the last."""
+        super().retire()
+        if self.disk.statistics().in_use == 0:
+            self.disk.close()
 
     def close(self) -> None:
         """Finish all copies, then drop the host memory and the file."""
@@ -143,7 +149,7 @@ class DiskTransferEngine(TransferEngine):
 
 
 def by_place(tickets: Sequence[Ticket]) -> tuple[list[Ticket], list[Ticket]]:
-    """Those in host memory alone, and those that are, or are to be, on disk.
+    """Those in host memory alone, and those that are, or are to be, on disk, of those not back yet.
 
     One that could not be written is in neither: its source is kept, and given back as it is.
     """
@@ -152,6 +158,8 @@ def by_place(tickets: Sequence[Ticket]) -> tuple[list[Ticket], list[Ticket]]:
     for ticket in tickets:
         copy = ticket.copy
         assert copy is not None, "reload before offload"
+        if ticket.landed is not None:
+            continue
         if copy.extent is not None:
             far.append(ticket)
         elif copy.buffer is not None:

@@ -85,12 +85,17 @@ class PipelineOffloadManager:
         for the next.
         """
         if cls.OFFLOAD_MGR is not None:
-            cls.OFFLOAD_MGR.release_idle_memory()
+            cls.OFFLOAD_MGR.retire()
         cls.OFFLOAD_MGR = None
 
     def release_idle_memory(self) -> None:
         """Give host memory back to the system that no saved tensor needs; waits for copies."""
         self.services.transfer.release_idle()
+
+    def retire(self) -> None:
+        """Another manager takes over: forget the step, and keep only what living graphs need."""
+        self.abort()
+        self.services.transfer.retire()
 
     # What it is made of
 

@@ -14,8 +14,8 @@ from pp_offload.manager import PipelineOffloadManager
 def configure(config: OffloadConfig) -> PipelineOffloadManager:
     """Give the manager of this process these options, between steps.
 
-    What was marked with ``mark_not_offloadable`` stays marked. Saved tensors that still live stay
-    good.
+    What was marked with ``mark_not_offloadable`` stays marked, and offload disabled if it was; the
+    plan and the summary begin anew. Saved tensors that still live stay good.
 
     Args:
         config: If they differ from those there are, a new manager takes the place of the old one.
@@ -36,7 +36,8 @@ def configure(config: OffloadConfig) -> PipelineOffloadManager:
         )
     manager = PipelineOffloadManager(config=config, backend=old.backend)
     manager.services.eligibility.kept = old.services.eligibility.kept
-    old.release_idle_memory()
+    manager.services.is_enabled = old.services.is_enabled
+    old.retire()
     PipelineOffloadManager.OFFLOAD_MGR = manager
     return manager
 
@@ -62,4 +63,4 @@ def use_backend(
             yield manager
     finally:
         PipelineOffloadManager.OFFLOAD_MGR = before
-        manager.release_idle_memory()
+        manager.retire()

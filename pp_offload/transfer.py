@@ -204,6 +204,7 @@ class TransferEngine:
         """The copies into ``targets`` are queued; they are done at ``reloaded``."""
         nbytes = counted = 0
         for ticket, target in zip(tickets, targets, strict=True):
+            assert ticket.landed is None, "it is there already"
             ticket.landed = target
             ticket.reloaded = reloaded
             ticket.home = home
@@ -333,6 +334,10 @@ class TransferEngine:
         """Give host memory back to the system that no saved tensor needs; waits for copies."""
         for tier in self.host_tiers:
             tier.release_idle()
+
+    def retire(self) -> None:
+        """Another engine takes over: keep only what saved tensors that still live need."""
+        self.release_idle()
 
     def close(self) -> None:
         """Finish all copies, then drop the host memory."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pp_offload.tiers.budget import (
+    LAUNCHERS_SAY,
     SHARE,
     HostBudget,
     available_bytes,
@@ -104,3 +105,24 @@ def test_the_default_is_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert ranks_on_this_host() == 4
     assert HostBudget().left_bytes == int(10**9 * SHARE) // 4
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "16"}, 4),
+        ({"LOCAL_WORLD_SIZE": "", "SLURM_NTASKS_PER_NODE": "8(x2)"}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "WORLD_SIZE": "16"}, 2),
+        ({"WORLD_SIZE": "16"}, 16),
+        ({"LOCAL_WORLD_SIZE": "all"}, 1),
+    ],
+)
+def test_launchers_say_how_many_ranks_share_the_host(
+    variables: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in LAUNCHERS_SAY:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ranks_on_this_host() == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 import signal
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from pp_offload import ClosedError, DiskTierError
 from pp_offload.tiers.checksum import checksum
-from pp_offload.tiers.disk import ALIGNMENT, DiskExtent, DiskTier
+from pp_offload.tiers.disk import ALIGNMENT, DiskExtent, DiskTier, file_system_of
 
 
 def some_bytes(nbytes: int, seed: int = 0) -> Tensor:
@@ -267,4 +268,40 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
         tmp_path,
     )
     assert result.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_tier_says_so_when_asked_to_read_or_write(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path)
+    extent = write(tier, some_bytes(10))
+    tier.close()
+    with pytest.raises(ClosedError):
+        tier.read(extent, some_bytes(10))
+    with pytest.raises(ClosedError):
+        tier.write(extent, some_bytes(10))
+
+
+def test_a_directory_in_memory_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\n")
+    assert file_system_of(tmp_path, mounts) == "tmpfs"
+    assert file_system_of(tmp_path.parent, mounts) == "ext4"
+    assert file_system_of(tmp_path, tmp_path / "none") == ""
+    monkeypatch.setattr("pp_offload.tiers.disk.file_system_of", lambda directory: "tmpfs")
+    with caplog.at_level(logging.WARNING, logger="pp_offload"):
+        DiskTier(tmp_path)
+    assert "tmpfs" in caplog.text and "set disk_dir" in caplog.text
+
+
+def test_a_file_system_without_unnamed_files_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    tier = DiskTier(tmp_path)
+    data = some_bytes(5000)
+    assert read(tier, write(tier, data)).equal(data)
+    status = os.fstat(tier._fd)
+    assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
     assert list(tmp_path.iterdir()) == []

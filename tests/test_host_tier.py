@@ -402,3 +402,51 @@ def test_idle_memory_goes_back_unless_a_buffer_is_in_use() -> None:
     assert tier.statistics().reserved == 0
     tier.give(tier.take(1000))
     assert len(system.asked) == 2
+
+
+def test_whole_pieces_are_kept_by_fitting() -> None:
+    system = System()
+    tier = HostTier(system.allocate, budget(64 * SLAB_BYTES), may_split=False)
+    for _ in range(3):
+        buffer = tier.take(33 * SLAB_BYTES)
+        assert len(buffer.pieces) == 1
+        tier.give(buffer)
+        del buffer
+        tier.fit()
+    assert system.asked == [64 * SLAB_BYTES]
+
+
+def test_a_whole_piece_that_cannot_be_pinned_is_ordinary_memory() -> None:
+    asked = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        raise MemoryError("cannot pin")
+
+    tier = HostTier(allocate, budget(2**30), may_split=False)
+    assert len(tier.take(3 * SLAB_BYTES).pieces) == 1
+    assert asked == [4 * SLAB_BYTES], "in pieces it would be of no use"
+
+
+def test_what_cannot_fit_is_not_asked_for() -> None:
+    system = System()
+    tier = HostTier(system.allocate, budget(10 * SLAB_BYTES))
+    with pytest.raises(MemoryError, match=r'tiers=\("host", "disk"\)'):
+        tier.take(11 * SLAB_BYTES)
+    assert not system.asked
+
+
+def test_bytes_that_must_come_back_may_exceed_the_budget() -> None:
+    tier = HostTier(System().allocate, budget(SLAB_BYTES))
+    held = tier.take(SLAB_BYTES)
+    with pytest.raises(MemoryError):
+        tier.take(SLAB_BYTES)
+    assert not overlap([held, tier.take(SLAB_BYTES, force=True)])
+
+
+def test_the_system_is_told_to_take_freed_memory_back() -> None:
+    calls: list[int] = []
+    tier = HostTier(System().allocate, budget(2**30), trim=lambda: calls.append(1))
+    tier.give(tier.take(1000))
+    tier.release_idle()
+    assert calls

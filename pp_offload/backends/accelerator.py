@@ -23,7 +23,6 @@ class AcceleratorBackend:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.is_host = False
         self.device = device or _current_device()
         self.name = str(self.device)
         self.is_host = False
@@ -49,6 +48,12 @@ class AcceleratorBackend:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as failure:
             raise MemoryError(f"cannot pin {nbytes} bytes of host memory: {failure}") from failure
+
+    def trim_host(self) -> None:
+        """PyTorch keeps freed pinned blocks; empty its cache, where there is a call for it."""
+        empty_cache = getattr(torch.accelerator, "empty_host_cache", None)
+        if empty_cache is not None:
+            empty_cache()
 
     def activate(self) -> AbstractContextManager[object]:
         """Nothing to enter."""

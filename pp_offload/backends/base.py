@@ -86,6 +86,10 @@ class Backend(Protocol):
         """
         ...
 
+    def trim_host(self) -> None:
+        """Give host memory that was allocated here and freed back to the system."""
+        ...
+
     def activate(self) -> AbstractContextManager[object]:
         """What must be entered while this backend is in use; most need nothing."""
         ...

@@ -166,6 +166,9 @@ class CpuBackend:
         """Ordinary memory: the device is the host."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def trim_host(self) -> None:
+        """Nothing is kept."""
+
     def activate(self) -> AbstractContextManager[object]:
         """Nothing to enter."""
         return nullcontext()

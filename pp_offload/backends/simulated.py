@@ -44,7 +44,6 @@ class SimulatedBackend:
         self.order = order
         self.name = f"simulated {order}"
         self.is_host = False
-        self.is_host = False
         self.device = torch.device("cpu")
         self.num_host_allocations = 0
         self._timeline = Timeline(order, seed)
@@ -106,6 +105,9 @@ class SimulatedBackend:
             buffer = torch.empty(nbytes, dtype=torch.uint8).fill_(POISON)
         self._timeline.detector.see(buffer, self._current.clock, is_host=True)
         return buffer
+
+    def trim_host(self) -> None:
+        """Nothing is kept."""
 
     def activate(self) -> AbstractContextManager[object]:
         """Watch every compute operation; :meth:`check` at the end."""

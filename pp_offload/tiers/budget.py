@@ -12,13 +12,22 @@ still give. The default budget is a share of that, divided among the ranks of th
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 SHARE = 0.8
 """Of the memory available, what the ranks of a host may take together by default."""
+
+LAUNCHERS_SAY = (
+    "LOCAL_WORLD_SIZE",  # torchrun
+    "SLURM_NTASKS_PER_NODE",  # such as 8 or 8(x2)
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "WORLD_SIZE",
+)
+"""How many ranks there are on a host; the last only as an upper bound."""
 
 UNLIMITED = 2**60
 """cgroup v1 writes a number of this size where there is no limit."""
@@ -45,7 +54,6 @@ class HostBudget:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
-        self._is_ignored = False
 
     @property
     def limit_bytes(self) -> int:
@@ -56,7 +64,7 @@ class HostBudget:
         return self._limit_bytes
 
     def but_for(self, share: int) -> HostBudget:
-        """A budget that leaves one part in ``share`` of this one to others."""
+        """A budget that leaves one part in ``share`` of this one, as it is now, to others."""
         return HostBudget(self.limit_bytes - self.limit_bytes // share)
 
     @property
@@ -64,23 +72,19 @@ class HostBudget:
         """What may still be reserved; never negative."""
         return max(0, self.limit_bytes - _PROCESS.nbytes)
 
-    def reserve(self, nbytes: int) -> bool:
-        """Count ``nbytes`` as used; False, and nothing counted, if they are over the limit."""
+    def reserve(self, nbytes: int, *, force: bool = False) -> bool:
+        """Count ``nbytes`` as used; False, and nothing counted, if they are over the limit.
+
+        Args:
+            nbytes: Zero or more.
+            force: Count them even then.
+        """
         limit = self.limit_bytes
         with _PROCESS.lock:
-            if _PROCESS.nbytes + nbytes > limit and not self._is_ignored:
+            if _PROCESS.nbytes + nbytes > limit and not force:
                 return False
             _PROCESS.nbytes += nbytes
             return True
-
-    @contextmanager
-    def ignored(self) -> Iterator[None]:
-        """Count what is reserved inside, but refuse nothing."""
-        self._is_ignored = True
-        try:
-            yield
-        finally:
-            self._is_ignored = False
 
     def release(self, nbytes: int) -> None:
         """Count ``nbytes`` as free again. Safe in a destructor."""
@@ -94,8 +98,15 @@ def reserved_bytes() -> int:
 
 
 def ranks_on_this_host() -> int:
-    """Processes that share this host's memory, as the launcher said; 1 if it did not."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Processes that share this host's memory, as the launcher said.
+
+    If it did not, all of ``WORLD_SIZE`` may be here; 1 without that.
+    """
+    for name in LAUNCHERS_SAY:
+        found = re.match(r"\d+", os.environ.get(name, ""))
+        if found:
+            return max(1, int(found[0]))
+    return 1
 
 
 def available_bytes(root: Path = Path("/")) -> int:

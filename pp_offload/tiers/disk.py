@@ -12,6 +12,7 @@ it ends. Every extent has a checksum, compared when it is read. Only its owner m
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections import deque
@@ -28,6 +29,8 @@ from torch import Tensor
 from pp_offload.errors import ClosedError, DiskTierError
 from pp_offload.tiers.arena import Arena, Range
 from pp_offload.tiers.checksum import PART_BYTES, Checksum
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 GROWTH_BYTES = 2**26
@@ -141,8 +144,7 @@ class DiskTier:
         Raises:
             ClosedError: The tier was closed.
         """
-        if self._is_closed:
-            raise ClosedError("the disk tier is closed; make a new manager to go on")
+        self._check_open()
         self._collect()
         found = self._arena.allocate(nbytes)
         if found is None:
@@ -163,6 +165,9 @@ class DiskTier:
 
         Returns:
             An event, which never raises: ``extent.failure`` says what went wrong.
+
+        Raises:
+            ClosedError: The tier was closed.
         """
         self._written += extent.nbytes
         source = data.numpy()
@@ -183,6 +188,9 @@ class DiskTier:
 
         Returns:
             An event. Its ``synchronize`` raises what went wrong; then the target is garbage.
+
+        Raises:
+            ClosedError: The tier was closed.
         """
         self._read += extent.nbytes
         into = target.numpy()
@@ -226,6 +234,7 @@ class DiskTier:
         return os.preadv(fd, [into], offset)
 
     def _queue(self, extent: DiskExtent, work: Callable[[], DiskTierError | None]) -> DiskEvent:
+        self._check_open()
         # Threads take work in the order it is queued, so what comes before is running at least.
         before = extent.last_use
 
@@ -246,12 +255,15 @@ class DiskTier:
         It is not raised here: it is kept, and its traceback would keep the data alive. Every block
         is summed while it is in the cache.
         """
-        for begin in range(0, len(data), BLOCK_BYTES):
-            block = data[begin : begin + BLOCK_BYTES]
-            failure = self._transfer_block(extent, begin, block.data, step)
-            if failure is not None:
-                return failure
-            total.update(block)
+        try:
+            for begin in range(0, len(data), BLOCK_BYTES):
+                block = data[begin : begin + BLOCK_BYTES]
+                failure = self._transfer_block(extent, begin, block.data, step)
+                if failure is not None:
+                    return failure
+                total.update(block)
+        except Exception as error:  # whatever it is, the bytes are not where they should be
+            return self._error(extent, f"{type(error).__name__}: {error}")
         return None
 
     def _transfer_block(
@@ -268,6 +280,10 @@ class DiskTier:
                 return self._error(extent, f"the file ends {extent.nbytes - at} bytes too early")
             rest, at = rest[done:], at + done
         return None
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the disk tier is closed; make a new manager to go on")
 
     def _offset(self, extent: DiskExtent) -> int:
         return self._arena.slab_start(extent.range.slab) + extent.range.offset
@@ -297,6 +313,9 @@ class DiskTier:
 def _unnamed_file(directory: Path) -> int:
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        _warn_if_in_memory(directory)
+        with suppress(AttributeError, OSError):  # not every file system can
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         fd, name = tempfile.mkstemp(prefix="pp_offload-", dir=directory)  # mode 0600
         os.unlink(name)
     except OSError as failure:
@@ -305,3 +324,31 @@ def _unnamed_file(directory: Path) -> int:
             "directory this process may write to"
         ) from failure
     return fd
+
+
+def _warn_if_in_memory(directory: Path) -> None:
+    kind = file_system_of(directory)
+    if kind in ("tmpfs", "ramfs"):
+        logger.warning(
+            "the disk tier's directory %s is on %s, which is memory, so nothing is saved there; "
+            "set disk_dir to a directory on a disk",
+            directory,
+            kind,
+        )
+
+
+def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The kind of file system, such as ``ext4``; empty where the system does not say.
+
+    Args:
+        directory: Must exist.
+        mounts: The kernel's list.
+    """
+    best, kind = -1, ""
+    with suppress(OSError):
+        inside = directory.resolve()
+        for line in mounts.read_text().splitlines():
+            _, place, found, *_ = line.split(" ")
+            if inside.is_relative_to(place) and len(place) >= best:
+                best, kind = len(place), found
+    return kind

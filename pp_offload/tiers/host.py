@@ -13,7 +13,7 @@ Not even copies that still read what was freed make it ask: the next user's copy
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -26,7 +26,6 @@ from pp_offload.errors import ClosedError
 from pp_offload.tiers.arena import Arena, Range
 from pp_offload.tiers.budget import HostBudget
 from pp_offload.tiers.slabs import (
-    SMALLEST_BYTES,
     Allocate,
     Slab,
     SlabSource,
@@ -155,13 +154,20 @@ class HostTier:
         allocate: Gives a flat ``uint8`` host tensor of a number of bytes, or raises MemoryError.
         budget: What this process may take; a share of what is available when not given.
         may_split: Whether a buffer may be made of several pieces.
+        trim: Has the system take back what was freed, where an allocator would keep it.
     """
 
     def __init__(
-        self, allocate: Allocate, budget: HostBudget | None = None, *, may_split: bool = True
+        self,
+        allocate: Allocate,
+        budget: HostBudget | None = None,
+        *,
+        may_split: bool = True,
+        trim: Callable[[], None] = lambda: None,
     ) -> None:
         self.source = SlabSource(allocate, budget or HostBudget())
         self._may_split = may_split
+        self._trim = trim
         self._slabs: list[Slab] = []
         self._arena = Arena(alignment=ALIGNMENT)
         self._bins: defaultdict[int, list[HostBuffer]] = defaultdict(list)
@@ -171,12 +177,13 @@ class HostTier:
         self._unfinished: list[Event] = []
         self._is_closed = False
 
-    def take(self, nbytes: int, num_parts: int = 1) -> HostBuffer:
+    def take(self, nbytes: int, num_parts: int = 1, *, force: bool = False) -> HostBuffer:
         """A buffer of ``nbytes``; wait for its ``last_uses`` before writing.
 
         Args:
             nbytes: At least one.
             num_parts: How many payloads share it; only counted.
+            force: Take it also over the budget, for bytes that must come back; in one piece.
 
         Raises:
             MemoryError: It would be over the budget, or the host has no more to give.
@@ -187,7 +194,7 @@ class HostTier:
         if self._returned:
             self._collect()
         ready = self._bins.get(nbytes)
-        buffer = ready.pop() if ready else self._carve(nbytes)
+        buffer = ready.pop() if ready else self._carve(nbytes, force)
         self._in_use += nbytes
         self._room += buffer.room_bytes
         self._num_taken += 1
@@ -199,15 +206,6 @@ class HostTier:
             self._peak_room = self._room
         return buffer
 
-    def take_over_budget(self, nbytes: int) -> HostBuffer:
-        """A buffer of ``nbytes`` even if the budget has no room: for bytes that must come back.
-
-        Raises:
-            MemoryError: The system has no more.
-        """
-        with self.source.budget.ignored():
-            return self.take(nbytes)
-
     def give(self, buffer: HostBuffer) -> None:
         """Hand a buffer back. Safe in a destructor: it is only noted, and filed later."""
         self._returned.append(buffer)
@@ -217,9 +215,11 @@ class HostTier:
 
         Does nothing while a buffer is in use, or if nothing changed since the last time; else it
         waits for the copies under way. Never asks for more than there is; if the system has less
-        than before, fewer slabs are left.
+        than before, fewer slabs are left. A tier of whole pieces keeps the slabs it has.
         """
         self._collect()
+        if not self._may_split:
+            return
         if self._num_taken or self._is_closed or self._peak_room == self._fitted_to:
             return
         self._fitted_to = self._peak_room
@@ -241,6 +241,7 @@ class HostTier:
             self._slabs.clear()
             self._arena = Arena(alignment=ALIGNMENT)
             self._fitted_to = 0
+            self._trim()
 
     def statistics(self) -> HostStatistics:
         """Exact at the call."""
@@ -282,14 +283,14 @@ class HostTier:
             self._num_parts -= buffer.num_parts
             self._bins[buffer.nbytes].append(buffer)
 
-    def _carve(self, nbytes: int) -> HostBuffer:
-        buffer = HostBuffer(nbytes, self._ranges(nbytes), self._slabs)
+    def _carve(self, nbytes: int, force: bool) -> HostBuffer:
+        buffer = HostBuffer(nbytes, self._ranges(nbytes, force), self._slabs)
         if self._unfinished:
             self._unfinished = [event for event in self._unfinished if not event.query()]
             buffer.before = tuple(self._unfinished)
         return buffer
 
-    def _ranges(self, nbytes: int) -> list[Range]:
+    def _ranges(self, nbytes: int, force: bool) -> list[Range]:
         room = -(-nbytes // ALIGNMENT) * ALIGNMENT
         for make_room in (None, self._empty_bins, self._empty_busy_bins):
             if make_room is not None:
@@ -299,19 +300,13 @@ class HostTier:
                 return [found]
             if self._may_split and make_room is not None and self._arena.free_bytes >= room:
                 return self._in_pieces(nbytes)
-        if not self._may_split:
-            return [self._whole(nbytes)]
+        if force or not self._may_split:
+            self._add(self.source.acquire_whole(nbytes, force=force))
+            whole = self._arena.allocate(nbytes)
+            assert whole is not None
+            return [whole]
         self._grow(room - self._arena.free_bytes)
         return self._in_pieces(nbytes)
-
-    def _whole(self, nbytes: int) -> Range:
-        size = 1 << (max(nbytes, SMALLEST_BYTES) - 1).bit_length()
-        for slab in self.source.acquire(size, size):
-            self._add(slab)
-        found = self._arena.allocate(nbytes)
-        if found is None:
-            raise MemoryError(f"the host gives no {nbytes} bytes in one piece")
-        return found
 
     def _in_pieces(self, nbytes: int) -> list[Range]:
         """The longest free ranges, until they hold ``nbytes`` together."""
@@ -361,6 +356,7 @@ class HostTier:
                 wanted[slab.nbytes] -= 1
                 self._add(slab)
         del slab  # its budget, if it was not kept
+        self._trim()
         for size in wanted.elements():
             for slab in self.source.acquire(size, size):
                 self._add(slab)

@@ -17,7 +17,7 @@ from pp_offload.tiers.budget import HostBudget
 logger = logging.getLogger(__name__)
 
 SMALLEST_BYTES = 2**16
-"""No slab is smaller."""
+"""No slab is smaller, but where the last of a budget is taken."""
 
 FINENESS = 64
 """The slabs that make up a size exceed it by less than one part in this many."""
@@ -61,10 +61,13 @@ class SlabSource:
         fail, ordinary memory is used from then on, with one warning.
 
         Raises:
-            MemoryError: They would be over the budget, or the system has no more.
+            MemoryError: They would be over the budget, and nothing was asked for; or the system has
+                no more.
         """
         slabs: list[Slab] = []
         sizes = list(reversed(list(powers_of_two(nbytes, granule))))
+        if sum(sizes) > self.budget.left_bytes:
+            raise self._over_budget(sum(sizes))
         while sizes:
             size = sizes.pop()
             data = self._tensor(size)
@@ -77,14 +80,35 @@ class SlabSource:
                 sizes.append(size)
         return slabs
 
-    def _tensor(self, nbytes: int) -> Tensor | None:
+    def acquire_whole(self, nbytes: int, *, force: bool = False) -> Slab:
+        """One slab of at least ``nbytes``; ordinary memory if so much cannot be pinned together.
+
+        Args:
+            nbytes: At least one.
+            force: Take it also over the budget.
+
+        Raises:
+            MemoryError: It would be over the budget, or the system has no more.
+        """
+        size = 1 << (max(nbytes, SMALLEST_BYTES) - 1).bit_length()
+        data = self._tensor(size, force=force)
+        if data is None:
+            self._fall_back(size)
+            data = self._tensor(size, force=force)
+        assert data is not None
+        return Slab(data, self.budget)
+
+    def _over_budget(self, nbytes: int) -> MemoryError:
+        return MemoryError(
+            f"{nbytes} more bytes of host memory would be over the budget of this process: "
+            f"{self.budget.left_bytes} of {self.budget.limit_bytes} bytes are left; raise "
+            'host_budget_bytes, or let the disk take the rest with tiers=("host", "disk")'
+        )
+
+    def _tensor(self, nbytes: int, *, force: bool = False) -> Tensor | None:
         """None if it cannot be pinned."""
-        if not self.budget.reserve(nbytes):
-            raise MemoryError(
-                f"{nbytes} more bytes of host memory would be over the budget of this process: "
-                f"{self.budget.left_bytes} of {self.budget.limit_bytes} bytes are left; raise "
-                "host_budget_bytes, or add a disk tier"
-            )
+        if not self.budget.reserve(nbytes, force=force):
+            raise self._over_budget(nbytes)
         try:
             self.num_allocations += 1
             return _pageable(nbytes) if self._is_pageable else self._allocate(nbytes)
