@@ -91,8 +91,8 @@ class OffloadConfig:
                 "the host before the disk"
             )
         if self.disk_dir is not None:
-            if not isinstance(self.disk_dir, str | os.PathLike):
-                found.append(f"disk_dir is {self.disk_dir!r}, expected a path")
+            if not isinstance(self.disk_dir, str | os.PathLike) or not os.fspath(self.disk_dir):
+                found.append(f"disk_dir is {self.disk_dir!r}, expected a path, or None")
             elif self.tiers in TIERS and "disk" not in self.tiers:
                 found.append(
                     f"disk_dir is {os.fspath(self.disk_dir)!r}, but tiers is {self.tiers!r}; add "

@@ -55,23 +55,21 @@ class DiskTransferEngine(TransferEngine):
         """Queue the copies of a group, to the host as far as it has room, else to the disk.
 
         Raises:
-            MemoryError: Neither has room, or the disk failed in this step.
+            MemoryError: Neither has room, or the disk failed in this step. What was queued before
+                is of no use; the sources are as before.
         """
         self.poll()
         near: list[Ticket] = []
-        far: list[Ticket] = []
         near_copies: list[HostCopy] = []
-        far_copies: list[HostCopy] = []
+        total = 0
         for batch, nbytes in packs(tickets):
             copy = self._host_copy(nbytes, len(batch))
             if copy is None:
-                far += batch
-                far_copies += self._disk_copies(batch, nbytes)
+                total += self._send(batch, self._disk_copies(batch, nbytes))
             else:
                 near += batch
                 near_copies.append(place(batch, copy))
-        total = self._queue_offload(near, near_copies) if near else 0
-        return total + (self._send(far, far_copies) if far else 0)
+        return total + (self._queue_offload(near, near_copies) if near else 0)
 
     def reload(self, tickets: Sequence[Ticket]) -> None:
         """Queue the copies back, from wherever the bytes are.

@@ -115,8 +115,9 @@ def test_another_chain_is_an_error(tiers: Any) -> None:
 def test_a_directory_without_a_disk_tier_is_an_error() -> None:
     with pytest.raises(ConfigError, match="disk_dir is '/scratch'.*add \"disk\""):
         OffloadConfig(disk_dir="/scratch")
-    with pytest.raises(ConfigError, match="expected a path"):
-        OffloadConfig(tiers=("disk",), disk_dir=7)  # type: ignore[arg-type]
+    for wrong in (7, ""):
+        with pytest.raises(ConfigError, match="expected a path"):
+            OffloadConfig(tiers=("disk",), disk_dir=wrong)  # type: ignore[arg-type]
 
 
 def test_violations_of_the_chain_are_in_the_same_error() -> None:

@@ -491,3 +491,31 @@ def test_managers_that_go_leave_no_thread_and_no_file(tmp_path: Path) -> None:
         gc.enable()
     assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_a_group_larger_than_the_room_to_stage_it_is_streamed(tmp_path: Path) -> None:
+    with disk_manager("eager", tmp_path, max_in_flight_bytes=2**21) as manager:
+        engine = manager.services.transfer
+        values = [torch.full((2**20 // 4,), float(i)) for i in range(12)]
+        tickets = [Ticket(engine, "g", v, (None,), v.untyped_storage()) for v in values]  # type: ignore[arg-type]
+        assert engine.offload(tickets) == 12 * 2**20
+        assert manager.statistics().host_bytes_peak <= 2**21
+        for ticket, value in zip(tickets, values, strict=True):
+            assert torch.equal(engine.deliver(ticket), value)
+        assert manager.statistics().host_bytes_peak <= 2**21
+
+
+def test_idle_staging_memory_makes_room_for_a_larger_piece(tmp_path: Path) -> None:
+    gc.collect()
+    limit = reserved_bytes() + 2**22
+    with disk_manager(
+        "eager", tmp_path, max_in_flight_bytes=2**30, host_budget_bytes=limit
+    ) as manager:
+        engine = manager.services.transfer
+        values = [torch.full((mib * 2**20 // 4,), float(mib)) for mib in (1, 1, 1, 1, 3)]
+        tickets = [Ticket(engine, "g", v, (None,), v.untyped_storage()) for v in values]  # type: ignore[arg-type]
+        engine.offload(tickets)
+        assert reserved_bytes() <= limit
+        for ticket, value in zip(tickets, values, strict=True):
+            assert torch.equal(engine.deliver(ticket), value)
+        assert reserved_bytes() <= limit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -146,3 +148,19 @@ def test_a_copy_that_fails_on_its_thread_never_gives_wrong_numbers(
         manager.statistics()
         (got,) = torch.autograd.grad(loss, x)
         assert same_bits([got], [expected]), "the source is still there"
+
+
+def test_the_threads_of_a_backend_end_with_it() -> None:
+    gc.collect()
+    before = threading.active_count()
+    for _ in range(10):
+        with use_backend(
+            CpuBackend(inline_bytes=0), config=OffloadConfig(min_offloaded_tensor_size=1)
+        ):
+            run_step(make_model(), batches(2))
+        PipelineOffloadManager.reset_instance()
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("pp_offload-"):
+            thread.join(timeout=60)
+    assert threading.active_count() <= before

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -74,12 +75,22 @@ class ComputeStream:
         return FINISHED
 
 
+Work = queue.SimpleQueue[Callable[[], object] | None]
+"""What a thread does in turn; None ends it."""
+
+
+def _serve(work: Work) -> None:
+    while (piece := work.get()) is not None:
+        piece()
+        del piece  # or it would be kept until the next
+
+
 class CopyStream:
     """A queue served by one daemon thread, started when first needed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._queue: Work = queue.SimpleQueue()
         self._last: Event = FINISHED
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -92,9 +103,10 @@ class CopyStream:
         """Queue ``work`` after all that is queued."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._serve, name=f"pp_offload-{self.name}", daemon=True
+                target=_serve, args=(self._queue,), name=f"pp_offload-{self.name}", daemon=True
             )
             self._thread.start()
+            weakref.finalize(self, self._queue.put, None)
         event = ThreadEvent()
 
         def run() -> None:
@@ -120,10 +132,6 @@ class CopyStream:
     def synchronize(self) -> None:
         """Block until the queue is empty."""
         self._last.synchronize()
-
-    def _serve(self) -> None:
-        while True:
-            self._queue.get()()
 
 
 class CpuBackend:

@@ -301,6 +301,7 @@ class HostTier:
             if self._may_split and make_room is not None and self._arena.free_bytes >= room:
                 return self._in_pieces(nbytes)
         if force or not self._may_split:
+            self.release_idle()  # nothing there is long enough
             self._add(self.source.acquire_whole(nbytes, force=force))
             whole = self._arena.allocate(nbytes)
             assert whole is not None

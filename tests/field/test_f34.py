@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import BACKENDS, make_backend
 from field_checks import make_inputs
 from torch import Tensor, nn
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 
 
 @pytest.mark.parametrize("split", [3, 1, "each"])
@@ -71,3 +73,36 @@ def test_f34_input_used_inside_and_outside(manager: PipelineOffloadManager) -> N
         return [x.grad, *(w.grad for w in weights)]
 
     assert same_bits(run(True), run(False))
+
+
+@pytest.mark.parametrize("tiers", [("host",), ("disk",)])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_f34_halves_that_change_apart_are_not_taken_for_each_other(
+    kind: str, tiers: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The halves have version counters of their own, so equal versions say nothing."""
+
+    def gradient(is_on: bool, device: str) -> Tensor:
+        p = torch.linspace(-1, 1, 64).to(device).requires_grad_()
+        total = torch.zeros((), device=device)
+        for name, half in zip("ab", torch.unsafe_chunk(p * 1.5, 2), strict=True):
+            with off_interface(is_on, half, name) as half:
+                half = half.sigmoid_()
+            if is_on:
+                half = off_interface.group_commit(half, name=name)
+            total = total + (half * torch.arange(32.0).to(device)).sum()
+        return torch.autograd.grad(total, p)[0]
+
+    config = OffloadConfig(
+        min_offloaded_tensor_size=1,
+        tiers=tiers,
+        disk_dir=tmp_path if "disk" in tiers else None,
+    )
+    with use_backend(make_backend(kind), config=config) as manager:
+        device = str(manager.backend.device)
+        expected = gradient(False, device)
+        for _ in range(3):
+            manager.reset()
+            manager.init_model_chunk_offload_handler(None, None, 1)
+            assert gradient(True, device).equal(expected)
+        assert manager.statistics().bytes_offloaded > 0
