@@ -31,7 +31,10 @@ class OffloadConfig:
     """Of the groups of a chunk that may be offloaded, the share that is; the last ones stay."""
 
     max_in_flight_bytes: int = 512 * MIB
-    """Device bytes that may wait for their copy to the host; beyond it compute waits."""
+    """Device bytes that may wait for their copy; beyond it compute waits.
+
+    Also the host bytes that may be on the way to and from the disk, behind an accelerator.
+    """
 
     prefetch_bytes: int | None = None
     """Bytes reloaded ahead of their use; None means twice the largest group, at least 256 KiB.
@@ -55,7 +58,7 @@ class OffloadConfig:
     """Directory of the disk tier's file, one per rank; None means that of temporary files.
 
     Put it on a real disk: where it is kept in memory, nothing is saved. The file has no name, mode
-    0600, and is gone when the process is.
+    0600, and is gone with the process and those forked from it.
     """
 
     numa_node: int | None = None

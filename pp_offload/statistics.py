@@ -21,7 +21,7 @@ class OffloadStatistics:
     """Host bytes that a living saved tensor needs, at rest or on the way to and from the disk."""
 
     host_bytes_peak: int
-    """The most host bytes that were ever in use."""
+    """The most host bytes that were ever in use; with a disk tier, those passing through added."""
 
     host_bytes_reserved: int
     """Host bytes taken from the system, in use or kept for reuse."""

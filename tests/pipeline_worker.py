@@ -35,6 +35,7 @@ LOOPED: dict[str, Any] = {
 }
 V_SHAPED: dict[str, Any] = {"zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV}
 WIDTH = 16
+NUM_MICROBATCHES = 12
 
 
 class Block(nn.Module):
@@ -154,19 +155,30 @@ def train(
     return seen, facts
 
 
-def main() -> None:
-    """Train twice and write what came of it."""
-    name, virtual, microbatches, scale_grads, out = sys.argv[1:6]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    options = (name, int(virtual), int(microbatches), scale_grads == "True", out)
+def compare(name: str, virtual: int, scale_grads: bool, out: str) -> dict[str, Any]:
+    """One schedule, without and with offload."""
+    options = (name, virtual, NUM_MICROBATCHES, scale_grads, out)
+    Watched.most_unused = 0
     without, _ = train(*options, offload=False)
     with_offload, facts = train(*options, offload=True)
+    PipelineOffloadManager.reset_instance()
     facts["equal"] = len(without) == len(with_offload) and all(
         torch.equal(a, b) for a, b in zip(without, with_offload, strict=True)
     )
     facts["tensors"] = len(without)
-    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(facts))
+    return facts
+
+
+def main() -> None:
+    """Compare the schedules named, such as ``zbv:2:True``, and write what came of them."""
+    out, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for case in cases:
+        name, virtual, scale_grads = case.split(":")
+        found[case] = compare(name, int(virtual), scale_grads == "True", out)
+    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
 
