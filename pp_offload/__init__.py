@@ -19,6 +19,7 @@ from pp_offload.errors import (
     OffloadError,
     RaceError,
     SavedTensorModifiedError,
+    VerifyError,
 )
 
 # The reference's names.
@@ -74,6 +75,7 @@ __all__ = [
     "PipelineOffloadManager",
     "RaceError",
     "SavedTensorModifiedError",
+    "VerifyError",
     "configure",
     "debug_rank",
     "fine_grained_offloading_backward_record",

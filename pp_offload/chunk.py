@@ -35,6 +35,7 @@ from pp_offload.ticket import Ticket
 from pp_offload.tiers.host import HostTier
 from pp_offload.tiers.pool import GPUTensorPool
 from pp_offload.transfer import TransferEngine
+from pp_offload.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Services:
     delayed: list[Callable[[], None]] = field(default_factory=list)
     """Commits to be done later, in forward order."""
 
+    verifier: Verifier | None = None
     is_enabled: bool = True
     has_warned: bool = False
     """Whether it was said that a group found no room on the host."""
@@ -392,7 +394,8 @@ class ChunkOffloadHandler:
 
     def _tickets(self, group: OffloadTensorGroup) -> tuple[list[SavedActivation], list[Ticket]]:
         saved = group.saved()
-        tickets = tickets_for(saved, self._services.transfer, group.name)
+        services = self._services
+        tickets = tickets_for(saved, services.verifier or services.transfer, group.name)
         for ticket in tickets:
             group.total_offload_bytes += ticket.nbytes
         group.total_tensor_count += len(tickets)
@@ -404,6 +407,8 @@ class ChunkOffloadHandler:
         transfer, copies = self._services.transfer, self._services.copies
         for one in saved:
             one.check_unmodified()
+        if self._services.verifier is not None:
+            self._services.verifier.watch(tickets)
         new = copies.share(tickets)
         if new:
             group.copied_bytes += transfer.offload(new)

@@ -64,6 +64,12 @@ class OffloadConfig:
     numa_node: int | None = None
     """Place host memory on this NUMA node; None leaves that to the system."""
 
+    verify: bool = False
+    """Compare what comes back with what left; log what offload did not free, and who holds it.
+
+    Slow.
+    """
+
     def __post_init__(self) -> None:
         problems = list(self._violations())
         if problems:
@@ -88,6 +94,8 @@ class OffloadConfig:
         is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
         if not is_number or not 0 <= fraction <= 1:
             found.append(f"activation_offload_fraction is {fraction!r}, expected 0 to 1")
+        if not isinstance(self.verify, bool):
+            found.append(f"verify is {self.verify!r}, expected True or False")
         if self.tiers not in TIERS:
             found.append(
                 f"tiers is {self.tiers!r}, expected one of {', '.join(map(repr, TIERS))}: a tuple, "

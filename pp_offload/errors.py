@@ -28,6 +28,10 @@ class DiskTierError(OffloadError):
     """The disk tier could not write or read; names the directory, the offset and the cause."""
 
 
+class VerifyError(OffloadError):
+    """With ``verify=True``: what came back is not what left."""
+
+
 class RaceError(OffloadError):
     """The simulated backend saw two conflicting accesses that nothing orders."""
 

@@ -31,6 +31,7 @@ from pp_offload.statistics import OffloadStatistics, collect
 from pp_offload.step import StepRecord
 from pp_offload.tensors import Eligibility, StorageSet
 from pp_offload.tiers.pool import GPUTensorPool
+from pp_offload.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class PipelineOffloadManager:
             Eligibility(backend.device, StorageSet()),
             Prefetcher(transfer, self.step, self.config.prefetch_bytes),
             self.step.queue,
+            verifier=Verifier(transfer) if self.config.verify else None,
             on_change=self.step.change,
             number_chunk=self.step.add,
         )
@@ -156,6 +158,7 @@ class PipelineOffloadManager:
             raise ValueError(
                 f"min_offloaded_tensor_size is {smallest!r}; expected at least 0 elements"
             )
+        self.verify()
         self.step.vp_size = size
         self._current = ChunkOffloadHandler(
             min_offloaded_tensor_size,
@@ -179,6 +182,7 @@ class PipelineOffloadManager:
         if self._current is not None:
             self.step.skip(self._current)
         self._current = None
+        self.verify()
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk whose forward runs."""
@@ -305,6 +309,18 @@ class PipelineOffloadManager:
     def statistics(self) -> OffloadStatistics:
         """What was moved and what is in use, exact at the call."""
         return collect(self.services.transfer)
+
+    def verify(self) -> list[str]:
+        """With ``verify=True``: what the groups committed since the last call did not free.
+
+        Also asked when the forward of a chunk ends, or the next begins.
+
+        Returns:
+            A message for each storage that is still on the device, with who holds it; each is
+            logged once. Empty without ``verify``.
+        """
+        verifier = self.services.verifier
+        return [] if verifier is None else verifier.check_freed()
 
     # Switches
 

@@ -14,16 +14,13 @@ from torch import Tensor, UntypedStorage
 
 from pp_offload.saved import SavedActivation
 from pp_offload.tensors import Geometry, is_whole_storage, storage_bytes
-from pp_offload.ticket import Ticket
-from pp_offload.transfer import TransferEngine
+from pp_offload.ticket import Mover, Ticket
 
 Parts = tuple[Tensor, list[SavedActivation], UntypedStorage | None]
 """A payload, the saved tensors it holds, and the storage if it is all of one."""
 
 
-def tickets_for(
-    saved: Iterable[SavedActivation], transfer: TransferEngine, label: str
-) -> list[Ticket]:
+def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -> list[Ticket]:
     """A ticket for every payload that ``saved`` needs. Copies nothing."""
     by_storage: dict[UntypedStorage, list[SavedActivation]] = {}
     for one in saved:

@@ -126,8 +126,15 @@ class Member(Protocol):
 class Mover(Protocol):
     """What a ticket needs of the transfer engine."""
 
-    landed_bytes: int
-    refill_below_bytes: int
+    @property
+    def landed_bytes(self) -> int:
+        """Bytes on the device that nobody has used yet, or on their way there."""
+        ...
+
+    @property
+    def refill_below_bytes(self) -> int:
+        """Below so many, more should be brought."""
+        ...
 
     def deliver(self, ticket: Ticket) -> Tensor:
         """The payload on the device."""

@@ -26,7 +26,7 @@ LAYERS = [
     {"tiers.host", "tiers.numa"},
     {"ticket"},
     {"transfer"},
-    {"disk_transfer"},
+    {"disk_transfer", "verify"},
     {"disk_direct", "disk_staged"},
     {"chain"},
     {"saved"},
