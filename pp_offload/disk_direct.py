@@ -17,7 +17,7 @@ from pp_offload.disk_transfer import DiskTransferEngine, flat_bytes
 from pp_offload.errors import DiskTierError
 from pp_offload.ticket import HostCopy, Ticket, place
 from pp_offload.tiers.disk import DiskEvent
-from pp_offload.transfer import _Flight
+from pp_offload.transfer import Flight
 
 
 class DirectDiskEngine(DiskTransferEngine):
@@ -66,7 +66,7 @@ class DirectDiskEngine(DiskTransferEngine):
             target = torch.empty_like(shape, device=self.backend.device)
             self._land([ticket], [target], self.disk.read(copy.extent, flat_bytes(target)), home)
 
-    def _arrive(self, flight: _Flight) -> None:
+    def _arrive(self, flight: Flight) -> None:
         for ref in flight.copies:
             copy = ref()
             if copy is not None and copy.extent is not None and copy.extent.failure is not None:

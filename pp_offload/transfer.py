@@ -1,4 +1,4 @@
-"""The only file that copies bytes, or records and waits for events.
+"""The order of copies and compute: nothing else records events or makes a stream wait.
 
 NOTE [ Order ]
     Offload: d2h waits for compute and for the last user of the host buffer, then copies.
@@ -45,8 +45,8 @@ MAX_ABANDONED = 8
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A batch on its way to the host, with the sources that must outlive the copy."""
+class Flight:
+    """A batch that leaves the device, with the sources that must outlive the copy."""
 
     payloads: list[Tensor]
     copies: list[weakref.ref[HostCopy]]
@@ -85,7 +85,7 @@ class TransferEngine:
         self.in_flight_bytes = 0
         self.refill_below_bytes = 0
         self._max_in_flight_bytes = max_in_flight_bytes
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
         self._waited: tuple[Event, Stream] | None = None
 
@@ -156,7 +156,7 @@ class TransferEngine:
         refs = [weakref.ref(copy) for copy in copies]
         self.counters.bytes_offloaded += nbytes
         self.in_flight_bytes += nbytes
-        self._keep_alive(_Flight(sources, refs, offloaded, home, nbytes))
+        self._keep_alive(Flight(sources, refs, offloaded, home, nbytes))
         self._keep_in_flight_bounded()
 
     def reload(self, tickets: Sequence[Ticket]) -> None:
@@ -359,7 +359,7 @@ class TransferEngine:
                 seen = copy.offloaded
                 self.backend.h2d.wait_event(seen)
 
-    def _keep_alive(self, flight: _Flight) -> None:
+    def _keep_alive(self, flight: Flight) -> None:
         self._flights.append(flight)
 
     def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
@@ -386,7 +386,7 @@ class TransferEngine:
             self._abandoned.popleft()
         self.poll()
 
-    def _arrive(self, flight: _Flight) -> None:
+    def _arrive(self, flight: Flight) -> None:
         self.in_flight_bytes -= flight.nbytes
         for ref in flight.copies:
             copy = ref()

@@ -18,7 +18,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, RaceError, use_backend
 from pp_offload.backends import Event, Stream
 from pp_offload.ticket import HostCopy, Ticket
-from pp_offload.transfer import TransferEngine, _Flight
+from pp_offload.transfer import Flight, TransferEngine
 
 
 class CopiesBeforeComputeWroteIt(TransferEngine):
@@ -52,7 +52,7 @@ class WaitsOnAStreamCapturedOnce(TransferEngine):
 
 
 class DropsSources(TransferEngine):
-    def _keep_alive(self, flight: _Flight) -> None:
+    def _keep_alive(self, flight: Flight) -> None:
         self._arrive(flight)
 
 
