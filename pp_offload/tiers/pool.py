@@ -113,6 +113,7 @@ class GPUTensorPool:
         self._slabs: list[_Slab] = []
         self._in_use: dict[int, _Lease] = {}
         self._free: dict[_Key, deque[_Lease]] = {}
+        self._keys: dict[_Key, _Key] = {}
         self._num_freed = 0
         self.device = _usable_device(device)
         if pin_memory and self.device.type != "cpu":
@@ -195,6 +196,7 @@ class GPUTensorPool:
     # Where bytes come from: see NOTE [ Footprint ]
 
     def _make(self, key: _Key) -> _Lease:
+        key = self._keys.setdefault(key, key)  # one object, so that a free touches little memory
         shape, dtype = key
         nbytes = self._calculate_memory_size(shape, dtype)
         if nbytes == 0:
@@ -262,6 +264,7 @@ class GPUTensorPool:
         self._in_use.clear()
         self._free.clear()
         self._slabs.clear()
+        self._keys.clear()
 
     def _status(self, in_use: list[_Key], free: list[_Key]) -> PoolStatus:
         total_count = len(in_use) + len(free)
