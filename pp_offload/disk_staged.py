@@ -18,11 +18,11 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from pp_offload.backends import Backend, Event
+from pp_offload.backends import Backend
 from pp_offload.disk_transfer import DiskTransferEngine, by_place
 from pp_offload.errors import DiskTierError
 from pp_offload.ticket import HostCopy, Ticket, place
-from pp_offload.tiers.disk import DiskEvent, DiskTier
+from pp_offload.tiers.disk import DiskTier
 from pp_offload.tiers.host import HostBuffer, HostTier
 
 
@@ -113,7 +113,7 @@ class StagedDiskEngine(DiskTransferEngine):
     def _write(self, copy: HostCopy | None) -> None:
         if copy is not None and copy.buffer is not None and copy.extent is not None:
             written = self.disk.write(copy.extent, copy.buffer.pieces[0])
-            copy.buffer.last_use = both(copy.buffer.last_use, written)
+            copy.buffer.before += (written,)
             self._writing.append(weakref.ref(copy))
 
     def _settle(self, copy: HostCopy | None) -> None:
@@ -178,14 +178,6 @@ class StagedDiskEngine(DiskTransferEngine):
         more = [t for t in mates if t.num_waiting > 0 and t.landed is None and t not in asked]
         return [*asked, *more]
 
-    def _copy_back(self, tickets: Sequence[Ticket]) -> None:
-        buffers = {id(t.copy.buffer): t.copy.buffer for t in tickets if t.copy and t.copy.buffer}
-        before = [(buffer, buffer.last_use) for buffer in buffers.values()]
-        super()._copy_back(tickets)
-        for buffer, earlier in before:  # a thread may still write it to disk
-            if isinstance(earlier, DiskEvent | _Both) and not earlier.query():
-                buffer.last_use = both(earlier, buffer.last_use)
-
     def _send_ahead(self, copy: HostCopy | None) -> None:
         """What was read ahead goes on to the device, unless that was done when it was needed."""
         if copy is not None and copy.reading is not None:
@@ -229,29 +221,6 @@ class StagedDiskEngine(DiskTransferEngine):
         else:
             return False
         return True
-
-
-class _Both:
-    """Two events that are seen as one by the host."""
-
-    def __init__(self, first: Event, second: Event) -> None:
-        self._events = (first, second)
-
-    def query(self) -> bool:
-        """Whether both have passed."""
-        return all(event.query() for event in self._events)
-
-    def synchronize(self) -> None:
-        """Block the host until both have."""
-        for event in self._events:
-            event.synchronize()
-
-
-def both(first: Event | None, second: Event | None) -> Event | None:
-    """An event that has passed when both have; only the host can wait for it."""
-    if first is None or second is None or first is second:
-        return second if first is None else first
-    return _Both(first, second)
 
 
 def finished(buffer: HostBuffer) -> HostBuffer:

@@ -50,9 +50,9 @@ class HostBuffer:
     """Host memory in one piece or several, and the copies that used it last.
 
     Attributes:
-        last_use: Of this buffer.
-        before: Other uses of the same memory, which were under way when it was carved; until
-            something waited for them.
+        last_use: By a stream.
+        before: Other uses of the same memory until something waited for them: what was under way
+            when it was carved, and a thread that writes it to disk.
     """
 
     __slots__ = (
