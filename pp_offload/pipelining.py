@@ -21,7 +21,7 @@ from pp_offload.errors import OffloadError
 from pp_offload.manager import PipelineOffloadManager
 from pp_offload.modules import OffloadModulesHandle, Patterns, offload_modules
 from pp_offload.policy import ChunkKey
-from pp_offload.session import configure
+from pp_offload.session import successor
 
 _ATTACHED = "_pp_offload_handle"
 
@@ -50,12 +50,16 @@ def attach(
             "using that one"
         )
     old = PipelineOffloadManager.get_instance()
-    manager = old if config is None else configure(config)
+    manager = old if config is None else successor(old, config)
+    PipelineOffloadManager.OFFLOAD_MGR = manager
     try:
-        return AttachedSchedule(schedule, manager, groups)
+        attached = AttachedSchedule(schedule, manager, groups)
     except BaseException:
         PipelineOffloadManager.OFFLOAD_MGR = old
         raise
+    if manager is not old:
+        old.retire()
+    return attached
 
 
 class AttachedSchedule:

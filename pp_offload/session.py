@@ -27,6 +27,19 @@ def configure(config: OffloadConfig) -> PipelineOffloadManager:
         OffloadError: A schedule is attached with other options.
     """
     old = PipelineOffloadManager.get_instance()
+    manager = successor(old, config)
+    PipelineOffloadManager.OFFLOAD_MGR = manager
+    if manager is not old:
+        old.retire()
+    return manager
+
+
+def successor(old: PipelineOffloadManager, config: OffloadConfig) -> PipelineOffloadManager:
+    """A manager with these options, to take the place of ``old``; itself if it has them.
+
+    Raises:
+        OffloadError: A schedule is attached with other options.
+    """
     if config == old.config:
         return old
     if old.num_attached:
@@ -37,8 +50,6 @@ def configure(config: OffloadConfig) -> PipelineOffloadManager:
     manager = PipelineOffloadManager(config=config, backend=old.backend)
     manager.services.eligibility.kept = old.services.eligibility.kept
     manager.services.is_enabled = old.services.is_enabled
-    old.retire()
-    PipelineOffloadManager.OFFLOAD_MGR = manager
     return manager
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager
+from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, use_backend
 from pp_offload.pipelining import attach
 
 WRAPPED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
@@ -141,6 +142,20 @@ def test_attaching_that_fails_leaves_the_manager_as_it_was(schedule: Any) -> Non
         attach(schedule, {"layer": "nowhere"}, config)
     assert PipelineOffloadManager.get_instance() is before
     assert "step" not in vars(schedule)
+
+
+def test_the_old_disk_tier_still_serves_after_attaching_failed(
+    schedule: Any, tmp_path: Path
+) -> None:
+    backend = PipelineOffloadManager.get_instance().backend
+    config = OffloadConfig(min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path)
+    expected = step(schedule)
+    with use_backend(backend, config=config) as manager:
+        with pytest.raises(ValueError, match="matches no module"):
+            attach(schedule, {"layer": "nowhere"}, OffloadConfig(min_offloaded_tensor_size=1))
+        with attach(schedule, {"layer": "*"}):
+            assert same(expected, step(schedule))
+        assert manager.statistics().disk_bytes_peak > 0
 
 
 def test_what_the_user_put_on_the_schedule_is_there_again(schedule: Any) -> None:
