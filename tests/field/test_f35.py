@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, VerifyError, use_backend
+from pp_offload import OffloadConfig, PipelineOffloadManager, VerifyError, use_backend
 from pp_offload.transfer import TransferEngine
 
 on_backends = pytest.mark.parametrize("kind", BACKENDS)
@@ -30,17 +30,22 @@ def chain(x: Tensor, weight: Tensor, kept: list[Tensor]) -> Tensor:
     return off_interface.group_commit(y, name="core")
 
 
+def one_chain(manager: PipelineOffloadManager) -> tuple[Tensor, list[Tensor]]:
+    """Its output, and what is kept of what it saved."""
+    device = manager.backend.device
+    kept: list[Tensor] = []
+    weight = nn.Parameter(torch.randn(6, 6).to(device))
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    return chain(torch.ones(4, 6).to(device).requires_grad_(), weight, kept), kept
+
+
 @on_backends
 def test_f35_who_holds_what_was_offloaded(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING, logger="pp_offload"),
         use_backend(make_backend(kind), config=CONFIG) as manager,
     ):
-        device = manager.backend.device
-        weight = nn.Parameter(torch.randn(6, 6).to(device))
-        kept: list[Tensor] = []
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        y = chain(torch.ones(4, 6).to(device).requires_grad_(), weight, kept)
+        y, kept = one_chain(manager)
         (message,) = manager.verify()
         assert "group 'core'" in message
         assert "96 bytes" in message and "(4, 6)" in message
@@ -53,11 +58,7 @@ def test_f35_who_holds_what_was_offloaded(kind: str, caplog: pytest.LogCaptureFi
 @on_backends
 def test_f35_without_a_second_reference_every_byte_is_free(kind: str) -> None:
     with use_backend(make_backend(kind), config=CONFIG) as manager:
-        device = manager.backend.device
-        weight = nn.Parameter(torch.randn(6, 6).to(device))
-        kept: list[Tensor] = []
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        y = chain(torch.ones(4, 6).to(device).requires_grad_(), weight, kept)
+        y, kept = one_chain(manager)
         freed = weakref.ref(kept.pop().untyped_storage())
         assert manager.verify() == []
         assert freed() is None
@@ -68,7 +69,6 @@ def test_f35_without_a_second_reference_every_byte_is_free(kind: str) -> None:
 @on_backends
 def test_f35_a_variable_is_named_with_its_function(kind: str) -> None:
     with use_backend(make_backend(kind), config=CONFIG) as manager:
-        manager.init_model_chunk_offload_handler(None, None, 1)
         manager.init_model_chunk_offload_handler(None, None, 1)
         device = manager.backend.device
         x = torch.ones(4, 6).to(device).requires_grad_()
@@ -144,10 +144,7 @@ def test_verify_changes_no_bit(kind: str, tiers: tuple[str, ...], tmp_path: Path
 @on_backends
 def test_verify_catches_bytes_that_changed_on_the_host(kind: str) -> None:
     with use_backend(make_backend(kind), config=CONFIG) as manager:
-        device = manager.backend.device
-        weight = nn.Parameter(torch.randn(6, 6).to(device))
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        y = chain(torch.ones(4, 6).to(device).requires_grad_(), weight, [])
+        y, _ = one_chain(manager)
         manager.backend.synchronize()
         manager.statistics()
         engine = manager.services.transfer
