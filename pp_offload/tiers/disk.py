@@ -1,7 +1,7 @@
 """Disk space for offloaded bytes: one file, extents from an arena, threads that write and read.
 
-The file has no name: it is unlinked while open, so nothing is left when the process ends, however
-it ends. Every extent has a checksum, compared when it is read. Only its owner may read it.
+The file has no name, so nothing is left of it when the process and those forked from it have ended,
+however they end. Every extent has a checksum, compared when it is read. Only its owner may read it.
 
     extent = tier.take(nbytes)
     written = tier.write(extent, data)   # data must stay unchanged until the event; then see
@@ -33,6 +33,8 @@ from pp_offload.tiers.checksum import PART_BYTES, Checksum
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
+"""Of extents in the file. In bytes."""
+
 GROWTH_BYTES = 2**26
 """The file grows by at least this."""
 

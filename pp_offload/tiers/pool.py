@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from pp_offload.tiers.arena import Arena, Range
+from pp_offload.tiers.slabs import whole_slab_bytes
 
 _Key = tuple[tuple[int, ...], torch.dtype]
 
 ALIGNMENT = 512
-SMALLEST_SLAB_BYTES = 2**16
+"""Of tensors in a slab. In bytes."""
 
 
 class _Slab:
@@ -217,7 +218,7 @@ class GPUTensorPool:
                 break
             self._let_go()
         self._slabs = [slab for slab in self._slabs if slab.arena.statistics().num_live]
-        size = 1 << (max(nbytes, SMALLEST_SLAB_BYTES) - 1).bit_length()
+        size = whole_slab_bytes(nbytes)
         data = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pin_memory)
         self._slabs.append(slab := _Slab(data))
         place = slab.arena.allocate(nbytes)

@@ -90,7 +90,7 @@ class SlabSource:
         Raises:
             MemoryError: It would be over the budget, or the system has no more.
         """
-        size = 1 << (max(nbytes, SMALLEST_BYTES) - 1).bit_length()
+        size = whole_slab_bytes(nbytes)
         data = self._tensor(size, force=force)
         if data is None:
             self._fall_back(size)
@@ -136,6 +136,11 @@ def _pageable(nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as failure:
         raise MemoryError(f"the system has no {nbytes} bytes of memory: {failure}") from failure
+
+
+def whole_slab_bytes(nbytes: int) -> int:
+    """The least power of two that holds ``nbytes`` in one piece."""
+    return 1 << (max(nbytes, SMALLEST_BYTES) - 1).bit_length()
 
 
 def powers_of_two(nbytes: int, granule: int) -> Iterator[int]:
