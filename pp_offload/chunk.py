@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,11 +27,12 @@ from pp_offload.errors import GroupStateError
 from pp_offload.group import GroupState, OffloadTensorGroup
 from pp_offload.payload import tickets_for
 from pp_offload.policy import ChunkKey, ChunkShape, GroupKey, GroupShape, Plan
-from pp_offload.prefetch import Prefetcher
+from pp_offload.prefetch import Prefetcher, Visit
 from pp_offload.release import ForcedRelease
 from pp_offload.saved import Resident, SavedActivation
+from pp_offload.split import SplitBackward
 from pp_offload.tensors import Eligibility, StorageSet
-from pp_offload.ticket import Ticket
+from pp_offload.ticket import Mover, Ticket
 from pp_offload.tiers.host import HostTier
 from pp_offload.tiers.pool import GPUTensorPool
 from pp_offload.transfer import TransferEngine
@@ -54,6 +55,9 @@ class Services:
     """Commits to be done later, in forward order."""
 
     verifier: Verifier | None = None
+    split: SplitBackward | None = None
+    """For a schedule with such backwards."""
+
     is_enabled: bool = True
     has_warned: bool = False
     """Whether it was said that a group found no room on the host."""
@@ -65,6 +69,20 @@ class Services:
         default=lambda chunk: None
     )
     """Gives a chunk its key when its first group starts."""
+
+    @property
+    def mover(self) -> Mover:
+        """What tickets are moved by."""
+        return self.split or self.verifier or self.transfer
+
+    def split_backward(
+        self, chunks: frozenset[ChunkKey], *, is_keeping: bool
+    ) -> SplitBackward | None:
+        """For a schedule that runs the backward of these chunks in two parts."""
+        if not chunks:
+            return None
+        inner = self.verifier or self.transfer
+        return SplitBackward(inner, self.transfer.backend, chunks, is_keeping=is_keeping)
 
     @classmethod
     def alone(cls) -> Services:
@@ -362,6 +380,10 @@ class ChunkOffloadHandler:
         """Whether it has no group, or none of this name."""
         return not any(name in (None, group.name) for group in self.groups)
 
+    def visits(self) -> Iterator[Visit]:
+        """Its groups, as backward comes by them."""
+        return reversed(self.groups)
+
     def finish_all_groups(self, name: str | None = None) -> bool:
         """Whether backward has reached every group (of this name) that saved something."""
         return all(
@@ -394,8 +416,7 @@ class ChunkOffloadHandler:
 
     def _tickets(self, group: OffloadTensorGroup) -> tuple[list[SavedActivation], list[Ticket]]:
         saved = group.saved()
-        services = self._services
-        tickets = tickets_for(saved, services.verifier or services.transfer, group.name)
+        tickets = tickets_for(saved, self._services.mover, group.name)
         for ticket in tickets:
             group.total_offload_bytes += ticket.nbytes
         group.total_tensor_count += len(tickets)
@@ -416,4 +437,6 @@ class ChunkOffloadHandler:
         for ticket in tickets:
             ticket.hand_over()
         group.follow(tickets)
+        if self._services.split is not None and group.key is not None:
+            self._services.split.follow(group.key, tickets)
         group.move_to(GroupState.OFFLOADED)

@@ -15,13 +15,23 @@ import bisect
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from pp_offload.policy import ChunkKey
+from pp_offload.policy import ChunkKey, WeightPassKey
+from pp_offload.prefetch import Visit
+
+Key = ChunkKey | WeightPassKey
 
 
 class QueuedChunk(Protocol):
-    """What the queue needs to know of a chunk."""
+    """What the queue needs to know of a chunk, or of the second part of its backward."""
 
-    key: ChunkKey | None
+    @property
+    def key(self) -> Key | None:
+        """Its place in the order."""
+        ...
+
+    def visits(self) -> Iterator[Visit]:
+        """What its backward comes by, next one first."""
+        ...
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
         """Whether it has no group, or none of that name."""
@@ -33,15 +43,15 @@ class ChunkQueue:
 
     def __init__(self) -> None:
         self.is_told = False
-        self._position: dict[ChunkKey, int] = {}
-        self._order: list[ChunkKey] = []
+        self._position: dict[Key, int] = {}
+        self._order: list[Key] = []
         self._num_done = 0
         self._num_of_last_stage = 0
-        self._begun: set[ChunkKey] = set()
+        self._begun: set[Key] = set()
         self._queued: list[QueuedChunk] = []
         self._staged: dict[int, list[QueuedChunk]] = {}
 
-    def know_order(self, keys: Iterable[ChunkKey], *, is_told: bool = False) -> None:
+    def know_order(self, keys: Iterable[Key], *, is_told: bool = False) -> None:
         """From now on chunks run backward in this order; unknown ones come last.
 
         Args:
@@ -97,7 +107,7 @@ class ChunkQueue:
 
     def skip(self, key: ChunkKey) -> None:
         """No chunk of this key will come."""
-        self._begun.add(key)
+        self._begun.update((key, WeightPassKey(key)))
 
     def upcoming(self) -> Iterator[QueuedChunk]:
         """The chunks that have groups, next one first."""

@@ -12,6 +12,9 @@ MIB = 2**20
 TIERS = (("host",), ("disk",), ("host", "disk"))
 """The chains there are."""
 
+SPLIT_BACKWARD = ("reload", "keep")
+"""What may happen between the two parts of a backward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
@@ -40,6 +43,11 @@ class OffloadConfig:
     """Bytes reloaded ahead of their use; None means twice the largest group, at least 256 KiB.
 
     One tensor may always be ahead, however large.
+    """
+
+    split_backward: str = "reload"
+    """Where a schedule's backward comes in two parts, inputs' gradients first: what both parts use
+    is given up in between, and reloaded (``"reload"``), or stays on the device (``"keep"``).
     """
 
     host_budget_bytes: int | None = None
@@ -94,6 +102,11 @@ class OffloadConfig:
         is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
         if not is_number or not 0 <= fraction <= 1:
             found.append(f"activation_offload_fraction is {fraction!r}, expected 0 to 1")
+        if self.split_backward not in SPLIT_BACKWARD:
+            found.append(
+                f"split_backward is {self.split_backward!r}, expected "
+                + " or ".join(map(repr, SPLIT_BACKWARD))
+            )
         if not isinstance(self.verify, bool):
             found.append(f"verify is {self.verify!r}, expected True or False")
         if self.tiers not in TIERS:

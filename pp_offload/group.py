@@ -115,6 +115,16 @@ class OffloadTensorGroup:
             if ticket is not None:
                 yield ticket
 
+    def ticket(self, index: int) -> Ticket | None:
+        """One of those it follows, if it lives."""
+        return self._tickets[index]() if index < len(self._tickets) else None
+
+    def wanted(self) -> Iterator[Ticket]:
+        """What must be brought before backward reaches it, in the order of use."""
+        for ticket in self.tickets_last_first():
+            if not ticket.is_coming and ticket.num_waiting > 0:
+                yield ticket
+
     def on_use(self) -> None:
         """Backward is about to use one of the tensors."""
         if self._on_use is not None:

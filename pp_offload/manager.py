@@ -11,7 +11,8 @@ differs, the plan is derived anew, and one line in the log says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,7 @@ from pp_offload.errors import GroupStateError
 from pp_offload.policy import ChunkKey
 from pp_offload.prefetch import Prefetcher
 from pp_offload.saved import Resident, SavedActivation, unpack
+from pp_offload.split import Part
 from pp_offload.statistics import OffloadStatistics, collect
 from pp_offload.step import StepRecord
 from pp_offload.tensors import Eligibility, StorageSet
@@ -57,14 +59,15 @@ class PipelineOffloadManager:
         backend = backend or default_backend()
         transfer = make_engine(backend, self.config)
         self.step = StepRecord(ChunkQueue())
+        self._prefetcher = Prefetcher(transfer, self.step, self.config.prefetch_bytes)
         self.services = Services(
             transfer,
             Eligibility(backend.device, StorageSet()),
-            Prefetcher(transfer, self.step, self.config.prefetch_bytes),
+            self._prefetcher,
             self.step.queue,
             verifier=Verifier(transfer) if self.config.verify else None,
             on_change=self.step.change,
-            number_chunk=self.step.add,
+            number_chunk=self._add_chunk,
         )
         self.num_attached = 0
         self._has_warned = False
@@ -168,6 +171,12 @@ class PipelineOffloadManager:
             microbatch=microbatch,
         )
 
+    def _add_chunk(self, chunk: ChunkOffloadHandler) -> ChunkKey:
+        key, split = self.step.add(chunk), self.services.split
+        if split is not None and key in split.chunks:
+            self.step.expect_weight_pass(chunk, split)
+        return key
+
     def begin_backward(self, key: ChunkKey) -> None:
         """The backward of a chunk begins. One without groups has no chunk, and is ignored.
 
@@ -176,6 +185,24 @@ class PipelineOffloadManager:
         chunk = self.step.chunk(key)
         if chunk is not None:
             self.step.begin_chunk(chunk)
+            self.step.weight_pass = None
+
+    @contextmanager
+    def backward_part(self, key: ChunkKey, part: Part) -> Iterator[None]:
+        """Around one part of the backward of a chunk, where it comes in two."""
+        chunk, split = self.step.chunk(key), self.services.split
+        if chunk is None or split is None:
+            yield
+            return
+        split.begin(key, part)
+        if part is Part.INPUT:
+            self.begin_backward(key)
+        else:
+            self.step.begin_weight_pass(chunk)
+            self._prefetcher.resume(chunk.groups[-1])
+        yield
+        split.end()
+        self.step.change()
 
     def end_chunk(self) -> None:
         """The forward of the current chunk is over; there is no current chunk."""
@@ -257,9 +284,7 @@ class PipelineOffloadManager:
         self.services.copies.clear()
         self._current = None
         self.step.clear()
-        prefetcher = self.services.prefetcher
-        assert prefetcher is not None
-        prefetcher.reset()
+        self._prefetcher.reset()
         self.services.transfer.fit()
 
     def post_warmup_callback(self) -> None:

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError
 from pp_offload.manager import PipelineOffloadManager
 from pp_offload.modules import OffloadModulesHandle, Patterns, offload_modules
-from pp_offload.policy import ChunkKey
+from pp_offload.policy import ChunkKey, WeightPassKey
 from pp_offload.session import successor
+from pp_offload.split import Part
 
 _ATTACHED = "_pp_offload_handle"
 
@@ -73,7 +74,10 @@ class AttachedSchedule:
         self._stages = _stages(schedule)
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._modules: list[OffloadModulesHandle] = []
-        self._order = list(backward_order(schedule, self._stages))
+        self._order = backward_order(schedule, self._stages)
+        self._split = manager.services.split_backward(
+            self._order.split, is_keeping=manager.config.split_backward == "keep"
+        )
         self._is_attached = False
         try:
             self._attach(groups)
@@ -89,8 +93,10 @@ class AttachedSchedule:
         self._is_attached = True
         for vp_stage, stage in enumerate(self._stages):
             self._wrap(stage, "forward_one_chunk", functools.partial(self._forward, vp_stage))
-            for name in ("backward_one_chunk", "backward_weight_one_chunk"):
-                self._wrap(stage, name, functools.partial(self._backward, vp_stage))
+            backward = functools.partial(self._backward, vp_stage, Part.INPUT)
+            self._wrap(stage, "backward_one_chunk", backward)
+            backward = functools.partial(self._backward, vp_stage, Part.WEIGHT)
+            self._wrap(stage, "backward_weight_one_chunk", backward)
         self._wrap(self._schedule, "step", self._step)
 
     def detach(self) -> None:
@@ -108,6 +114,7 @@ class AttachedSchedule:
             self._is_attached = False
             self.manager.num_attached -= 1
             self.manager.step.queue.know_order(())
+            self.manager.services.split = None
             self.manager.release_idle_memory()
 
     def __enter__(self) -> AttachedSchedule:
@@ -162,12 +169,18 @@ class AttachedSchedule:
     def _backward(
         self,
         vp_stage: int,
+        part: Part,
         inner: Callable[..., Any],
         bwd_chunk_id: int,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        self.manager.begin_backward(ChunkKey(vp_stage, bwd_chunk_id))
+        key = ChunkKey(vp_stage, bwd_chunk_id)
+        if key in self._order.split:
+            with self.manager.backward_part(key, part):
+                return inner(bwd_chunk_id, *args, **kwargs)
+        if part is Part.WEIGHT or key not in self._order.late:
+            self.manager.begin_backward(key)
         return inner(bwd_chunk_id, *args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -176,9 +189,10 @@ class AttachedSchedule:
         for stage in self._stages:
             kept.add_module(stage.submod)
         manager.reset()
+        manager.services.split = self._split
         manager.step.pipeline_rank = int(getattr(self._stages[0], "group_rank", 0))
-        if self._order:
-            manager.step.queue.know_order(self._order, is_told=True)
+        if self._order.keys:
+            manager.step.queue.know_order(self._order.keys, is_told=True)
         try:
             return inner(*args, **kwargs)
         except BaseException:
@@ -197,18 +211,46 @@ def _stages(schedule: Any) -> list[Any]:
     )
 
 
-def backward_order(schedule: Any, stages: list[Any]) -> Iterator[ChunkKey]:
-    """The chunks of this rank in the order the schedule runs their backward.
+class BackwardOrder(NamedTuple):
+    """What a schedule tells of backward on this rank; empty if it does not tell."""
 
-    Nothing if the schedule does not tell. A backward in two parts counts at its first.
-    """
+    keys: list[ChunkKey | WeightPassKey]
+    """First to run first."""
+
+    split: frozenset[ChunkKey]
+    """Those whose backward comes in two parts."""
+
+    late: frozenset[ChunkKey]
+    """Those whose first part does nothing, for a first stage has no inputs to differentiate."""
+
+
+def backward_order(schedule: Any, stages: list[Any]) -> BackwardOrder:
+    """Read it from the schedule's own actions."""
+    keys: list[ChunkKey | WeightPassKey] = []
+    late = []
+    for kind, vp_stage, microbatch in _actions(schedule, stages):
+        key = ChunkKey(vp_stage, microbatch)
+        is_late = stages[vp_stage].is_first and not stages[vp_stage].dw_builder
+        if kind == "BACKWARD_INPUT" and is_late:
+            late.append(key)
+        elif kind == "BACKWARD_WEIGHT" and not is_late:
+            keys.append(WeightPassKey(key))
+        elif kind in ("FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"):
+            keys.append(key)
+    split = frozenset(key.chunk for key in keys if isinstance(key, WeightPassKey))
+    return BackwardOrder(keys, split, frozenset(late))
+
+
+def _actions(schedule: Any, stages: list[Any]) -> Iterator[tuple[str, int, int]]:
+    """Kind, virtual stage and microbatch of each action of this rank."""
     with_comms = getattr(schedule, "pipeline_order_with_comms", None)
     order = with_comms or getattr(schedule, "pipeline_order", None) or {}
     local = {stage.stage_index: vp_stage for vp_stage, stage in enumerate(stages)}
     for action in order.get(stages[0].group_rank, ()):
         for part in _parts(action):
-            if part.computation_type.name in ("FULL_BACKWARD", "BACKWARD_INPUT"):
-                yield ChunkKey(local[part.stage_index], part.microbatch_index)
+            if part.stage_index in local:
+                kind = part.computation_type.name
+                yield kind, local[part.stage_index], part.microbatch_index
 
 
 def _parts(action: Any) -> list[Any]:

@@ -24,6 +24,12 @@ class ChunkKey(NamedTuple):
     """Its number in the step, from 0."""
 
 
+class WeightPassKey(NamedTuple):
+    """The second part of a chunk's backward, where it comes in two."""
+
+    chunk: ChunkKey
+
+
 class GroupKey(NamedTuple):
     """Which group of a step, the same in every step."""
 

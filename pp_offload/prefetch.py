@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import Protocol
 
 from pp_offload.group import OffloadTensorGroup
 from pp_offload.ticket import Ticket
@@ -21,14 +22,24 @@ SMALL_BYTES = 2**18
 """Below this, tensors of several groups are reloaded as one batch."""
 
 
+class Visit(Protocol):
+    """What backward comes by: a group, or all it uses again of a chunk."""
+
+    is_brought: bool
+
+    def wanted(self) -> Iterator[Ticket]:
+        """What must be brought, in the order of use. Who asks for the next brings the last."""
+        ...
+
+
 class Upcoming:
-    """Which groups backward visits next."""
+    """What backward visits next."""
 
     num_changes: int = 0
     """Grows whenever a group was added or the order changed."""
 
-    def after(self, group: OffloadTensorGroup) -> Iterator[OffloadTensorGroup]:
-        """The groups behind ``group``, next one first. It has none."""
+    def after(self, group: OffloadTensorGroup) -> Iterator[Visit]:
+        """The visits behind ``group``, next one first. It has none."""
         return iter(())
 
     def begin(self, group: OffloadTensorGroup) -> None:
@@ -70,9 +81,14 @@ class Prefetcher:
     def approach(self, group: OffloadTensorGroup) -> None:
         """Backward will reach ``group`` next: fill the window from there on."""
         if group is not self._current:
-            self._current = group
-            self._done_at = -1
-            self.fill()
+            self.resume(group)
+
+    def resume(self, group: OffloadTensorGroup) -> None:
+        """Backward is at ``group`` again: fill the window from there on."""
+        self._current = group
+        self._done_at = -1
+        self._transfer.refill_below_bytes = self._window_bytes // 2
+        self.fill()
 
     def expect(self, nbytes: int) -> None:
         """A group of ``nbytes`` was offloaded, and will come back."""
@@ -89,12 +105,15 @@ class Prefetcher:
             return
         room = self._window_bytes - self._transfer.landed_bytes
         batches: list[list[Ticket]] = []
+        chosen: set[Ticket] = set()
         is_all = True
-        for following in chain((group,), self._upcoming.after(group)):
+        visits: Iterator[Visit] = chain((group,), self._upcoming.after(group))
+        for following in visits:
             if following.is_brought:
                 continue
-            batch, is_all = self._missing(following, room, is_empty=not batches)
+            batch, is_all = self._missing(following, room, chosen)
             batches.append(batch)
+            chosen.update(batch)
             room -= sum(ticket.nbytes for ticket in batch)
             if not is_all:
                 break
@@ -111,7 +130,7 @@ class Prefetcher:
 
     def _bring(self, group: OffloadTensorGroup) -> None:
         room = self._window_bytes - self._transfer.landed_bytes
-        batch, _ = self._missing(group, room, is_empty=True)
+        batch, _ = self._missing(group, room, set())
         if batch:
             self._transfer.counters.on_demand_reloads += len(batch)
             self._transfer.reload(batch)
@@ -129,20 +148,24 @@ class Prefetcher:
         if together:
             self._transfer.prefetch(together)
 
-    def _missing(
-        self, group: OffloadTensorGroup, room: int, *, is_empty: bool
-    ) -> tuple[list[Ticket], bool]:
-        """What of ``group`` is not there and fits into ``room`` bytes; whether that is all."""
+    def _missing(self, visit: Visit, room: int, chosen: set[Ticket]) -> tuple[list[Ticket], bool]:
+        """What of ``visit`` is not there and fits into ``room`` bytes; whether that is all.
+
+        Args:
+            visit: Where to look.
+            room: What may be brought, in bytes; one ticket may always be.
+            chosen: Tickets that will be brought before it.
+        """
         batch: list[Ticket] = []
-        may_exceed = is_empty and self._transfer.landed_bytes == 0
-        for ticket in group.tickets_last_first():
-            if ticket.is_coming or ticket.num_waiting <= 0:
+        may_exceed = not chosen and self._transfer.landed_bytes == 0
+        for ticket in visit.wanted():
+            if ticket in chosen:
                 continue
-            if group is self._current and ticket.lent is not None:
+            if visit is self._current and ticket.lent is not None:
                 continue  # what is used now can be had without a copy
             if ticket.nbytes > room and not (may_exceed and not batch):
                 return batch, False
             batch.append(ticket)
             room -= ticket.nbytes
-        group.is_brought = True
+        visit.is_brought = True
         return batch, True

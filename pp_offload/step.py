@@ -10,7 +10,8 @@ from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
 from pp_offload.group import OffloadTensorGroup
 from pp_offload.policy import ChunkKey, Plan, make_plan
-from pp_offload.prefetch import Upcoming
+from pp_offload.prefetch import Upcoming, Visit
+from pp_offload.split import SplitBackward, WeightPass
 
 
 class StepRecord(Upcoming):
@@ -26,10 +27,12 @@ class StepRecord(Upcoming):
         self.pipeline_rank = 0
         self.is_warmup = True
         self.in_backward: ChunkOffloadHandler | None = None
+        self.weight_pass: WeightPass | None = None
         self.summary: dict[str, int] = {}
         self._forward: dict[ChunkKey, ChunkOffloadHandler] = {}
         self._backward: dict[ChunkKey, ChunkOffloadHandler] = {}
         self._live_at_peak: tuple[ChunkKey, ...] = ()
+        self._weight_passes: dict[ChunkKey, WeightPass] = {}
         self._numbers: Counter[int] = Counter()
 
     def add(self, chunk: ChunkOffloadHandler) -> ChunkKey:
@@ -42,6 +45,12 @@ class StepRecord(Upcoming):
         self._forward[chunk.key] = chunk
         self.queue.stage(chunk, self.vp_size, chunk.vp_stage)
         return chunk.key
+
+    def expect_weight_pass(self, chunk: ChunkOffloadHandler, split: SplitBackward) -> None:
+        """The backward of a chunk just added comes in two parts."""
+        assert chunk.key is not None
+        self._weight_passes[chunk.key] = one = WeightPass(chunk.key, chunk.groups, split)
+        self.queue.push(one)
 
     def change(self) -> None:
         """There is more to prefetch than before."""
@@ -62,6 +71,14 @@ class StepRecord(Upcoming):
             self._backward[chunk.key] = chunk
             self.queue.remove(chunk)
 
+    def begin_weight_pass(self, chunk: ChunkOffloadHandler) -> None:
+        """The second part of the backward of ``chunk`` begins."""
+        self.in_backward = chunk
+        assert chunk.key is not None
+        self.weight_pass = one = self._weight_passes[chunk.key]
+        self.queue.remove(one)
+        self.change()
+
     def skip(self, chunk: ChunkOffloadHandler) -> None:
         """The forward of ``chunk`` is over. Without groups, nobody waits for its backward."""
         if chunk.key is None and chunk.microbatch is not None:
@@ -71,14 +88,15 @@ class StepRecord(Upcoming):
         """The chunk of this step with this key, once its first group has started."""
         return self._forward.get(key)
 
-    def after(self, group: OffloadTensorGroup) -> Iterator[OffloadTensorGroup]:
-        """The earlier groups of the chunk, last first; then those of the chunks queued."""
+    def after(self, group: OffloadTensorGroup) -> Iterator[Visit]:
+        """What is left of the chunk, as its earlier groups, last first; then what is queued."""
         chunk = self._chunk_of(group)
-        if chunk is not None and group.key is not None:
+        if self.weight_pass is not None:
+            yield from self.weight_pass.visits()
+        elif chunk is not None and group.key is not None:
             yield from reversed(chunk.groups[: group.key.position])
         for following in self.queue.certain():
-            assert isinstance(following, ChunkOffloadHandler)
-            yield from reversed(following.groups)
+            yield from following.visits()
 
     def is_complete(self) -> bool:
         """Whether something was saved in groups, and backward reached each that it was saved in."""
@@ -111,10 +129,11 @@ class StepRecord(Upcoming):
             chunk.reset()
         self._forward.clear()
         self._backward.clear()
+        self._weight_passes.clear()
         self._numbers.clear()
         self.queue.clear()
         self.change()
-        self.in_backward = None
+        self.in_backward = self.weight_pass = None
 
     def _chunk_of(self, group: OffloadTensorGroup) -> ChunkOffloadHandler | None:
         key = group.key

@@ -108,11 +108,17 @@ class Watched(TransferEngine):
 
 
 def train(
-    name: str, virtual: int, microbatches: int, scale_grads: bool, out: str, offload: bool
+    name: str,
+    virtual: int,
+    microbatches: int,
+    scale_grads: bool,
+    out: str,
+    split_backward: str | None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Three steps with an eval between; losses, gradients, and what the engine says."""
     schedule, modules, is_last = make_schedule(name, virtual, microbatches, scale_grads, out)
-    config = OffloadConfig(min_offloaded_tensor_size=1)
+    offload = split_backward is not None
+    config = OffloadConfig(min_offloaded_tensor_size=1, split_backward=split_backward or "reload")
     handle = attach(schedule, {"mlp": "layers.*.mlp"}, config) if offload else None
     facts: dict[str, Any] = {"on_demand": [], "in_use": [], "live": []}
     seen: list[Tensor] = []
@@ -155,12 +161,14 @@ def train(
     return seen, facts
 
 
-def compare(name: str, virtual: int, scale_grads: bool, out: str) -> dict[str, Any]:
+def compare(
+    name: str, virtual: int, scale_grads: bool, split_backward: str, out: str
+) -> dict[str, Any]:
     """One schedule, without and with offload."""
     options = (name, virtual, NUM_MICROBATCHES, scale_grads, out)
     Watched.most_unused = 0
-    without, _ = train(*options, offload=False)
-    with_offload, facts = train(*options, offload=True)
+    without, _ = train(*options, None)
+    with_offload, facts = train(*options, split_backward)
     PipelineOffloadManager.reset_instance()
     facts["equal"] = len(without) == len(with_offload) and all(
         torch.equal(a, b) for a, b in zip(without, with_offload, strict=True)
@@ -170,14 +178,14 @@ def compare(name: str, virtual: int, scale_grads: bool, out: str) -> dict[str, A
 
 
 def main() -> None:
-    """Compare the schedules named, such as ``zbv:2:True``, and write what came of them."""
+    """Compare the schedules named, such as ``zbv:2:True:keep``, and write what came of them."""
     out, *cases = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = {}
     for case in cases:
-        name, virtual, scale_grads = case.split(":")
-        found[case] = compare(name, int(virtual), scale_grads == "True", out)
+        name, virtual, scale_grads, policy = case.split(":")
+        found[case] = compare(name, int(virtual), scale_grads == "True", policy, out)
     Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 
