@@ -1,7 +1,9 @@
 """Train a byte-level GPT on a pipeline, without and with activation offload, and compare.
 
 python examples/train_gpt.py                                  # two processes, 1F1B
-python examples/train_gpt.py --schedule interleaved1f1b --virtual-stages 2
+python examples/train_gpt.py --schedule interleaved1f1b --virtual-stages 3
+python examples/train_gpt.py --schedule zbv                   # backward in two parts
+python examples/train_gpt.py --schedule order.csv             # actions of your own
 python examples/train_gpt.py --tier disk --disk-dir /scratch  # to disk instead of host memory
 torchrun --nproc-per-node 2 examples/train_gpt.py             # the same under torchrun
 """
@@ -27,23 +29,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import GPTConfig, Stage, loss_fn
+from schedules import SCHEDULES, check_schedule, make_schedule, stage_indices
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, print_offload_summary_table
 from pp_offload.pipelining import attach
 
-SCHEDULES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved1f1b": ScheduleInterleaved1F1B,
-}
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # of mallopt
 
@@ -53,8 +46,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--stages", type=int, default=2, help="pipeline ranks, one process each")
-    add("--virtual-stages", type=int, default=1, help="model chunks per rank")
-    add("--schedule", choices=sorted(SCHEDULES), default="1f1b")
+    add("--virtual-stages", type=int, help="model chunks per rank; default 1, or 2 if it must be")
+    names = ", ".join(SCHEDULES)
+    add("--schedule", default="1f1b", help=f"{names}, or a CSV file of actions, a line per rank")
     add("--microbatches", type=int, default=8)
     add("--steps", type=int, default=30)
     add("--groups", default="attn,mlp", help="parts of a layer to offload, comma separated")
@@ -78,8 +72,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"unknown groups {sorted(unknown)}; expected attn, mlp, attn_norm, mlp_norm")
     if options.mark == "markers" and set(options.groups) - {"attn", "mlp"}:
         parser.error("with --mark markers the layers mark only attn and mlp")
-    if options.virtual_stages > 1 and options.schedule != "interleaved1f1b":
-        parser.error("--virtual-stages above 1 needs --schedule interleaved1f1b")
+    check_schedule(parser, options)
     if options.disk_dir and "disk" not in options.tier:
         parser.error(f"--disk-dir needs --tier disk or host+disk, not {options.tier}")
     if options.text and not options.text.is_file():
@@ -177,13 +170,11 @@ def build(options: argparse.Namespace, is_marked: bool) -> tuple[Any, list[Stage
     )
     device = torch.device(options.device)
     modules, stages = [], []
-    for index in range(rank, num_stages, options.stages):
+    for index in stage_indices(options, rank):
         torch.manual_seed(index)
         modules.append(Stage(config, index, num_stages).to(device))
         stages.append(PipelineStage(modules[-1], index, num_stages, device))
-    make = SCHEDULES[options.schedule]
-    arg = stages if options.schedule == "interleaved1f1b" else stages[0]
-    return make(arg, options.microbatches, loss_fn=loss_fn), modules
+    return make_schedule(options, stages, loss_fn), modules
 
 
 def train(options: argparse.Namespace, data: Bytes, *, offload: bool) -> Run:
@@ -267,9 +258,11 @@ def resident_peak_bytes() -> int:
 
 
 def forward_backward(schedule: Any, data: Bytes, step: int, options: argparse.Namespace) -> Tensor:
-    """All microbatches of a step; the mean loss, on the last rank."""
+    """All microbatches of a step; the mean loss, on the rank with the last stage."""
     tokens, targets = (t.to(options.device) for t in data.batch(step))
-    is_first, is_last = dist.get_rank() == 0, dist.get_rank() == options.stages - 1
+    indices = stage_indices(options, dist.get_rank())
+    is_first = 0 in indices
+    is_last = options.stages * options.virtual_stages - 1 in indices
     losses: list[Tensor] = []
     schedule.step(
         *([tokens] if is_first else []),
@@ -302,7 +295,7 @@ def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, *bits))
 
 
-def figures(without: Run | None, with_offload: Run) -> dict[str, Any] | None:
+def figures(without: Run | None, with_offload: Run, loss_rank: int) -> dict[str, Any] | None:
     """The figures of all ranks, on rank 0; None on the others. Collective."""
     mine: dict[str, Any] = {
         "on": asdict_numbers(with_offload),
@@ -317,8 +310,8 @@ def figures(without: Run | None, with_offload: Run) -> dict[str, Any] | None:
         return None
     found = {
         "bitwise_equal": all(rank["equal"] for rank in ranks) if without is not None else None,
-        "loss_first": ranks[-1]["on"]["loss_first"],
-        "loss_last": ranks[-1]["on"]["loss_last"],
+        "loss_first": ranks[loss_rank]["on"]["loss_first"],
+        "loss_last": ranks[loss_rank]["on"]["loss_last"],
         "step_ms_on": max(rank["on"]["step_ms"] for rank in ranks),
         "device_bytes_peak_on": [rank["on"]["device_bytes_peak"] for rank in ranks],
         "offloaded_bytes": [rank["on"]["offloaded_bytes"] for rank in ranks],
@@ -327,8 +320,8 @@ def figures(without: Run | None, with_offload: Run) -> dict[str, Any] | None:
         "resident_peak_bytes_on": [rank["on"]["resident_peak_bytes"] for rank in ranks],
     }
     if without is not None:
-        found["loss_first_off"] = ranks[-1]["off"]["loss_first"]
-        found["loss_last_off"] = ranks[-1]["off"]["loss_last"]
+        found["loss_first_off"] = ranks[loss_rank]["off"]["loss_first"]
+        found["loss_last_off"] = ranks[loss_rank]["off"]["loss_last"]
         found["step_ms_off"] = max(rank["off"]["step_ms"] for rank in ranks)
         found["device_bytes_peak_off"] = [rank["off"]["device_bytes_peak"] for rank in ranks]
         found["resident_peak_bytes_off"] = [rank["off"]["resident_peak_bytes"] for rank in ranks]
@@ -392,7 +385,11 @@ def work(options: argparse.Namespace) -> int:
         text = options.text.read_bytes() if options.text else documentation()
         data = Bytes(text, options)
         without = train(options, data, offload=False) if options.compare else None
-        found = figures(without, train(options, data, offload=True))
+        last_stage = options.stages * options.virtual_stages - 1
+        loss_rank = next(
+            rank for rank in range(options.stages) if last_stage in stage_indices(options, rank)
+        )
+        found = figures(without, train(options, data, offload=True), loss_rank)
         if found is None:
             return 0
         print("\n" + format_figures(found), flush=True)

@@ -58,16 +58,31 @@ def check(figures: dict[str, Any], output: str) -> None:
 
 
 @pytest.mark.parametrize("mark", ["modules", "markers"])
-@pytest.mark.parametrize(
-    ("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved1f1b", 2)]
-)
-def test_offload_changes_memory_and_no_bit(
-    schedule: str, virtual: int, mark: str, tmp_path: Path
-) -> None:
-    flags = f"--schedule {schedule} --virtual-stages {virtual} --mark {mark}".split()
-    if virtual > 1:
-        flags += ["--layers", "8"]
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])
+def test_offload_changes_memory_and_no_bit(schedule: str, mark: str, tmp_path: Path) -> None:
+    flags = f"--schedule {schedule} --mark {mark} --layers 8".split()
     check(*train(tmp_path / "figures.json", *flags))
+
+
+ORDER = """0F0,0F1,0I0,0F2,0W0,0I1,0F3,0W1,0I2,0W2,0I3,0W3
+1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1F3,1I3,1W2,1W3
+"""
+
+
+SCHEDULES = "gpipe 1f1b interleaved1f1b loopedbfs interleavedzerobubble zbv dualpipev csv".split()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(schedule: str, tmp_path: Path) -> None:
+    if schedule == "csv":
+        order = tmp_path / "order.csv"
+        order.write_text(ORDER)
+        schedule = str(order)
+    flags = f"--schedule {schedule} --layers 4 --steps 2 --microbatches 4".split()
+    figures, _ = train(tmp_path / "figures.json", *flags)
+    assert figures["bitwise_equal"] is True
+    assert figures["loss_first"] == figures["loss_first_off"] > 0
+    assert min(figures["offloaded_bytes"]) > 0
 
 
 @pytest.mark.parametrize("tier", ["disk", "host+disk"])
@@ -108,7 +123,9 @@ def test_reads_another_text(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ("--groups moe", "unknown groups ['moe']"),
-        ("--virtual-stages 2", "needs --schedule interleaved1f1b"),
+        ("--virtual-stages 2", "1f1b takes --virtual-stages 1"),
+        ("--schedule zbv --virtual-stages 3", "zbv takes --virtual-stages 2"),
+        ("--schedule 2f2b", "none of gpipe, 1f1b, interleaved1f1b"),
         ("--text no/such/file", "is not a file"),
         ("--disk-dir /tmp", "needs --tier disk"),
         ("--mark markers --groups mlp_norm", "mark only attn and mlp"),
