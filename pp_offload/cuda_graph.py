@@ -1,7 +1,8 @@
 """Recording the engine's streams into a captured CUDA graph.
 
-A captured graph must join every stream it forked. After the forward is captured, the capturing
-stream waits for the copies to the host; in backward it waits for those to the device.
+A captured graph must join every stream it forked, so a captured forward and a captured backward
+each end with a record. Host memory a graph copies to, or from, is its own until the manager is
+dropped; run a step before capturing, so that it is there.
 
     off_interface.forward_record(forward_event)               # at the end of a captured forward
     y = fine_grained_offloading_backward_record(y, event)     # on what the captured part returns
@@ -14,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pp_offload.backends import Stream
+from pp_offload.backends import bare
 from pp_offload.manager import PipelineOffloadManager
 
 
 def fine_grained_offloading_forward_record(event: torch.cuda.Event) -> None:
     """Record ``event`` on the current stream, which then waits for the copies to the host."""
-    manager = PipelineOffloadManager.get_instance()
-    _record_and_join(event, manager.backend.current_stream(), manager.d2h_stream)
+    _record_and_join(event)
 
 
 class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
@@ -39,8 +39,7 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         """Record the event on the current stream, which then waits for the h2d stream."""
-        manager = PipelineOffloadManager.get_instance()
-        _record_and_join(ctx.event, manager.backend.current_stream(), manager.h2d_stream)
+        _record_and_join(ctx.event)
         return grad_output, None
 
 
@@ -49,6 +48,7 @@ def fine_grained_offloading_backward_record(tensor: Tensor, event: torch.cuda.Ev
     return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
 
 
-def _record_and_join(event: Any, stream: Any, side: Stream) -> None:
-    event.record(stream)
-    stream.wait_event(side.record_event())
+def _record_and_join(event: Any) -> None:
+    transfer = PipelineOffloadManager.get_instance().services.transfer
+    event.record(bare(transfer.backend.current_stream()))
+    transfer.join()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pp_offload.backends import Backend
-from pp_offload.errors import DiskTierError
+from pp_offload.errors import DiskTierError, NotWhileCapturingError
 from pp_offload.ticket import HostCopy, Ticket, packs, place
 from pp_offload.tiers.disk import DiskStatistics, DiskTier
 from pp_offload.tiers.host import HostTier
@@ -58,6 +58,8 @@ class DiskTransferEngine(TransferEngine):
             MemoryError: Neither has room, or the disk failed in this step. What was queued before
                 is of no use; the sources are as before.
         """
+        if self.backend.is_capturing:
+            raise NotWhileCapturingError("writing to disk cannot be part of a captured graph")
         self.poll()
         near: list[Ticket] = []
         near_copies: list[HostCopy] = []

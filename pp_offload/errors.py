@@ -36,5 +36,13 @@ class RaceError(OffloadError):
     """The simulated backend saw two conflicting accesses that nothing orders."""
 
 
+class CaptureError(OffloadError):
+    """The simulated backend saw what CUDA forbids while a graph is captured."""
+
+
+class NotWhileCapturingError(OffloadError, MemoryError):
+    """Asked for while a graph is captured, there is no room that a graph could use."""
+
+
 class ClosedError(OffloadError):
     """A tier, stream or handle was used after it was closed."""

@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from pp_offload.backends import Backend, Stream, default_backend
+from pp_offload.backends import Backend, Stream, bare, default_backend
 from pp_offload.chain import make_engine
 from pp_offload.chunk import ChunkOffloadHandler, Services
 from pp_offload.chunk_queue import ChunkQueue
@@ -112,12 +112,12 @@ class PipelineOffloadManager:
     @property
     def d2h_stream(self) -> Stream:
         """The stream of copies to the host."""
-        return self.backend.d2h
+        return cast(Stream, bare(self.backend.d2h))
 
     @property
     def h2d_stream(self) -> Stream:
         """The stream of copies to the device."""
-        return self.backend.h2d
+        return cast(Stream, bare(self.backend.h2d))
 
     @property
     def cpu_tensor_pool(self) -> GPUTensorPool:

@@ -88,6 +88,7 @@ class TransferEngine:
         self._flights: deque[Flight] = deque()
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
         self._waited: tuple[Event, Stream] | None = None
+        self._of_graphs: list[HostCopy] = []
 
     def offload(self, tickets: Sequence[Ticket]) -> int:
         """Queue the copies of a group to the host; the sources are kept alive until they ran.
@@ -133,6 +134,8 @@ class TransferEngine:
             assert copy.buffer is not None, "it has no buffer"
             copy.offloaded = copy.buffer.last_use = offloaded
             copy.buffer.before = ()
+        if self.backend.is_capturing:
+            self._of_graphs += copies  # their graph, launched again, copies to the same place
         if offloaded.query():
             self.counters.bytes_offloaded += nbytes
         else:
@@ -314,6 +317,17 @@ class TransferEngine:
             self._arrive(flights.popleft())
         while self._abandoned and self._abandoned[0][1].query():
             self._abandoned.popleft()
+
+    def join(self) -> None:
+        """Make the live compute stream wait for all copies queued so far.
+
+        Each copy stream becomes part of the capture it is in, if there is one, and rejoins it.
+        """
+        live = self.backend.current_stream()
+        for side in (self.backend.d2h, self.backend.h2d):
+            side.wait_event(live.record_event())
+            live.wait_event(side.record_event())
+        self.backend.joined()
 
     def fit(self) -> None:
         """Between steps: make host memory as tight as what the steps needed."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload.backends import AcceleratorBackend, Backend, CpuBackend
+from pp_offload.backends import Backend, CpuBackend, default_backend
 
 try:
     from pp_offload.testing import SimulatedBackend
@@ -24,7 +24,7 @@ def make_backend(kind: str, seed: int = 0) -> Backend:
     if kind == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
-        return AcceleratorBackend()
+        return default_backend()
     if kind.startswith("cpu"):
         return CpuBackend(inline_bytes=0 if kind == "cpu threads" else 256 * 1024)
     return SimulatedBackend(kind, seed=seed)

@@ -19,7 +19,7 @@ LAYERS = [
     {"backends.simulated_copies"},
     {"backends.simulated_streams"},
     {"backends.simulated_watch"},
-    {"backends.accelerator", "backends.cpu", "backends.simulated"},
+    {"backends.accelerator", "backends.cpu", "backends.graph_safe", "backends.simulated"},
     {"backends"},
     {"tensors", "policy", "tiers", "tiers.arena", "tiers.budget", "tiers.checksum"},
     {"tiers.slabs", "tiers.pool", "tiers.disk"},

@@ -6,6 +6,7 @@ which satisfy the protocols of :mod:`pp_offload.backends.base` as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
@@ -28,6 +29,38 @@ class AcceleratorBackend:
         self.is_host = False
         self.d2h = cast(Stream, torch.Stream(device=self.device))
         self.h2d = cast(Stream, torch.Stream(device=self.device))
+        module = torch.get_device_module(self.device)
+        self._ask: Callable[[], bool] | None
+        self._ask = getattr(module, "is_current_stream_capturing", None)
+        self._capture = 0
+        self._was_capturing = False
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether this device can capture graphs."""
+        return self._ask is not None
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is queued now becomes part of a graph instead of being run."""
+        return self._ask is not None and self._ask()
+
+    def capture_id(self) -> int:
+        """Counts captures as they are seen; 0 outside.
+
+        Two with nothing asked in between are taken for one, unless the first was joined.
+        """
+        if not self.is_capturing:
+            self._was_capturing = False
+            return 0
+        if not self._was_capturing:
+            self._was_capturing = True
+            self._capture += 1
+        return self._capture
+
+    def joined(self) -> None:
+        """The copy streams were joined: what follows may be numbered as another capture."""
+        self._was_capturing = False
 
     def current_stream(self) -> Stream:
         """The live stream of the calling thread; inside backward, that of the running node."""

@@ -53,6 +53,11 @@ class Backend(Protocol):
     is_host: bool
     """Whether device tensors are ordinary host memory, so that a file can take them directly."""
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is queued now becomes part of a graph instead of being run."""
+        ...
+
     d2h: Stream
     """Device to host copies, in order."""
 
@@ -88,6 +93,10 @@ class Backend(Protocol):
 
     def trim_host(self) -> None:
         """Give host memory that was allocated here and freed back to the system."""
+        ...
+
+    def joined(self) -> None:
+        """The compute stream has just waited for both copy streams, as a capture's end wants."""
         ...
 
     def activate(self) -> AbstractContextManager[object]:

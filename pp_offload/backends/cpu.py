@@ -150,6 +150,14 @@ class CpuBackend:
         self._compute = ComputeStream()
         self._inline_bytes = inline_bytes
 
+    @property
+    def is_capturing(self) -> bool:
+        """A CPU has no graphs."""
+        return False
+
+    def joined(self) -> None:
+        """A CPU has no graphs."""
+
     def current_stream(self) -> Stream:
         """The calling thread."""
         return self._compute

@@ -56,6 +56,32 @@ class SimulatedBackend:
         """How many copies have not run yet."""
         return sum(1 for _ in self._timeline.queued_copies())
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a :meth:`capture` is entered."""
+        return self._timeline.capture != 0
+
+    def capture_id(self) -> int:
+        """Which capture is entered; 0 outside."""
+        return self._timeline.capture
+
+    def joined(self) -> None:
+        """Captures are known by number here."""
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """What CUDA forbids while a graph is captured raises :class:`CaptureError` inside.
+
+        Work runs as it does outside: only the rules are simulated, not replay.
+        """
+        self.synchronize()
+        self._timeline.begin_capture(self._current)
+        try:
+            yield
+            self._timeline.check_joined(self._current)
+        finally:
+            self._timeline.end_capture()
+
     def current_stream(self) -> SimulatedStream:
         """The live compute stream."""
         return self._current
@@ -100,6 +126,7 @@ class SimulatedBackend:
     def allocate_host(self, nbytes: int) -> Tensor:
         """Garbage bytes."""
         self._timeline.enter()
+        self._timeline.forbid_in_capture("host memory is allocated")
         self.num_host_allocations += 1
         with self._inside():
             buffer = torch.empty(nbytes, dtype=torch.uint8).fill_(POISON)
@@ -119,6 +146,7 @@ class SimulatedBackend:
 
     def synchronize(self) -> None:
         """Run all copies; the host knows of everything from now on."""
+        self._timeline.forbid_in_capture("the device is synchronized")
         self._timeline.synchronize()
 
     def _inside(self) -> AbstractContextManager[None]:

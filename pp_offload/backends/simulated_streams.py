@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pp_offload.backends.base import Event
 from pp_offload.backends.happens_before import RaceDetector, StreamClock, VectorClock
 from pp_offload.backends.simulated_copies import QueuedCopy
+from pp_offload.errors import CaptureError
 
 ORDERS = ("late", "eager", "random")
 
@@ -28,6 +29,7 @@ class SimulatedEvent:
 
     def __init__(self, stream: SimulatedStream, position: int, known: VectorClock) -> None:
         self.stream = stream
+        self.capture = stream.capture
         self.position = position
         self.known = known
 
@@ -42,6 +44,8 @@ class SimulatedEvent:
         """
         timeline = self.stream.timeline
         timeline.enter()
+        timeline.forbid_in_capture("an event is queried")
+        timeline.forbid_captured(self)
         host = timeline.detector.host
         if timeline.order == "late" and not self.stream.is_copy and not host.covers(self.known):
             return False
@@ -53,6 +57,8 @@ class SimulatedEvent:
     def synchronize(self) -> None:
         """Run everything before this point; the host knows from now on."""
         self.stream.timeline.enter()
+        self.stream.timeline.forbid_in_capture("an event is synchronized")
+        self.stream.timeline.forbid_captured(self)
         self.finish()
 
     def finish(self) -> None:
@@ -69,6 +75,7 @@ class SimulatedStream:
         self.clock = clock
         self.queue: deque[QueuedCopy | SimulatedEvent] = deque()
         self.num_done = 0
+        self.capture = 0
 
     @property
     def is_copy(self) -> bool:
@@ -79,6 +86,7 @@ class SimulatedStream:
         """Order all later work of this stream after ``event``; compute makes its copies run."""
         assert isinstance(event, SimulatedEvent)
         self.timeline.enter()
+        self.timeline.join_capture(self, event)
         self.clock.known.merge(event.known)
         if not self.is_copy:
             self.timeline.force(event)
@@ -134,7 +142,54 @@ class Timeline:
         self.order = order
         self.detector = RaceDetector()
         self.streams: dict[str, SimulatedStream] = {}
+        self.capture = 0
+        self._num_captures = 0
         self._random = random.Random(seed)
+
+    def begin_capture(self, stream: SimulatedStream) -> None:
+        """From now on ``stream``, and each that waits for it, is captured."""
+        self._num_captures += 1
+        self.capture = stream.capture = self._num_captures
+
+    def join_capture(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        """``stream`` waits for ``event``, which takes it into the event's capture.
+
+        Raises:
+            CaptureError: Not both are in one capture.
+        """
+        if event.capture == stream.capture:
+            return
+        if stream.capture or event.capture != self.capture:
+            raise CaptureError(
+                f"stream {stream.clock.name}, in {_capture(stream.capture)}, waits for an event "
+                f"recorded in {_capture(event.capture)}; expected one of the same capture"
+            )
+        stream.capture = event.capture
+
+    def forbid_in_capture(self, what: str) -> None:
+        """Raise :class:`CaptureError` if a graph is captured."""
+        if self.capture:
+            raise CaptureError(f"{what} in {_capture(self.capture)}; expected it before or after")
+
+    def forbid_captured(self, event: SimulatedEvent) -> None:
+        """Raise :class:`CaptureError` if ``event`` was captured: it is not reached by capturing."""
+        if event.capture:
+            raise CaptureError(f"an event recorded in {_capture(event.capture)} is asked about")
+
+    def check_joined(self, origin: SimulatedStream) -> None:
+        """Raise :class:`CaptureError` if ``origin`` has not waited for all that was captured."""
+        for stream in self.streams.values():
+            if stream.capture and not origin.clock.known.covers(stream.last_event().known):
+                raise CaptureError(
+                    f"{_capture(self.capture)} ends, but stream {origin.clock.name} has not waited "
+                    f"for stream {stream.clock.name}; expected it joined"
+                )
+
+    def end_capture(self) -> None:
+        """No stream is captured any more."""
+        self.capture = 0
+        for stream in self.streams.values():
+            stream.capture = 0
 
     def add_stream(self, name: str, *, is_copy: bool) -> SimulatedStream:
         """A new stream, ordered with nothing.
@@ -194,3 +249,7 @@ class Timeline:
         """The copies that have not run yet."""
         for stream in self.streams.values():
             yield from (work for work in stream.queue if isinstance(work, QueuedCopy))
+
+
+def _capture(number: int) -> str:
+    return f"capture {number}" if number else "no capture"

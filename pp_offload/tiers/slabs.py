@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from pp_offload.errors import NotWhileCapturingError
 from pp_offload.tiers.budget import HostBudget
 
 logger = logging.getLogger(__name__)
@@ -112,9 +113,9 @@ class SlabSource:
         try:
             self.num_allocations += 1
             return _pageable(nbytes) if self._is_pageable else self._allocate(nbytes)
-        except MemoryError:
+        except MemoryError as failure:
             self.budget.release(nbytes)
-            if self._is_pageable:
+            if self._is_pageable or isinstance(failure, NotWhileCapturingError):
                 raise
             return None
         except BaseException:
