@@ -8,9 +8,11 @@ in the user's hands, or anything autograd saved without hooks counts as a holder
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
@@ -59,6 +61,8 @@ class ForcedRelease:
         others = num_holders(storage) - 1 - (tensor._base is not None)
         if others > 0:
             return f"its storage is shared by {others} others"
+        if tensor._base is not None and _references_to_base(tensor) > _FROM_ITS_VIEW:
+            return "it is a view, and the tensor it is a view of is in use"
         # Autograd refers to a leaf itself, without another holder of its storage; the node that
         # accumulates its gradient does so too, and reads nothing.
         is_accumulated = tensor.is_leaf and tensor.requires_grad
@@ -67,3 +71,12 @@ class ForcedRelease:
         if references > (1 if node is None else 2):
             return "autograd has saved it outside of any group"
         return None
+
+
+def _references_to_base(view: Tensor) -> int:
+    base = view._base
+    return sys.getrefcount(base) + base._use_count()  # type: ignore[union-attr]
+
+
+_FROM_ITS_VIEW = _references_to_base(torch.empty(1, device="cpu")[:])
+"""References to a tensor that only a view of it refers to; they are made for this question."""
