@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -30,6 +31,13 @@ splits = pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 settles = pytest.mark.parametrize("is_settled", [True, False], ids=["released", "copy queued"])
 
 
+def read(view: Tensor) -> Tensor:
+    """A number that depends on every element; an operator does not look whether they are there."""
+    if view.untyped_storage().nbytes() == 0:
+        pytest.fail("its storage was emptied", pytrace=False)  # pytest would print the view
+    return view.sin().sum()
+
+
 class Program:
     """The steps of a scenario, with or without the engine."""
 
@@ -45,7 +53,7 @@ class Program:
     def group(self, name: str, *views: Tensor, forced: Sequence[Tensor] = ()) -> Tensor:
         """A group that saves ``views`` and reads them; ``forced`` may go after its commit."""
         with off_interface(self.is_on, views[0], name):
-            y = sum((view.sin().sum() for view in views), start=0)
+            y = sum((read(view) for view in views), start=0)
         return self.commit(name, y, forced)
 
     def commit(self, name: str, y: Tensor, forced: Sequence[Tensor] = ()) -> Tensor:
@@ -53,9 +61,14 @@ class Program:
             return y
         y = off_interface.group_commit(y, name=name, forced_released_tensors=list(forced))
         if self._is_settled:
+            self.settle()
+        return y
+
+    def settle(self) -> None:
+        """Every copy has been made, and what may be released is."""
+        if self.manager is not None:
             self.manager.backend.synchronize()
             self.manager.statistics()
-        return y
 
 
 def same_group(program: Program, a: Tensor, b: Tensor) -> Tensor:
@@ -65,7 +78,7 @@ def same_group(program: Program, a: Tensor, b: Tensor) -> Tensor:
 def group_around(program: Program, a: Tensor, b: Tensor) -> Tensor:
     with off_interface(program.is_on, a, "outer"):
         y = program.group("first", a, forced=[a])
-        y = y + b.sin().sum()
+        y = y + read(b)
     return program.commit("outer", y)
 
 
@@ -81,7 +94,7 @@ def next_microbatch(program: Program, a: Tensor, b: Tensor) -> Tensor:
 
 
 def outside_any_group(program: Program, a: Tensor, b: Tensor) -> Tensor:
-    return program.group("first", a, forced=[a]) + b.sin().sum()
+    return program.group("first", a, forced=[a]) + read(b)
 
 
 def both_released(program: Program, a: Tensor, b: Tensor) -> Tensor:
@@ -109,10 +122,10 @@ def run(program: Program, split: Split, reader: Reader, device: torch.device) ->
     x.requires_grad_()
     a, b = split(x * 2)
     y = reader(program, a, b)
-    values = [b.detach().clone()]
+    program.settle()
+    value = read(b).detach()
     del a, b
-    (gradient,) = torch.autograd.grad(y, x)
-    return [*values, y.detach(), gradient]
+    return [value, y.detach(), *torch.autograd.grad(y, x)]
 
 
 @settles
@@ -135,7 +148,6 @@ def test_f09_the_sibling_lives_in_autograd_alone(
     manager: PipelineOffloadManager, split: Split, is_settled: bool
 ) -> None:
     """Saved outside any group, and read by backward; nobody else refers to it."""
-
     device = manager.backend.device
 
     def gradient(program: Program) -> Tensor:
@@ -143,9 +155,12 @@ def test_f09_the_sibling_lives_in_autograd_alone(
         (x,) = make_inputs(1, length=8, device=device)
         x.requires_grad_()
         a, b = split(x * 2)
-        outside = b.sin().sum()
+        outside, kept = read(b), weakref.ref(b.untyped_storage())
         del b
         y = program.group("first", a, forced=[a]) + outside
+        program.settle()
+        if kept().nbytes() == 0:
+            pytest.fail("its storage was emptied", pytrace=False)
         return torch.autograd.grad(y, x)[0]
 
     got = gradient(Program(manager, is_settled))
