@@ -180,7 +180,7 @@ class ChunkOffloadHandler:
             return Resident(tensor)
         if not services.eligibility.admits(tensor, self.min_offloaded_tensor_size):
             return Resident(tensor)
-        saved = SavedActivation(tensor, group)
+        saved = SavedActivation(tensor, group, services.transfer.backend.current_stream())
         group.add(saved)
         return saved
 

@@ -53,9 +53,9 @@ class DirectDiskEngine(DiskTransferEngine):
             sources.append(source)
             assert copy.extent is not None
             events.append(self.disk.write(copy.extent, flat_bytes(source)))
+        homes = self.homes(tickets)
         nbytes = sum(ticket.nbytes for ticket in tickets)
-        home = self.backend.current_stream()
-        self._depart(tickets, copies, sources, DiskEvent.all_of(events), home, nbytes)
+        self._depart(tickets, copies, sources, DiskEvent.all_of(events), homes, nbytes)
         return nbytes
 
     def _fetch(self, tickets: Sequence[Ticket]) -> None:

@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
+from pp_offload.backends import Stream
 from pp_offload.errors import SavedTensorModifiedError
 from pp_offload.ticket import Restore, Ticket
 
@@ -57,18 +58,20 @@ class SavedActivation:
     Args:
         tensor: What autograd saves.
         owner: Its group, told when backward first asks for one of its tensors.
+        home: The stream of the operation that saves it; None means that of the commit.
 
     Attributes:
         source: The tensor itself, until a ticket takes its bytes.
         ticket: Offloaded; its payload holds this tensor, and ``restore`` makes it of that.
     """
 
-    __slots__ = ("__weakref__", "owner", "restore", "source", "ticket", "version")
+    __slots__ = ("__weakref__", "home", "owner", "restore", "source", "ticket", "version")
 
-    def __init__(self, tensor: Tensor, owner: Owner) -> None:
+    def __init__(self, tensor: Tensor, owner: Owner, home: Stream | None = None) -> None:
         self.source: Tensor | None = tensor.detach()
         self.version = tensor._version
         self.owner = owner
+        self.home = home
         self.ticket: Ticket | None = None
         self.restore: Restore | None = None
 

@@ -120,6 +120,7 @@ class Member(Protocol):
 
     source: Tensor | None
     version: int
+    home: Stream | None
     ticket: Ticket | None
 
 

@@ -13,6 +13,11 @@ NOTE [ Keep-alive ]
 
     While it is referenced, whoever wants the bytes back takes the source, not the copy.
 
+NOTE [ Side streams ]
+    A group may be committed on one stream while what another one computed of it is not waited for
+    yet. So d2h waits for each stream that a tensor was saved on, and where compute has to gather,
+    it waits for them and they for it. Memory that is let go early is let go on all of them.
+
 NOTE [ Modified while queued ]
     A source changed in place before its copy has run would be copied wrong. Its version counter
     tells: it is compared when the source is let go, and when somebody wants the bytes before.
@@ -27,8 +32,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -51,7 +56,7 @@ class Flight:
     payloads: list[Tensor]
     copies: list[weakref.ref[HostCopy]]
     offloaded: Event
-    home: Stream
+    homes: list[Stream]
     nbytes: int
     then: list[Callable[[], None]] = field(default_factory=list)
 
@@ -111,13 +116,13 @@ class TransferEngine:
         """Copy tickets into the buffers of ``copies``, where they have their places."""
         targets: list[Tensor] = []
         parts: list[Tensor] = []
-        sources: list[Tensor] = []
         nbytes = 0
-        for ticket in tickets:
+        with self.reading([ticket for ticket in tickets if ticket.storage is None]):
+            sources = [ticket.source() for ticket in tickets]
+        for ticket, source in zip(tickets, sources, strict=True):
             nbytes += ticket.nbytes
-            target, source = ticket.host_bytes, ticket.source()
+            target = ticket.host_bytes
             assert target is not None, "it has no place"
-            sources.append(source)
             if target.is_meta:
                 pieces = ticket.pieces()
                 targets += pieces
@@ -125,8 +130,9 @@ class TransferEngine:
             else:
                 targets.append(target)
                 parts.append(source)
-        home = self.backend.current_stream()
-        self._d2h_waits_for_compute(home)
+        homes = self.homes(tickets)
+        for home in homes:
+            self._d2h_waits_for_compute(home)
         self._d2h_waits_for_last_users(copies)
         self.backend.copy(self.backend.d2h, targets, parts, tickets[0].label)
         offloaded = self.backend.d2h.record_event()
@@ -139,7 +145,7 @@ class TransferEngine:
         if offloaded.query():
             self.counters.bytes_offloaded += nbytes
         else:
-            self._depart(tickets, copies, sources, offloaded, home, nbytes)
+            self._depart(tickets, copies, sources, offloaded, homes, nbytes)
         return nbytes
 
     def _depart(
@@ -148,18 +154,18 @@ class TransferEngine:
         copies: Sequence[HostCopy],
         sources: list[Tensor],
         offloaded: Event,
-        home: Stream,
+        homes: list[Stream],
         nbytes: int,
     ) -> None:
         """The copies are queued: keep and watch their sources until they were made."""
         for ticket, source in zip(tickets, sources, strict=True):
             assert ticket.copy is not None
-            ticket.copy.lend(ticket.begin, source, home)
+            ticket.copy.lend(ticket.begin, source, homes[0])
             ticket.watch()
         refs = [weakref.ref(copy) for copy in copies]
         self.counters.bytes_offloaded += nbytes
         self.in_flight_bytes += nbytes
-        self._keep_alive(Flight(sources, refs, offloaded, home, nbytes))
+        self._keep_alive(Flight(sources, refs, offloaded, homes, nbytes))
         self._keep_in_flight_bounded()
 
     def reload(self, tickets: Sequence[Ticket]) -> None:
@@ -302,6 +308,25 @@ class TransferEngine:
         if landed is not None and reloaded is not None and home is not None:
             self._abandoned.append((landed, reloaded, home))
 
+    def homes(self, tickets: Sequence[Ticket]) -> list[Stream]:
+        """The live compute stream, then others that saved these; see NOTE [ Side streams ]."""
+        homes = [self.backend.current_stream()]
+        for ticket in tickets:
+            for member in ticket.members:
+                if member.home is not None and member.home not in homes:
+                    homes.append(member.home)
+        return homes
+
+    @contextmanager
+    def reading(self, tickets: Sequence[Ticket]) -> Iterator[None]:
+        """Inside, compute reads what these tickets take, wherever that was computed."""
+        live, *sides = self.homes(tickets)
+        for side in sides:
+            live.wait_event(side.record_event())
+        yield
+        for side in sides:
+            side.wait_event(live.record_event())
+
     def after_copies(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the sources of the copies queued so far have been let go."""
         self.poll()
@@ -391,7 +416,8 @@ class TransferEngine:
     def _keep_in_flight_bounded(self) -> None:
         while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:
             flight = self._flights.popleft()
-            flight.home.wait_event(flight.offloaded)
+            for home in flight.homes:
+                home.wait_event(flight.offloaded)
             self._arrive(flight)
         while len(self._abandoned) > MAX_ABANDONED:
             _, reloaded, home = self._abandoned[0]

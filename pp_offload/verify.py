@@ -15,7 +15,7 @@ import logging
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,10 +76,12 @@ class Verifier:
         """Give up a payload nobody will use."""
         self._transfer.abandon(ticket)
 
-    def watch(self, tickets: Iterable[Ticket]) -> None:
+    def watch(self, tickets: Sequence[Ticket]) -> None:
         """Remember what these tickets take, before they have handed over."""
+        with self._transfer.reading(tickets):
+            for ticket in tickets:
+                self._sums[ticket] = checksum_of(ticket.source())
         for ticket in tickets:
-            self._sums[ticket] = checksum_of(ticket.source())
             if ticket.storage is not None:  # of one that others have parts of, they may need theirs
                 self._watched.append((ticket.label, ticket.nbytes, weakref.ref(ticket.storage)))
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ def threads_that_wait(manager: PipelineOffloadManager) -> Iterator[None]:
 
 def tickets_of(engine: TransferEngine, values: Sequence[Tensor]) -> list[Ticket]:
     """One for each, which will be asked for once."""
-    members: Any = (None,)
+    members: Any = (SimpleNamespace(source=None, home=None),)
     return [Ticket(engine, "g", v, members, v.untyped_storage()) for v in values]
 
 
