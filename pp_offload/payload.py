@@ -38,6 +38,8 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
 
 
 def _of_one_storage(saved: list[SavedActivation], storage: UntypedStorage) -> list[Parts]:
+    if storage.nbytes() == 0:  # emptied by an owner who will fill it again, as FSDP does
+        return []
     by_geometry: dict[Geometry, list[SavedActivation]] = {}
     for one in saved:
         by_geometry.setdefault(Geometry.of(_source(one)), []).append(one)
