@@ -29,7 +29,7 @@ from pp_offload.payload import tickets_for
 from pp_offload.policy import ChunkKey, ChunkShape, GroupKey, GroupShape, Plan
 from pp_offload.prefetch import Prefetcher, Visit
 from pp_offload.release import ForcedRelease
-from pp_offload.saved import Resident, SavedActivation
+from pp_offload.saved import Packed, Resident, SavedActivation, SavedWrapper
 from pp_offload.split import SplitBackward
 from pp_offload.tensors import Eligibility, StorageSet
 from pp_offload.ticket import Mover, Ticket
@@ -37,6 +37,7 @@ from pp_offload.tiers.host import HostTier
 from pp_offload.tiers.pool import GPUTensorPool
 from pp_offload.transfer import TransferEngine
 from pp_offload.verify import Verifier
+from pp_offload.wrappers import is_wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class ChunkOffloadHandler:
         """Whether ``tensor`` may be offloaded; see :class:`pp_offload.tensors.Eligibility`."""
         return self._services.eligibility.admits(tensor, self.min_offloaded_tensor_size)
 
-    def tensor_push(self, tensor: Tensor) -> SavedActivation | Resident:
+    def tensor_push(self, tensor: Tensor) -> Packed:
         """Save ``tensor`` in the group started last; what it returns is bound to that group.
 
         Outside any open group the tensor stays where it is.
@@ -173,18 +174,22 @@ class ChunkOffloadHandler:
             return Resident(tensor)
         return self.pack(self._open[-1], tensor)
 
-    def pack(self, group: OffloadTensorGroup, tensor: Tensor) -> SavedActivation | Resident:
-        """Save ``tensor`` in ``group``."""
+    def pack(self, group: OffloadTensorGroup, tensor: Tensor) -> Packed:
+        """Save ``tensor`` in ``group``; of one made of others, the others."""
         services = self._services
         if group.state is not GroupState.OPEN or not services.is_enabled:
             return Resident(tensor)
-        if not services.eligibility.admits(tensor, self.min_offloaded_tensor_size):
-            return Resident(tensor)
-        saved = SavedActivation(tensor, group, services.transfer.backend.current_stream())
-        group.add(saved)
-        return saved
+        if services.eligibility.admits(tensor, self.min_offloaded_tensor_size):
+            saved = SavedActivation(tensor, group, services.transfer.backend.current_stream())
+            group.add(saved)
+            return saved
+        if is_wrapper(tensor):
+            wrapped = SavedWrapper(tensor, group.name, partial(self.pack, group))
+            if not wrapped.is_resident:
+                return wrapped
+        return Resident(tensor)
 
-    def tensor_pop(self, tensor_tag: SavedActivation | Resident) -> Tensor:
+    def tensor_pop(self, tensor_tag: Packed) -> Tensor:
         """The tensor behind a tag. The tag stays good: popping it twice is fine."""
         return tensor_tag.unpack()
 

@@ -27,7 +27,7 @@ from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError
 from pp_offload.policy import ChunkKey
 from pp_offload.prefetch import Prefetcher
-from pp_offload.saved import Resident, SavedActivation, unpack
+from pp_offload.saved import Packed, Resident, unpack
 from pp_offload.split import Part
 from pp_offload.statistics import OffloadStatistics, collect
 from pp_offload.step import StepRecord
@@ -388,12 +388,12 @@ class PipelineOffloadManager:
         """Leave the innermost scope; an exception passes on."""
         self._scopes.pop().__exit__(*args)
 
-    def on_save_for_backward(self, tensor: Tensor) -> SavedActivation | Resident:
+    def on_save_for_backward(self, tensor: Tensor) -> Packed:
         """The pack hook: the tag it returns is bound to the group open now."""
         chunk = self._current
         return Resident(tensor) if chunk is None else chunk.tensor_push(tensor)
 
-    def on_get_saved_tensor(self, saved_state: SavedActivation | Resident) -> Tensor:
+    def on_get_saved_tensor(self, saved_state: Packed) -> Tensor:
         """The unpack hook. May be called any number of times, in any order."""
         return unpack(saved_state)
 

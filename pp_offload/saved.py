@@ -7,11 +7,13 @@ often as it is asked, and what it holds is freed when autograd drops it.
 NOTE [ Version check ]
     Autograd does not compare versions of tensors saved through hooks, so a program that changes a
     saved tensor in place would silently get wrong gradients. Every packed object compares them.
+    A :class:`SavedWrapper` does as autograd would, whether or not the bytes have left.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -19,6 +21,7 @@ from torch.nn import Parameter
 from pp_offload.backends import Stream
 from pp_offload.errors import SavedTensorModifiedError
 from pp_offload.ticket import Restore, Ticket
+from pp_offload.wrappers import settle, take_apart, witness
 
 
 class Owner(Protocol):
@@ -99,7 +102,42 @@ class SavedActivation:
         return landed if self.restore is None else self.restore(landed)
 
 
-def unpack(packed: Resident | SavedActivation) -> Tensor:
+class SavedWrapper:
+    """A saved tensor made of others, each of them saved on its own.
+
+    Args:
+        tensor: What autograd saves.
+        group: Its group's name, for messages.
+        pack: Saves a tensor inside it.
+    """
+
+    __slots__ = ("group", "inner", "version", "witness", "wrapper")
+
+    def __init__(self, tensor: Tensor, group: str, pack: Callable[[Tensor], Packed]) -> None:
+        settle(tensor)
+        self.group = group
+        self.witness = witness(tensor)
+        self.version = tensor._version
+        self.wrapper, inner = take_apart(tensor)
+        self.inner = {name: pack(one) for name, one in inner.items()}
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether nothing inside may leave the device."""
+        return all(isinstance(one, Resident) for one in self.inner.values())
+
+    def unpack(self) -> Tensor:
+        """The tensor as it was saved, around what its inner tensors are now."""
+        if self.witness._version != self.version:
+            raise modified(self.witness, self.version, self.group)
+        return self.wrapper.around({name: one.unpack() for name, one in self.inner.items()})
+
+
+Packed: TypeAlias = SavedActivation | Resident | SavedWrapper
+"""What a pack hook returns."""
+
+
+def unpack(packed: Packed) -> Tensor:
     """The unpack hook."""
     return packed.unpack()
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from pp_offload.wrappers import plain_tensors
+
 StorageRef = weakref.ref[torch.UntypedStorage]
 
 ALIGNMENT = 512
@@ -120,10 +122,12 @@ class StorageSet:
         self._known: dict[int, StorageRef] = {}
 
     def add(self, tensor: Tensor) -> None:
-        """Add the storage of ``tensor``; a tensor without one is ignored."""
-        if not has_storage(tensor):
-            return
-        storage = tensor.untyped_storage()
+        """Add the storage of ``tensor``, or of those inside it; without one it is ignored."""
+        for plain in plain_tensors(tensor):
+            if has_storage(plain):
+                self._add(plain.untyped_storage())
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key, known = storage._cdata, self._known
         known[key] = weakref.ref(storage, lambda ref: _forget(known, key, ref))
 
@@ -185,7 +189,7 @@ class Eligibility:
         kept.
         """
         if type(tensor) is not Tensor:
-            if isinstance(tensor, Parameter):
+            if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
                 self.kept.add(tensor)
             return False
         numel = tensor.numel()

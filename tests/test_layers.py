@@ -21,6 +21,7 @@ LAYERS = [
     {"backends.simulated_watch"},
     {"backends.accelerator", "backends.cpu", "backends.graph_safe", "backends.simulated"},
     {"backends"},
+    {"wrappers"},
     {"tensors", "policy", "tiers", "tiers.arena", "tiers.budget", "tiers.checksum"},
     {"tiers.slabs", "tiers.pool", "tiers.disk"},
     {"tiers.host", "tiers.numa"},

@@ -1,0 +1,83 @@
+"""Tensors made of others, such as DTensor or a quantised one: taken apart, and put together again.
+
+A traceable wrapper subclass has no bytes of its own; it says itself which tensors are inside, and
+makes one like itself around others.
+
+    wrapper, inner = take_apart(tensor)
+    same = wrapper.around(inner)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """What a tensor is besides the tensors inside it."""
+
+    kind: Any
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    others: Mapping[str, Any]
+    """What it names along with its tensors and is none, such as the mesh of a DTensor."""
+
+    def around(self, inner: Mapping[str, Tensor]) -> Tensor:
+        """The tensor, made of these."""
+        parts = {**self.others, **inner}
+        made: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
+        return made
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is made of others. Not one of rows of several lengths.
+
+    The length of such rows is known by the very tensor of offsets, which cannot come back.
+    """
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter:
+        return False
+    return tensor.layout is torch.strided and is_traceable_wrapper_subclass(tensor)
+
+
+def take_apart(tensor: Tensor) -> tuple[Wrapper, dict[str, Tensor]]:
+    """What a wrapper is, and aliases of the tensors inside, which may be wrappers again."""
+    detached: Any = tensor.detach()
+    names, context = detached.__tensor_flatten__()
+    parts = {name: getattr(detached, name) for name in names}
+    inner = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    others = {name: part for name, part in parts.items() if name not in inner}
+    return Wrapper(type(tensor), context, tensor.shape, tensor.stride(), others), inner
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that have the bytes; ``tensor`` itself unless it is a wrapper."""
+    if not is_wrapper(tensor):
+        yield tensor
+        return
+    for inner in take_apart(tensor)[1].values():
+        yield from plain_tensors(inner)
+
+
+def settle(tensor: Tensor) -> None:
+    """Wait, as a first use would, for the collective whose result a tensor stands for."""
+    wait = getattr(tensor, "trigger_wait", None)
+    if wait is not None:
+        wait()
+
+
+def witness(tensor: Tensor) -> Tensor:
+    """Something that has the version counter of a wrapper, and keeps nothing inside it alive.
+
+    A change in place is counted by the wrapper alone, not by the tensors inside.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        return tensor.detach()

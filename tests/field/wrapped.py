@@ -1,0 +1,94 @@
+"""Tensor subclasses of the two kinds there are in training: quantised, and several in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+
+
+class Scaled(Tensor):
+    """Eight bits an element and one scale; computes with what that stands for."""
+
+    data8: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, data8: Tensor, scale: Tensor) -> Scaled:
+        return Tensor._make_wrapper_subclass(
+            cls, data8.shape, strides=data8.stride(), dtype=scale.dtype, device=data8.device
+        )
+
+    def __init__(self, data8: Tensor, scale: Tensor) -> None:
+        self.data8, self.scale = data8, scale
+
+    @classmethod
+    def of(cls, x: Tensor) -> Scaled:
+        """``x``, rounded."""
+        scale = x.abs().amax().reshape(1) / 127
+        return cls((x / scale).round().to(torch.int8), scale)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data8", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: None, size: Any, stride: Any) -> Scaled:
+        assert (inner["data8"].shape, inner["data8"].stride()) == (size, stride)
+        return Scaled(inner["data8"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.detach.default:
+            return cls(args[0].data8.detach(), args[0].scale.detach())
+        if func is aten.mul_.Scalar:
+            args[0].scale.mul_(args[1])
+            return args[0]
+        args, kwargs = tree_map_only(cls, lambda t: t.data8 * t.scale, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Pair(Tensor):
+    """Two tensors of one shape, which may be wrappers too; what is done is done to both."""
+
+    first: Tensor
+    second: Tensor
+
+    @staticmethod
+    def __new__(cls, first: Tensor, second: Tensor) -> Pair:
+        return Tensor._make_wrapper_subclass(
+            cls, first.shape, strides=first.stride(), dtype=first.dtype, device=first.device
+        )
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.first, self.second = first, second
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["first", "second"], "context"
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: str, size: Any, stride: Any) -> Pair:
+        assert context == "context"
+        return Pair(inner["first"], inner["second"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = []
+        for name in ("first", "second"):
+            picked = tree_map_only(cls, lambda t, n=name: getattr(t, n), (args, kwargs or {}))
+            results.append(func(*picked[0], **picked[1]))
+        if func._schema.name.endswith("_"):
+            return args[0]
+        return cls(*results)
+
+
+def leaves(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors inside."""
+    if isinstance(tensor, Pair):
+        return leaves(tensor.first) + leaves(tensor.second)
+    if isinstance(tensor, Scaled):
+        return [tensor.data8, tensor.scale]
+    return [tensor]
