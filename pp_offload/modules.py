@@ -86,7 +86,7 @@ def offload_modules(
         raise ValueError(_no_match(model, missing))
     _check_free(model, found)
     PipelineOffloadManager.get_instance().services.eligibility.kept.add_module(model)
-    hooks: list[RemovableHandle] = []
+    hooks = keep_gathered(model)
     for group, names in found.items():
         for name in names:
             scope = _GroupAround(group)
@@ -94,6 +94,26 @@ def offload_modules(
             hooks.append(module.register_forward_pre_hook(scope.start, with_kwargs=True))
             hooks.append(module.register_forward_hook(scope.commit, always_call=True))
     return OffloadModulesHandle(hooks, found)
+
+
+def keep_gathered(model: Module) -> list[RemovableHandle]:
+    """Have parameters that FSDP gathered for a forward stay on the device, too.
+
+    ``fully_shard`` puts them in place of the shards; its own hook has run when this one does.
+    """
+    sharded = [module for module in model.modules() if _is_fully_sharded(module)]
+    return [module.register_forward_pre_hook(_keep_parameters) for module in sharded]
+
+
+def _is_fully_sharded(module: Module) -> bool:
+    # By name: importing FSDP takes long, and few models use it.
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _keep_parameters(module: Module, args: object) -> None:
+    kept = PipelineOffloadManager.get_instance().services.eligibility.kept
+    for parameter in module.parameters():
+        kept.add(parameter)
 
 
 class _GroupAround:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError
 from pp_offload.manager import PipelineOffloadManager
-from pp_offload.modules import OffloadModulesHandle, Patterns, offload_modules
+from pp_offload.modules import OffloadModulesHandle, Patterns, keep_gathered, offload_modules
 from pp_offload.policy import ChunkKey, WeightPassKey
 from pp_offload.session import successor
 from pp_offload.split import Part
@@ -128,6 +128,8 @@ class AttachedSchedule:
         for stage in self._stages:
             kept.add_module(stage.submod)
         if groups is None:
+            hooks = [hook for stage in self._stages for hook in keep_gathered(stage.submod)]
+            self._modules = [OffloadModulesHandle(hooks, {})]
             return
         self._modules = [offload_modules(s.submod, groups, missing_ok=True) for s in self._stages]
         for group in groups:

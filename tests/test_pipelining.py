@@ -15,21 +15,23 @@ import pytest
 WORKER = Path(__file__).with_name("pipeline_worker.py")
 
 
-def run_pipeline(world: int, cases: list[str], out: Path) -> list[dict[str, dict[str, Any]]]:
+def run_ranks(
+    world: int, cases: list[str], out: Path, worker: Path = WORKER
+) -> list[dict[str, dict[str, Any]]]:
     """Run the worker on ``world`` processes; what each rank found, by case."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(out), *cases],
+            [sys.executable, str(worker), str(out), *cases],
             env=os.environ
             | {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "PYTHONPATH": os.pathsep.join([str(WORKER.parents[1]), *sys.path]),
+                "PYTHONPATH": os.pathsep.join([str(worker.parents[1]), *sys.path]),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -59,7 +61,7 @@ def test_every_schedule_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None
         for name, virtual in ALL
         for scale, policy in ((True, "reload"), (False, "keep"))
     ]
-    for rank, found in enumerate(run_pipeline(world, cases, tmp_path)):
+    for rank, found in enumerate(run_ranks(world, cases, tmp_path)):
         assert list(found) == cases
         for case, facts in found.items():
             where = f"{case}, rank {rank} of {world}"

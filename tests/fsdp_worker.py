@@ -1,0 +1,245 @@
+"""One rank of models sharded with FSDP2, without and with offload; run by ``test_fsdp.py``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from pipeline_worker import Stage
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, PipelineOffloadManager, offload_modules, use_backend
+from pp_offload.backends import CpuBackend
+from pp_offload.pipelining import attach
+from pp_offload.testing import SimulatedBackend
+from pp_offload.ticket import Ticket
+from pp_offload.transfer import TransferEngine
+
+WIDTH = 16
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SHARDING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kept": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": BF16},
+}
+GROUPS = {"mlp": "layers.*.mlp", "layer": "layers.*", "all": ["layers.0", "layers.1.mlp"]}
+
+
+class Watched(TransferEngine):
+    """Counts payloads that are of whole parameters."""
+
+    num_moved = 0
+    whole: dict[int, Any] = {}
+
+    def offload(self, tickets: Sequence[Ticket]) -> int:
+        sources = (member.source for ticket in tickets for member in ticket.members)
+        keys = {source.untyped_storage()._cdata for source in sources if source is not None}
+        Watched.num_moved += len(keys & Watched.whole.keys())
+        return super().offload(tickets)
+
+    @classmethod
+    def forget(cls) -> None:
+        cls.num_moved = 0
+        cls.whole.clear()
+
+    @classmethod
+    def note(cls, module: nn.Module, args: object) -> None:
+        """Before a forward, after FSDP's own hook; holds them, so that no address comes twice."""
+        for parameter in module.parameters():
+            if not isinstance(parameter, DTensor):
+                storage = parameter.untyped_storage()
+                cls.whole[storage._cdata] = storage
+
+
+class Untold(nn.Module):
+    """Uses a weight first so that autograd does not see whose it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.detach().t()) @ self.weight
+
+
+def make_stage(mesh: DeviceMesh, seed: int, sharding: str) -> nn.Module:
+    """The same weights every time; every layer and its mlp sharded, then the rest."""
+    torch.manual_seed(seed)
+    stage = Stage()
+    for layer in stage.layers:
+        layer.mlp.append(Untold())
+        fully_shard(layer.mlp, mesh=mesh, **SHARDING[sharding])
+        fully_shard(layer, mesh=mesh, **SHARDING[sharding])
+    fully_shard(stage, mesh=mesh, **SHARDING[sharding])
+    for module in stage.modules():
+        module.register_forward_pre_hook(Watched.note)
+    return stage
+
+
+def gradients(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """This rank's shards of them."""
+    found = [
+        p.grad.to_local().clone() for m in modules for p in m.parameters() if p.grad is not None
+    ]
+    for module in modules:
+        module.zero_grad()
+    return found
+
+
+def draw(step: int, num: int) -> list[Tensor]:
+    """Other numbers on each rank."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return [torch.randn(2, WIDTH, generator=generator) for _ in range(num)]
+
+
+def alone(is_on: bool, sharding: str, groups: str) -> list[Tensor]:
+    """Three steps of four microbatches, two of them in flight."""
+    stage = make_stage(init_device_mesh("cpu", (2,)), 1, sharding)
+    if is_on:
+        offload_modules(stage, {groups: GROUPS[groups]})
+    seen: list[Tensor] = []
+    for step in range(3):
+        waiting: list[Tensor] = []
+        if is_on:
+            off_interface.reset()
+        for x in draw(step, 4):
+            if is_on:
+                off_interface.init_chunk_handler(None, None, 1)
+            waiting.append(stage(x).square().mean())
+            if len(waiting) == 2:
+                waiting[0].backward()
+                seen.append(waiting.pop(0).detach())
+        waiting.pop().backward()
+        seen += gradients([stage])
+    return seen
+
+
+def pipeline(is_on: bool, sharding: str, virtual: str) -> list[Tensor]:
+    """Two pipeline stages or four, each sharded over as many ranks as are left."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
+    rank, num_local = mesh["pp"].get_local_rank(), int(virtual)
+    indices = [rank + 2 * v for v in range(num_local)]
+    modules = [make_stage(mesh["dp"], index, sharding) for index in indices]
+    stages = [
+        PipelineStage(m, i, 2 * num_local, torch.device("cpu"), group=mesh["pp"].get_group())
+        for m, i in zip(modules, indices, strict=True)
+    ]
+    loss = nn.functional.mse_loss
+    if num_local == 1:
+        schedule: Any = Schedule1F1B(stages[0], 4, loss_fn=loss)
+    else:
+        schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=loss)
+    handle = attach(schedule, {"mlp": GROUPS["mlp"]}) if is_on else None
+    seen: list[Tensor] = []
+    for step in range(3):
+        x = torch.cat(draw(step, 4))
+        losses: list[Tensor] = []
+        options = {"target": x, "losses": losses} if rank == 1 else {}
+        schedule.step(*([] if rank else [x]), **options)
+        seen += [loss.detach() for loss in losses] + gradients(modules)
+    if handle is not None:
+        handle.manager.reset()
+        handle.detach()
+    return seen
+
+
+def tensor_parallel(is_on: bool) -> list[Tensor]:
+    """DTensors whose local tensors come from collectives."""
+    mesh = init_device_mesh("cpu", (2,))
+    seen: list[Tensor] = []
+    for step in range(3):
+        if is_on:
+            off_interface.reset()
+            off_interface.init_chunk_handler(None, None, 1)
+        x, y = (DTensor.from_local(t, mesh, [Shard(0)]).requires_grad_() for t in draw(step, 2))
+        h = x * 1
+        with off_interface(is_on, h, "tp") as h:
+            gathered = h.redistribute(mesh, [Replicate()])
+            z = (gathered * y.redistribute(mesh, [Replicate()])).sin() @ gathered.t()
+            z = z.redistribute(mesh, [Shard(1)]).exp()
+        if is_on:
+            z = off_interface.group_commit(z, name="tp")
+        del h, gathered
+        z.sum().full_tensor().backward()
+        seen += [z.to_local().detach(), x.grad.to_local(), y.grad.to_local()]
+    return seen
+
+
+def async_result(is_on: bool) -> list[Tensor]:
+    """A collective's result that nobody waited for is saved."""
+    seen: list[Tensor] = []
+    for step in range(3):
+        if is_on:
+            off_interface.reset()
+            off_interface.init_chunk_handler(None, None, 1)
+        x, y = draw(step, 2)
+        x.requires_grad_()
+        with off_interface(is_on, x, "sum") as x:
+            summed = collectives.all_reduce(y, "sum", dist.group.WORLD)
+            assert type(summed) is collectives.AsyncCollectiveTensor
+            z = x * summed
+        if is_on:
+            z = off_interface.group_commit(z, name="sum")
+        del summed
+        z.sum().backward()
+        seen += [z.detach(), x.grad]
+    return seen
+
+
+CASES: dict[str, Callable[..., list[Tensor]]] = {
+    "alone": alone,
+    "pipeline": pipeline,
+    "tensor_parallel": tensor_parallel,
+    "async_result": async_result,
+}
+
+
+def compare(case: str) -> dict[str, Any]:
+    """One case, such as ``alone:bf16:mlp``, without and with offload."""
+    name, *options = case.split(":")
+    expected = CASES[name](False, *options)
+    facts: dict[str, Any] = {"tensors": len(expected)}
+    for backend in (CpuBackend(), SimulatedBackend("late")):
+        Watched.forget()
+        with use_backend(backend, config=CONFIG) as manager:
+            manager.services.transfer.__class__ = Watched
+            got = CASES[name](True, *options)
+            statistics = manager.statistics()
+        equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
+        for name_of_fact, fact in {
+            "equal": equal,
+            "offloaded": statistics.bytes_offloaded,
+            "live": statistics.live_tensors,
+            "whole": len(Watched.whole),
+            "num_moved": Watched.num_moved,
+        }.items():
+            facts.setdefault(name_of_fact, []).append(fact)
+    return facts
+
+
+def main() -> None:
+    """Compare the cases named, and write what came of them."""
+    out, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {case: compare(case) for case in cases}
+    PipelineOffloadManager.reset_instance()
+    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

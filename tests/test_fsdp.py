@@ -1,0 +1,38 @@
+"""FSDP2 and DTensor on real ranks: same bits, and no byte of a gathered parameter leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_pipelining import run_ranks
+
+WORKER = Path(__file__).with_name("fsdp_worker.py")
+
+CASES = {
+    2: [
+        "alone:plain:mlp",
+        "alone:kept:mlp",
+        "alone:bf16:all",
+        "pipeline:plain:2",
+        "tensor_parallel",
+        "async_result",
+    ],
+    4: ["pipeline:bf16:1"],
+}
+"""By number of ranks. In ``all``, a group has modules in it that are sharded on their own."""
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_sharded_models_are_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
+    cases = CASES[world]
+    for rank, found in enumerate(run_ranks(world, cases, tmp_path, WORKER)):
+        assert list(found) == cases
+        for case, facts in found.items():
+            where = f"{case}, rank {rank} of {world}"
+            assert facts["equal"] == [True, True] and facts["tensors"] > 0, where
+            assert all(nbytes > 0 for nbytes in facts["offloaded"]), where
+            assert facts["live"] == [0, 0], where
+            assert facts["num_moved"] == [0, 0], where
+            if case.split(":")[0] in ("alone", "pipeline"):
+                assert all(num > 0 for num in facts["whole"]), where
