@@ -1,9 +1,9 @@
 """From saved tensors to payloads: what of a group is copied, each byte once.
 
-Saved tensors are sorted by storage. A storage whose saved views reach from its begin to its end and
-cover half of it or more, alone or together, moves as it is and every view finds its place in it
-again; so q, k and v, three views of one projection, move as one payload. Otherwise each view is
-gathered: what lies before or behind it is somebody else's, who may change it at any time.
+Saved tensors are sorted by storage. A storage moves as it is, and every view finds its place in it
+again, if one view covers it, or if several reach from its begin to its end and cover half of it or
+more together; so q, k and v, three views of one projection, move as one payload. Otherwise each
+view is gathered: what lies beside it is somebody else's, who may change it at any time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _of_one_storage(saved: list[SavedActivation], storage: UntypedStorage) -> li
     begin = min(g.offset * g.dtype.itemsize for g in by_geometry)
     end = max((g.offset + g.span_numel) * g.dtype.itemsize for g in by_geometry)
     is_all = begin == 0 and end == storage.nbytes()
-    if not is_all or 2 * covered < storage.nbytes() or whole is None:
+    enough = storage.nbytes() if len(by_geometry) == 1 else storage.nbytes() / 2
+    if not is_all or covered < enough or whole is None:
         return [_gathered(geometry, same) for geometry, same in by_geometry.items()]
     if len(by_geometry) == 1 and is_whole_storage(source, storage):
         return [(source, saved, storage)]

@@ -1,8 +1,8 @@
 """Which tensors may move, and which bytes that means.
 
-A view that covers at least half of its storage moves as the storage; so do small views that do so
-together. What is left is gathered. Bytes are always counted on distinct elements: a broadcast is
-one element, however large its shape.
+A view that covers its storage moves as the storage; so do several that cover half of it together.
+What is left is gathered. Bytes are always counted on distinct elements: a broadcast is one element,
+however large its shape.
 """
 
 from __future__ import annotations
