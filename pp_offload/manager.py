@@ -71,6 +71,7 @@ class PipelineOffloadManager:
         )
         self.num_attached = 0
         self._has_warned = False
+        self._was_disabled = False
         self._current: ChunkOffloadHandler | None = None
         self._scopes: list[saved_tensors_hooks] = []
         self._pool: GPUTensorPool | None = None
@@ -274,8 +275,9 @@ class PipelineOffloadManager:
                 self.post_warmup_callback()
             else:
                 self._learn()
-        elif not self._has_warned and self.services.is_enabled:
+        elif not self._has_warned and not self._was_disabled:
             self._warn_if_nothing_may_leave()
+        self._was_disabled = not self.services.is_enabled
         self.abort()
 
     def abort(self) -> None:
@@ -352,6 +354,7 @@ class PipelineOffloadManager:
     def disable_offload(self) -> None:
         """From now on nothing is offloaded, until :meth:`enable_offload`."""
         self.services.is_enabled = False
+        self._was_disabled = True
 
     def enable_offload(self) -> None:
         """Offload again."""

@@ -49,7 +49,8 @@ def successor(old: PipelineOffloadManager, config: OffloadConfig) -> PipelineOff
         )
     manager = PipelineOffloadManager(config=config, backend=old.backend)
     manager.services.eligibility.kept = old.services.eligibility.kept
-    manager.services.is_enabled = old.services.is_enabled
+    if not old.services.is_enabled:
+        manager.disable_offload()
     return manager
 
 
