@@ -23,7 +23,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
     "relu": lambda t: t.relu_(),
     "a view": lambda t: t[1:].add_(2),
     "by one of its own": lambda t: t.copy_(t.detach().flip(0)),
-    "with a gradient": lambda t: t.add_(t.sin().sum()),
+    "with a gradient": lambda t: t.add_(t.sum()),
 }
 changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
@@ -34,7 +34,7 @@ def nothing(tensor: Tensor) -> None:
 
 def compute(x: Tensor) -> tuple[Tensor, Tensor]:
     """Saves what nobody changes: two products of its input."""
-    return (x * 1.5).sin() * 2, (x * 0.5).exp() + 1
+    return (x * 1.5).sin() * 2, (x * 0.5).tanh() + 1
 
 
 def as_context(is_on: bool, h: Tensor, inside: Callable[[Tensor], object]) -> tuple[Tensor, Tensor]:
