@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from pp_offload.activity import ActivityWatch
 from pp_offload.backends import Backend, Stream, bare, default_backend
 from pp_offload.chain import make_engine
 from pp_offload.chunk import ChunkOffloadHandler, Services
@@ -70,7 +71,7 @@ class PipelineOffloadManager:
             number_chunk=self._add_chunk,
         )
         self.num_attached = 0
-        self._has_warned = False
+        self.activity = ActivityWatch()
         self._was_disabled = False
         self._current: ChunkOffloadHandler | None = None
         self._scopes: list[saved_tensors_hooks] = []
@@ -163,6 +164,8 @@ class PipelineOffloadManager:
                 f"min_offloaded_tensor_size is {smallest!r}; expected at least 0 elements"
             )
         self.verify()
+        if torch.is_grad_enabled():
+            self.step.smallest_numel = smallest
         self.step.vp_size = size
         self._current = ChunkOffloadHandler(
             min_offloaded_tensor_size,
@@ -252,7 +255,10 @@ class PipelineOffloadManager:
         Raises:
             GroupStateError: There should be one.
         """
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_in_backward():
+        if not torch.is_grad_enabled():
+            self.step.is_evaluating = True
+            return None
+        if torch.compiler.is_compiling() or is_in_backward():
             return None
         if self._current is None and not self.num_attached:
             raise GroupStateError(
@@ -275,8 +281,9 @@ class PipelineOffloadManager:
                 self.post_warmup_callback()
             else:
                 self._learn()
-        elif not self._has_warned and not self._was_disabled:
-            self._warn_if_nothing_may_leave()
+        step = self.step
+        if step.smallest_numel is not None and not (step.is_evaluating or self._was_disabled):
+            self.activity.check(step.activity(), step.smallest_numel)
         self._was_disabled = not self.services.is_enabled
         self.abort()
 
@@ -305,20 +312,6 @@ class PipelineOffloadManager:
                 len(old.names),
                 len(plan.kept),
             )
-
-    def _warn_if_nothing_may_leave(self) -> None:
-        """A step whose groups saved nothing to offload is hardly what was wanted."""
-        num_groups, num_tensors, smallest = self.step.count()
-        if num_tensors or not num_groups:
-            return
-        self._has_warned = True
-        logger.warning(
-            "a step with %d groups offloaded nothing: none saved a tensor of at least "
-            "min_offloaded_tensor_size=%d elements that may leave the device; lower that, or look "
-            "whether the groups are around the layer's forward and outside torch.compile",
-            num_groups,
-            smallest,
-        )
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:

@@ -38,9 +38,16 @@ class OffloadModulesHandle:
     def __init__(self, hooks: list[RemovableHandle], modules: dict[str, list[str]]) -> None:
         self._hooks = hooks
         self.modules = modules
+        self._activity = PipelineOffloadManager.get_instance().activity
+        self._activity.expect(self._names())
+
+    def _names(self) -> list[str]:
+        return [group for group, names in self.modules.items() if names]
 
     def remove(self) -> None:
         """Take the groups off the model. Twice is fine."""
+        if self._hooks:
+            self._activity.forget(self._names())
         while self._hooks:
             self._hooks.pop().remove()
 

@@ -48,6 +48,7 @@ def successor(old: PipelineOffloadManager, config: OffloadConfig) -> PipelineOff
             "detach() it first, or give both the same config"
         )
     manager = PipelineOffloadManager(config=config, backend=old.backend)
+    manager.activity = old.activity
     manager.services.eligibility.kept = old.services.eligibility.kept
     if not old.services.is_enabled:
         manager.disable_offload()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from pp_offload.activity import Activity
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
@@ -26,6 +27,12 @@ class StepRecord(Upcoming):
         self.vp_size = 1
         self.pipeline_rank = 0
         self.is_warmup = True
+        self.smallest_numel: int | None = None
+        """The least elements of a tensor that may leave; None before a forward with grad."""
+
+        self.is_evaluating = False
+        """Whether a group was passed without grad."""
+
         self.in_backward: ChunkOffloadHandler | None = None
         self.weight_pass: WeightPass | None = None
         self.summary: dict[str, int] = {}
@@ -116,12 +123,14 @@ class StepRecord(Upcoming):
         self.summary = {name: nbytes for name, nbytes in summary.items() if nbytes}
         return make_plan(shapes, config, self.pipeline_rank)
 
-    def count(self) -> tuple[int, int, int]:
-        """Groups, tensors in them that may leave, and the least elements such a tensor has."""
-        chunks = self._forward.values()
-        groups = [group for chunk in chunks for group in chunk.groups]
-        smallest = min((chunk.min_offloaded_tensor_size for chunk in chunks), default=0)
-        return len(groups), sum(group.total_tensor_count for group in groups), smallest
+    def activity(self) -> dict[str, Activity]:
+        """What was done, by group name."""
+        found: dict[str, Activity] = {}
+        for chunk in self._forward.values():
+            for group in chunk.groups:
+                groups, tensors = found.get(group.name, (0, 0))
+                found[group.name] = Activity(groups + 1, tensors + group.total_tensor_count)
+        return found
 
     def clear(self) -> None:
         """Forget the step."""
@@ -131,6 +140,8 @@ class StepRecord(Upcoming):
         self._backward.clear()
         self._weight_passes.clear()
         self._numbers.clear()
+        self.smallest_numel = None
+        self.is_evaluating = False
         self.queue.clear()
         self.change()
         self.in_backward = self.weight_pass = None

@@ -36,6 +36,7 @@ LAYERS = [
     {"prefetch", "release", "split"},
     {"chunk_queue"},
     {"chunk"},
+    {"activity"},
     {"step", "statistics"},
     {"manager"},
     {"functions", "cuda_graph"},

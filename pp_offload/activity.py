@@ -1,0 +1,73 @@
+"""Which groups that were asked for do nothing; each is said once.
+
+A name is asked for by a pattern of module names, or by a marker that ran. After a step with a
+forward that was to be differentiated, it should have had groups, and they tensors.
+
+    group 'attn' offloaded nothing: none of its 4 groups saved a tensor of at least ...
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+
+class Activity(NamedTuple):
+    """What a step did under one name."""
+
+    num_groups: int
+    num_tensors: int
+    """Those that could leave the device, whether or not the plan let them."""
+
+
+class ActivityWatch:
+    """Knows what was asked for, and what was said about it."""
+
+    def __init__(self) -> None:
+        self._wanted: Counter[str] = Counter()
+        self._said: set[str] = set()
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Groups of these names are to come in every step."""
+        self._wanted.update(names)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """They are not, any more."""
+        self._wanted.subtract(names)
+
+    def check(self, found: Mapping[str, Activity], smallest_numel: int) -> None:
+        """Say which names did nothing in a step.
+
+        Args:
+            found: What the step did, by name.
+            smallest_numel: The least elements of a tensor that may leave. Of the step's chunks.
+        """
+        for name, message in self._idle(found, smallest_numel):
+            if name not in self._said:
+                self._said.add(name)
+                logger.warning(message)
+
+    def _idle(
+        self, found: Mapping[str, Activity], smallest_numel: int
+    ) -> Iterator[tuple[str, str]]:
+        for name in sorted({*found, *(+self._wanted)}):
+            activity = found.get(name)
+            if activity is None:
+                yield (
+                    name,
+                    f"group '{name}' never ran: a step had forwards, but none went through the "
+                    "modules its patterns match; look whether the step calls them, and not a copy "
+                    "or a function of theirs, or compiles around them",
+                )
+            elif not activity.num_tensors:
+                yield (
+                    name,
+                    f"group '{name}' offloaded nothing: none of its {activity.num_groups} groups "
+                    f"saved a tensor of at least min_offloaded_tensor_size={smallest_numel} "
+                    "elements that may leave the device; lower that, or look whether the group is "
+                    "around the layer's forward and outside torch.compile",
+                )
