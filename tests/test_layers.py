@@ -42,7 +42,8 @@ LAYERS = [
     {"functions", "cuda_graph"},
     {"interface"},
     {"modules", "report", "session"},
-    {"pipelining", "testing"},
+    {"pipelining", "testing", "testing.field"},
+    {"testing.__main__"},
     {"fine_grained_activation_offload"},
     {""},
 ]
