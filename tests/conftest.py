@@ -30,6 +30,30 @@ def make_backend(kind: str, seed: int = 0) -> Backend:
     return SimulatedBackend(kind, seed=seed)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The field tests can be run on an engine on which they must fail."""
+    parser.addoption(
+        "--naive",
+        nargs="?",
+        const="all faults",
+        choices=("all faults", "waits"),
+        help="run tests/field on the engine of tests/field/naive.py; 'waits' takes a fault away",
+    )
+
+
+@pytest.fixture(autouse=True)
+def engine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--naive``, every manager that a test makes is a naive one."""
+    kind = request.config.getoption("naive")
+    if kind is None:
+        yield
+        return
+    from naive import installed
+
+    with installed(waits_on_demand=kind == "waits"):
+        yield
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Each backend in turn."""

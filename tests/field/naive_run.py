@@ -1,0 +1,126 @@
+"""A pytest plugin for runs on the naive engine: of each row, tests until one fails as it should.
+
+python -m pytest tests/field --naive -p naive_run --junitxml report.xml
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Generator
+
+import pytest
+
+from pp_offload.testing.field import row_of
+
+NOT_SHOWN = {
+    "F22": "the table over ranks is gathered by pp_offload.report, and not by a manager; its ranks "
+    "are processes of their own",
+    "F30": "the rows of sizes measure the host tier itself; the file shows what powers of two hold",
+    "F45": "the naive engine leaves threads and memory where they are; the file spies on both",
+}
+"""Rows that the naive engine cannot fail, and why."""
+
+REASONS = {
+    "F01": (r"on demand.*late", r"RaceError: read by stream h2d .* after the write by stream d2h"),
+    "F03": (r"before_commit", r"DID NOT RAISE SavedTensorModifiedError"),
+    "F07": (r"late", r"RaceError: read by stream d2h .* after the write by stream side"),
+    "F08": (r"late", r"RaceError: read by stream d2h .* after the write by stream compute"),
+    "F13": (r"all_config|one_layer|all_resident", r"KeyError"),
+    "F14": (r"cpu", r"KeyError"),
+    "F16": (r"second_use\[cpu", r"KeyError"),
+    "F18": (r"aborted_step\[cpu", r"AssertionError|RuntimeError|KeyError"),
+    "F21": (r"number_of_microbatches.*cpu", r"assert \d+ >= "),
+    "F31": (r"random_lengths.*cpu", r"assert \d+ <= \(1.05 \*"),
+    "F32": (r"ordinary_memory", r"MemoryError"),
+    "F33": (r"no_allocation.*cpu", r"assert \[.*\] == \["),
+    "F34": (r"one_copy\[cpu-each", r"assert 3 == 1"),
+    "F35": (r"who_holds.*cpu", r"ValueError: not enough values"),
+    "F36": (r"a_leaf.*cpu", r"ValueError: not enough values"),
+    "F47": (r"cpu", r"assert not \(?\{|not in \["),
+    "F48": (r"cpu-4", r"assert \d+ == \d+"),
+    "F49": (r"order_of_backward\[cpu", r"KeyError|AssertionError"),
+}
+"""Where a row must fail, and how. Of a row that is not here any failure will do that is no lack."""
+
+REASONS_IF_IT_WAITS = {
+    "F02": (r"late", r"RaceError: write by stream d2h .* after the read by stream h2d"),
+}
+"""The same for the naive engine that waits for reloads on demand, which hides other races."""
+
+LACKS = {
+    *("AttributeError", "ImportError", "ModuleNotFoundError", "NameError"),
+    *("NotImplementedError", "TypeError", "TookTooLong"),
+}
+"""Errors that say only that the naive engine is no full replacement."""
+
+LEFT_OUT = {"cpu threads", "eager", "random"}
+"""Backends without which every fault shows."""
+
+TIMEOUT_S = 20
+
+
+class TookTooLong(BaseException):
+    """A test hangs. No test expects it."""
+
+
+def is_shown(test: str, message: str, *, waits: bool = False) -> bool:
+    """Whether a failure is for the reason of the test's row."""
+    where, what = (REASONS_IF_IT_WAITS if waits else REASONS).get(row_of(test) or "", ("", ""))
+    error = message.partition(":")[0].split(".")[-1].strip()
+    is_lack = error in LACKS
+    return not is_lack and bool(re.search(where, test) and re.search(what, message, re.DOTALL))
+
+
+_shown: set[str | None] = set(NOT_SHOWN)
+_is_waiting = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Which of the two naive engines it is."""
+    global _is_waiting
+    _is_waiting = config.getoption("naive") == "waits"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out backends, and rows without a test of this engine."""
+    items[:] = [item for item in items if _is_wanted(item)]
+    items.sort(key=lambda item: (item.path, "late" in item.name))
+
+
+def _is_wanted(item: pytest.Item) -> bool:
+    row, callspec = row_of(item.name), getattr(item, "callspec", None)
+    values = [] if callspec is None else callspec.params.values()
+    is_left_out = any(isinstance(value, str) and value in LEFT_OUT for value in values)
+    is_elsewhere = (row in REASONS_IF_IT_WAITS) != _is_waiting
+    return row not in {None, *NOT_SHOWN} and not is_left_out and not is_elsewhere
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A row that has failed as it should needs no more tests."""
+    if row_of(item.name) in _shown:
+        pytest.skip("its row is shown")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """A test that hangs fails."""
+
+    def stop(*_: object) -> None:
+        raise TookTooLong(f"more than {TIMEOUT_S} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(TIMEOUT_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Remember what is shown; runs in each worker for its own tests."""
+    test = report.nodeid.split("::")[-1]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if report.failed and crash is not None and is_shown(test, crash.message, waits=_is_waiting):
+        _shown.add(row_of(test))

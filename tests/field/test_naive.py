@@ -1,0 +1,116 @@
+"""No row is vacuous: on the naive engine each fails, and for a reason of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from conftest import make_backend
+from field_checks import Chain, make_inputs, run_moves, schedule
+from naive import NaiveManager, installed
+from naive_run import NOT_SHOWN, REASONS, REASONS_IF_IT_WAITS, is_shown
+from toy import assert_idle, assert_no_hooks, batches, make_model, run_step, same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as Interface
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload.testing.field import find_rows, row_of
+
+FIELD = Path(__file__).parent
+TIMEOUT_S = 300
+ROWS = {row.name for row in find_rows(FIELD)}
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+
+
+def failures(report: Path, kind: str) -> dict[str, str]:
+    """What the field tests say of a naive engine, by test."""
+    command = [sys.executable, "-m", "pytest", str(FIELD), f"--ignore={__file__}"]
+    command += [f"--naive={kind}", "-p", "naive_run", "-p", "no:cacheprovider", "--tb=line"]
+    command += ["-n", "2", "--dist", "loadfile", f"--junitxml={report}"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    env["OMP_NUM_THREADS"] = "1"
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(FIELD), env.get("PYTHONPATH"))))
+    root = FIELD.parents[1]
+    done = subprocess.run(
+        command, cwd=root, env=env, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-4000:] + done.stderr
+    return {
+        case.get("name", ""): failure.get("message", "")
+        for case in ElementTree.parse(report).iter("testcase")
+        if (failure := case.find("failure")) is not None
+    }
+
+
+def shown(failed: dict[str, str], *, waits: bool) -> set[str | None]:
+    return {row_of(test) for test, said in failed.items() if is_shown(test, said, waits=waits)}
+
+
+def test_every_row_fails_on_the_naive_engine(tmp_path: Path) -> None:
+    failed = failures(tmp_path / "all.xml", "all faults")
+    failed_if_it_waits = failures(tmp_path / "waits.xml", "waits")
+    rows = shown(failed, waits=False) | shown(failed_if_it_waits, waits=True)
+    said: dict[str | None, list[str]] = defaultdict(list)
+    for test, message in (*failed.items(), *failed_if_it_waits.items()):
+        said[row_of(test)].append(f"{test}: {message[:200]}")
+    missing = {row: said[row] for row in sorted(ROWS - rows - set(NOT_SHOWN))}
+    assert not missing, "rows that an engine with their failure passes, or fails for other reasons"
+
+
+def test_every_reason_is_of_a_row() -> None:
+    assert {*NOT_SHOWN, *REASONS, *REASONS_IF_IT_WAITS} <= ROWS
+    assert not set(NOT_SHOWN) & {*REASONS, *REASONS_IF_IT_WAITS}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "AttributeError: 'NaiveManager' object has no attribute 'x'",
+        "TypeError: unexpected keyword",
+        "naive_run.TookTooLong: more than 20 s",
+    ],
+)
+def test_a_lack_is_no_reason(message: str) -> None:
+    assert not is_shown("test_f99_anything[cpu]", message)
+    assert is_shown("test_f99_anything[cpu]", "assert 2 == 1")
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("layers", [2, 3])
+def test_the_naive_engine_trains(ahead: int, layers: int) -> None:
+    """It is naive, not broken: in plain 1F1B it offloads, and every bit is right."""
+    with installed(), use_backend(make_backend("cpu"), config=CONFIG) as manager:
+        assert type(manager) is NaiveManager
+        on, off = (Chain(("a", "b"), layers, is_on=b) for b in (True, False))
+        for step in range(3):
+            inputs, moves = make_inputs(4, step=step), schedule(4, ahead)
+            expected = run_moves([off], inputs, moves, False)
+            assert same_bits(run_moves([on], inputs, moves, True), expected)
+            assert_idle(manager)
+        statistics = manager.statistics()
+        assert statistics.prefetched_reloads > statistics.on_demand_reloads > 0
+        assert statistics.bytes_offloaded > 0
+
+
+def test_the_naive_engine_trains_linear_layers() -> None:
+    with installed(), use_backend(make_backend("cpu"), config=CONFIG) as manager:
+        on, off = make_model(), make_model(groups=())
+        for step in range(3):
+            expected = run_step(off, batches(4, step=step), in_flight=2, offload=False)
+            assert same_bits(run_step(on, batches(4, step=step), in_flight=2), expected)
+            assert_idle(manager)
+        assert manager.statistics().bytes_offloaded > 0
+
+
+def test_nothing_of_the_naive_engine_stays() -> None:
+    before = dict(vars(Interface))
+    with installed():
+        assert vars(Interface) != before
+    assert vars(Interface) == before
+    with use_backend(make_backend("cpu"), config=CONFIG) as manager:
+        assert type(manager) is PipelineOffloadManager
+    assert_no_hooks()
