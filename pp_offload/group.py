@@ -55,6 +55,7 @@ class OffloadTensorGroup:
         self.state = GroupState.OPEN
         self.is_used = False
         self.is_brought = False
+        self.has_failed = False
         self.total_tensor_count = 0
         self.total_offload_bytes = 0
         self.copied_bytes = 0
@@ -103,6 +104,11 @@ class OffloadTensorGroup:
         self.state = state
         self._saved = []
         self._tensors.clear()
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether its forward ended well, backward used it, and nobody has committed it."""
+        return self.state is GroupState.OPEN and self.is_used and not self.has_failed
 
     def follow(self, tickets: list[Ticket]) -> None:
         """Know these tickets, for prefetch, as long as they live."""

@@ -106,6 +106,7 @@ class FineGrainedActivationOffloadingInterface:
         self.tensor = tensor
         self.name = name
         self._hooks: saved_tensors_hooks | None = None
+        self._group: OffloadTensorGroup | None = None
 
     @property
     def is_open(self) -> bool:
@@ -117,13 +118,16 @@ class FineGrainedActivationOffloadingInterface:
         started = _start(self.name) if self.offload else None
         if started is None:
             return self.tensor
-        chunk, group = started
-        self._hooks = saved_tensors_hooks(partial(chunk.pack, group), unpack)
+        chunk, self._group = started
+        self._hooks = saved_tensors_hooks(partial(chunk.pack, self._group), unpack)
         self._hooks.__enter__()
         return self.tensor
 
     def __exit__(self, *args: Any) -> None:
         """Stop collecting; an exception passes on."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.has_failed = any(arg is not None for arg in args)
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__(*args)

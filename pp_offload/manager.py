@@ -274,8 +274,13 @@ class PipelineOffloadManager:
         """Close the last step and begin the next. Holds no collective.
 
         A step without grad, and one in which a chunk never went backward, teaches nothing.
+
+        Raises:
+            GroupStateError: Groups of the last step were started, used by backward, and never
+                committed. The next step has begun all the same.
         """
         self.flush_delayed_groups()
+        forgotten = self.step.forgotten()
         if self.step.is_complete():
             if self.step.is_warmup:
                 self.post_warmup_callback()
@@ -286,6 +291,11 @@ class PipelineOffloadManager:
             self.activity.check(step.activity(), step.smallest_numel)
         self._was_disabled = not self.services.is_enabled
         self.abort()
+        if forgotten:
+            raise GroupStateError(
+                f"groups {forgotten} were started and never committed, so nothing of them was "
+                "offloaded; call group_commit(output, name) at the end of each group's forward"
+            )
 
     def abort(self) -> None:
         """Forget the step that runs. Tensors autograd still holds stay good."""

@@ -111,6 +111,11 @@ class StepRecord(Upcoming):
             chunk.finish_all_groups() for chunk in self._forward.values()
         )
 
+    def forgotten(self) -> list[str]:
+        """Names of groups that were started, used by backward, and never committed."""
+        groups = (group for chunk in self._forward.values() for group in chunk.groups)
+        return [group.name for group in groups if group.is_forgotten]
+
     def make_plan(self, config: OffloadConfig) -> Plan:
         """Learn from the step: the plan, the summary, and the backward order."""
         shapes = tuple(chunk.shape() for chunk in self._backward.values())

@@ -162,6 +162,9 @@ def test_a_group_never_committed_still_has_its_tensors(manager: PipelineOffloadM
     y.sum().backward()
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, leaf.detach().exp())
+    with pytest.raises(GroupStateError) as error:
+        manager.reset()
+    check(error.value, "'mlp'", "never committed", "group_commit")
 
 
 def test_backward_before_forward_of_a_group(manager: PipelineOffloadManager) -> None:
@@ -212,6 +215,8 @@ def test_a_group_committed_on_another_thread(manager: PipelineOffloadManager) ->
     y.sum().backward()
     assert isinstance(error, GroupStateError)
     check(error, "'mlp'", "thread")
+    with pytest.raises(GroupStateError, match="never committed"):
+        manager.reset()
 
 
 def test_backward_on_another_thread_is_right(manager: PipelineOffloadManager) -> None:
