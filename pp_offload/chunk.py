@@ -71,6 +71,11 @@ class Services:
     )
     """Gives a chunk its key when its first group starts."""
 
+    release: ForcedRelease = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.release = ForcedRelease(self.eligibility)
+
     @property
     def mover(self) -> Mover:
         """What tickets are moved by."""
@@ -286,8 +291,8 @@ class ChunkOffloadHandler:
         else:
             self._keep(self._open.pop())
         if forced_released_tensors and group.state is GroupState.OFFLOADED:
-            release = ForcedRelease(forced_released_tensors, self._services.eligibility.kept)
-            self._services.transfer.after_copies(release.run)
+            services = self._services
+            services.transfer.after_copies(services.release.of(forced_released_tensors))
 
     def should_bulk_offload(self) -> bool:
         """Whether the group being committed leaves the device.

@@ -3,6 +3,9 @@
 A user names tensors whose memory the forward still references but no longer needs. Their storage is
 emptied only when it is certain that nobody else shares it: a saved tensor in another group, a view
 in the user's hands, or anything autograd saved without hooks counts as a holder, and then it stays.
+So does memory that is not torch's own, with a warning, for naming it never helps.
+
+    transfer.after_copies(release.of(tensors))
 """
 
 from __future__ import annotations
@@ -10,33 +13,39 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
-from pp_offload.tensors import StorageSet, has_storage, num_holders
+from pp_offload.tensors import Eligibility, has_storage, num_holders
 
 logger = logging.getLogger(__name__)
 
 
+_EXTERNAL = "its memory is not torch's own, or shared with other processes; do not name it"
+
+
 class ForcedRelease:
-    """Tensors to empty after the copies queued so far.
+    """Empties what users name, where that harms nobody.
 
     Args:
-        tensors: What the user named. Held weakly.
-        kept: Storages that stay whatever the user says.
+        eligibility: Knows the storages that stay whatever the user says.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], kept: StorageSet) -> None:
-        self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        self._kept = kept
+    def __init__(self, eligibility: Eligibility) -> None:
+        self._eligibility = eligibility
+        self._has_warned = False
 
-    def run(self) -> None:
-        """Empty what may be emptied. The copies are done and dropped their references."""
-        for ref in self._tensors:
+    def of(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
+        """What empties them, to be called when their copies are done. They are held weakly."""
+        return partial(self._run, [weakref.ref(tensor) for tensor in tensors])
+
+    def _run(self, refs: Sequence[weakref.ref[Tensor]]) -> None:
+        for ref in refs:
             tensor = ref()
             if tensor is None:
                 continue
@@ -44,7 +53,10 @@ class ForcedRelease:
             if reason is None:
                 tensor.untyped_storage().resize_(0)
             else:
-                logger.info(
+                is_news = reason is _EXTERNAL and not self._has_warned
+                self._has_warned |= is_news
+                logger.log(
+                    logging.WARNING if is_news else logging.INFO,
                     "forced_released_tensors: a tensor of shape %s stays on the device: %s",
                     tuple(tensor.shape),
                     reason,
@@ -53,11 +65,11 @@ class ForcedRelease:
     def _reason_to_stay(self, tensor: Tensor) -> str | None:
         if not has_storage(tensor):
             return "it is no dense tensor"
-        if isinstance(tensor, Parameter) or tensor in self._kept:
+        if isinstance(tensor, Parameter) or tensor in self._eligibility.kept:
             return "it belongs to the model, or was marked with mark_not_offloadable"
         storage = tensor.untyped_storage()
-        if not storage.resizable():
-            return "its memory is external and cannot be resized"
+        if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
+            return _EXTERNAL
         others = num_holders(storage) - 1 - (tensor._base is not None)
         if others > 0:
             return f"its storage is shared by {others} others"
