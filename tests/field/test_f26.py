@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from field_checks import Chain, make_inputs
+from field_checks import Chain, hook_depth, make_inputs
 from torch import Tensor
 from toy import assert_idle, assert_no_hooks, same_bits
 
@@ -27,18 +27,6 @@ PLACES = (
     "after commit",
     "in backward",
 )
-
-
-def hook_depth() -> int:
-    """How many pairs of saved-tensor hooks are on this thread's stack."""
-    stack = torch._C._autograd
-    found = []
-    while (top := stack._top_saved_tensors_default_hooks(True)) is not None:
-        found.append(top)
-        stack._pop_saved_tensors_default_hooks()
-    for pack, unpack in reversed(found):
-        stack._push_saved_tensors_default_hooks(pack, unpack)
-    return len(found)
 
 
 Switch = Callable[[str], None]

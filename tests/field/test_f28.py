@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
-from field_checks import make_inputs
-from test_f26 import hook_depth
+from field_checks import hook_depth, make_inputs
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from field_checks import Chain, make_inputs, part
-from test_f26 import hook_depth
+from field_checks import Chain, hook_depth, make_inputs, part
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from toy import assert_idle, assert_no_hooks, same_bits

@@ -1,0 +1,147 @@
+"""Tensors and programs of every kind there is in training, in groups: the same bits as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy import assert_idle, batches, same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import PipelineOffloadManager
+
+Program = Callable[[Tensor, nn.ParameterDict], Tensor]
+
+
+class Gate(torch.autograd.Function):
+    """Saves a tensor of every dtype that programs save, and some of their views."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        mask = x > 0
+        order = x.argsort(dim=1, stable=True)
+        counts = mask.sum(1).to(torch.int32)
+        levels = (x.abs() * 10).clamp(max=255).to(torch.uint8)
+        ctx.save_for_backward(x, weight, mask, order, counts, levels, x.t(), mask[:, ::2])
+        ctx.mark_non_differentiable(mask)
+        return torch.where(mask, x * weight, levels.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, mask, order, counts, levels, turned, part = ctx.saved_tensors
+        scaled = gradient * mask * counts[:, None] + levels.to(x.dtype)
+        scaled = scaled.gather(1, order) * part.sum() + turned.t()
+        return scaled * weight, (scaled * x).sum(0)
+
+
+def custom_function(x: Tensor, weights: nn.ParameterDict) -> Tensor:
+    return Gate.apply(x, weights["row"]) * 0.5
+
+
+def autocast(x: Tensor, weights: nn.ParameterDict) -> Tensor:
+    """Products in bfloat16; the weights' casts are cached while the context is open."""
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        y = torch.tanh(x @ weights["square"])
+        y = torch.softmax(y @ weights["square"].t(), -1)
+        return (y @ weights["square"]).float()
+
+
+def channels_last(x: Tensor, weights: nn.ParameterDict) -> Tensor:
+    image = x.reshape(1, 4, 3, 2).contiguous(memory_format=torch.channels_last)
+    kernel = weights["kernel"].contiguous(memory_format=torch.channels_last)
+    y = torch.nn.functional.conv2d(image, kernel, padding=1).relu()
+    y = torch.nn.functional.max_pool2d(y, 2, stride=1, padding=1)
+    return y.sigmoid()[:, :, :3, :2].reshape(4, 6)
+
+
+def non_contiguous(x: Tensor, weights: nn.ParameterDict) -> Tensor:
+    turned = (x.t() * 2)[::2]
+    y = torch.einsum("ab,cb->ac", turned, x[:, [0, 2, 4, 5]].t().sin()[:, ::1])
+    return (y.sum() * x).transpose(0, 1).tanh().t() * x[:1].expand(4, 6)
+
+
+def complex_numbers(x: Tensor, weights: nn.ParameterDict) -> Tensor:
+    """A conjugate is a lazy flag on the same bytes."""
+    z = torch.fft.fft(x, dim=1) * torch.complex(x.cos(), x.sin())
+    y = (z * z.conj() + (z.conj() / 8).sin() * z.real).imag * z.abs()
+    return (y + torch.view_as_real(z).prod(-1) + z.imag.sin() * z.angle()).tanh()
+
+
+def indices_and_masks(x: Tensor, weights: nn.ParameterDict) -> Tensor:
+    values, index = x.topk(3, dim=1)
+    picked = weights["square"][index.flatten()].view(4, 3, 6) * values[..., None]
+    y = picked.sum(1).masked_fill(x > 0.5, 0.25)
+    y = torch.nn.functional.dropout(y, 0.5)
+    return y.scatter_add(1, index, values) + x.cumsum(1).gather(1, index.flip(1)).sum()
+
+
+def attention(x: Tensor, weights: nn.ParameterDict) -> Tensor:
+    """Three views of one product, and an operator with outputs of its own for backward."""
+    q, k, v = (x @ weights["square"]).view(1, 4, 3, 2).transpose(1, 2).unbind(1)
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    y = y + torch.nn.functional.layer_norm(y, (2,))
+    return y.repeat(1, 1, 3).view(4, 6) * x
+
+
+def half_precision(x: Tensor, weights: nn.ParameterDict) -> Tensor:
+    y = (x.to(torch.float16) * 2).tanh().to(torch.bfloat16).sigmoid()
+    return y.to(torch.float64).exp().float()
+
+
+PROGRAMS = [
+    custom_function,
+    autocast,
+    channels_last,
+    non_contiguous,
+    complex_numbers,
+    indices_and_masks,
+    attention,
+    half_precision,
+]
+
+
+def make_weights(device: torch.device) -> nn.ParameterDict:
+    torch.manual_seed(7)
+    shapes = {"row": (6,), "square": (6, 6), "kernel": (4, 4, 3, 3)}
+    drawn = {name: torch.randn(shape) / 2 for name, shape in shapes.items()}
+    return nn.ParameterDict({name: nn.Parameter(t.to(device)) for name, t in drawn.items()})
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_are_equal(manager: PipelineOffloadManager, program: Program) -> None:
+    device = manager.backend.device
+    weights = make_weights(device)
+
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        torch.manual_seed(step)
+        if is_on:
+            manager.reset()
+        done = []
+        for drawn in batches(2, 6, step, 4):
+            x = drawn.to(device).requires_grad_()
+            if is_on:
+                manager.init_model_chunk_offload_handler(None, None, 1)
+            h = x * 1
+            for _ in range(2):
+                with off_interface(is_on, h, "core") as h:
+                    h = program(h, weights)
+                if is_on:
+                    h = off_interface.group_commit(h, name="core")
+            done.append((h, x))
+        results = []
+        for y, x in done:
+            y.square().mean().backward()
+            results += [y.detach(), x.grad]
+        results += [p.grad.clone() for p in weights.parameters() if p.grad is not None]
+        weights.zero_grad()
+        return results
+
+    for step in range(3):
+        got, expected = run(True, step), run(False, step)
+        assert all(torch.isfinite(result).all() for result in expected)
+        assert same_bits(got, expected), step
+        assert_idle(manager)
+    assert manager.statistics().bytes_offloaded > 0
