@@ -1,12 +1,17 @@
-"""Tensor subclasses of the two kinds there are in training: quantised, and several in one."""
+"""Tensor subclasses of the two kinds there are in training, quantised and several in one; and
+programs that save them in a group."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import PipelineOffloadManager
 
 aten = torch.ops.aten
 
@@ -92,3 +97,39 @@ def leaves(tensor: Tensor) -> list[Tensor]:
     if isinstance(tensor, Scaled):
         return [tensor.data8, tensor.scale]
     return [tensor]
+
+
+def begin(manager: PipelineOffloadManager, smallest: int = 1) -> None:
+    manager.reset()
+    manager.init_model_chunk_offload_handler(None, None, smallest)
+
+
+def in_group(is_on: bool, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    with off_interface(is_on, x, "core") as x:
+        y = compute(x)
+    return off_interface.group_commit(y, name="core") if is_on else y
+
+
+class KeepsSaved(torch.autograd.Function):
+    """x times two; backward shows the tensor that was saved along."""
+
+    seen: list[Tensor] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        KeepsSaved.seen.append(ctx.saved_tensors[0])
+        return gradient * 2, None
+
+
+WRAPPERS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "quantised": lambda x: Scaled.of(x[0]),
+    "pair": lambda x: Pair(x[0], x[1]),
+    "transposed": lambda x: Pair(x[0].t(), x[1].t()),
+    "nested": lambda x: Pair(Pair(x[0], x[1]), Pair(x[2], x[3])),
+    "mixed": lambda x: Pair(Scaled.of(x[0]), Scaled.of(x[1])),
+}
