@@ -98,3 +98,30 @@ def test_a_parameter_stays(manager: PipelineOffloadManager) -> None:
     nbytes, got = run(manager, is_on=True, is_leaf=True, make=Parameter)
     assert nbytes == 160
     assert same_bits(got, run(manager, is_on=False, is_leaf=True, make=Parameter)[1])
+
+
+@pytest.mark.parametrize("holder", ["nobody", "user", "autograd"])
+def test_a_view_is_emptied_if_nobody_needs_its_base(
+    manager: PipelineOffloadManager, holder: str
+) -> None:
+    """The base shares the storage through the view, without being counted among its holders."""
+    leaf = torch.linspace(-1, 1, 40).to(manager.backend.device).requires_grad_()
+    weight = torch.ones(40).to(leaf.device).requires_grad_()
+    manager.reset()
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    base = leaf.view(4, 10) * 2
+    x = base.view(40)
+    other = base * weight.view(4, 10) if holder == "autograd" else None
+    held = base if holder == "user" else None
+    del base
+    with off_interface(True, x, "g"):
+        y = x * weight
+    y = off_interface.group_commit(y, name="g", forced_released_tensors=[x])
+    manager.backend.synchronize()
+    manager.statistics()
+    assert x.untyped_storage().nbytes() == (0 if holder == "nobody" else 160)
+    if held is not None:
+        assert same_bits([held.detach().view(40)], [leaf.detach() * 2])
+    loss = y.sum() if other is None else y.sum() + other.sum()
+    (gradient,) = torch.autograd.grad(loss, weight)
+    assert same_bits([gradient], [leaf.detach() * (2 if other is None else 4)])

@@ -1,4 +1,4 @@
-"""F41: tensor subclasses make the round trip, with what they hold on this device alone; no byte of a
+"""F41: tensor subclasses make the round trip, with what they hold here alone; no byte of a
 DTensor parameter or of what FSDP2 gathered leaves."""
 
 from __future__ import annotations
