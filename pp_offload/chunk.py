@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -253,8 +254,8 @@ class ChunkOffloadHandler:
             raise self._not_open(name)
         if delay:
             self._open.remove(group)
-            close = partial(self._close, group, forced_released_tensors)
-            self._services.delayed.append(close)
+            released = [weakref.ref(tensor) for tensor in forced_released_tensors or ()]
+            self._services.delayed.append(partial(self._close_delayed, group, released))
         elif group is self._open[-1]:
             self.on_group_commit_forward(forced_released_tensors)
         else:
@@ -267,6 +268,12 @@ class ChunkOffloadHandler:
     ) -> None:
         self._open.append(group)
         self.on_group_commit_forward(forced_released_tensors)
+
+    def _close_delayed(
+        self, group: OffloadTensorGroup, released: Sequence[weakref.ref[Tensor]]
+    ) -> None:
+        """A tensor that died meanwhile needs no release; waiting here keeps none alive."""
+        self._close(group, [tensor for ref in released if (tensor := ref()) is not None])
 
     def _other_thread(self, action: str, name: str) -> GroupStateError:
         return GroupStateError(

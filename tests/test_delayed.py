@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from toy import same_bits
+from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
@@ -43,3 +44,34 @@ def test_a_commit_after_backward_moves_nothing(manager: PipelineOffloadManager) 
     manager.reset()
     assert manager.statistics().bytes_offloaded == 0
     manager.init_model_chunk_offload_handler(None, None, 1)
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_delayed_release_keeps_nothing_alive(
+    manager: PipelineOffloadManager, is_dropped: bool
+) -> None:
+    """What is to be released refers to the graph, and the queue must not."""
+    device = manager.backend.device
+    x = torch.linspace(0, 1, 30).to(device).requires_grad_()
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    y = x * 1
+    with off_interface(True, y, "early"):
+        y = y.sin()
+    middle = off_interface.group_commit(y, name="early") * 1
+    with off_interface(True, middle, "late"):
+        y = middle.sin()
+    y = off_interface.group_commit(
+        y, name="late", forced_released_tensors=[middle], delay_offload=True
+    )
+    if is_dropped:
+        del y, middle
+        assert manager.statistics().live_tensors == 0
+        fine_grained_offloading_group_flush_delayed_groups()
+        assert_idle(manager)
+        return
+    fine_grained_offloading_group_flush_delayed_groups()
+    manager.backend.synchronize()
+    manager.statistics()
+    assert middle.untyped_storage().nbytes() == 0
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert same_bits([got], list(torch.autograd.grad((x * 1).sin().sin().sum(), x)))
