@@ -153,7 +153,7 @@ class ChunkOffloadHandler:
         group = OffloadTensorGroup("tensor")
         saved = SavedActivation(src_tensor, group)
         group.add(saved)
-        self._move(group, *self._tickets(group))
+        self._move(group, self._tickets(group))
         return saved
 
     def reload(self, state: SavedActivation | Resident, non_blocking: bool | None = None) -> Tensor:
@@ -321,12 +321,12 @@ class ChunkOffloadHandler:
     def bulk_offload_group(self) -> None:
         """Queue the copies of the group being committed. With no room on the host it is kept."""
         group = self._open.pop()
-        saved, tickets = self._tickets(group)
+        tickets = self._tickets(group)
         self._services.on_change()
         if self._services.prefetcher is not None:
             self._services.prefetcher.expect(group.total_offload_bytes)
         try:
-            self._move(group, saved, tickets)
+            self._move(group, tickets)
         except MemoryError as failure:
             level = logging.DEBUG if self._services.has_warned else logging.WARNING
             self._services.has_warned = True
@@ -431,20 +431,16 @@ class ChunkOffloadHandler:
         self._tickets(group)
         group.move_to(GroupState.KEPT)
 
-    def _tickets(self, group: OffloadTensorGroup) -> tuple[list[SavedActivation], list[Ticket]]:
-        saved = group.saved()
+    def _tickets(self, group: OffloadTensorGroup) -> list[Ticket]:
+        saved = [one for one in group.saved() if not one.is_modified]
         tickets = tickets_for(saved, self._services.mover, group.name)
         for ticket in tickets:
             group.total_offload_bytes += ticket.nbytes
         group.total_tensor_count += len(tickets)
-        return saved, tickets
+        return tickets
 
-    def _move(
-        self, group: OffloadTensorGroup, saved: list[SavedActivation], tickets: list[Ticket]
-    ) -> None:
+    def _move(self, group: OffloadTensorGroup, tickets: list[Ticket]) -> None:
         transfer, copies = self._services.transfer, self._services.copies
-        for one in saved:
-            one.check_unmodified()
         if self._services.verifier is not None:
             self._services.verifier.watch(tickets)
         new = copies.share(tickets)

@@ -6,7 +6,9 @@ often as it is asked, and what it holds is freed when autograd drops it.
 
 NOTE [ Version check ]
     Autograd does not compare versions of tensors saved through hooks, so a program that changes a
-    saved tensor in place would silently get wrong gradients. Every packed object compares them.
+    saved tensor in place would silently get wrong gradients. Every packed object compares them
+    when it is asked for its tensor, where autograd would; what was changed before its group was
+    committed stays on the device until then.
     A :class:`SavedWrapper` does as autograd would, whether or not the bytes have left.
 """
 
@@ -78,11 +80,10 @@ class SavedActivation:
         self.ticket: Ticket | None = None
         self.restore: Restore | None = None
 
-    def check_unmodified(self) -> None:
-        """Raise if the tensor was changed in place since it was saved."""
-        source = self.source
-        if source is not None and source._version != self.version:
-            raise modified(source, self.version, self.owner.name)
+    @property
+    def is_modified(self) -> bool:
+        """Whether the tensor was changed in place since it was saved."""
+        return self.source is not None and self.source._version != self.version
 
     def unpack(self) -> Tensor:
         """The tensor as it was saved: values, size, stride and dtype."""
@@ -90,8 +91,9 @@ class SavedActivation:
         if ticket is None:
             if not owner.is_used:
                 owner.on_use()
-            self.check_unmodified()
             assert self.source is not None
+            if self.is_modified:
+                raise modified(self.source, self.version, owner.name)
             return self.source
         transfer = ticket.transfer
         if not (owner.is_used and ticket.is_coming):
