@@ -8,8 +8,10 @@ NOTE [ Order ]
 
 NOTE [ Keep-alive ]
     What a copy reads stays referenced until its event has passed: let go without a wait when the
-    event says so, or after a stream-ordered wait when too many bytes are in flight. The same holds
-    for a target nobody used. ``record_stream`` is not used: it makes memory non-deterministic.
+    event says so, or after a stream-ordered wait when too many bytes are in flight. The memory
+    returns to the stream it was allocated on, which need not be the one that saved it, so every
+    compute stream that offloads waits. The same holds for a target nobody used, on the stream it
+    was allocated on. ``record_stream`` is not used: it makes memory non-deterministic.
 
     While it is referenced, whoever wants the bytes back takes the source, not the copy.
 
@@ -56,7 +58,6 @@ class Flight:
     payloads: list[Tensor]
     copies: list[weakref.ref[HostCopy]]
     offloaded: Event
-    homes: list[Stream]
     nbytes: int
     then: list[Callable[[], None]] = field(default_factory=list)
 
@@ -91,6 +92,7 @@ class TransferEngine:
         self.refill_below_bytes = 0
         self._max_in_flight_bytes = max_in_flight_bytes
         self._flights: deque[Flight] = deque()
+        self._homes: list[Stream] = []
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
         self._waited: tuple[Event, Stream] | None = None
         self._of_graphs: list[HostCopy] = []
@@ -165,7 +167,8 @@ class TransferEngine:
         refs = [weakref.ref(copy) for copy in copies]
         self.counters.bytes_offloaded += nbytes
         self.in_flight_bytes += nbytes
-        self._keep_alive(Flight(sources, refs, offloaded, homes, nbytes))
+        self._homes += [home for home in homes if home not in self._homes]
+        self._keep_alive(Flight(sources, refs, offloaded, nbytes))
         self._keep_in_flight_bounded()
 
     def reload(self, tickets: Sequence[Ticket]) -> None:
@@ -416,7 +419,7 @@ class TransferEngine:
     def _keep_in_flight_bounded(self) -> None:
         while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:
             flight = self._flights.popleft()
-            for home in flight.homes:
+            for home in self._homes:
                 home.wait_event(flight.offloaded)
             self._arrive(flight)
         while len(self._abandoned) > MAX_ABANDONED:

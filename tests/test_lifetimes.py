@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from conftest import make_backend
 from torch import Tensor, nn
 from toy import batches, make_model, run_step, same_bits
 
@@ -164,3 +165,35 @@ def test_the_threads_of_a_backend_end_with_it() -> None:
         if thread.name.startswith("pp_offload-"):
             thread.join(timeout=60)
     assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("kind", ["late", "eager", "random"])
+def test_a_tensor_saved_on_another_stream_is_let_go_in_order(kind: str) -> None:
+    """Its memory returns to the stream it was allocated on, which must wait for the copy as well.
+
+    The program ordered the two streams before, when the engine still held the tensor.
+    """
+    config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=64)
+    with use_backend(make_backend(kind), config=config) as manager:
+        backend = manager.backend
+        main, side = backend.current_stream(), backend.new_stream("side")
+
+        def forward(x: Tensor) -> Tensor:
+            manager.init_model_chunk_offload_handler(None, None, 1)
+            for _ in range(2):
+                with off_interface(True, x, "g"):
+                    x = x.sin()
+                x = off_interface.group_commit(x, name="g")
+            return x
+
+        first = forward(torch.ones(2, 4, requires_grad=True) * 2)
+        x = torch.ones(2, 4, requires_grad=True) * 3
+        side.wait_stream(main)
+        with backend.stream(side):
+            second = forward(x)
+        main.wait_stream(side)
+        del second, x
+        third = forward(torch.ones(2, 4, requires_grad=True) * 4)
+        manager.statistics()
+        backend.check()
+        del first, third
