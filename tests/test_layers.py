@@ -42,7 +42,7 @@ LAYERS = [
     {"functions", "cuda_graph"},
     {"interface"},
     {"modules", "report", "session"},
-    {"pipelining", "testing", "testing.field"},
+    {"pipelining", "testing", "testing.field", "testing.fuzz"},
     {"testing.__main__"},
     {"fine_grained_activation_offload"},
     {""},

@@ -51,11 +51,18 @@ class GraphSafeEvent:
 
 
 class GraphSafeStream:
-    """A stream, in a capture or outside; the same one in two captures is not equal."""
+    """A stream, in a capture or outside; the same one in two captures is not equal.
+
+    Args:
+        inner: The stream.
+        owner: Knows of captures.
+        capture: What it was part of when it was current; None for a copy stream, which is part of
+            every capture that uses it.
+    """
 
     __slots__ = ("capture", "inner", "owner")
 
-    def __init__(self, inner: Stream, owner: CapturingBackend, capture: int = 0) -> None:
+    def __init__(self, inner: Stream, owner: CapturingBackend, capture: int | None) -> None:
         self.inner = inner
         self.owner = owner
         self.capture = capture
@@ -64,13 +71,17 @@ class GraphSafeStream:
         """Let nothing queued from now on run before ``event``, where that can be said."""
         if not isinstance(event, GraphSafeEvent):
             self.inner.wait_event(event)
-        elif event.capture == self.owner.capture_id():
+        elif event.capture == self._capture_now() == self.owner.capture_id():
             self.inner.wait_event(event.inner)
 
     def record_event(self) -> GraphSafeEvent:
         """A new event after everything queued so far."""
-        capture = self.owner.capture_id()
-        return GraphSafeEvent(self.inner.record_event(), capture, self.owner)
+        return GraphSafeEvent(self.inner.record_event(), self._capture_now(), self.owner)
+
+    def _capture_now(self) -> int:
+        """What it is part of, if it is still."""
+        now = self.owner.capture_id()
+        return now if self.capture in (None, now) else 0
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -95,8 +106,8 @@ class GraphSafeBackend:
         self.name = inner.name
         self.device = inner.device
         self.is_host = inner.is_host
-        self.d2h: Stream = GraphSafeStream(inner.d2h, inner)
-        self.h2d: Stream = GraphSafeStream(inner.h2d, inner)
+        self.d2h: Stream = GraphSafeStream(inner.d2h, inner, None)
+        self.h2d: Stream = GraphSafeStream(inner.h2d, inner, None)
 
     @property
     def is_capturing(self) -> bool:

@@ -1,6 +1,7 @@
 """Commands for who tests the engine.
 
 python -m pp_offload.testing field   # the failures of engines elsewhere, and how it goes here
+python -m pp_offload.testing fuzz    # random programs, with offload and without
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pp_offload.testing import field
+from pp_offload.testing import field, fuzz
 
-COMMANDS = {"field": field}
+COMMANDS = {"field": field, "fuzz": fuzz}
 """Modules with ``add_arguments(parser)``, and ``main(options)`` that returns the exit status."""
 
 

@@ -1,0 +1,155 @@
+"""Many programs, and the smallest of those that fail.
+
+report = explore(seed=1, programs=500)
+report.failure  # a Failure, whose script runs the smallest program that fails as it does
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from multiprocessing import get_context
+
+import torch
+from draw import programs as drawn_programs
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from programs import Program, script
+from run import Report, check
+
+CHUNK = 250
+"""Programs that one process runs before it says how it went."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A program that failed, as small as it could be made."""
+
+    program: Program
+    error: str
+
+    def script(self) -> str:
+        """A file that runs it, with what it says at the top."""
+        said = "".join(f"# {line}\n" for line in self.error.splitlines())
+        return said + script(self.program)
+
+
+@dataclass
+class Totals:
+    """What was run."""
+
+    programs: int = 0
+    ops: int = 0
+    offloading: int = 0
+    """Programs in which something left the device."""
+    refused: int = 0
+    """Programs in which a tensor was changed in place that had been saved."""
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, report: Report) -> None:
+        self.programs += 1
+        self.ops += report.num_ops
+        self.offloading += report.statistics.bytes_offloaded > 0
+        self.refused += report.is_refused
+
+    def merge(self, other: Totals) -> None:
+        self.programs += other.programs
+        self.ops += other.ops
+        self.offloading += other.offloading
+        self.refused += other.refused
+        self.failures += other.failures
+
+    def __str__(self) -> str:
+        return (
+            f"{self.programs} programs, {len(self.failures)} failures, {self.ops} operations; "
+            f"{self.offloading} programs offloaded, {self.refused} were refused by autograd"
+        )
+
+
+def explore(number: int, programs: int, *, shrinks: bool = True) -> Totals:
+    """Run programs drawn from a seed, until one fails; that one is made small.
+
+    Args:
+        number: The seed.
+        programs: How many.
+        shrinks: Whether a failure is made small.
+    """
+    totals, failed = Totals(), []
+
+    @seed(number)
+    @settings(
+        max_examples=programs,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink] if shrinks else [Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    @given(drawn_programs())
+    def run(program: Program) -> None:
+        try:
+            report = check(program)
+        except Exception as error:
+            failed.append(Failure(program, f"{type(error).__name__}: {error}"))
+            raise
+        if not failed:
+            totals.add(report)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            run()
+        except Exception:
+            if not failed:
+                raise
+            totals.programs += 1
+            totals.failures.append(failed[-1])
+    return totals
+
+
+def long_run(number: int, programs: int, jobs: int, say: Callable[[str], object]) -> Totals:
+    """Run programs in several processes; stops at the first failure.
+
+    Args:
+        number: The seed; each chunk of programs gets its own, drawn from it.
+        programs: How many.
+        jobs: Processes.
+        say: Is told how far it is, and what it came to.
+    """
+    start, totals = time.perf_counter(), Totals()
+    for done in in_processes(chunks(number, programs), jobs):
+        totals.merge(done)
+        say(f"\r{totals}, {time.perf_counter() - start:.0f} s ")
+        if totals.failures:
+            break
+    seconds = time.perf_counter() - start
+    say(f"\r{totals}; {seconds:.0f} s, seed {number}\n")
+    return totals
+
+
+def chunks(number: int, programs: int) -> Iterator[tuple[int, int]]:
+    """Seeds, and how many programs each is for."""
+    for index, begin in enumerate(range(0, programs, CHUNK)):
+        yield number * 1_000_003 + index, min(CHUNK, programs - begin)
+
+
+def in_processes(work: Iterator[tuple[int, int]], jobs: int) -> Iterator[Totals]:
+    """The totals of each chunk, as they come."""
+    context = get_context("spawn")  # a fork copies no threads, and torch has some
+    with ProcessPoolExecutor(jobs, context, initializer=partial(torch.set_num_threads, 1)) as pool:
+        running: set[Future[Totals]] = set()
+        try:
+            while True:
+                for one in islice(work, jobs - len(running)):
+                    running.add(pool.submit(explore, *one))
+                if not running:
+                    return
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,288 @@
+"""What a program calls: the offload engine, nothing, or a witness of what autograd could object to.
+
+with Offload(program) as engine:
+    engine.reset()
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from unittest.mock import patch
+
+import torch
+from conftest import make_backend
+from programs import Options, Program
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._mode_utils import no_dispatch
+from toy import assert_no_hooks
+
+from pp_offload import (
+    FineGrainedActivationOffloadingInterface as off_interface,
+)
+from pp_offload import (
+    OffloadConfig,
+    OffloadStatistics,
+    use_backend,
+)
+from pp_offload import (
+    fine_grained_offloading_group_start as group_start,
+)
+from pp_offload.testing import SimulatedBackend
+
+Where = tuple[int, int]
+"""A step and an operation in it."""
+
+
+class Plain:
+    """The program without offload."""
+
+    where: Where = (0, 0)
+    device = torch.device("cpu")
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def __enter__(self) -> Plain:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def reset(self) -> None:
+        """A step begins."""
+
+    def begin(self, stage: int, min_numel: int) -> None:
+        """A forward begins."""
+
+    def scope(self, name: str, is_function: bool, x: Tensor) -> AbstractContextManager[object]:
+        """What a group's body runs in."""
+        return nullcontext()
+
+    def commit(self, name: str, is_delayed: bool, released: Sequence[Tensor]) -> None:
+        """A group is committed."""
+
+    def flush(self) -> None:
+        """Delayed commits are done."""
+
+    def switch(self, is_on: bool) -> None:
+        """Offload is enabled or disabled."""
+
+    def mark(self, tensor: Tensor) -> None:
+        """A tensor is not to be offloaded."""
+
+    def on_stream(self, number: int) -> AbstractContextManager[object]:
+        """Another compute stream, ordered with the others on entering and leaving."""
+        return nullcontext()
+
+    def change(self, tensor: Tensor, how: Callable[[Tensor], object]) -> None:
+        """Change a tensor in place."""
+        how(tensor)
+
+    def synchronize(self) -> None:
+        """All copies are finished."""
+
+    def check_left(self, is_empty: bool) -> None:
+        """Nothing is left; ``is_empty`` says that no graph is."""
+
+
+class Offload(Plain):
+    """The engine itself."""
+
+    def __enter__(self) -> Offload:
+        program = self.program
+        self.backend = make_backend(program.backend, program.seed)
+        self.device = self.backend.device
+        self._stack = ExitStack()
+        if program.options.is_fine:
+            self._stack.enter_context(fine_thresholds())
+        self.manager = self._stack.enter_context(
+            use_backend(self.backend, config=config_of(program.options))
+        )
+        self.manager.step.pipeline_rank = program.options.pipeline_rank
+        self._streams = {0: self.backend.current_stream()}
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._stack.__exit__(*args)  # type: ignore[arg-type]
+
+    def reset(self) -> None:
+        off_interface.reset()
+
+    def begin(self, stage: int, min_numel: int) -> None:
+        off_interface.init_chunk_handler(len(self.program.stages), stage, min_numel)
+
+    @contextmanager
+    def scope(self, name: str, is_function: bool, x: Tensor) -> Iterator[object]:
+        if not is_function:
+            with off_interface(True, x, name):
+                yield
+            return
+        group_start(x, name)
+        with off_interface.get_context(True):
+            yield
+
+    def commit(self, name: str, is_delayed: bool, released: Sequence[Tensor]) -> None:
+        off_interface.group_commit((), name, released, is_delayed)
+
+    def flush(self) -> None:
+        self.manager.flush_delayed_groups()
+
+    def switch(self, is_on: bool) -> None:
+        if is_on:
+            self.manager.enable_offload()
+        else:
+            self.manager.disable_offload()
+
+    def mark(self, tensor: Tensor) -> None:
+        off_interface.mark_not_offloadable(tensor)
+
+    @contextmanager
+    def on_stream(self, number: int) -> Iterator[object]:
+        backend, streams = self.backend, self._streams
+        if number == 0 or not isinstance(backend, SimulatedBackend):
+            yield
+            return
+        if number not in streams:
+            streams[number] = backend.new_stream(f"side {number}")
+        main, side = streams[0], streams[number]
+        side.wait_stream(main)  # type: ignore[attr-defined]
+        try:
+            with backend.stream(side):  # type: ignore[arg-type]
+                yield
+        finally:
+            main.wait_stream(side)  # type: ignore[attr-defined]
+
+    def change(self, tensor: Tensor, how: Callable[[Tensor], object]) -> None:
+        # The simulated device would report the race itself; here the engine alone must notice.
+        with no_dispatch() if isinstance(self.backend, SimulatedBackend) else nullcontext():
+            how(tensor)
+
+    def synchronize(self) -> None:
+        transfer = self.manager.services.transfer
+        for _ in range(2):  # to the host, and from there to the disk
+            self.backend.synchronize()
+            for flight in list(transfer._flights):
+                flight.offloaded.synchronize()
+            self.manager.statistics()
+
+    def check_left(self, is_empty: bool) -> None:
+        assert_no_hooks()
+        if not is_empty:
+            return
+        if in_use(self.manager.statistics()):
+            self.synchronize()
+            forget_failed_backward()
+            gc.collect()
+            left = in_use(self.manager.statistics())
+            assert not left, f"in use though no graph is alive: {left}"
+
+    def finish(self) -> OffloadStatistics:
+        """The program is over: not a byte is on the way."""
+        self.reset()
+        self.synchronize()
+        self.check_left(True)
+        statistics = self.manager.statistics()
+        assert statistics.bytes_in_flight == 0, f"{statistics.bytes_in_flight} bytes in flight"
+        return statistics
+
+
+class Witness(Plain):
+    """Every tensor that a group saves is copied at once, so that nothing can change it.
+
+    Attributes:
+        dirty: Operations that met a saved tensor that had been changed in place: there, and
+            nowhere else, the engine may refuse to go on.
+    """
+
+    def __enter__(self) -> Witness:
+        self.dirty: set[Where] = set()
+        self._saved: list[weakref.ref[Snapshot]] = []
+        return self
+
+    def reset(self) -> None:
+        self._look()
+        self._saved.clear()
+
+    def scope(self, name: str, is_function: bool, x: Tensor) -> AbstractContextManager[object]:
+        if not torch.is_grad_enabled():
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def commit(self, name: str, is_delayed: bool, released: Sequence[Tensor]) -> None:
+        self._look()
+
+    def flush(self) -> None:
+        self._look()
+
+    def _look(self) -> None:
+        for ref in self._saved:
+            snapshot = ref()
+            if snapshot is not None and snapshot.is_stale():
+                self.dirty.add(self.where)
+
+    def _pack(self, tensor: Tensor) -> Snapshot:
+        snapshot = Snapshot(tensor)
+        self._saved.append(weakref.ref(snapshot))
+        return snapshot
+
+    def _unpack(self, snapshot: Snapshot) -> Tensor:
+        if snapshot.is_stale():
+            self.dirty.add(self.where)
+        return snapshot.copy
+
+
+class Snapshot:
+    """A tensor as it was saved, in memory of its own."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage().clone()
+        geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self.copy = torch.empty(0, dtype=tensor.dtype).set_(storage, *geometry)
+        self._alias = tensor.detach()
+        self._version = tensor._version
+
+    def is_stale(self) -> bool:
+        """Whether the tensor was changed in place since."""
+        return self._alias._version != self._version
+
+
+def config_of(options: Options) -> OffloadConfig:
+    """The engine's options."""
+    return OffloadConfig(
+        min_offloaded_tensor_size=1,
+        prefetch_bytes=options.prefetch_bytes,
+        max_in_flight_bytes=options.max_in_flight_bytes,
+        host_budget_bytes=options.host_budget_bytes,
+        activation_offload_fraction=options.activation_offload_fraction,
+        delta_offload_bytes_across_pp_ranks=options.delta_offload_bytes_across_pp_ranks,
+        tiers=options.tiers,
+        verify=options.verify,
+    )
+
+
+@contextmanager
+def fine_thresholds() -> Iterator[None]:
+    """Tensors of a program are tiny; sizes that decide something become as small."""
+    with (
+        patch("pp_offload.ticket.PACK_BYTES", 128),
+        patch("pp_offload.prefetch.SMALL_BYTES", 64),
+        patch("pp_offload.transfer.MAX_ABANDONED", 1),
+        patch("pp_offload.tensors.MAX_PADDING_BYTES", 8),
+        patch("pp_offload.tiers.slabs.SMALLEST_BYTES", 1024),
+    ):
+        yield
+
+
+def forget_failed_backward() -> None:
+    """Where a backward raised, autograd's queue holds what was left of its graph until the next."""
+    torch.ones((), requires_grad=True).backward()
+
+
+def in_use(statistics: OffloadStatistics) -> dict[str, int]:
+    """What should be zero when no graph is alive, and is not."""
+    names = (*("host_bytes_in_use", "disk_bytes_in_use", "live_tensors", "bytes_reloaded_unused"),)
+    return {name: n for name in names if (n := getattr(statistics, name))}

@@ -1,0 +1,82 @@
+"""Random programs compute with offload what they compute without, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from campaign import Failure, explore
+from conftest import BACKENDS, CUDA
+from draw import BACKENDS as DRAWN
+from draw import HOWS
+from programs import Commit, Compute, Enter, Exit, Forward, Options, Program, Step, script
+from run import HOWS as KNOWN_HOWS
+
+from pp_offload.testing import __main__ as command
+from pp_offload.testing import fuzz
+
+NUM_PROGRAMS = 50
+ROOT = Path(__file__).parents[2]
+
+SMALL = Program(
+    stages=(((Enter(), Compute("tanh"), Exit(), Commit()),),), steps=(Step((Forward(),)),)
+)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_programs_agree(seed: int) -> None:
+    totals = explore(seed, NUM_PROGRAMS)
+    assert not totals.failures, totals.failures[0].script()
+    assert totals.programs == NUM_PROGRAMS
+    assert totals.offloading > NUM_PROGRAMS / 3
+
+
+def test_every_backend_and_every_kind_of_backward_is_drawn() -> None:
+    assert set(DRAWN) == {kind for kind in BACKENDS if kind is not CUDA}
+    assert set(HOWS) == set(KNOWN_HOWS)
+
+
+def test_a_program_is_printed_as_code_that_runs(tmp_path: Path) -> None:
+    group = (Enter("b"), Compute("linear"), Compute("mul", 0, 3), Exit(), Commit("b", release=2))
+    program = Program(
+        stages=(((Compute("tanh"), *group, *group),), ((Compute("sin", 1),), group)),
+        steps=(Step((Forward(), Forward(1, is_held=True)), "lifo"), Step((Forward(rows=5),))),
+        options=Options(prefetch_bytes=64),
+    )
+    text = Failure(program, "two\nlines").script()
+    names: dict[str, object] = {}
+    exec(text, names)
+    assert names["program"] == program
+    file = tmp_path / "program.py"
+    file.write_text(script(SMALL))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/fuzz")))
+    subprocess.run([sys.executable, file], check=True, env={**os.environ, "PYTHONPATH": paths})
+
+
+def test_the_command_prints_its_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["fuzz", "--programs", "5", "--seed", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "5 programs, 0 failures" in printed
+    assert "seed 3" in printed
+
+
+def test_the_command_says_where_the_fuzzer_should_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fuzz, "TESTS", tmp_path)
+    assert command.main(["fuzz"]) == 2
+    assert str(tmp_path / "fuzz") in capsys.readouterr().err
+
+
+def test_the_command_prints_what_fails_and_its_status_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import campaign
+
+    failed = campaign.Totals(programs=1, failures=[Failure(SMALL, "it differs")])
+    monkeypatch.setattr(campaign, "in_processes", lambda work, jobs: iter([failed]))
+    assert command.main(["fuzz", "--programs", "5"]) == 1
+    assert script(SMALL) in capsys.readouterr().out

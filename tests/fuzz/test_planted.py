@@ -1,0 +1,93 @@
+"""The fuzzer finds faults that are planted into the engine, and makes small programs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from campaign import explore
+from programs import size
+from run import check
+from torch import Tensor
+
+from pp_offload.saved import Resident, SavedActivation
+from pp_offload.tensors import Geometry
+from pp_offload.ticket import HostCopy, Ticket
+from pp_offload.transfer import TransferEngine
+
+Patch = pytest.MonkeyPatch
+
+
+def nothing(*args: Any) -> None:
+    """A rule that is not kept."""
+
+
+def reads_host_before_it_was_written(patch: Patch) -> None:
+    patch.setattr(TransferEngine, "_h2d_waits_for_offloaded", nothing)
+
+
+def uses_tensor_before_it_is_back(patch: Patch) -> None:
+    patch.setattr(TransferEngine, "_compute_waits_for", nothing)
+
+
+def gives_buffer_back_when_reload_is_queued(patch: Patch) -> None:
+    land = TransferEngine._land
+
+    def give_back(self: TransferEngine, tickets: Sequence[Ticket], *args: Any) -> None:
+        land(self, tickets, *args)
+        for copy in {ticket.copy for ticket in tickets}:
+            if copy is not None and copy.buffer is not None:
+                copy.buffer.last_use = None
+
+    patch.setattr(TransferEngine, "_land", give_back)
+
+
+def compares_no_versions(patch: Patch) -> None:
+    patch.setattr(SavedActivation, "is_modified", False)
+    patch.setattr(HostCopy, "check_unmodified", nothing)
+    patch.setattr(Resident, "unpack", lambda self: self.tensor)
+
+
+def takes_a_tensor_once(patch: Patch) -> None:
+    deliver = TransferEngine.deliver
+
+    def pop(self: TransferEngine, ticket: Ticket) -> Tensor:
+        if ticket.num_waiting <= 0:
+            raise KeyError("it was taken before")
+        return deliver(self, ticket)
+
+    patch.setattr(TransferEngine, "deliver", pop)
+
+
+def forgets_where_a_view_began(patch: Patch) -> None:
+    def at_the_begin(self: Geometry, payload: Tensor) -> Tensor:
+        whole = payload.nbytes - payload.nbytes % self.dtype.itemsize
+        flat = payload if payload.dtype == self.dtype else payload[:whole].view(self.dtype)
+        return flat.as_strided(self.size, self.stride, 0)
+
+    patch.setattr(Geometry, "on_storage_of", at_the_begin)
+
+
+FAULTS: list[tuple[Callable[[Patch], None], int]] = [
+    (reads_host_before_it_was_written, 12),
+    (uses_tensor_before_it_is_back, 12),
+    (gives_buffer_back_when_reload_is_queued, 25),
+    (compares_no_versions, 12),
+    (takes_a_tensor_once, 12),
+    (forgets_where_a_view_began, 12),
+]
+"""With the most records that the smallest program may have."""
+
+
+@pytest.mark.parametrize(("plant", "largest"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_a_planted_fault_is_found(
+    plant: Callable[[Patch], None], largest: int, monkeypatch: Patch
+) -> None:
+    plant(monkeypatch)
+    totals = explore(1, 400)
+    assert len(totals.failures) == 1
+    (failure,) = totals.failures
+    assert size(failure.program) <= largest, failure.script()
+    monkeypatch.undo()
+    check(failure.program)
