@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pp_offload.disk_transfer import DiskTransferEngine, flat_bytes
+from pp_offload.disk_transfer import DiskTransferEngine
 from pp_offload.errors import DiskTierError
+from pp_offload.tensors import flat_bytes
 from pp_offload.ticket import HostCopy, Ticket, place
 from pp_offload.tiers.disk import DiskEvent
 from pp_offload.transfer import Flight

@@ -15,9 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from pp_offload.backends import Backend
 from pp_offload.errors import DiskTierError, NotWhileCapturingError
 from pp_offload.ticket import HostCopy, Ticket, packs, place
@@ -165,8 +162,3 @@ def by_place(tickets: Sequence[Ticket]) -> tuple[list[Ticket], list[Ticket]]:
         elif copy.buffer is not None:
             near.append(ticket)
     return near, far
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as a flat ``uint8`` tensor; no copy."""
-    return tensor.detach().view(-1).view(torch.uint8)

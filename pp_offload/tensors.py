@@ -107,6 +107,14 @@ def storage_bytes(tensor: Tensor) -> Tensor | None:
     return None if rest else tensor.as_strided((numel,), (1,), 0).view(torch.uint8)
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor as a flat ``uint8`` tensor; no copy.
+
+    A contiguous tensor of one element may have any stride, and ``view`` keeps it.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def is_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a contiguous tensor is all there is in its ``storage``.
 

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.errors import DiskTierError, SavedTensorModifiedError
+from pp_offload.tensors import flat_bytes
 from pp_offload.ticket import HostCopy, Ticket, packs, place
 from pp_offload.tiers.disk import DiskStatistics
 from pp_offload.tiers.host import HostTier
@@ -279,7 +280,7 @@ class TransferEngine:
         assert shape is not None
         if source.shape == shape.shape and source.dtype == shape.dtype:
             return source
-        return source.view(-1).view(torch.uint8).view(shape.dtype).view(shape.shape)
+        return flat_bytes(source).view(shape.dtype).view(shape.shape)
 
     def _check_not_used_up(self, ticket: Ticket, landed: Tensor) -> None:
         """Of several users of a payload, one in backward may have changed it in place."""
@@ -453,8 +454,7 @@ class TransferEngine:
 
 def cut_like(pieces: Sequence[Tensor], tensor: Tensor) -> Sequence[Tensor]:
     """The bytes of a contiguous tensor, in parts as long as ``pieces``; no copy."""
-    flat = tensor.detach().view(-1).view(torch.uint8)
-    return flat.split([piece.numel() for piece in pieces])
+    return flat_bytes(tensor).split([piece.numel() for piece in pieces])
 
 
 def record(stream: Stream) -> Event:

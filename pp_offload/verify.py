@@ -18,11 +18,10 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pp_offload.errors import VerifyError
-from pp_offload.tensors import StorageRef, has_storage
+from pp_offload.tensors import StorageRef, flat_bytes, has_storage
 from pp_offload.ticket import Ticket
 from pp_offload.tiers.checksum import checksum
 from pp_offload.transfer import TransferEngine
@@ -110,8 +109,7 @@ class Verifier:
 
 def checksum_of(tensor: Tensor) -> int:
     """Of a dense tensor's bytes; waits for the device."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return checksum(flat.cpu().numpy())
+    return checksum(flat_bytes(tensor.contiguous()).cpu().numpy())
 
 
 def _tensors_of(key: int) -> Iterator[Tensor]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from conftest import BACKENDS, make_backend
 from torch import Tensor
 
-from pp_offload import PipelineOffloadManager
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.chunk import ChunkOffloadHandler, Services
 from pp_offload.payload import tickets_for
 from pp_offload.saved import Resident, SavedActivation
@@ -312,3 +315,24 @@ def test_deciding_copies_nothing() -> None:
     assert list(ticket.members) == saved
     assert tickets_for([], transfer, "mlp") == []
     assert transfer.counters.bytes_offloaded == 0
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize(
+    "options", [{"tiers": ("disk",)}, {"verify": True}], ids=["disk", "verify"]
+)
+def test_one_element_of_any_stride_comes_back(kind: str, options: dict[str, Any]) -> None:
+    """Such a view is contiguous whatever its stride; its bytes are looked at all the same."""
+    config = OffloadConfig(min_offloaded_tensor_size=1, **options)
+    with use_backend(make_backend(kind), config=config) as manager:
+        x = torch.linspace(1, 2, 6).to(manager.backend.device)
+        weight = torch.ones(6).to(x.device).requires_grad_()
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        with off_interface(True, x, "g"):
+            y = x[:1].expand(6) * weight, x[::6] * weight[:1]
+        off_interface.group_commit(y, name="g")
+        assert manager.statistics().bytes_offloaded > 0
+        (got,) = torch.autograd.grad([part.sum() for part in y], weight)
+        expected = x[:1].expand(6).clone()
+        expected[0] *= 2
+        assert torch.equal(got, expected)
