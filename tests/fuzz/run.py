@@ -48,6 +48,7 @@ from torch.autograd.graph import Node
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pp_offload import OffloadStatistics, RaceError, SavedTensorModifiedError
+from pp_offload.tensors import flat_bytes
 
 logging.getLogger("pp_offload").setLevel(logging.ERROR)
 
@@ -119,7 +120,7 @@ class Entry:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+    return torch.equal(*(flat_bytes(t.contiguous()) for t in (a, b)))
 
 
 @dataclass
