@@ -1,5 +1,5 @@
-"""F41: tensor subclasses make the round trip, with what they hold here alone; no byte of a
-DTensor parameter or of what FSDP2 gathered leaves."""
+"""F41: tensor subclasses make the round trip, with what they hold on this device alone; no byte of
+a DTensor parameter leaves, nor of what FSDP2 gathered."""
 
 from __future__ import annotations
 
