@@ -209,6 +209,7 @@ class ChunkOffloadHandler:
         """
         if threading.get_ident() != self._thread:
             raise self._other_thread("start", name)
+        self._services.transfer.follow(self._services.transfer.backend.current_stream())
         if self.key is None:
             self.key = self._services.number_chunk(self)
         key = None if self.key is None else GroupKey(self.key, len(self.groups))

@@ -10,8 +10,9 @@ NOTE [ Keep-alive ]
     What a copy reads stays referenced until its event has passed: let go without a wait when the
     event says so, or after a stream-ordered wait when too many bytes are in flight. The memory
     returns to the stream it was allocated on, which need not be the one that saved it, so every
-    compute stream that offloads waits. The same holds for a target nobody used, on the stream it
-    was allocated on. ``record_stream`` is not used: it makes memory non-deterministic.
+    compute stream on which a group was started or offloaded waits. The same holds for a target
+    nobody used, on the stream it was allocated on. ``record_stream`` is not used: it makes memory
+    non-deterministic.
 
     While it is referenced, whoever wants the bytes back takes the source, not the copy.
 
@@ -98,6 +99,11 @@ class TransferEngine:
         self._waited: tuple[Event, Stream] | None = None
         self._of_graphs: list[HostCopy] = []
 
+    def follow(self, stream: Stream) -> None:
+        """What is offloaded may have been allocated on this compute stream."""
+        if stream not in self._homes:
+            self._homes.append(stream)
+
     def offload(self, tickets: Sequence[Ticket]) -> int:
         """Queue the copies of a group to the host; the sources are kept alive until they ran.
 
@@ -168,7 +174,8 @@ class TransferEngine:
         refs = [weakref.ref(copy) for copy in copies]
         self.counters.bytes_offloaded += nbytes
         self.in_flight_bytes += nbytes
-        self._homes += [home for home in homes if home not in self._homes]
+        for home in homes:
+            self.follow(home)
         self._keep_alive(Flight(sources, refs, offloaded, nbytes))
         self._keep_in_flight_bounded()
 

@@ -167,8 +167,9 @@ def test_the_threads_of_a_backend_end_with_it() -> None:
     assert threading.active_count() <= before
 
 
+@pytest.mark.parametrize("is_delayed", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("kind", ["late", "eager", "random"])
-def test_a_tensor_saved_on_another_stream_is_let_go_in_order(kind: str) -> None:
+def test_a_tensor_saved_on_another_stream_is_let_go_in_order(kind: str, is_delayed: bool) -> None:
     """Its memory returns to the stream it was allocated on, which must wait for the copy as well.
 
     The program ordered the two streams before, when the engine still held the tensor.
@@ -178,20 +179,21 @@ def test_a_tensor_saved_on_another_stream_is_let_go_in_order(kind: str) -> None:
         backend = manager.backend
         main, side = backend.current_stream(), backend.new_stream("side")
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(x: Tensor, is_delayed: bool = False) -> Tensor:
             manager.init_model_chunk_offload_handler(None, None, 1)
             for _ in range(2):
                 with off_interface(True, x, "g"):
                     x = x.sin()
-                x = off_interface.group_commit(x, name="g")
+                x = off_interface.group_commit(x, name="g", delay_offload=is_delayed)
             return x
 
         first = forward(torch.ones(2, 4, requires_grad=True) * 2)
         x = torch.ones(2, 4, requires_grad=True) * 3
         side.wait_stream(main)
         with backend.stream(side):
-            second = forward(x)
+            second = forward(x * 2 if is_delayed else x, is_delayed)
         main.wait_stream(side)
+        manager.flush_delayed_groups()
         del second, x
         third = forward(torch.ones(2, 4, requires_grad=True) * 4)
         manager.statistics()
