@@ -70,13 +70,12 @@ class Totals:
         )
 
 
-def explore(number: int, programs: int, *, shrinks: bool = True) -> Totals:
+def explore(number: int, programs: int) -> Totals:
     """Run programs drawn from a seed, until one fails; that one is made small.
 
     Args:
         number: The seed.
         programs: How many.
-        shrinks: Whether a failure is made small.
     """
     totals, failed = Totals(), []
 
@@ -85,7 +84,7 @@ def explore(number: int, programs: int, *, shrinks: bool = True) -> Totals:
         max_examples=programs,
         deadline=None,
         database=None,
-        phases=[Phase.generate, Phase.shrink] if shrinks else [Phase.generate],
+        phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
     )
