@@ -14,90 +14,23 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from torch import Tensor
 
-from pp_offload.backends import default_backend
-from pp_offload.chunk_queue import ChunkQueue
-from pp_offload.config import OffloadConfig
-from pp_offload.copies import CopyIndex
 from pp_offload.errors import GroupStateError
 from pp_offload.group import GroupState, OffloadTensorGroup
 from pp_offload.payload import tickets_for
-from pp_offload.policy import ChunkKey, ChunkShape, GroupKey, GroupShape, Plan
-from pp_offload.prefetch import Prefetcher, Visit
-from pp_offload.release import ForcedRelease
+from pp_offload.policy import ChunkKey, ChunkShape, GroupKey, GroupShape
+from pp_offload.prefetch import Visit
 from pp_offload.saved import Packed, Resident, SavedActivation, SavedWrapper
-from pp_offload.split import SplitBackward
-from pp_offload.tensors import Eligibility, StorageSet
-from pp_offload.ticket import Mover, Ticket
-from pp_offload.tiers.host import HostTier
+from pp_offload.services import Services
+from pp_offload.ticket import Ticket
 from pp_offload.tiers.pool import GPUTensorPool
-from pp_offload.transfer import TransferEngine
-from pp_offload.verify import Verifier
 from pp_offload.wrappers import is_wrapper
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Services:
-    """What every chunk of a manager shares."""
-
-    transfer: TransferEngine
-    eligibility: Eligibility
-    prefetcher: Prefetcher | None = None
-    queue: ChunkQueue = field(default_factory=ChunkQueue)
-    copies: CopyIndex = field(default_factory=CopyIndex)
-    plan: Plan = field(default_factory=Plan)
-    delayed: list[Callable[[], None]] = field(default_factory=list)
-    """Commits to be done later, in forward order."""
-
-    verifier: Verifier | None = None
-    split: SplitBackward | None = None
-    """For a schedule with such backwards."""
-
-    is_enabled: bool = True
-    has_warned: bool = False
-    """Whether it was said that a group found no room on the host."""
-
-    on_change: Callable[[], None] = field(default=lambda: None)
-    """Called when a group was offloaded, so that there is more to prefetch."""
-
-    number_chunk: Callable[[ChunkOffloadHandler], ChunkKey | None] = field(
-        default=lambda chunk: None
-    )
-    """Gives a chunk its key when its first group starts."""
-
-    release: ForcedRelease = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.release = ForcedRelease(self.eligibility)
-
-    @property
-    def mover(self) -> Mover:
-        """What tickets are moved by."""
-        return self.split or self.verifier or self.transfer
-
-    def split_backward(
-        self, chunks: frozenset[ChunkKey], *, is_keeping: bool
-    ) -> SplitBackward | None:
-        """For a schedule that runs the backward of these chunks in two parts."""
-        if not chunks:
-            return None
-        inner = self.verifier or self.transfer
-        return SplitBackward(inner, self.transfer.backend, chunks, is_keeping=is_keeping)
-
-    @classmethod
-    def alone(cls) -> Services:
-        """For a chunk without a manager."""
-        backend, config = default_backend(), OffloadConfig()
-        host = HostTier(backend.allocate_host)
-        transfer = TransferEngine(backend, host, config.max_in_flight_bytes)
-        return cls(transfer, Eligibility(backend.device, StorageSet()))
 
 
 class ChunkOffloadHandler:

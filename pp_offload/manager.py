@@ -22,13 +22,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from pp_offload.activity import ActivityWatch
 from pp_offload.backends import Backend, Stream, bare, default_backend
 from pp_offload.chain import make_engine
-from pp_offload.chunk import ChunkOffloadHandler, Services
+from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError
 from pp_offload.policy import ChunkKey
 from pp_offload.prefetch import Prefetcher
 from pp_offload.saved import Packed, Resident, unpack
+from pp_offload.services import Services
 from pp_offload.split import Part
 from pp_offload.statistics import OffloadStatistics, collect
 from pp_offload.step import StepRecord

@@ -35,6 +35,7 @@ LAYERS = [
     {"group"},
     {"prefetch", "release", "split"},
     {"chunk_queue"},
+    {"services"},
     {"chunk"},
     {"activity"},
     {"step", "statistics"},

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload.chunk import ChunkOffloadHandler, Services
+from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.payload import tickets_for
 from pp_offload.saved import Resident, SavedActivation
+from pp_offload.services import Services
 from pp_offload.tensors import Geometry
 
 Make = Callable[[Tensor], Tensor]

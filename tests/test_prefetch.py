@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pp_offload.backends import CpuBackend
-from pp_offload.chunk import ChunkOffloadHandler, Services
+from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.group import OffloadTensorGroup
 from pp_offload.prefetch import Prefetcher, Upcoming
 from pp_offload.saved import SavedActivation
+from pp_offload.services import Services
 from pp_offload.tensors import Eligibility, StorageSet
 from pp_offload.ticket import Ticket
 from pp_offload.tiers.host import HostTier

@@ -1,0 +1,76 @@
+"""What the chunks of a manager share, and how what they offload is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pp_offload.backends import default_backend
+from pp_offload.chunk_queue import ChunkQueue
+from pp_offload.config import OffloadConfig
+from pp_offload.copies import CopyIndex
+from pp_offload.policy import ChunkKey, Plan
+from pp_offload.prefetch import Prefetcher
+from pp_offload.release import ForcedRelease
+from pp_offload.split import SplitBackward
+from pp_offload.tensors import Eligibility, StorageSet
+from pp_offload.ticket import Mover
+from pp_offload.tiers.host import HostTier
+from pp_offload.transfer import TransferEngine
+from pp_offload.verify import Verifier
+
+
+@dataclass
+class Services:
+    """What every chunk of a manager shares."""
+
+    transfer: TransferEngine
+    eligibility: Eligibility
+    prefetcher: Prefetcher | None = None
+    queue: ChunkQueue = field(default_factory=ChunkQueue)
+    copies: CopyIndex = field(default_factory=CopyIndex)
+    plan: Plan = field(default_factory=Plan)
+    delayed: list[Callable[[], None]] = field(default_factory=list)
+    """Commits to be done later, in forward order."""
+
+    verifier: Verifier | None = None
+    split: SplitBackward | None = None
+    """For a schedule with such backwards."""
+
+    is_enabled: bool = True
+    has_warned: bool = False
+    """Whether it was said that a group found no room on the host."""
+
+    on_change: Callable[[], None] = field(default=lambda: None)
+    """Called when a group was offloaded, so that there is more to prefetch."""
+
+    number_chunk: Callable[[Any], ChunkKey | None] = field(default=lambda chunk: None)
+    """Gives a chunk its key when its first group starts."""
+
+    release: ForcedRelease = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.release = ForcedRelease(self.eligibility)
+
+    @property
+    def mover(self) -> Mover:
+        """What tickets are moved by."""
+        return self.split or self.verifier or self.transfer
+
+    def split_backward(
+        self, chunks: frozenset[ChunkKey], *, is_keeping: bool
+    ) -> SplitBackward | None:
+        """For a schedule that runs the backward of these chunks in two parts."""
+        if not chunks:
+            return None
+        inner = self.verifier or self.transfer
+        return SplitBackward(inner, self.transfer.backend, chunks, is_keeping=is_keeping)
+
+    @classmethod
+    def alone(cls) -> Services:
+        """For a chunk without a manager."""
+        backend, config = default_backend(), OffloadConfig()
+        host = HostTier(backend.allocate_host)
+        transfer = TransferEngine(backend, host, config.max_in_flight_bytes)
+        return cls(transfer, Eligibility(backend.device, StorageSet()))
