@@ -366,7 +366,7 @@ class ChunkOffloadHandler:
         group.move_to(GroupState.KEPT)
 
     def _tickets(self, group: OffloadTensorGroup) -> list[Ticket]:
-        saved = [one for one in group.saved() if not one.is_modified]
+        saved = [one for one in group.saved() if one.may_leave()]
         tickets = tickets_for(saved, self._services.mover, group.name)
         for ticket in tickets:
             group.total_offload_bytes += ticket.nbytes

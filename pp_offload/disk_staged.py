@@ -64,6 +64,7 @@ class StagedDiskEngine(DiskTransferEngine):
         for copy, asked in by_copy([ticket for ticket in far if not ticket.is_coming]).items():
             if copy.buffer is None and self._begin_to_read(copy, is_ahead=True):
                 self._read_ahead.append(weakref.ref(copy))
+                self._know(copy, asked)
                 for ticket in self._all_of(copy, asked):
                     self.counters.prefetched_reloads += 1
                     ticket.reading = True
@@ -167,10 +168,18 @@ class StagedDiskEngine(DiskTransferEngine):
     def _leave(self, copy: HostCopy, asked: Sequence[Ticket]) -> None:
         """Queue the copies to the device. A buffer that was read into has served all who wait."""
         if copy.offloaded is None:
-            self._copy_back(self._all_of(copy, asked))
+            tickets = self._all_of(copy, asked)
+            if tickets:  # or those it was read for are gone
+                self._copy_back(tickets)
             copy.drop_buffer()
         else:
             self._copy_back(asked)
+
+    def _know(self, copy: HostCopy, tickets: Sequence[Ticket]) -> None:
+        """Some of these may be of a later group that shares the copy."""
+        known = self._tickets.setdefault(copy, [])
+        mates = {ref() for ref in known}
+        known += [weakref.ref(ticket) for ticket in tickets if ticket not in mates]
 
     def _all_of(self, copy: HostCopy, asked: Sequence[Ticket]) -> list[Ticket]:
         """The tickets with bytes in ``copy`` that are asked for or will be, and are not there."""

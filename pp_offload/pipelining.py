@@ -22,7 +22,7 @@ from pp_offload.manager import PipelineOffloadManager
 from pp_offload.modules import OffloadModulesHandle, Patterns, keep_gathered, offload_modules
 from pp_offload.policy import ChunkKey, WeightPassKey
 from pp_offload.session import successor
-from pp_offload.split import Part
+from pp_offload.split import Part, SplitBackward
 
 _ATTACHED = "_pp_offload_handle"
 
@@ -75,9 +75,10 @@ class AttachedSchedule:
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._modules: list[OffloadModulesHandle] = []
         self._order = backward_order(schedule, self._stages)
-        self._split = manager.services.split_backward(
-            self._order.split, is_keeping=manager.config.split_backward == "keep"
-        )
+        self._split: SplitBackward | None = None
+        if self._order.split:
+            is_keeping = manager.config.split_backward == "keep"
+            self._split = manager.services.split_backward(self._order.split, is_keeping=is_keeping)
         self._is_attached = False
         try:
             self._attach(groups)

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from pp_offload.backends import Stream
 from pp_offload.errors import SavedTensorModifiedError
 from pp_offload.ticket import Restore, Ticket
-from pp_offload.wrappers import settle, take_apart, witness
+from pp_offload.wrappers import is_pending, take_apart, witness
 
 
 class Owner(Protocol):
@@ -68,9 +68,19 @@ class SavedActivation:
     Attributes:
         source: The tensor itself, until a ticket takes its bytes.
         ticket: Offloaded; its payload holds this tensor, and ``restore`` makes it of that.
+        pending: The result of a collective that it is inside of, while nobody has waited for it.
     """
 
-    __slots__ = ("__weakref__", "home", "owner", "restore", "source", "ticket", "version")
+    __slots__ = (
+        "__weakref__",
+        "home",
+        "owner",
+        "pending",
+        "restore",
+        "source",
+        "ticket",
+        "version",
+    )
 
     def __init__(self, tensor: Tensor, owner: Owner, home: Stream | None = None) -> None:
         self.source: Tensor | None = tensor.detach()
@@ -79,6 +89,12 @@ class SavedActivation:
         self.home = home
         self.ticket: Ticket | None = None
         self.restore: Restore | None = None
+        self.pending: Tensor | None = None
+
+    def may_leave(self) -> bool:
+        """Whether it is what was saved, and all there."""
+        pending, self.pending = self.pending, None
+        return not self.is_modified and (pending is None or not is_pending(pending))
 
     @property
     def is_modified(self) -> bool:
@@ -116,12 +132,15 @@ class SavedWrapper:
     __slots__ = ("group", "inner", "version", "witness", "wrapper")
 
     def __init__(self, tensor: Tensor, group: str, pack: Callable[[Tensor], Packed]) -> None:
-        settle(tensor)
         self.group = group
         self.witness = witness(tensor)
         self.version = tensor._version
         self.wrapper, inner = take_apart(tensor)
         self.inner = {name: pack(one) for name, one in inner.items()}
+        if is_pending(tensor):
+            for one in self.inner.values():
+                if isinstance(one, SavedActivation):
+                    one.pending = tensor
 
     @property
     def is_resident(self) -> bool:

@@ -58,12 +58,8 @@ class Services:
         """What tickets are moved by."""
         return self.split or self.verifier or self.transfer
 
-    def split_backward(
-        self, chunks: frozenset[ChunkKey], *, is_keeping: bool
-    ) -> SplitBackward | None:
+    def split_backward(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> SplitBackward:
         """For a schedule that runs the backward of these chunks in two parts."""
-        if not chunks:
-            return None
         inner = self.verifier or self.transfer
         return SplitBackward(inner, self.transfer.backend, chunks, is_keeping=is_keeping)
 

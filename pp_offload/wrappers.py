@@ -48,6 +48,11 @@ def is_wrapper(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and is_traceable_wrapper_subclass(tensor)
 
 
+def is_pending(tensor: Tensor) -> bool:
+    """Whether it stands for the result of a collective that nobody has waited for yet."""
+    return getattr(tensor, "completed", True) is False
+
+
 def take_apart(tensor: Tensor) -> tuple[Wrapper, dict[str, Tensor]]:
     """What a wrapper is, and aliases of the tensors inside, which may be wrappers again."""
     detached: Any = tensor.detach()
@@ -65,13 +70,6 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         return
     for inner in take_apart(tensor)[1].values():
         yield from plain_tensors(inner)
-
-
-def settle(tensor: Tensor) -> None:
-    """Wait, as a first use would, for the collective whose result a tensor stands for."""
-    wait = getattr(tensor, "trigger_wait", None)
-    if wait is not None:
-        wait()
 
 
 def witness(tensor: Tensor) -> Tensor:

@@ -434,6 +434,32 @@ def test_a_small_payload_brings_what_shares_its_extent(tmp_path: Path) -> None:
         assert once.bytes_reloaded_unused == 0
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_read_ahead_for_a_ticket_that_shares_another_one_s_copy(
+    tmp_path: Path, is_dropped: bool
+) -> None:
+    """What saved it first is gone; what saved it later is asked for, or gone as well."""
+    with disk_manager("eager", tmp_path) as manager:
+        engine = manager.services.transfer
+        value = torch.arange(5000.0)
+        first, later = tickets_of(engine, [value, value])
+        engine.offload([first])
+        copy, place = first.copy, first.host_bytes
+        assert copy is not None and place is not None
+        later.attach(copy, first.begin, place)
+        settle(manager)
+        del first
+        engine.prefetch([later])
+        if is_dropped:
+            del later
+            settle(manager)
+        else:
+            assert torch.equal(engine.deliver(later), value)
+        assert manager.statistics().on_demand_reloads == 0
+        assert manager.statistics().disk_bytes_read == value.nbytes
+        assert manager.statistics().bytes_reloaded_unused == 0
+
+
 def test_a_read_that_ends_while_it_is_asked_for_lands_once(tmp_path: Path) -> None:
     with disk_manager("eager", tmp_path) as manager:
         engine = manager.services.transfer

@@ -153,7 +153,7 @@ def test_a_copy_that_fails_on_its_thread_never_gives_wrong_numbers(
 
 def test_the_threads_of_a_backend_end_with_it() -> None:
     gc.collect()
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for _ in range(10):
         with use_backend(
             CpuBackend(inline_bytes=0), config=OffloadConfig(min_offloaded_tensor_size=1)
@@ -161,10 +161,10 @@ def test_the_threads_of_a_backend_end_with_it() -> None:
             run_step(make_model(), batches(2))
         PipelineOffloadManager.reset_instance()
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("pp_offload-"):
-            thread.join(timeout=60)
-    assert threading.active_count() <= before
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in started:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in started)
 
 
 @pytest.mark.parametrize("is_delayed", [False, True], ids=["at once", "delayed"])

@@ -111,25 +111,40 @@ def test_changed_in_place_raises(manager: PipelineOffloadManager, smallest: int,
     assert_idle(manager)
 
 
-def test_a_collective_is_waited_for_first(
-    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waits_when", ["before", "in the group", "in backward"])
+def test_a_collective_leaves_when_somebody_has_waited_for_it(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch, waits_when: str
 ) -> None:
     """Its result is there when somebody waits, and the operation that saves it does not."""
     device = manager.backend.device
     x, arriving = inputs(2, device)
     begin(manager)
+    waits: list[Tensor] = []
 
     def wait(result: Tensor) -> Tensor:
-        return result.copy_(arriving)
+        if not waits:  # later ones find it there
+            result.copy_(arriving)
+        waits.append(result)
+        return result
 
     monkeypatch.setattr(collectives, "wait_tensor", wait)
     results = [collectives.AsyncCollectiveTensor(torch.full_like(arriving, torch.nan))]
-    y = in_group(True, x.requires_grad_() * 1, lambda h: KeepsSaved.apply(h, results.pop()))
-    monkeypatch.setattr(collectives, "wait_tensor", lambda result: result)
+    if waits_when == "before":
+        results[0].trigger_wait()
+
+    def compute(h: Tensor) -> Tensor:
+        y = KeepsSaved.apply(h, results[0])
+        if waits_when == "in the group":
+            results[0].trigger_wait()
+        return y
+
+    y = in_group(True, x.requires_grad_() * 1, compute)
+    assert len(waits) == (waits_when != "in backward"), "the engine never waits"
+    is_there = results.pop().completed
     y.sum().backward()
     (seen,) = KeepsSaved.seen
     KeepsSaved.seen.clear()
-    assert manager.statistics().bytes_offloaded == arriving.nbytes
+    assert manager.statistics().bytes_offloaded == (arriving.nbytes if is_there else 0)
     assert same_bits([seen.trigger_wait()], [arriving])
 
 

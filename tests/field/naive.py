@@ -25,6 +25,8 @@ has, on purpose, the faults of engines in the field:
 - Markers are identity functions in the graph. The backward of a group's start has the next group
   reloaded, however large it is; where the input needs no grad there is no such backward.
 - Leaving a group while offload is disabled leaves its hooks installed.
+- Streams are taken as they are, also while a graph is captured.
+- What was asked for and does nothing is never said.
 - Budgets and other options are not looked at. Host memory is kept by exact shape, but for views.
 """
 
@@ -45,7 +47,8 @@ from torch.nn import Parameter
 
 from pp_offload import FineGrainedActivationOffloadingInterface as Interface
 from pp_offload import OffloadConfig, PipelineOffloadManager
-from pp_offload.backends import Backend, default_backend
+from pp_offload.activity import ActivityWatch
+from pp_offload.backends import Backend, GraphSafeBackend, default_backend
 from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.policy import ChunkKey, GroupKey, Plan
 from pp_offload.tensors import StorageSet
@@ -185,9 +188,11 @@ class NaiveManager:
         self, *, config: OffloadConfig | None = None, backend: Backend | None = None
     ) -> None:
         self.config = config or OffloadConfig()
-        self.backend = backend or default_backend()
+        backend = backend or default_backend()
+        self.backend: Backend = backend.inner if isinstance(backend, GraphSafeBackend) else backend
         self.d2h_stream, self.h2d_stream = self.backend.d2h, self.backend.h2d
         self.num_attached = 0
+        self.activity = ActivityWatch()
         self.step = SimpleNamespace(is_warmup=True, pipeline_rank=0, queue=ChunkQueue())
         self.services = SimpleNamespace(
             transfer=NaiveTransfer(self.backend),
@@ -195,6 +200,7 @@ class NaiveManager:
             plan=Plan(),
             is_enabled=True,
             verifier=None,
+            split=None,
         )
         self.statistics = self.services.transfer.statistics
         self.offload_summary_bytes: dict[str, int] = {}

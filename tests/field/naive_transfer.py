@@ -96,6 +96,11 @@ class NaiveTransfer:
         one.is_used = True
         return one.landed
 
+    def join(self) -> None:
+        """Compute waits for all copies."""
+        for side in (self.backend.d2h, self.backend.h2d):
+            self.compute.wait_event(side.record_event())
+
     def drop(self, one: Stored) -> None:
         """Nobody will use it."""
         self._drop_host(one)

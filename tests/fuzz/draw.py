@@ -151,6 +151,7 @@ def options(draw: st.DrawFn) -> Options:
         draw(st.integers(0, 2)),
         draw(st.sampled_from([("disk",), ("host", "disk")])) if draw(seldom) else ("host",),
         draw(rarely),
+        draw(st.sampled_from([None, "reload", "keep"])),
         draw(st.booleans()),
     )
 

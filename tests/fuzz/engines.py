@@ -7,6 +7,7 @@ with Offload(program) as engine:
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -32,6 +33,8 @@ from pp_offload import (
     fine_grained_offloading_group_start as group_start,
 )
 from pp_offload.errors import GroupStateError
+from pp_offload.policy import ChunkKey
+from pp_offload.split import Part
 from pp_offload.testing import SimulatedBackend
 
 Where = tuple[int, int]
@@ -58,6 +61,14 @@ class Plain:
 
     def begin(self, stage: int, min_numel: int) -> None:
         """A forward begins."""
+
+    def chunk(self) -> ChunkKey | None:
+        """What the forward that just ran belongs to."""
+        return None
+
+    def part(self, chunk: ChunkKey | None, part: Part) -> AbstractContextManager[object]:
+        """Around a part of its backward."""
+        return nullcontext()
 
     def scope(self, name: str, is_function: bool, x: Tensor) -> AbstractContextManager[object]:
         """What a group's body runs in."""
@@ -98,12 +109,20 @@ class Offload(Plain):
         self.backend = make_backend(program.backend, program.seed)
         self.device = self.backend.device
         self._stack = ExitStack()
+        self._stack.enter_context(quiet())
         if program.options.is_fine:
             self._stack.enter_context(fine_thresholds())
         self.manager = self._stack.enter_context(
             use_backend(self.backend, config=config_of(program.options))
         )
         self.manager.step.pipeline_rank = program.options.pipeline_rank
+        if program.options.split_backward is not None:
+            is_keeping = program.options.split_backward == "keep"
+            keys = frozenset(
+                ChunkKey(stage, m) for stage in range(len(program.stages)) for m in range(20)
+            )
+            services = self.manager.services
+            services.split = services.split_backward(keys, is_keeping=is_keeping)
         self._streams = {0: self.backend.current_stream()}
         return self
 
@@ -116,6 +135,14 @@ class Offload(Plain):
         except GroupStateError as error:  # a program may leave groups open; the step has begun
             if "never committed" not in str(error):
                 raise
+
+    def chunk(self) -> ChunkKey | None:
+        current = self.manager.cur_forward_chunk()
+        return None if current is None else current.key
+
+    def part(self, chunk: ChunkKey | None, part: Part) -> AbstractContextManager[object]:
+        is_told = self.manager.services.split is not None and chunk is not None
+        return self.manager.backward_part(chunk, part) if is_told else nullcontext()
 
     def begin(self, stage: int, min_numel: int) -> None:
         off_interface.init_chunk_handler(len(self.program.stages), stage, min_numel)
@@ -266,7 +293,20 @@ def config_of(options: Options) -> OffloadConfig:
         delta_offload_bytes_across_pp_ranks=options.delta_offload_bytes_across_pp_ranks,
         tiers=options.tiers,
         verify=options.verify,
+        split_backward=options.split_backward or "reload",
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What the engine warns of is not looked at."""
+    logger = logging.getLogger("pp_offload")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

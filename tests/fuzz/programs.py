@@ -192,6 +192,8 @@ class Options(Record):
     pipeline_rank: int = 0
     tiers: tuple[str, ...] = ("host",)
     verify: bool = False
+    split_backward: str | None = None
+    """As there; None if the engine is not told that backward may come in parts."""
     is_fine: bool = False
     """Whether thresholds in bytes are as small as the tensors here."""
 

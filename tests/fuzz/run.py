@@ -11,7 +11,6 @@ NOTE [ Changed in place ]
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -48,9 +47,9 @@ from torch.autograd.graph import Node
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pp_offload import OffloadStatistics, RaceError, SavedTensorModifiedError
+from pp_offload.policy import ChunkKey
+from pp_offload.split import Part
 from pp_offload.tensors import flat_bytes
-
-logging.getLogger("pp_offload").setLevel(logging.ERROR)
 
 AT_END = 10**6
 """Behind all operations of a step."""
@@ -88,6 +87,7 @@ class Slot:
     """What was force-released; kept, and not looked at."""
     next_x: Tensor | None = None
     """The leaf that the next stage made of ``y``."""
+    chunk: ChunkKey | None = None
     parts: list[dict[str, Any]] | None = None
     """What the weight gradients are made of, when those of the input are done."""
 
@@ -236,7 +236,8 @@ def stage_input(machine: Machine, slot: Slot) -> bool:
         return False
     weights = machine.weights[slot.stage]
     gradient = machine.gradient(slot)
-    _, slot.parts = stage_backward_input([slot.y], [gradient], [slot.x], iter(weights))
+    with machine.engine.part(slot.chunk, Part.INPUT):
+        _, slot.parts = stage_backward_input([slot.y], [gradient], [slot.x], iter(weights))
     return False
 
 
@@ -244,7 +245,8 @@ def stage_weight(machine: Machine, slot: Slot) -> bool:
     parts, slot.parts = slot.parts, None
     if parts is None:
         return whole(machine, slot)
-    stage_backward_weight(iter(machine.weights[slot.stage]), parts)
+    with machine.engine.part(slot.chunk, Part.WEIGHT):
+        stage_backward_weight(iter(machine.weights[slot.stage]), parts)
     return True
 
 
@@ -403,7 +405,8 @@ def do_forward(machine: Machine, op: Forward) -> list[Tensor]:
         y, frame = run_body(machine, stage, x, op)
     if before is not None:
         before.next_x = x
-    machine.slots.append(Slot(stage, x, y, frame.tensors if op.is_held else [], frame.released))
+    held = frame.tensors if op.is_held else []
+    machine.slots.append(Slot(stage, x, y, held, frame.released, chunk=machine.engine.chunk()))
     return [y.detach().clone()]
 
 
