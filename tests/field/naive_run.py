@@ -17,7 +17,10 @@ NOT_SHOWN = {
     "F22": "the table over ranks is gathered by pp_offload.report, and not by a manager; its ranks "
     "are processes of their own",
     "F30": "the rows of sizes measure the host tier itself; the file shows what powers of two hold",
+    "F44": "the naive engine says nothing; the file has programs that are warned of, and others",
     "F45": "the naive engine leaves threads and memory where they are; the file spies on both",
+    "F52": "attach opens no chunk for what a schedule infers, whichever engine; the file counts "
+    "the forwards that infer, and what is alive after them",
 }
 """Rows that the naive engine cannot fail, and why."""
 
@@ -48,11 +51,9 @@ REASONS = {
     "F37": (r"window\[.*cpu", r"assert \d+ <= "),
     "F42": (r"mixed_saves", r"NotImplementedError: Cannot copy out of meta tensor"),
     "F43": (r"cpu", r"KeyError"),
-    "F44": (r"once\[cpu", r"assert 0 == 2"),
     "F47": (r"cpu", r"assert not \(?\{|not in \["),
     "F48": (r"cpu-4", r"assert \d+ == \d+"),
     "F49": (r"order_of_backward\[cpu", r"KeyError|AssertionError"),
-    "F52": (r"cpu", r"AssertionError|KeyError|assert "),
 }
 """Where a row must fail, and how. Of a row that is not here any failure will do that is no lack."""
 

@@ -34,7 +34,7 @@ def train(model: nn.Module, steps: int = 2, numel: int = 6, is_grad: bool = True
     for number in range(steps):
         off_interface.reset()
         for x in batches(2, step=number):
-            x = x.to(next(model.parameters()).device)
+            x = x.to(next(model.parameters()).device).requires_grad_()
             off_interface.init_chunk_handler(None, None, numel)
             with torch.set_grad_enabled(is_grad):
                 loss = model(x).square().mean()

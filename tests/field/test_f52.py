@@ -37,17 +37,18 @@ class Counted(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
+        self.scale = nn.Parameter(torch.ones(()))
         self.outputs: list[weakref.ref[Tensor]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
+        y = self.inner(x * self.scale)
         self.outputs.append(weakref.ref(y))
         return y
 
 
 def train(make: Any, groups: tuple[str, ...], device: torch.device, steps: int) -> list[Tensor]:
     """Losses and gradients."""
-    model = Counted(make_model(groups=groups, device=str(device)))
+    model = Counted(make_model(groups=groups, device=str(device))).to(device)
     stage = PipelineStage(model, 0, 1, device)
     schedule = make(stage, 4, loss_fn=nn.functional.mse_loss)
     handle = attach(schedule) if groups else None

@@ -73,9 +73,9 @@ FAULTS: list[tuple[Callable[[Patch], None], int]] = [
     (reads_host_before_it_was_written, 12),
     (uses_tensor_before_it_is_back, 12),
     (gives_buffer_back_when_reload_is_queued, 25),
-    (compares_no_versions, 12),
+    (compares_no_versions, 25),
     (takes_a_tensor_once, 12),
-    (forgets_where_a_view_began, 12),
+    (forgets_where_a_view_began, 20),
 ]
 """With the most records that the smallest program may have."""
 
