@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
 from pp_offload.pipelining import attach
+from pp_offload.ticket import Ticket
 from pp_offload.transfer import TransferEngine
 
 ONE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -36,6 +38,8 @@ LOOPED: dict[str, Any] = {
 V_SHAPED: dict[str, Any] = {"zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV}
 WIDTH = 16
 NUM_MICROBATCHES = 12
+WINDOW_BYTES = 1280
+"""Twice what a group saves."""
 
 
 class Block(nn.Module):
@@ -98,12 +102,12 @@ def make_schedule(
 
 
 class Watched(TransferEngine):
-    """Notes how much was ever reloaded and not used."""
+    """Notes how much was ever reloaded ahead of its use."""
 
     most_unused = 0
 
-    def _land(self, *args: Any) -> None:
-        super()._land(*args)
+    def prefetch(self, tickets: Sequence[Ticket]) -> None:
+        super().prefetch(tickets)
         Watched.most_unused = max(Watched.most_unused, self.landed_bytes)
 
 
@@ -118,7 +122,11 @@ def train(
     """Three steps with an eval between; losses, gradients, and what the engine says."""
     schedule, modules, is_last = make_schedule(name, virtual, microbatches, scale_grads, out)
     offload = split_backward is not None
-    config = OffloadConfig(min_offloaded_tensor_size=1, split_backward=split_backward or "reload")
+    config = OffloadConfig(
+        min_offloaded_tensor_size=1,
+        prefetch_bytes=WINDOW_BYTES,
+        split_backward=split_backward or "reload",
+    )
     handle = attach(schedule, {"mlp": "layers.*.mlp"}, config) if offload else None
     facts: dict[str, Any] = {"on_demand": [], "in_use": [], "live": []}
     seen: list[Tensor] = []
