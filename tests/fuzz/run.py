@@ -474,7 +474,12 @@ def run_backward(machine: Machine, slot: Slot, how: str) -> list[Tensor]:
     finally:
         if is_done and slot in machine.slots:
             machine.slots.remove(slot)
-    return [] if slot.x.grad is None else [slot.x.grad.clone()]
+    if slot.x.grad is None:
+        return []
+    # It may be the very memory that was saved; the next backward would add to that in place, as a
+    # user may, and the simulated device would report the user's race.
+    slot.x.grad = slot.x.grad.clone()
+    return [slot.x.grad.clone()]
 
 
 def do_evaluate(machine: Machine, op: Evaluate) -> list[Tensor]:
