@@ -366,7 +366,7 @@ class ChunkOffloadHandler:
         group.move_to(GroupState.KEPT)
 
     def _tickets(self, group: OffloadTensorGroup) -> list[Ticket]:
-        saved = [one for one in group.saved() if one.may_leave()]
+        saved = [one for one in group.saved() if one.may_leave]
         tickets = tickets_for(saved, self._services.mover, group.name)
         for ticket in tickets:
             group.total_offload_bytes += ticket.nbytes
@@ -377,9 +377,12 @@ class ChunkOffloadHandler:
         transfer, copies = self._services.transfer, self._services.copies
         if self._services.verifier is not None:
             self._services.verifier.watch(tickets)
-        new = copies.share(tickets)
+        # What a graph copies is there when it is launched, and not for others.
+        is_capturing = transfer.backend.is_capturing
+        new = tickets if is_capturing else copies.share(tickets)
         if new:
             group.copied_bytes += transfer.offload(new)
+        if not is_capturing:
             copies.add(new)
         for ticket in tickets:
             ticket.hand_over()

@@ -36,6 +36,8 @@ class CopyIndex:
 
     def _has_shared(self, ticket: Ticket) -> bool:
         storage, payload = ticket.storage, ticket.payload
+        if any(member.is_part for member in ticket.members):
+            return False
         entry = None if storage is None else self._entries.get(storage._cdata)
         if entry is None or payload is None:
             return False
@@ -57,6 +59,8 @@ class CopyIndex:
             storage, copy, place = ticket.storage, ticket.copy, ticket.host_bytes
             if storage is None or num_holders(storage) <= 1:
                 continue
+            if any(member.is_part for member in ticket.members):
+                continue  # whether it was changed since, its version does not say
             assert copy is not None and place is not None, "not offloaded yet"
             refs = weakref.ref(storage), weakref.ref(copy)
             version = ticket.members[0].version

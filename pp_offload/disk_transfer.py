@@ -76,6 +76,11 @@ class DiskTransferEngine(TransferEngine):
         Raises:
             DiskTierError: They had to be read before, and cannot be.
         """
+        if self.backend.is_capturing and by_place(tickets)[1]:
+            raise NotWhileCapturingError(
+                "reading from disk cannot be part of a captured graph; keep what it needs in host "
+                'memory, with tiers=("host",)'
+            )
         self.poll()  # which may bring some of them
         near, far = by_place(tickets)
         if near:

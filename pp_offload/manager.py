@@ -280,7 +280,11 @@ class PipelineOffloadManager:
             GroupStateError: Groups of the last step were started, used by backward, and never
                 committed. The next step has begun all the same.
         """
-        self.flush_delayed_groups()
+        try:
+            self.flush_delayed_groups()
+        except BaseException:
+            self.abort()
+            raise
         forgotten = self.step.forgotten()
         if self.step.is_complete():
             if self.step.is_warmup:
@@ -305,6 +309,8 @@ class PipelineOffloadManager:
         self._current = None
         self.step.clear()
         self._prefetcher.reset()
+        if self.services.split is not None:
+            self.services.split.clear()
         self.services.transfer.fit()
 
     def post_warmup_callback(self) -> None:

@@ -74,6 +74,7 @@ class AttachedSchedule:
         self._stages = _stages(schedule)
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._modules: list[OffloadModulesHandle] = []
+        _check_free(self._stages)
         self._order = backward_order(schedule, self._stages)
         self._split: SplitBackward | None = None
         if self._order.split:
@@ -93,6 +94,7 @@ class AttachedSchedule:
         manager.num_attached += 1
         self._is_attached = True
         for vp_stage, stage in enumerate(self._stages):
+            setattr(stage, _ATTACHED, self)
             self._wrap(stage, "forward_one_chunk", functools.partial(self._forward, vp_stage))
             backward = functools.partial(self._backward, vp_stage, Part.INPUT)
             self._wrap(stage, "backward_one_chunk", backward)
@@ -110,7 +112,9 @@ class AttachedSchedule:
         for handle in self._modules:
             handle.remove()
         self._modules.clear()
-        self._schedule.__dict__.pop(_ATTACHED, None)
+        for owner in (self._schedule, *self._stages):
+            if owner.__dict__.get(_ATTACHED) is self:
+                del owner.__dict__[_ATTACHED]
         if self._is_attached:
             self._is_attached = False
             self.manager.num_attached -= 1
@@ -194,13 +198,22 @@ class AttachedSchedule:
         manager.reset()
         manager.services.split = self._split
         manager.step.pipeline_rank = int(getattr(self._stages[0], "group_rank", 0))
-        if self._order.keys:
-            manager.step.queue.know_order(self._order.keys, is_told=True)
+        if self._order.keys or manager.step.queue.is_told:
+            manager.step.queue.know_order(self._order.keys, is_told=bool(self._order.keys))
         try:
             return inner(*args, **kwargs)
         except BaseException:
             manager.abort()
             raise
+
+
+def _check_free(stages: list[Any]) -> None:
+    for stage in stages:
+        if _ATTACHED in getattr(stage, "__dict__", {}):
+            raise OffloadError(
+                f"stage {stage.stage_index} is attached through another schedule; detach() that "
+                "one's handle first"
+            )
 
 
 def _stages(schedule: Any) -> list[Any]:

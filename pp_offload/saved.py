@@ -68,12 +68,14 @@ class SavedActivation:
     Attributes:
         source: The tensor itself, until a ticket takes its bytes.
         ticket: Offloaded; its payload holds this tensor, and ``restore`` makes it of that.
-        pending: The result of a collective that it is inside of, while nobody has waited for it.
+        pending: The result of a collective that it is inside of, if nobody had waited for it.
+        is_part: Whether it is inside of another. Changes through that one its version misses.
     """
 
     __slots__ = (
         "__weakref__",
         "home",
+        "is_part",
         "owner",
         "pending",
         "restore",
@@ -90,11 +92,13 @@ class SavedActivation:
         self.ticket: Ticket | None = None
         self.restore: Restore | None = None
         self.pending: Tensor | None = None
+        self.is_part = False
 
+    @property
     def may_leave(self) -> bool:
         """Whether it is what was saved, and all there."""
-        pending, self.pending = self.pending, None
-        return not self.is_modified and (pending is None or not is_pending(pending))
+        is_there = self.pending is None or not is_pending(self.pending)
+        return is_there and not self.is_modified
 
     @property
     def is_modified(self) -> bool:
@@ -137,10 +141,10 @@ class SavedWrapper:
         self.version = tensor._version
         self.wrapper, inner = take_apart(tensor)
         self.inner = {name: pack(one) for name, one in inner.items()}
-        if is_pending(tensor):
-            for one in self.inner.values():
-                if isinstance(one, SavedActivation):
-                    one.pending = tensor
+        for one in self.inner.values():
+            if isinstance(one, SavedActivation):
+                one.is_part = True
+                one.pending = tensor if is_pending(tensor) else None
 
     @property
     def is_resident(self) -> bool:

@@ -81,7 +81,7 @@ class SplitBackward:
         self._seen: dict[tuple[ChunkKey | int, Part], Uses] = {}
         self._places: weakref.WeakKeyDictionary[Ticket, tuple[ChunkKey, Place]]
         self._places = weakref.WeakKeyDictionary()
-        self._kept: weakref.WeakKeyDictionary[Ticket, Kept] = weakref.WeakKeyDictionary()
+        self._kept: dict[ChunkKey, weakref.WeakKeyDictionary[Ticket, Kept]] = {}
 
     @property
     def landed_bytes(self) -> int:
@@ -114,7 +114,14 @@ class SplitBackward:
         if self._running is not None:
             key, part = self._running
             self._seen[key, part] = self._seen[key.vp_stage, part] = self._used
+            if part is Part.WEIGHT:
+                self._kept.pop(key, None)
         self._running = None
+
+    def clear(self) -> None:
+        """The step is over: no part runs, and nothing is kept for one."""
+        self._running = None
+        self._kept.clear()
 
     def foreseen(self, key: ChunkKey, part: Part) -> Uses:
         """What the part will use, as the last one of its chunk, or of its stage, did."""
@@ -129,12 +136,13 @@ class SplitBackward:
         (key, part), place = self._running, known[1]
         self._used[place] += 1
         live = self._backend.current_stream()
-        kept = self._kept.get(ticket) if part is Part.WEIGHT else None
+        kept_of_chunk = self._kept.setdefault(key, weakref.WeakKeyDictionary())
+        kept = kept_of_chunk.get(ticket) if part is Part.WEIGHT else None
         if kept is not None and kept.is_good(live):
             return kept.tensor
         tensor = self._inner.deliver(ticket)
-        if self._is_keeping and place in self.foreseen(key, Part.WEIGHT):
-            self._kept[ticket] = Kept(tensor, tensor._version, live)
+        if part is Part.INPUT and self._is_keeping and place in self.foreseen(key, Part.WEIGHT):
+            kept_of_chunk[ticket] = Kept(tensor, tensor._version, live)
         return tensor
 
     def abandon(self, ticket: Ticket) -> None:

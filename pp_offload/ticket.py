@@ -121,6 +121,8 @@ class Member(Protocol):
     source: Tensor | None
     version: int
     home: Stream | None
+    pending: Tensor | None
+    is_part: bool
     ticket: Ticket | None
 
 
@@ -250,7 +252,7 @@ class Ticket:
         """The copy is queued: the members need their tensors no more."""
         for member in self.members:
             member.ticket = self
-            member.source = None
+            member.source = member.pending = None
         self.members = ()
         self.payload = self.storage = None
 

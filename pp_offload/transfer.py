@@ -94,14 +94,14 @@ class TransferEngine:
         self.refill_below_bytes = 0
         self._max_in_flight_bytes = max_in_flight_bytes
         self._flights: deque[Flight] = deque()
-        self._homes: list[Stream] = []
+        self._homes: list[Stream] = [backend.current_stream()]
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
         self._waited: tuple[Event, Stream] | None = None
         self._of_graphs: list[HostCopy] = []
 
     def follow(self, stream: Stream) -> None:
         """What is offloaded may have been allocated on this compute stream."""
-        if stream not in self._homes:
+        if stream not in self._homes and not self.backend.is_capturing:
             self._homes.append(stream)
 
     def offload(self, tickets: Sequence[Ticket]) -> int:
@@ -212,6 +212,8 @@ class TransferEngine:
         for copy in copies:
             assert copy.buffer is not None, "not in host memory"
             copy.buffer.last_use = reloaded
+        if self.backend.is_capturing:
+            self._of_graphs += copies
         self._land(tickets, landing, reloaded, home)
 
     def _land(
@@ -427,7 +429,7 @@ class TransferEngine:
     def _keep_in_flight_bounded(self) -> None:
         while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:
             flight = self._flights.popleft()
-            for home in self._homes:
+            for home in (self.backend.current_stream(), *self._homes):
                 home.wait_event(flight.offloaded)
             self._arrive(flight)
         while len(self._abandoned) > MAX_ABANDONED:

@@ -62,6 +62,8 @@ class Verifier:
             VerifyError: It is not what left.
         """
         tensor = self._transfer.deliver(ticket)
+        if self._transfer.backend.is_capturing:
+            return tensor  # nothing is there to compare
         found, expected = checksum_of(tensor), self._sums.get(ticket)
         if expected is not None and found != expected:
             raise VerifyError(
@@ -77,6 +79,8 @@ class Verifier:
 
     def watch(self, tickets: Sequence[Ticket]) -> None:
         """Remember what these tickets take, before they have handed over."""
+        if self._transfer.backend.is_capturing:
+            return
         with self._transfer.reading(tickets):
             for ticket in tickets:
                 self._sums[ticket] = checksum_of(ticket.source())

@@ -183,3 +183,15 @@ def test_detaching_forgets_the_order_the_schedule_told(schedule: Any) -> None:
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_stage_has_one_schedule_at_a_time(schedule: Any) -> None:
+    """Two would restore each other's wrappers, if they were detached in the order of attaching."""
+    other = type(schedule)(schedule._stage, 2, loss_fn=torch.nn.functional.mse_loss)
+    with attach(schedule, {"layer": "*"}):
+        with pytest.raises(OffloadError, match=r"stage 0 is attached through another schedule"):
+            attach(other)
+        assert vars(other).get("_pp_offload_handle") is None
+    with attach(other):
+        pass
+    assert not [name for name in vars(schedule._stage) if name.endswith(("_one_chunk", "_handle"))]

@@ -75,3 +75,17 @@ def test_a_delayed_release_keeps_nothing_alive(
     assert middle.untyped_storage().nbytes() == 0
     (got,) = torch.autograd.grad(y.sum(), x)
     assert same_bits([got], list(torch.autograd.grad((x * 1).sin().sin().sum(), x)))
+
+
+def test_a_delayed_commit_that_raises_ends_the_step_all_the_same(
+    manager: PipelineOffloadManager,
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    manager.push_offload_groups(fail, None)
+    with pytest.raises(ZeroDivisionError):
+        manager.reset()
+    assert manager.cur_forward_chunk() is None
+    manager.reset()

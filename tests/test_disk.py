@@ -162,7 +162,7 @@ def threads_that_wait(manager: PipelineOffloadManager) -> Iterator[None]:
 
 def tickets_of(engine: TransferEngine, values: Sequence[Tensor]) -> list[Ticket]:
     """One for each, which will be asked for once."""
-    members: Any = (SimpleNamespace(source=None, home=None),)
+    members: Any = (SimpleNamespace(source=None, home=None, pending=None, is_part=False),)
     return [Ticket(engine, "g", v, members, v.untyped_storage()) for v in values]
 
 

@@ -111,6 +111,33 @@ def test_changed_in_place_raises(manager: PipelineOffloadManager, smallest: int,
     assert_idle(manager)
 
 
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_changed_through_the_wrapper_between_two_groups(
+    manager: PipelineOffloadManager, kind: str
+) -> None:
+    """Inside, no version tells of it; so the second group does not share the copy of the first."""
+    device = manager.backend.device
+
+    def run(is_on: bool) -> list[Tensor]:
+        (values,) = inputs(1, device)
+        x = values.clone().requires_grad_()
+        wrapped = WRAPPERS[kind](values)
+        h = x * 1
+        if is_on:
+            begin(manager)
+        first = in_group(is_on, h, lambda h: KeepsSaved.apply(h, wrapped))
+        manager.backend.synchronize()
+        wrapped.mul_(3)
+        second = in_group(is_on, h, lambda h: KeepsSaved.apply(h, wrapped))
+        second.sum().backward()
+        seen = KeepsSaved.seen.pop()
+        del first
+        return [t.clone() for t in leaves(seen)]
+
+    assert same_bits(run(True), run(False))
+    KeepsSaved.seen.clear()
+
+
 @pytest.mark.parametrize("waits_when", ["before", "in the group", "in backward"])
 def test_a_collective_leaves_when_somebody_has_waited_for_it(
     manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch, waits_when: str

@@ -21,7 +21,7 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload.backends import GraphSafeBackend
-from pp_offload.errors import CaptureError
+from pp_offload.errors import CaptureError, NotWhileCapturingError
 from pp_offload.testing import SimulatedBackend
 
 ORDERS = ["late", "eager", "random"]
@@ -179,6 +179,20 @@ def test_f24_the_disk_takes_nothing_in_a_capture(caplog: pytest.LogCaptureFixtur
         assert same_bits(step(on, inputs, device), step(off, inputs))
         assert manager.statistics().disk_bytes_written == written > 0
     assert "cannot be part of a captured graph" in caplog.text
+
+
+def test_f24_the_disk_is_not_read_in_a_capture() -> None:
+    with manager_of("late", tiers=("disk",)) as (manager, device):
+        on, _ = pair()
+        (x,) = make_inputs(1)
+        off_interface.init_chunk_handler(None, None, 1)
+        y = on(x.requires_grad_()).sum()
+        manager.backend.synchronize()
+        while manager.statistics().host_bytes_in_use:
+            pass  # on its way to the disk
+        with pytest.raises(NotWhileCapturingError, match="keep what it needs in host"):
+            with device.capture():
+                y.backward()
 
 
 @pytest.mark.parametrize("order", ORDERS)
