@@ -78,7 +78,7 @@ class SplitBackward:
         self._is_keeping = is_keeping
         self._running: tuple[ChunkKey, Part] | None = None
         self._used: Counter[Place] = Counter()
-        self._seen: dict[tuple[ChunkKey | int, Part], Uses] = {}
+        self._seen: dict[tuple[ChunkKey | int, Part], Uses] = {}  # by chunk, and by stage
         self._places: weakref.WeakKeyDictionary[Ticket, tuple[ChunkKey, Place]]
         self._places = weakref.WeakKeyDictionary()
         self._kept: dict[ChunkKey, weakref.WeakKeyDictionary[Ticket, Kept]] = {}
@@ -102,7 +102,7 @@ class SplitBackward:
             place = Place(key.position, ordinal)
             self._places[ticket] = key.chunk, place
             if uses:
-                ticket.num_waiting = uses.get(place, 0)
+                ticket.num_waiting = uses.get(place, 0)  # see NOTE [ Uses ]
 
     def begin(self, key: ChunkKey, part: Part) -> None:
         """A part of a chunk's backward begins."""

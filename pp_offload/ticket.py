@@ -1,9 +1,15 @@
 """What moves: a payload's ticket, and the bytes of it that are kept off the device.
 
-ticket = Ticket(transfer, "mlp", payload, members, storage)
-transfer.offload([ticket])          # its copy is made
-ticket.hand_over()                  # the saved tensors hold the ticket instead of their memory
-tensor = transfer.deliver(ticket)   # when autograd asks
+    ticket = Ticket(transfer, "mlp", payload, members, storage)
+    transfer.offload([ticket])          # its copy is made
+    ticket.hand_over()                  # the saved tensors hold the ticket instead of their memory
+    tensor = transfer.deliver(ticket)   # when autograd asks
+
+NOTE [ Uses ]
+    ``num_waiting`` is how often autograd is expected to ask for a payload before its memory on the
+    device is let go: once for each saved tensor it holds, unless a backward in two parts is known
+    to ask otherwise (``split.py``). It steers memory and prefetch; no value depends on it. Asked
+    for more often, as in a second backward, the payload is brought again, for all of them.
 """
 
 from __future__ import annotations

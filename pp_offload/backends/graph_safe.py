@@ -2,7 +2,8 @@
 
 While a graph is captured nothing runs, an event from before cannot be asked or waited for, and one
 of another capture never. What ran before is done, for a capture begins by synchronizing; what
-another capture queued comes before or after as its graph is launched. So such waits are left out.
+another capture queued comes before or after as its graph is launched. So such waits are left out,
+and who asks about an event from before is told that it is not known to be over.
 And a stream is another one in another capture, so that memory of one graph is not used by the next.
 
     backend = GraphSafeBackend(AcceleratorBackend())
