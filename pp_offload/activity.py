@@ -16,6 +16,10 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 
+NUM_STEPS = 3
+"""After so many steps nothing is looked at any more, until more is asked for."""
+
+
 class Activity(NamedTuple):
     """What a step did under one name."""
 
@@ -28,12 +32,14 @@ class ActivityWatch:
     """Knows what was asked for, and what was said about it."""
 
     def __init__(self) -> None:
+        self.num_steps_left = NUM_STEPS
         self._wanted: Counter[str] = Counter()
         self._said: set[str] = set()
 
     def expect(self, names: Iterable[str]) -> None:
         """Groups of these names are to come in every step."""
         self._wanted.update(names)
+        self.num_steps_left = NUM_STEPS
 
     def forget(self, names: Iterable[str]) -> None:
         """They are not, any more."""
@@ -46,6 +52,7 @@ class ActivityWatch:
             found: What the step did, by name.
             smallest_numel: The least elements of a tensor that may leave. Of the step's chunks.
         """
+        self.num_steps_left -= 1
         for name, message in self._idle(found, smallest_numel):
             if name not in self._said:
                 self._said.add(name)

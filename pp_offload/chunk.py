@@ -119,7 +119,7 @@ class ChunkOffloadHandler:
         if group.state is not GroupState.OPEN or not services.is_enabled:
             return Resident(tensor)
         if services.eligibility.admits(tensor, self.min_offloaded_tensor_size):
-            saved = SavedActivation(tensor, group, services.transfer.backend.current_stream())
+            saved = SavedActivation(tensor, group, services.current_stream())
             group.add(saved)
             return saved
         if is_wrapper(tensor):
@@ -142,7 +142,7 @@ class ChunkOffloadHandler:
         """
         if threading.get_ident() != self._thread:
             raise self._other_thread("start", name)
-        self._services.transfer.follow(self._services.transfer.backend.current_stream())
+        self._services.transfer.follow(self._services.current_stream())
         if self.key is None:
             self.key = self._services.number_chunk(self)
         key = None if self.key is None else GroupKey(self.key, len(self.groups))
@@ -330,6 +330,11 @@ class ChunkOffloadHandler:
     def is_empty_chunk(self, name: str | None = None) -> bool:
         """Whether it has no group, or none of this name."""
         return not any(name in (None, group.name) for group in self.groups)
+
+    @property
+    def open_groups(self) -> Sequence[OffloadTensorGroup]:
+        """Those started and not committed, first started first."""
+        return self._open
 
     def visits(self) -> Iterator[Visit]:
         """Its groups, as backward comes by them."""

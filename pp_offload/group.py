@@ -127,8 +127,9 @@ class OffloadTensorGroup:
 
     def wanted(self) -> Iterator[Ticket]:
         """What must be brought before backward reaches it, in the order of use."""
-        for ticket in self.tickets_last_first():
-            if not ticket.is_coming and ticket.num_waiting > 0:
+        for ref in reversed(self._tickets):
+            ticket = ref()
+            if ticket is not None and ticket.num_waiting > 0 and not ticket.is_coming:
                 yield ticket
 
     def on_use(self) -> None:

@@ -127,7 +127,7 @@ class FineGrainedActivationOffloadingInterface:
         """Stop collecting; an exception passes on."""
         group, self._group = self._group, None
         if group is not None:
-            group.has_failed = any(arg is not None for arg in args)
+            group.has_failed = bool(args) and args[0] is not None
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__(*args)

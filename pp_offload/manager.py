@@ -291,9 +291,10 @@ class PipelineOffloadManager:
                 self.post_warmup_callback()
             else:
                 self._learn()
-        step = self.step
-        if step.smallest_numel is not None and not (step.is_evaluating or self._was_disabled):
-            self.activity.check(step.activity(), step.smallest_numel)
+        step, smallest = self.step, self.step.smallest_numel
+        is_silent = self._was_disabled or step.is_evaluating or not self.activity.num_steps_left
+        if smallest is not None and not is_silent:
+            self.activity.check(step.activity(), smallest)
         self._was_disabled = not self.services.is_enabled
         self.abort()
         if forgotten:

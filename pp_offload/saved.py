@@ -97,8 +97,10 @@ class SavedActivation:
     @property
     def may_leave(self) -> bool:
         """Whether it is what was saved, and all there."""
-        is_there = self.pending is None or not is_pending(self.pending)
-        return is_there and not self.is_modified
+        source, pending = self.source, self.pending
+        if source is not None and source._version != self.version:
+            return False
+        return pending is None or not is_pending(pending)
 
     @property
     def is_modified(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pp_offload.backends import default_backend
+from pp_offload.backends import Stream, default_backend
 from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
 from pp_offload.copies import CopyIndex
@@ -49,8 +49,10 @@ class Services:
     """Gives a chunk its key when its first group starts."""
 
     release: ForcedRelease = field(init=False)
+    current_stream: Callable[[], Stream] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.current_stream = self.transfer.backend.current_stream
         self.release = ForcedRelease(self.eligibility)
 
     @property

@@ -113,7 +113,7 @@ class StepRecord(Upcoming):
 
     def forgotten(self) -> list[str]:
         """Names of groups that were started, used by backward, and never committed."""
-        groups = (group for chunk in self._forward.values() for group in chunk.groups)
+        groups = (group for chunk in self._forward.values() for group in chunk.open_groups)
         return [group.name for group in groups if group.is_forgotten]
 
     def make_plan(self, config: OffloadConfig) -> Plan:

@@ -36,7 +36,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -51,6 +51,9 @@ from pp_offload.tiers.host import HostTier
 
 MAX_ABANDONED = 8
 """Landed payloads nobody used that may wait for their event."""
+
+
+_nothing = nullcontext()
 
 
 @dataclass(slots=True)
@@ -101,8 +104,9 @@ class TransferEngine:
 
     def follow(self, stream: Stream) -> None:
         """What is offloaded may have been allocated on this compute stream."""
-        if stream not in self._homes and not self.backend.is_capturing:
-            self._homes.append(stream)
+        if stream is not self._homes[-1] and stream not in self._homes:
+            if not self.backend.is_capturing:
+                self._homes.append(stream)
 
     def offload(self, tickets: Sequence[Ticket]) -> int:
         """Queue the copies of a group to the host; the sources are kept alive until they ran.
@@ -126,7 +130,9 @@ class TransferEngine:
         targets: list[Tensor] = []
         parts: list[Tensor] = []
         nbytes = 0
-        with self.reading([ticket for ticket in tickets if ticket.storage is None]):
+        homes = self.homes(tickets)
+        gathered = [t for t in tickets if t.storage is None] if len(homes) > 1 else []
+        with self.reading(gathered) if gathered else _nothing:
             sources = [ticket.source() for ticket in tickets]
         for ticket, source in zip(tickets, sources, strict=True):
             nbytes += ticket.nbytes
@@ -139,7 +145,6 @@ class TransferEngine:
             else:
                 targets.append(target)
                 parts.append(source)
-        homes = self.homes(tickets)
         for home in homes:
             self._d2h_waits_for_compute(home)
         self._d2h_waits_for_last_users(copies)
@@ -324,10 +329,12 @@ class TransferEngine:
     def homes(self, tickets: Sequence[Ticket]) -> list[Stream]:
         """The live compute stream, then others that saved these; see NOTE [ Side streams ]."""
         homes = [self.backend.current_stream()]
+        live = homes[0]
         for ticket in tickets:
             for member in ticket.members:
-                if member.home is not None and member.home not in homes:
-                    homes.append(member.home)
+                home = member.home
+                if home is not live and home is not None and home not in homes:
+                    homes.append(home)
         return homes
 
     @contextmanager
