@@ -6,6 +6,9 @@ Public names by task. Nothing is computed here.
 # One line around a schedule of torch.distributed.pipelining, or groups by module name.
 from pp_offload import pipelining
 
+# All activations of a model on one device.
+from pp_offload.activations import NoOpManager, OffloadActivations
+
 # Devices.
 from pp_offload.backends import AcceleratorBackend, CpuBackend
 from pp_offload.config import OffloadConfig
@@ -44,6 +47,7 @@ from pp_offload.fine_grained_activation_offload import (
     fine_grained_offloading_group_start,
     print_offload_summary_table,
 )
+from pp_offload.heads import get_act_offloading_ctx_manager, get_lora_act_offloading_ctx_manager
 from pp_offload.modules import offload_modules
 
 # Telling.
@@ -68,6 +72,8 @@ __all__ = [
     "FineGrainedOffloadingGroupStartFunction",
     "GPUTensorPool",
     "GroupStateError",
+    "NoOpManager",
+    "OffloadActivations",
     "OffloadConfig",
     "OffloadError",
     "OffloadStatistics",
@@ -85,6 +91,8 @@ __all__ = [
     "fine_grained_offloading_group_commit",
     "fine_grained_offloading_group_flush_delayed_groups",
     "fine_grained_offloading_group_start",
+    "get_act_offloading_ctx_manager",
+    "get_lora_act_offloading_ctx_manager",
     "offload_modules",
     "pipelining",
     "print_offload_summary_table",

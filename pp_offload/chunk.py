@@ -340,6 +340,11 @@ class ChunkOffloadHandler:
         """Its groups, as backward comes by them."""
         return reversed(self.groups)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing that its groups saved is alive."""
+        return not any(group.is_alive for group in self.groups)
+
     def finish_all_groups(self, name: str | None = None) -> bool:
         """Whether backward has reached every group (of this name) that saved something."""
         return all(

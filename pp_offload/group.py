@@ -86,9 +86,19 @@ class OffloadTensorGroup:
         """Autograd saved one more tensor. It may drop it before the group is committed."""
         self._saved.append(weakref.ref(saved))
 
+    @property
+    def num_saved(self) -> int:
+        """How many tensors autograd saved in it, as long as it is open."""
+        return len(self._saved)
+
     def saved(self) -> list[SavedActivation]:
         """What autograd saved and still holds, in order, as long as the group is open."""
         return [saved for ref in self._saved if (saved := ref()) is not None]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether autograd holds a tensor that it saved here and that left or may leave."""
+        return bool(self.saved()) or next(self.tickets_last_first(), None) is not None
 
     def move_to(self, state: GroupState) -> None:
         """Close the group: it is offloaded, or kept.

@@ -105,6 +105,14 @@ class StepRecord(Upcoming):
         for following in self.queue.certain():
             yield from following.visits()
 
+    def forget_finished(self) -> None:
+        """Forget chunks of which no tensor is left, where a step never ends."""
+        for key, chunk in list(self._forward.items()):
+            if chunk.is_over:
+                self.queue.remove(chunk)
+                del self._forward[key]
+                self._backward.pop(key, None)
+
     def is_complete(self) -> bool:
         """Whether something was saved in groups, and backward reached each that it was saved in."""
         return bool(self._backward) and all(

@@ -52,7 +52,7 @@ def alone() -> Iterator[None]:
 
 
 def test_there_are_as_many_examples_as_tests() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 def test_the_ten_lines_are_ten_and_run(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +87,21 @@ def test_the_loop_without_a_schedule_runs(capsys: pytest.CaptureFixture[str]) ->
         exec(BLOCKS[1], names)
         assert PipelineOffloadManager.get_instance().statistics().bytes_offloaded > 0
     assert "mlp" in capsys.readouterr().out
+
+
+def test_training_on_one_device_runs() -> None:
+    model = Model()
+    model.head = nn.Linear(1024, 1024)
+    x = torch.randn(64, 1024)
+    names: dict[str, Any] = {
+        "model": model,
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data": [(x, x), (x, x)],
+    }
+    exec(BLOCKS[3], names)
+    assert names["offload"].statistics().bytes_offloaded > 0
+    assert names["offload"].statistics().live_tensors == 0
 
 
 def test_every_option_is_in_the_table() -> None:

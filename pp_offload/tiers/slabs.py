@@ -112,7 +112,7 @@ class SlabSource:
             raise self._over_budget(nbytes)
         try:
             self.num_allocations += 1
-            return _pageable(nbytes) if self._is_pageable else self._allocate(nbytes)
+            return pageable(nbytes) if self._is_pageable else self._allocate(nbytes)
         except MemoryError as failure:
             self.budget.release(nbytes)
             if self._is_pageable or isinstance(failure, NotWhileCapturingError):
@@ -132,7 +132,12 @@ class SlabSource:
         )
 
 
-def _pageable(nbytes: int) -> Tensor:
+def pageable(nbytes: int) -> Tensor:
+    """Ordinary host memory.
+
+    Raises:
+        MemoryError: The system has no so much.
+    """
     try:
         return torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as failure:

@@ -1,0 +1,315 @@
+"""Everything a forward saves is offloaded; any number of forwards may be in flight."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import BACKENDS, make_backend
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from toy import assert_no_hooks, batches, make_model, same_bits
+
+from pp_offload.activations import NoOpManager, OffloadActivations
+from pp_offload.heads import get_act_offloading_ctx_manager, get_lora_act_offloading_ctx_manager
+
+
+@pytest.fixture(params=BACKENDS)
+def offload(request: pytest.FixtureRequest):
+    """A context on each backend, that takes tensors of any size."""
+    backend = make_backend(request.param)
+    with backend.activate():
+        yield OffloadActivations(min_offload_size=1, max_fwd_stash_size=3, backend=backend)
+
+
+def device_of(offload: OffloadActivations) -> torch.device:
+    return offload._services.transfer.backend.device
+
+
+def pair(offload: OffloadActivations) -> list[nn.Module]:
+    model = make_model(groups=(), device=str(device_of(offload)))
+    offload.keep_module(model)
+    return [model, make_model(groups=(), device=str(device_of(offload)))]
+
+
+def gradients(model: nn.Module, leaves: list[Tensor]) -> list[Tensor]:
+    found = [t.grad.clone() for t in (*leaves, *model.parameters()) if t.grad is not None]
+    model.zero_grad()
+    return found
+
+
+Program = Callable[[nn.Module, list[Tensor], OffloadActivations | None], list[Tensor]]
+
+
+def forward(model: nn.Module, x: Tensor, offload: OffloadActivations | None) -> Tensor:
+    if offload is None:
+        return model(x).square().mean()
+    with offload:
+        return model(x).square().mean()
+
+
+def one_by_one(model, leaves, offload):
+    for x in leaves:
+        forward(model, x, offload).backward()
+    return gradients(model, leaves)
+
+
+def first_in_first_out(model, leaves, offload):
+    losses = [forward(model, x, offload) for x in leaves]
+    for loss in losses:
+        loss.backward()
+    return gradients(model, leaves)
+
+
+def last_in_first_out(model, leaves, offload):
+    losses = [forward(model, x, offload) for x in leaves]
+    while losses:
+        losses.pop().backward()
+    return gradients(model, leaves)
+
+
+def together(model, leaves, offload):
+    losses = [forward(model, x, offload) for x in leaves]
+    sum(losses[1:], start=losses[0]).backward()
+    return gradients(model, leaves)
+
+
+def one_f_one_b(model, leaves, offload):
+    losses = []
+    for x in leaves:
+        losses.append(forward(model, x, offload))
+        if len(losses) == 2:
+            losses.pop(0).backward()
+    losses.pop().backward()
+    return gradients(model, leaves)
+
+
+def twice(model, leaves, offload):
+    losses = [forward(model, x, offload) for x in leaves]
+    for loss in losses:
+        loss.backward(retain_graph=True)
+    for loss in reversed(losses):
+        loss.backward()
+    return gradients(model, leaves)
+
+
+def of_gradients(model, leaves, offload):
+    for x in leaves:
+        loss = forward(model, x, offload)
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        first.square().sum().backward()
+    return gradients(model, leaves)
+
+
+def some_dropped(model, leaves, offload):
+    losses = [forward(model, x, offload) for x in leaves]
+    del losses[1]
+    losses.pop().backward()
+    return gradients(model, leaves)
+
+
+def inside(model, leaves, offload):
+    """Backward inside the context, as an eager trainer may do."""
+    for x in leaves:
+        if offload is None:
+            model(x).square().mean().backward()
+        else:
+            with offload:
+                model(x).square().mean().backward()
+    return gradients(model, leaves)
+
+
+def recomputed(model, leaves, offload):
+    def run(x: Tensor) -> Tensor:
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    losses = []
+    for x in leaves:
+        if offload is None:
+            losses.append(run(x).square().mean())
+        else:
+            with offload:
+                losses.append(run(x).square().mean())
+    for loss in losses:
+        loss.backward()
+    return gradients(model, leaves)
+
+
+PROGRAMS = [
+    one_by_one,
+    first_in_first_out,
+    last_in_first_out,
+    together,
+    one_f_one_b,
+    twice,
+    of_gradients,
+    some_dropped,
+    inside,
+    recomputed,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_equal_bit_for_bit(offload: OffloadActivations, program: Program) -> None:
+    on, off = pair(offload)
+    for step in range(3):
+        runs = []
+        for model, context in ((on, offload), (off, None)):
+            inputs = batches(4, step=step, length=4 + step)
+            leaves = [x.to(device_of(offload)).requires_grad_() for x in inputs]
+            runs.append(program(model, leaves, context))
+        assert same_bits(*runs), step
+        gc.collect()
+        statistics = offload.statistics()
+        assert statistics.host_bytes_in_use == 0
+        assert statistics.live_tensors == 0
+        assert statistics.bytes_reloaded_unused == 0
+        assert_no_hooks()
+    assert offload.statistics().bytes_offloaded > 0
+
+
+def test_a_step_that_never_ends_keeps_no_chunks(offload: OffloadActivations) -> None:
+    model, _ = pair(offload)
+    waiting: list[Tensor] = []
+    for step in range(30):
+        (x,) = batches(1, step=step)
+        waiting.append(forward(model, x.to(device_of(offload)), offload))
+        if len(waiting) == 3:
+            waiting.pop(0).backward()
+    assert len(offload._step._forward) <= 4
+    assert len(offload._step.queue) <= 4
+
+
+def test_what_comes_next_is_there(offload: OffloadActivations) -> None:
+    """Reloads on demand are few: backward is foreseen, in reverse order."""
+    model, _ = pair(offload)
+    for step in range(3):
+        (x,) = batches(1, step=step)
+        forward(model, x.to(device_of(offload)), offload).backward()
+    statistics = offload.statistics()
+    assert statistics.prefetched_reloads > 4 * statistics.on_demand_reloads
+
+
+@pytest.mark.parametrize("stash", [1, 2, 5, 100])
+def test_the_stash_is_what_stays(stash: int) -> None:
+    """After a forward of 9 saved tensors: as many as fit into full stashes have left."""
+    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=stash)
+    x = torch.linspace(-1, 1, 300, requires_grad=True)
+    with offload:
+        y = x * 1
+        for _ in range(9):
+            y = y.sin()
+    assert offload.statistics().live_tensors == 9 // stash * stash
+    with offload:
+        pass
+    assert offload.statistics().live_tensors == 9, "another forward has begun"
+
+
+def test_small_ones_stay() -> None:
+    offload = OffloadActivations(min_offload_size=1200, max_fwd_stash_size=1)
+    for numel, expected in ((299, 0), (300, 1)):
+        with offload:
+            y = (torch.ones(numel, requires_grad=True) * 1).sin()
+        assert offload.statistics().live_tensors == expected
+        del y
+
+
+def test_no_op_inside() -> None:
+    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1)
+    with offload:
+        y = torch.ones(300, requires_grad=True) * 1
+        with NoOpManager():
+            y = y.sin()
+        assert offload.statistics().live_tensors == 0
+        y = y.cos()
+        assert offload.statistics().live_tensors == 1
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("use_pin_memory", [True, False])
+@pytest.mark.parametrize("use_streams", [True, False])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_options(kind: str, use_streams: bool, use_pin_memory: bool) -> None:
+    backend = make_backend(kind)
+    with backend.activate():
+        offload = OffloadActivations(use_pin_memory, use_streams, 1, 2, backend=backend)
+        on, off = pair(offload)
+        runs = []
+        for model, context in ((on, offload), (off, None)):
+            leaves = [x.to(device_of(offload)).requires_grad_() for x in batches(3)]
+            runs.append(first_in_first_out(model, leaves, context))
+        assert same_bits(*runs)
+        if not use_streams:
+            assert offload.statistics().bytes_in_flight == 0
+
+
+@pytest.mark.parametrize("options", [{"max_fwd_stash_size": 0}, {"min_offload_size": -1}])
+def test_bad_options(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected at least 1 tensor, and at least 0 bytes"):
+        OffloadActivations(**options)
+
+
+class Decoder(nn.Module):
+    """A body and an output head under a name of choice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        owner: nn.Module = self
+        *path, last = name.split(".")
+        for part in path:
+            owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        self.last = [nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())]
+        owner.add_module(last, self.last[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last[0](self.body(x))
+
+
+NAMES = ["output", "lm_head", "decoder.output", "decoder.lm_head", "norm", "head"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("wrap", [0, 1, 2])
+def test_the_head_is_left_out(name: str, wrap: int) -> None:
+    model: nn.Module = Decoder(name)
+    for _ in range(wrap):
+        outer = nn.Module()
+        outer.module = model
+        outer.forward = model.forward
+        model = outer
+    offload = get_lora_act_offloading_ctx_manager(model, min_offload_size=1, max_fwd_stash_size=1)
+    with offload:
+        y = model(torch.ones(4, 8, requires_grad=True) * 1)
+    assert offload.statistics().live_tensors == 2, "the input, and what Tanh gives"
+    y.sum().backward()
+    assert_no_hooks()
+
+
+def test_a_head_that_is_told_beats_guessing() -> None:
+    model = Decoder("output")
+    offload = get_lora_act_offloading_ctx_manager(
+        model, min_offload_size=1, max_fwd_stash_size=1, head="body"
+    )
+    with offload:
+        y = model(torch.ones(4, 8, requires_grad=True) * 1)
+    assert offload.statistics().live_tensors == 2, "what Tanh and Sigmoid give"
+    del y
+    with pytest.raises(ValueError, match=r"head is 'tail', but the model has no module"):
+        get_lora_act_offloading_ctx_manager(model, head="tail")
+
+
+def test_without_a_head_there_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match="no output head found in Linear"):
+        get_lora_act_offloading_ctx_manager(nn.Linear(2, 2))
+    get_lora_act_offloading_ctx_manager(nn.Linear(2, 2), warn_if_no_head=False)
+
+
+def test_it_can_be_switched_off() -> None:
+    assert isinstance(get_act_offloading_ctx_manager(Decoder("head"), False), NoOpManager)
+    assert isinstance(get_act_offloading_ctx_manager(Decoder("head"), True), OffloadActivations)
