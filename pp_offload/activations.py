@@ -22,21 +22,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from pp_offload.backends import Backend, default_backend
+from pp_offload.chain import make_engine
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
 from pp_offload.group import GroupState, OffloadTensorGroup
-from pp_offload.manager import is_in_backward
 from pp_offload.prefetch import Prefetcher
-from pp_offload.saved import Packed, Resident, unpack
+from pp_offload.saved import Packed, Resident, is_in_backward, unpack
 from pp_offload.services import Services
 from pp_offload.statistics import OffloadStatistics, collect
 from pp_offload.step import StepRecord
 from pp_offload.tensors import Eligibility, StorageSet
-from pp_offload.tiers.budget import HostBudget
-from pp_offload.tiers.host import HostTier
 from pp_offload.tiers.slabs import pageable
-from pp_offload.transfer import TransferEngine
 
 GROUP = "activations"
 
@@ -129,10 +126,8 @@ def _services(
     backend: Backend, step: StepRecord, use_pin_memory: bool, use_streams: bool
 ) -> Services:
     """The engine, without a manager."""
-    config = OffloadConfig()
-    allocate = backend.allocate_host if use_pin_memory else pageable
-    host = HostTier(allocate, HostBudget(config.host_budget_bytes), trim=backend.trim_host)
-    transfer = TransferEngine(backend, host, config.max_in_flight_bytes if use_streams else 0)
+    config = OffloadConfig() if use_streams else OffloadConfig(max_in_flight_bytes=0)
+    transfer = make_engine(backend, config, None if use_pin_memory else pageable)
     return Services(
         transfer,
         Eligibility(backend.device, StorageSet()),

@@ -20,13 +20,21 @@ STAGING_SHARE = 8
 """One part in so many of the host budget is left for what passes through to the disk."""
 
 
-def make_engine(backend: Backend, config: OffloadConfig) -> TransferEngine:
+def make_engine(
+    backend: Backend, config: OffloadConfig, allocate: Allocate | None = None
+) -> TransferEngine:
     """A transfer engine for ``config``.
+
+    Args:
+        backend: Device to work on.
+        config: Says which tiers, and how much of them.
+        allocate: Gives host memory in bytes; the backend's when None, which its copies need to be
+            asynchronous.
 
     Raises:
         DiskTierError: The file of the disk tier cannot be made.
     """
-    allocate: Allocate = backend.allocate_host
+    allocate = allocate or backend.allocate_host
     if config.numa_node is not None:
         allocate = on_node(config.numa_node, allocate)
     whole = HostBudget(config.host_budget_bytes)

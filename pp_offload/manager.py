@@ -28,7 +28,7 @@ from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError
 from pp_offload.policy import ChunkKey
 from pp_offload.prefetch import Prefetcher
-from pp_offload.saved import Packed, Resident, unpack
+from pp_offload.saved import Packed, Resident, is_in_backward, unpack
 from pp_offload.services import Services
 from pp_offload.split import Part
 from pp_offload.statistics import OffloadStatistics, collect
@@ -410,8 +410,3 @@ class PipelineOffloadManager:
     def on_get_saved_tensor(self, saved_state: Packed) -> Tensor:
         """The unpack hook. May be called any number of times, in any order."""
         return unpack(saved_state)
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs this: a forward here is a recomputation, used at once."""
-    return int(torch._C._current_graph_task_id()) != -1

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -177,3 +178,8 @@ def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModi
         f"operation: a tensor of shape {tuple(tensor.shape)} in {where} is at version "
         f"{tensor._version}, expected version {version}; use an out-of-place operation"
     )
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs this: a forward here is a recomputation, used at once."""
+    return int(torch._C._current_graph_task_id()) != -1

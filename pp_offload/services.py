@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pp_offload.backends import Stream, default_backend
+from pp_offload.chain import make_engine
 from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
 from pp_offload.copies import CopyIndex
@@ -16,7 +17,6 @@ from pp_offload.release import ForcedRelease
 from pp_offload.split import SplitBackward
 from pp_offload.tensors import Eligibility, StorageSet
 from pp_offload.ticket import Mover
-from pp_offload.tiers.host import HostTier
 from pp_offload.transfer import TransferEngine
 from pp_offload.verify import Verifier
 
@@ -69,6 +69,4 @@ class Services:
     def alone(cls) -> Services:
         """For a chunk without a manager."""
         backend, config = default_backend(), OffloadConfig()
-        host = HostTier(backend.allocate_host)
-        transfer = TransferEngine(backend, host, config.max_in_flight_bytes)
-        return cls(transfer, Eligibility(backend.device, StorageSet()))
+        return cls(make_engine(backend, config), Eligibility(backend.device, StorageSet()))

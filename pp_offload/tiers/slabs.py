@@ -136,7 +136,7 @@ def pageable(nbytes: int) -> Tensor:
     """Ordinary host memory.
 
     Raises:
-        MemoryError: The system has no so much.
+        MemoryError: The system has not so much.
     """
     try:
         return torch.empty(nbytes, dtype=torch.uint8)
