@@ -189,8 +189,7 @@ class PipelineOffloadManager:
         """
         chunk = self.step.chunk(key)
         if chunk is not None:
-            self.step.begin_chunk(chunk)
-            self.step.weight_pass = None
+            self.step.begin_backward(chunk)
 
     @contextmanager
     def backward_part(self, key: ChunkKey, part: Part) -> Iterator[None]:
@@ -207,7 +206,7 @@ class PipelineOffloadManager:
             self._prefetcher.resume(chunk.groups[-1])
         yield
         split.end()
-        self.step.change()
+        self.step.end_part()
 
     def end_chunk(self) -> None:
         """The forward of the current chunk is over; there is no current chunk."""
@@ -291,11 +290,7 @@ class PipelineOffloadManager:
                 self.post_warmup_callback()
             else:
                 self._learn()
-        step, smallest = self.step, self.step.smallest_numel
-        is_silent = self._was_disabled or step.is_evaluating or not self.activity.num_steps_left
-        if smallest is not None and not is_silent:
-            self.activity.check(step.activity(), smallest)
-        self._was_disabled = not self.services.is_enabled
+        self._look_for_idle_groups()
         self.abort()
         if forgotten:
             raise GroupStateError(
@@ -313,6 +308,13 @@ class PipelineOffloadManager:
         if self.services.split is not None:
             self.services.split.clear()
         self.services.transfer.fit()
+
+    def _look_for_idle_groups(self) -> None:
+        step, smallest = self.step, self.step.smallest_numel
+        is_silent = self._was_disabled or step.is_evaluating or not self.activity.num_steps_left
+        if smallest is not None and not is_silent:
+            self.activity.check(step.activity(), smallest)
+        self._was_disabled = not self.services.is_enabled
 
     def post_warmup_callback(self) -> None:
         """Derive the plan, and :attr:`offload_summary_bytes`, from the first complete step."""

@@ -78,6 +78,16 @@ class StepRecord(Upcoming):
             self._backward[chunk.key] = chunk
             self.queue.remove(chunk)
 
+    def begin_backward(self, chunk: ChunkOffloadHandler) -> None:
+        """The backward of ``chunk`` begins, or the first part of it."""
+        self.weight_pass = None
+        self.begin_chunk(chunk)
+
+    def end_part(self) -> None:
+        """A part is over, and more may be foreseen than before."""
+        self.weight_pass = None
+        self.change()
+
     def begin_weight_pass(self, chunk: ChunkOffloadHandler) -> None:
         """The second part of the backward of ``chunk`` begins."""
         self.in_backward = chunk

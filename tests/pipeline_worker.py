@@ -11,17 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from schedules import LOOPED, ONE_STAGE, V_SHAPED
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
@@ -29,13 +21,6 @@ from pp_offload.pipelining import attach
 from pp_offload.ticket import Ticket
 from pp_offload.transfer import TransferEngine
 
-ONE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-LOOPED: dict[str, Any] = {
-    "interleaved1f1b": ScheduleInterleaved1F1B,
-    "loopedbfs": ScheduleLoopedBFS,
-    "interleavedzerobubble": ScheduleInterleavedZeroBubble,
-}
-V_SHAPED: dict[str, Any] = {"zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV}
 WIDTH = 16
 NUM_MICROBATCHES = 12
 WINDOW_BYTES = 1280

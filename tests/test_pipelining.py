@@ -15,6 +15,11 @@ import pytest
 WORKER = Path(__file__).with_name("pipeline_worker.py")
 
 
+ROOT = WORKER.parents[1]
+PATHS = [str(ROOT), str(ROOT / "examples")]
+"""Where workers find this package, and the table of schedules."""
+
+
 def run_ranks(
     world: int, cases: list[str], out: Path, worker: Path = WORKER
 ) -> list[dict[str, dict[str, Any]]]:
@@ -31,7 +36,7 @@ def run_ranks(
                 "WORLD_SIZE": str(world),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "PYTHONPATH": os.pathsep.join([str(worker.parents[1]), *sys.path]),
+                "PYTHONPATH": os.pathsep.join([*PATHS, *sys.path]),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

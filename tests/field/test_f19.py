@@ -29,14 +29,18 @@ def commit(y: Tensor, name: str, is_on: bool) -> Tensor:
     return off_interface.group_commit(y, name=name) if is_on else y
 
 
+def both_committed(y: Tensor, z: Tensor, is_on: bool) -> Tensor:
+    y = commit(y, "a", is_on)
+    return y.sum() + commit(z, "b", is_on).sum()
+
+
 def nested(h: Tensor, is_on: bool) -> Tensor:
     """Start a, start b, commit a, commit b; contexts can only end last in, first out."""
     with off_interface(is_on, h, "a"):
         y = h[:1].sin()
         with off_interface(is_on, h, "b"):
             z = h[:3].cos()
-    y = commit(y, "a", is_on)
-    return y.sum() + commit(z, "b", is_on).sum()
+    return both_committed(y, z, is_on)
 
 
 def one_after_the_other(h: Tensor, is_on: bool) -> Tensor:
@@ -45,8 +49,7 @@ def one_after_the_other(h: Tensor, is_on: bool) -> Tensor:
         y = h[:1].sin()
     with off_interface(is_on, h, "b"):
         z = h[:3].cos()
-    y = commit(y, "a", is_on)
-    return y.sum() + commit(z, "b", is_on).sum()
+    return both_committed(y, z, is_on)
 
 
 def functions_in_a_scope(h: Tensor, is_on: bool) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from toy import assert_idle, same_bits
+from wrapped import KeepsSaved
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager
@@ -40,22 +41,6 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Shows(torch.autograd.Function):
-    """x times two; backward shows the view that was saved along."""
-
-    seen: list[Tensor] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, view: Tensor) -> Tensor:
-        ctx.save_for_backward(view)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        Shows.seen.append(ctx.saved_tensors[0])
-        return gradient * 2, None
-
-
 def geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
 
@@ -74,12 +59,12 @@ def test_f40_view(
     manager.init_model_chunk_offload_handler(None, None, 1)
     h = torch.ones(2, device=device, requires_grad=True) * 1
     with off_interface(True, h, "core") as h:
-        y = Shows.apply(h, view)
+        y = KeepsSaved.apply(h, view)
     y = off_interface.group_commit(y, name="core")
     del storage, view
     y.sum().backward()
-    (seen,) = Shows.seen
-    Shows.seen.clear()
+    (seen,) = KeepsSaved.seen
+    KeepsSaved.seen.clear()
     assert geometry(seen) == wanted
     assert same_bits([seen.clone()], [expected])
     moved = manager.statistics().bytes_offloaded
