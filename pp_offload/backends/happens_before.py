@@ -149,6 +149,9 @@ class StorageHistory:
     accesses: list[Access] = field(default_factory=list)
     """Oldest first."""
 
+    nbytes: int = 0
+    """How large it was when first seen."""
+
     reference: weakref.ref[torch.UntypedStorage] | None = None
     """Kept for its callback."""
 
@@ -166,10 +169,17 @@ class StorageHistory:
 
 
 class RaceDetector:
-    """Histories of all storages seen and alive, and the host's clock."""
+    """Histories of all storages seen and alive, and the host's clock.
+
+    Attributes:
+        device_bytes: What the device storages seen and alive take together.
+        device_bytes_peak: The most that was at a time.
+    """
 
     def __init__(self) -> None:
         self.host = VectorClock()
+        self.device_bytes = 0
+        self.device_bytes_peak = 0
         self._histories: dict[int, StorageHistory] = {}
         self._fault: RaceError | None = None
 
@@ -184,6 +194,9 @@ class RaceDetector:
         history = StorageHistory(owner, is_host)
         if not is_host:
             history.accesses.append(owner.access("write", WHOLE, "produced or allocated"))
+            history.nbytes = storage.nbytes()
+            self.device_bytes += history.nbytes
+            self.device_bytes_peak = max(self.device_bytes_peak, self.device_bytes)
         history.reference = weakref.ref(storage, partial(self._freed, storage._cdata))
         self._histories[storage._cdata] = history
 
@@ -213,6 +226,7 @@ class RaceDetector:
         history = self._histories.pop(key, None)
         if history is None:
             return
+        self.device_bytes -= history.nbytes
         free = history.owner.access("free", WHOLE, "storage released")
         known = self.host if history.is_host else history.owner.known.merged(self.host)
         race = history.first_race(free, known)

@@ -57,6 +57,17 @@ class SimulatedBackend:
         return sum(1 for _ in self._timeline.queued_copies())
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes of the device tensors that computing or copying has come by, and that live."""
+        return self._timeline.detector.device_bytes
+
+    def take_device_peak(self) -> int:
+        """The most :attr:`device_bytes` was since this was last called."""
+        detector = self._timeline.detector
+        peak, detector.device_bytes_peak = detector.device_bytes_peak, detector.device_bytes
+        return peak
+
+    @property
     def is_capturing(self) -> bool:
         """Whether a :meth:`capture` is entered."""
         return self._timeline.capture != 0
