@@ -25,7 +25,7 @@ def offload(request: pytest.FixtureRequest):
 
 
 def device_of(offload: OffloadActivations) -> torch.device:
-    return offload._services.transfer.backend.device
+    return offload.stash._services.transfer.backend.device
 
 
 def pair(offload: OffloadActivations) -> list[nn.Module]:
@@ -180,8 +180,8 @@ def test_a_step_that_never_ends_keeps_no_chunks(offload: OffloadActivations) -> 
         waiting.append(forward(model, x.to(device_of(offload)), offload))
         if len(waiting) == 3:
             waiting.pop(0).backward()
-    assert len(offload._step._forward) <= 4
-    assert len(offload._step.queue) <= 4
+    assert len(offload.stash._step._forward) <= 4
+    assert len(offload.stash._step.queue) <= 4
 
 
 def test_what_comes_next_is_there(offload: OffloadActivations) -> None:
