@@ -398,6 +398,12 @@ class TransferEngine:
         """Another engine takes over: keep only what saved tensors that still live need."""
         self.release_idle()
 
+    def __del__(self) -> None:
+        """Host memory goes with it, and copies that nobody waits for may still read it."""
+        with suppress(RuntimeError):  # the process may be ending, and its driver gone
+            if not self.backend.is_capturing:
+                self.backend.synchronize()
+
     def close(self) -> None:
         """Finish all copies, then drop the host memory."""
         self.backend.synchronize()

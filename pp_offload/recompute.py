@@ -1,0 +1,187 @@
+"""Activation checkpoints that know what they keep: PyTorch's, with inputs that go to the tiers.
+
+Wherever a tensor stands in the arguments, it is handed to :func:`torch.utils.checkpoint.checkpoint`
+as one it saves, so it passes the hooks of autograd, and with a stash it leaves the device. What is
+run again sees the module's buffers as they were, and changes none.
+
+    recompute = Recompute(ActivationStash("inputs"))
+    y = recompute(layer, x, mask=mask)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from pp_offload.buffers import BufferMemory
+from pp_offload.saved import is_in_backward, unpack
+from pp_offload.selective import CheckpointCounts, KeptOutputs, OpPolicy
+from pp_offload.stash import ActivationStash
+
+
+class Recompute:
+    """Runs functions under a checkpoint.
+
+    Args:
+        stash: Takes inputs, and outputs of operators to offload; None keeps them on the device.
+        policy: Which operators' outputs are not computed again; None for all are.
+        offload_inputs: Whether inputs go to the stash.
+        use_reentrant: PyTorch's older way, which runs backward inside backward; takes no policy.
+        preserve_rng_state: Draw the same random numbers again.
+        determinism_check: ``default`` compares shapes, dtypes and devices; ``none`` nothing.
+        early_stop: Stop as soon as what backward needs is there; not for the older way.
+
+    Attributes:
+        counts: What was done so far.
+    """
+
+    def __init__(
+        self,
+        stash: ActivationStash | None = None,
+        *,
+        policy: OpPolicy | None = None,
+        offload_inputs: bool = True,
+        use_reentrant: bool = False,
+        preserve_rng_state: bool = True,
+        determinism_check: str = "default",
+        early_stop: bool = True,
+    ) -> None:
+        self.counts = CheckpointCounts()
+        self.stash = stash
+        self._policy = policy
+        self._hooks = saved_tensors_hooks(stash.pack, unpack) if stash and offload_inputs else None
+        self._use_reentrant = use_reentrant
+        self._options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+        if not use_reentrant:
+            self._options |= {"determinism_check": determinism_check, "early_stop": early_stop}
+        self._buffers = BufferMemory()
+
+    def begin(self) -> None:
+        """The forward of a microbatch begins."""
+        if self.stash is not None:
+            self.stash.begin()
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``function`` returns. Without gradients it is only called."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if self.stash is not None and self.stash.is_over and not is_in_backward():
+            self.stash.begin()
+        self.counts.forward_calls += 1
+        tensors, call = _taken_apart(args, kwargs)
+        run = self._reentrant if self._use_reentrant else self._non_reentrant
+        with self._saving():
+            outputs = run(function, partial(call, function), tensors)
+        self._send()
+        return outputs
+
+    def _non_reentrant(self, function: Any, call: Callable[..., Any], tensors: list[Tensor]) -> Any:
+        before = self._buffers.of(function)
+        kept = KeptOutputs(self._policy, self.stash, self.counts) if self._policy else None
+
+        @contextmanager
+        def first() -> Iterator[None]:
+            self._send()
+            with kept.forward() if kept else nullcontext():
+                yield
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            self.counts.recomputed_calls += 1
+            with before.restored(), kept.again() if kept else nullcontext():
+                yield
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return first(), _Anew(again)
+
+        options = {"use_reentrant": False, "context_fn": contexts, **self._options}
+        return checkpoint(call, *tensors, **options)
+
+    def _reentrant(self, function: Any, call: Callable[..., Any], tensors: list[Tensor]) -> Any:
+        """Outputs may be a tree here, too; and inputs need no gradient if parameters do."""
+        before = self._buffers.of(function)
+        num_tensors = len(tensors)
+        trees: list[Any] = []
+
+        def run(*tensors: Tensor) -> tuple[Any, ...]:
+            with before.restored() if trees else nullcontext():
+                self.counts.recomputed_calls += bool(trees)
+                leaves, tree = tree_flatten(call(*tensors[:num_tensors]))
+            trees.append(tree)
+            return tuple(leaves)
+
+        if _has_parameters(function) and not any(tensor.requires_grad for tensor in tensors):
+            tensors = [*tensors, torch.empty(0, requires_grad=True)]
+        outputs = checkpoint(run, *tensors, use_reentrant=True, **self._options)
+        return tree_unflatten(outputs, trees[0])
+
+    def _saving(self) -> AbstractContextManager[Any]:
+        if self._hooks is None or _is_in_checkpoint():
+            return nullcontext()
+        return self._hooks
+
+    def _send(self) -> None:
+        if self.stash is not None:
+            self.stash.send()
+
+
+def _taken_apart(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[..., Any]]:
+    """The tensors in the arguments, and what calls a function with such in their places.
+
+    The second holds none of the first.
+    """
+    leaves, tree = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    others = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    del leaves, args, kwargs
+
+    def call(function: Callable[..., Any], *given: Tensor) -> Any:
+        rest = iter(given)
+        args, kwargs = tree_unflatten([next(rest) if o is _HOLE else o for o in others], tree)
+        return function(*args, **kwargs)
+
+    return tensors, call
+
+
+_HOLE = object()
+
+
+class _Anew:
+    """A context that may be entered any number of times, one after the other."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        self._entered = self._make()
+        self._entered.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._entered.__exit__(kind, error, trace)
+
+
+def _has_parameters(function: object) -> bool:
+    """Whether gradients flow to the function itself."""
+    return isinstance(function, Module) and any(p.requires_grad for p in function.parameters())
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether another checkpoint, around this one, drops what is saved now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
