@@ -66,6 +66,10 @@ class Recompute:
             self._options |= {"determinism_check": determinism_check, "early_stop": early_stop}
         self._buffers = BufferMemory()
 
+    def __deepcopy__(self, memo: object) -> Recompute:
+        """A copy of a model shares what moves its tensors."""
+        return self
+
     def begin(self) -> None:
         """The forward of a microbatch begins."""
         if self.stash is not None:

@@ -43,6 +43,7 @@ LAYERS = [
     {"functions", "cuda_graph", "stash"},
     {"activations", "buffers", "selective"},
     {"recompute"},
+    {"checkpointing"},
     {"heads"},
     {"interface"},
     {"modules", "report", "session"},

@@ -1,0 +1,168 @@
+"""A model with all that makes recomputation hard, plain or checkpointed in some way."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pp_offload.backends import Backend
+from pp_offload.checkpointing import (
+    ActivationCheckpointing,
+    ActivationCheckpointingVariants,
+    FullACParams,
+    SelectiveLayerACParams,
+    SelectiveOpACParams,
+)
+from pp_offload.recompute import Recompute
+
+FULL, EVERY_FEW, BY_OP = ActivationCheckpointingVariants
+MM, ADDMM, MAX = "ops.aten.mm.default", "ops.aten.addmm.default", "ops.aten.max.dim"
+
+WAYS: dict[str, tuple[ActivationCheckpointingVariants, FullACParams]] = {
+    "full": (FULL, FullACParams()),
+    "full, offload": (FULL, FullACParams(offload_inputs=True, min_offload_size=1)),
+    "reentrant": (FULL, FullACParams(use_reentrant=True)),
+    "reentrant, offload": (
+        FULL,
+        FullACParams(use_reentrant=True, offload_inputs=True, min_offload_size=1),
+    ),
+    "every second layer, offload": (
+        EVERY_FEW,
+        SelectiveLayerACParams(ac_freq=2, offload_inputs=True, min_offload_size=1),
+    ),
+    "products saved": (BY_OP, SelectiveOpACParams(save_ops_keys=[MM, ADDMM])),
+    "products offloaded": (
+        BY_OP,
+        SelectiveOpACParams(offload_ops_keys=[MM, ADDMM], min_offload_size=1),
+    ),
+    "all, offload": (
+        BY_OP,
+        SelectiveOpACParams(
+            save_ops_keys=[MAX],
+            offload_ops_keys=[MM, ADDMM],
+            recompute_every={ADDMM: 2},
+            offload_inputs=True,
+            min_offload_size=1,
+        ),
+    ),
+}
+"""How a model is checkpointed, by name."""
+
+OFFLOADING = [name for name in WAYS if "offload" in name]
+
+
+class Block(nn.Module):
+    """Products with and without bias, dropout, batch norm, a maximum; inputs everywhere."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.mix = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(
+        self, x: Tensor, context: dict[str, Any], *, scales: tuple[Tensor, float]
+    ) -> Tensor:
+        self.calls += 1
+        y = self.down(torch.sigmoid(self.up(x * context["mask"])))
+        y = nn.functional.dropout(self.norm(y), 0.25) * scales[0] * scales[1]
+        top, _ = y.max(dim=-1, keepdim=True)
+        return self.mix(x) + y * torch.tanh(self.calls + top)
+
+
+class Model(nn.Module):
+    """A few blocks."""
+
+    def __init__(self, num: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num))
+
+    def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, {"mask": mask, "name": "a"}, scales=(scale, 0.5))
+        return x
+
+
+def make(device: torch.device, way: str | None, backend: Backend) -> tuple[Model, Any]:
+    """The model, the same each time, and what the checkpoints count."""
+    torch.manual_seed(3)
+    model = Model().to(device)
+    return model, None if way is None else apply(model, "blocks", way, backend)
+
+
+def apply(model: nn.Module, layers: str, way: str, backend: Backend) -> Recompute:
+    """Checkpoint ``layers`` that way."""
+    variant, params = WAYS[way]
+    return ActivationCheckpointing.apply_activation_checkpointing_(
+        variant, layers, model, params, backend=backend
+    )
+
+
+Losses = list[tuple[Tensor, Tensor]]
+
+
+def one_by_one(model: nn.Module, inputs: list[Any]) -> Losses:
+    return [_backward(*_forward(model, one)) for one in inputs]
+
+
+def first_in_first_out(model: nn.Module, inputs: list[Any]) -> Losses:
+    losses = [_forward(model, one) for one in inputs]
+    return [_backward(*one) for one in losses]
+
+
+def last_in_first_out(model: nn.Module, inputs: list[Any]) -> Losses:
+    losses = [_forward(model, one) for one in inputs]
+    return [_backward(*one) for one in reversed(losses)]
+
+
+def dropped(model: nn.Module, inputs: list[Any]) -> Losses:
+    losses = [_forward(model, one) for one in inputs]
+    del losses[1]
+    return [_backward(*one) for one in losses]
+
+
+ORDERS: list[Callable[[nn.Module, list[Any]], Losses]] = [
+    one_by_one,
+    first_in_first_out,
+    last_in_first_out,
+    dropped,
+]
+
+
+def _forward(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    x = inputs[0].clone().requires_grad_()
+    return model(x, *inputs[1:]).square().sum(), x
+
+
+def _backward(loss: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    loss.backward()
+    assert x.grad is not None
+    return loss.detach(), x.grad
+
+
+def results(
+    model: nn.Module,
+    order: Callable[[nn.Module, list[Any]], Losses],
+    step: int,
+    device: torch.device,
+) -> list[Tensor]:
+    """Losses, gradients and buffers of a step of three microbatches."""
+    generator = torch.Generator().manual_seed(step)
+    draw = [[torch.randn(6, 8, generator=generator).to(device) for _ in range(3)] for _ in "abc"]
+    torch.manual_seed(50 + step)
+    found = [tensor for pair in order(model, draw) for tensor in pair]
+    found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    found += [buffer.clone() for buffer in model.buffers()]
+    model.zero_grad()
+    return found
+
+
+def params(**values: Any) -> types.SimpleNamespace:
+    """Parameters as another library may have them."""
+    return types.SimpleNamespace(**values)

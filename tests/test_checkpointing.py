@@ -1,0 +1,352 @@
+"""Checkpointed layers give the same bits, and keep what they were told to keep where they were."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from checkpointed import BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, apply, make, params, results
+from conftest import BACKENDS, make_backend
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+from toy import assert_no_hooks, make_model, same_bits
+
+from pp_offload import OffloadConfig
+from pp_offload.checkpointing import (
+    ActivationCheckpointedModelConfig,
+    ActivationCheckpointing,
+    FullACParams,
+    SelectiveLayerACParams,
+    SelectiveOpACParams,
+)
+from pp_offload.recompute import Recompute
+from pp_offload.stash import ActivationStash
+from pp_offload.testing import SimulatedBackend
+
+apply_ = ActivationCheckpointing.apply_activation_checkpointing_
+OP = "ops.aten.mm.default"
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_equal_bit_for_bit(kind: str, way: str, order) -> None:
+    backend = make_backend(kind)
+    with backend.activate():
+        plain, _ = make(backend.device, None, backend)
+        model, recompute = make(backend.device, way, backend)
+        for step in range(3):
+            expected = results(plain, order, step, backend.device)
+            assert same_bits(results(model, order, step, backend.device), expected), step
+            assert_no_hooks()
+        if recompute.stash is not None:
+            gc.collect()
+            statistics = recompute.stash.statistics()
+            assert statistics.bytes_offloaded > 0
+            assert statistics.host_bytes_in_use == statistics.live_tensors == 0
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "reentrant" not in way])
+def test_backward_twice_is_as_in_pytorch(backend, way: str) -> None:
+    """Where PyTorch can run backward twice, so can these: where nothing is saved for the first."""
+    with backend.activate():
+        gradients = []
+        for one in (None, way):
+            model, _ = make(backend.device, one, backend)
+            torch.manual_seed(4)
+            x = torch.randn(6, 8).to(backend.device).requires_grad_()
+            loss = model(x, x.detach(), x.detach()).square().sum()
+            loss.backward(retain_graph=True)
+            if one is not None and WAYS[one][1].policy() and WAYS[one][1].policy().save:
+                with pytest.raises(RuntimeError, match="backward an extra time"):
+                    loss.backward()
+                return
+            loss.backward()
+            gradients.append([x.grad, *(p.grad for p in model.parameters())])
+        assert same_bits(*gradients)
+
+
+def test_names_in_the_state_dict_do_not_change(backend) -> None:
+    plain, _ = make(backend.device, None, backend)
+    model, _ = make(backend.device, "all, offload", backend)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+class Holder(nn.Module):
+    """Layers in a container of some kind."""
+
+    def __init__(self, container: type[nn.Module]) -> None:
+        super().__init__()
+        layers = list(make_model(groups=()))
+        is_dict = container is nn.ModuleDict
+        self.layers = (
+            nn.ModuleDict({f"l{i}": layer for i, layer in enumerate(layers)})
+            if is_dict
+            else nn.ModuleList(layers)
+            if container is nn.ModuleList
+            else nn.Sequential(*layers)
+        )
+
+    def forward(self, x):
+        for layer in self.layers.children():
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("container", [nn.ModuleDict, nn.ModuleList, nn.Sequential])
+def test_containers(backend, container: type[nn.Module]) -> None:
+    with backend.activate():
+        found = []
+        for way in (None, "full, offload"):
+            model = Holder(container).to(backend.device)
+            recompute = None if way is None else apply(model, "layers", way, backend)
+            x = torch.ones(5, 8, device=backend.device, requires_grad=True)
+            model(x).sum().backward()
+            found.append([x.grad, *(p.grad for p in model.parameters())])
+        assert same_bits(*found)
+        assert recompute is not None
+        assert recompute.counts.recomputed_calls == recompute.counts.forward_calls == 3
+
+
+def test_every_few_layers_counts_from_one_in_each_application() -> None:
+    for _ in range(2):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(7)))
+        apply_(EVERY_FEW, "", model, SelectiveLayerACParams(ac_freq=3))
+        wrapped = [name for name, one in model.named_children() if not isinstance(one, nn.Linear)]
+        assert wrapped == ["2", "5"]
+
+
+def test_a_layer_used_twice_is_wrapped_twice() -> None:
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, nn.Linear(2, 2), layer)
+    recompute = apply_(FULL, "", model, FullACParams())
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert recompute.counts.recomputed_calls == 3
+
+
+def test_a_copy_of_the_model_works() -> None:
+    model = make_model(groups=())
+    apply_(FULL, "", model, FullACParams(offload_inputs=True, min_offload_size=1))
+    other = copy.deepcopy(model)
+    found = []
+    for one in (model, other):
+        x = torch.ones(5, 8, requires_grad=True)
+        one(x).sum().backward()
+        found.append([x.grad, *(p.grad for p in one.parameters())])
+    assert same_bits(*found)
+
+
+def test_without_gradients_a_layer_is_only_called() -> None:
+    model = make_model(groups=())
+    recompute = apply_(FULL, "", model, FullACParams(offload_inputs=True, min_offload_size=1))
+    with torch.no_grad():
+        model(torch.ones(5, 8))
+    assert recompute.counts.forward_calls == 0
+    assert recompute.stash is not None
+    assert recompute.stash.statistics().bytes_offloaded == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_parameters_get_gradients_when_no_input_wants_one(use_reentrant: bool) -> None:
+    """PyTorch's reentrant checkpoint warns here, and gives none."""
+    found = []
+    for is_on in (False, True):
+        model = make_model(groups=())
+        if is_on:
+            apply_(FULL, "", model, FullACParams(use_reentrant=use_reentrant, offload_inputs=True))
+        model(torch.ones(5, 8)).sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_outputs_may_be_a_tree(use_reentrant: bool) -> None:
+    recompute = Recompute(use_reentrant=use_reentrant)
+    x = torch.ones(3, requires_grad=True)
+    out = recompute(lambda x: {"a": x.sin(), "b": (x.cos(), 7)}, x)
+    assert out["b"][1] == 7
+    (out["a"] + out["b"][0]).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3).cos() - torch.ones(3).sin())
+
+
+def test_recomputation_stops_early() -> None:
+    ran: list[str] = []
+
+    def tail(x):
+        y = x.sin().exp()
+        ran.append("after the last saved tensor")
+        return y + 1
+
+    for early_stop, expected in ((True, 1), (False, 2)):
+        ran.clear()
+        x = torch.ones(3, requires_grad=True)
+        Recompute(early_stop=early_stop)(tail, x).sum().backward()
+        assert len(ran) == expected
+
+
+def test_what_is_not_deterministic_is_found() -> None:
+    shapes = iter([3, 4, 3, 4])
+
+    def flips(x):
+        return x[: next(shapes)].sin().sum()
+
+    x = torch.ones(5, requires_grad=True)
+    with pytest.raises(CheckpointError, match="different metadata"):
+        Recompute(early_stop=False)(flips, x).backward()
+
+
+def test_random_numbers_may_be_drawn_anew() -> None:
+    """As PyTorch has it: without the state, dropout draws another mask for backward."""
+    for preserve, is_same in ((True, True), (False, False)):
+        torch.manual_seed(0)
+        x = torch.ones(1000, requires_grad=True)
+        y = Recompute(preserve_rng_state=preserve)(
+            lambda x: nn.functional.dropout(x * x, 0.5).square(), x
+        )
+        y.sum().backward()
+        assert torch.equal(x.grad != 0, y != 0) == is_same
+
+
+def test_peak_bytes_of_full_checkpoints_are_inputs() -> None:
+    """Per layer: its input, or with offload nothing, for the copies are made at once."""
+    held = {}
+    for offload_inputs in (False, True):
+        backend = SimulatedBackend("eager")
+        with backend.activate():
+            model = make_model(layers=6, groups=())
+            recompute = apply_(
+                FULL,
+                "",
+                model,
+                FullACParams(offload_inputs=offload_inputs, min_offload_size=1),
+                backend=backend,
+            )
+            x = torch.ones(5, 8, requires_grad=True)
+            x_bytes = x.nbytes
+            model(x).sum().backward()  # gradients and engine are there from now on
+            model.zero_grad(set_to_none=False)
+            before = backend.device_bytes
+            loss = model(x).sum()
+            held[offload_inputs] = backend.device_bytes - before - loss.nbytes
+            loss.backward()
+        assert recompute.counts.recomputed_calls == 12
+    assert held[False] == 5 * x_bytes, "the first layer's input is the caller's"
+    assert held[True] == 0
+
+
+def test_checkpoints_go_to_disk(tmp_path) -> None:
+    config = OffloadConfig(tiers=("disk",), disk_dir=tmp_path)
+    found = []
+    for is_on in (False, True):
+        model = make_model(groups=())
+        if is_on:
+            way = FullACParams(offload_inputs=True, min_offload_size=1, config=config)
+            recompute = apply_(FULL, "", model, way)
+        x = torch.ones(5, 8, requires_grad=True)
+        (model(x).sum() + model(x * 2).sum()).backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    assert same_bits(*found)
+    assert recompute.stash is not None
+    assert recompute.stash.statistics().disk_bytes_peak > 0
+
+
+def test_an_output_changed_in_place_is_an_error(backend) -> None:
+    with backend.activate():
+        stash = ActivationStash("ops", min_offload_size=1, backend=backend)
+        policy = SelectiveOpACParams(offload_ops_keys=[OP], recompute_every={}).policy()
+        recompute = Recompute(stash, policy=policy, offload_inputs=False)
+        x = torch.ones(4, 4, device=backend.device, requires_grad=True)
+        y = recompute(lambda x: (x @ x).add_(1).sin(), x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_checkpoint_in_a_checkpoint_keeps_nothing_of_its_own(backend) -> None:
+    with backend.activate():
+        stash = ActivationStash("inputs", min_offload_size=1, backend=backend)
+        inner, outer = Recompute(stash), Recompute(stash)
+        layers = [torch.sin, torch.cos, torch.tanh]
+
+        def chain(x):
+            for layer in layers:
+                x = inner(layer, x)
+            return x
+
+        x = torch.ones(64, device=backend.device, requires_grad=True)
+        y = outer(chain, x * 1)
+        assert stash.statistics().bytes_offloaded == x.nbytes
+        y.sum().backward()
+        z = x.detach().clone().requires_grad_()
+        (z * 1).sin().cos().tanh().sum().backward()
+        assert torch.equal(x.grad, z.grad)
+
+
+def test_parameters_of_another_library_will_do() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    apply_(EVERY_FEW, "", model, params(ac_freq=2))
+    assert isinstance(model[0], nn.Linear) and not isinstance(model[1], nn.Linear)
+    apply_(BY_OP, "", nn.Sequential(nn.Linear(2, 2)), params(save_ops_keys=[OP]))
+    assert ActivationCheckpointedModelConfig.FullACParams is FullACParams
+
+
+def test_save_dict_has_the_operators_of_the_reference() -> None:
+    assert {key: f"ops.{op}" for key, op in ActivationCheckpointing.SAVE_DICT.items()} == {
+        key: key for key in ActivationCheckpointing.SAVE_DICT
+    }
+    assert len(ActivationCheckpointing.SAVE_DICT) == 5
+
+
+BAD = {
+    "no such layers": (FULL, "body", FullACParams(), r"'body', but .* of this model: \['', 'c'\]"),
+    "no container": (FULL, "a", FullACParams(), "a Linear; expected a ModuleDict, ModuleList or"),
+    "unknown variant": ("all", "", FullACParams(), "unknown variant 'all'; expected one of .*FULL"),
+    "parameters of another": (FULL, "", SelectiveLayerACParams(ac_freq=1), "expected FullACParams"),
+    "no frequency": (EVERY_FEW, "", params(), "without ac_freq; expected SelectiveLayerACParams"),
+    "frequency": (
+        EVERY_FEW,
+        "",
+        params(ac_freq=0),
+        "ac_freq is 0; expected an integer of at least",
+    ),
+    "empty": (BY_OP, "", params(save_ops_keys=[]), "save_ops_keys is empty; expected .*mm.default"),
+    "unknown op": (BY_OP, "", params(save_ops_keys=["mm"]), "unknown operator 'mm'; .*max.default"),
+    "no overload": (BY_OP, "", params(save_ops_keys=["ops.aten.mm"]), "unknown operator 'ops.aten"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_input_leaves_the_model_as_it_was(bad: str) -> None:
+    variant, layers, given, message = BAD[bad]
+    model = nn.Sequential()
+    model.add_module("a", nn.Linear(2, 2))
+    model.add_module("c", nn.ModuleList([nn.Linear(2, 2)]))
+    before = str(model)
+    with pytest.raises(ValueError, match=message):
+        apply_(variant, layers, model, given)
+    assert str(model) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_ops_keys": [OP], "offload_ops_keys": [OP]}, "expected in one"),
+        ({"offload_ops_keys": ["ops.aten.view.default"]}, "returns memory of its arguments"),
+        ({"save_ops_keys": [OP], "use_reentrant": True}, "only non-reentrant checkpoints"),
+        ({"save_ops_keys": [OP], "recompute_every": {OP: 0}}, "expected at least 1"),
+        ({"save_ops_keys": [OP], "determinism_check": "all"}, 'expected "default" or "none"'),
+        ({"save_ops_keys": [OP], "min_offload_size": -1}, "expected at least 0 bytes"),
+    ],
+)
+def test_bad_options(options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SelectiveOpACParams(**options)
+
+
+def test_applied_twice_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    apply_(FULL, "", model, FullACParams())
+    with pytest.raises(ValueError, match="checkpointed already"):
+        apply_(FULL, "", model, FullACParams())
