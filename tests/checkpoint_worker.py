@@ -1,0 +1,163 @@
+"""One rank of models with checkpoints, sharded or in pipelines; for ``test_checkpoint_ranks``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from checkpointed import WAYS, apply
+from pipeline_worker import WIDTH, Block, Stage
+from schedules import LOOPED, ONE_STAGE
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.pipelining import PipelineStage
+
+from pp_offload import OffloadActivations
+from pp_offload.backends import Backend, CpuBackend
+from pp_offload.checkpointing import apply_activation_checkpointing_fsdp1_inplace
+from pp_offload.testing import SimulatedBackend
+
+Moved = Callable[[], int]
+"""Bytes offloaded so far."""
+
+
+def draw(step: int, num: int) -> list[Tensor]:
+    """Other numbers on each rank."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return [torch.randn(2, WIDTH, generator=generator) for _ in range(num)]
+
+
+def make_stage(seed: int) -> Stage:
+    """The same weights every time."""
+    torch.manual_seed(seed)
+    return Stage()
+
+
+def prepared(stage: nn.Module, way: str, backend: Backend | None) -> tuple[nn.Module, Moved]:
+    """Checkpointed that way, or with everything offloaded; without a backend as it is."""
+    if backend is None:
+        return stage, lambda: 0
+    if way == "context":
+        offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=backend)
+        offload.keep_module(stage)
+        stage.forward = offload(stage.forward)  # type: ignore[method-assign]
+        return stage, lambda: offload.statistics().bytes_offloaded
+    stash = apply(stage, "layers", way, backend).stash
+    assert stash is not None
+    return stage, lambda: stash.statistics().bytes_offloaded
+
+
+def train(model: nn.Module, num_in_flight: int = 2) -> list[Tensor]:
+    """Three steps of four microbatches; losses and this rank's gradients."""
+    seen: list[Tensor] = []
+    for step in range(3):
+        waiting: list[Tensor] = []
+        for x in draw(step, 4):
+            waiting.append(model(x).square().mean())
+            if len(waiting) == num_in_flight:
+                waiting[0].backward()
+                seen.append(waiting.pop(0).detach())
+        while waiting:
+            waiting.pop().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        seen += [getattr(grad, "_local_tensor", grad).clone() for grad in grads]
+        model.zero_grad()
+    return seen
+
+
+def fsdp1(backend: Backend | None, way: str) -> tuple[list[Tensor], Moved]:
+    """Every block sharded over the ranks; it can have one forward in flight."""
+    cpu = torch.device("cpu")
+    policy = ModuleWrapPolicy({Block})
+    model = FullyShardedDataParallel(
+        make_stage(1), auto_wrap_policy=policy, device_id=cpu, use_orig_params=True
+    )
+    if backend is None:
+        return train(model, 1), lambda: 0
+    _, params = WAYS[way]
+    recompute = apply_activation_checkpointing_fsdp1_inplace(
+        model, ["Block"], ac_fun_params=params, backend=backend
+    )
+    assert recompute.stash is not None
+    stash = recompute.stash
+    return train(model, 1), lambda: stash.statistics().bytes_offloaded
+
+
+def fsdp2(backend: Backend | None, way: str) -> tuple[list[Tensor], Moved]:
+    """Every checkpointed layer sharded over the ranks, then the rest."""
+    stage, moved = prepared(make_stage(1), way, backend)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in stage.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(stage, mesh=mesh)
+    return train(stage), moved
+
+
+def pipeline(backend: Backend | None, way: str, name: str) -> tuple[list[Tensor], Moved]:
+    """One stage per rank, or two in a looped schedule."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    num_local = 1 if name in ONE_STAGE else 2
+    indices = [rank + world * v for v in range(num_local)]
+    made = [prepared(make_stage(index), way, backend) for index in indices]
+    modules = [module for module, _ in made]
+    stages = [
+        PipelineStage(module, index, world * num_local, torch.device("cpu"))
+        for module, index in zip(modules, indices, strict=True)
+    ]
+    loss = nn.functional.mse_loss
+    given: Any = stages[0] if num_local == 1 else stages
+    schedule = {**ONE_STAGE, **LOOPED}[name](given, 4, loss_fn=loss)
+    seen: list[Tensor] = []
+    for step in range(3):
+        x = torch.cat(draw(step, 4))
+        losses: list[Tensor] = []
+        options = {"target": x, "losses": losses} if rank == world - 1 else {}
+        schedule.step(*([] if rank else [x]), **options)
+        seen += [loss.detach() for loss in losses]
+        for module in modules:
+            seen += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+            module.zero_grad()
+    return seen, lambda: sum(moved() for _, moved in made)
+
+
+CASES: dict[str, Callable[..., tuple[list[Tensor], Moved]]] = {
+    "fsdp1": fsdp1,
+    "fsdp2": fsdp2,
+    "pipeline": pipeline,
+}
+
+
+def compare(case: str) -> dict[str, Any]:
+    """One case, such as ``pipeline:full, offload:1f1b``, without and with checkpoints."""
+    name, *options = case.split(":")
+    expected, _ = CASES[name](None, *options)
+    facts: dict[str, Any] = {"tensors": len(expected), "equal": [], "offloaded": []}
+    for backend in (CpuBackend(), SimulatedBackend("late")):
+        with backend.activate():
+            got, moved = CASES[name](backend, *options)
+            facts["offloaded"].append(moved())
+        same = len(got) == len(expected) and all(map(torch.equal, got, expected))
+        facts["equal"].append(same)
+    return facts
+
+
+def main() -> None:
+    """Compare the cases named, and write what came of them."""
+    out, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {case: compare(case) for case in cases}
+    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

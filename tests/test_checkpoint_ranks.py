@@ -1,0 +1,25 @@
+"""Checkpoints with offload, and whole stages in a context, on real ranks: same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from test_pipelining import run_ranks
+
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+WAYS = ("full, offload", "all, offload")
+CASES = [
+    *(f"{sharding}:{way}" for sharding in ("fsdp1", "fsdp2") for way in WAYS),
+    *(f"pipeline:{way}:{name}" for way in WAYS for name in ("1f1b", "interleaved1f1b")),
+    "pipeline:full, offload:interleavedzerobubble",
+    *(f"pipeline:context:{name}" for name in ("gpipe", "1f1b", "interleavedzerobubble")),
+]
+
+
+def test_checkpointed_models_are_equal_bit_for_bit(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, CASES, tmp_path, WORKER)):
+        assert list(found) == CASES
+        for case, facts in found.items():
+            where = f"{case}, rank {rank}: {facts}"
+            assert facts["equal"] == [True, True] and facts["tensors"] > 0, where
+            assert all(nbytes > 0 for nbytes in facts["offloaded"]), where
