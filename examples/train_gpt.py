@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import time
-import weakref
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,10 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpt import GPTConfig, Stage, loss_fn
+from live_bytes import LiveBytes
 from schedules import SCHEDULES, check_schedule, make_schedule, stage_indices
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, print_offload_summary_table
 from pp_offload.pipelining import attach
@@ -101,48 +100,6 @@ class Bytes:
         )
         rows = starts[:, None] + torch.arange(self.context + 1)
         return self.data[rows[:, :-1]], self.data[rows[:, 1:]]
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operators made inside the mode and that still live; their peak.
-
-    It counts gradients and temporaries as well, and the buffers that the engine reloads into; what
-    was there before counts nothing. Storages are followed weakly, so that they die as they would
-    without it.
-    """
-
-    def __init__(self, device_type: str) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._device_type = device_type
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        for tensor in args:
-            if isinstance(tensor, Tensor):
-                self._follow(tensor, 0)
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
-                self._follow(tensor, tensor.untyped_storage().nbytes())
-        return result
-
-    def _follow(self, tensor: Tensor, nbytes: int) -> None:
-        storage = tensor.untyped_storage()
-        key, known = storage._cdata, self._known
-        if key in known and known[key]() is storage:
-            return
-
-        def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
-            self.live -= nbytes
-            if known.get(key) is ref:
-                del known[key]
-
-        known[key] = weakref.ref(storage, forget)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
 
 
 @dataclass

@@ -193,7 +193,8 @@ class _Calls(TorchDispatchMode):
 
 def _fresh(packed: Packed) -> Tensor:
     """The tensor, new to autograd, which is about to see it as an operator's output."""
-    tensor = packed.unpack()
+    with torch.no_grad():
+        tensor = packed.unpack()
     with _same_version_counter():
         return tensor.detach()
 

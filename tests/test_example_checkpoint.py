@@ -1,0 +1,32 @@
+"""The example of checkpoints compares five ways to train, and all come to the same bits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from test_example import ROOT, run_command
+
+SCRIPT = str(ROOT / "examples" / "checkpoint_and_offload.py")
+SMALL = "--steps 2 --layers 4 --width 32 --context 32 --batch 4".split()
+
+
+def test_five_ways_to_train(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    done = run_command([sys.executable, SCRIPT, *SMALL, "--json", str(out)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal bit for bit" in done.stdout
+    found = json.loads(out.read_text())
+    assert found.pop("bitwise_equal") is True
+    assert list(found) == ["none", "full", "selective-op", "offload", "both"]
+    assert list(found) == [line.split()[0] for line in done.stdout.splitlines()[2:7]]
+    held = {way: figures["held_bytes"] for way, figures in found.items()}
+    assert held["full"] < held["selective-op"] < held["none"]
+    assert held["offload"] < held["none"] and held["both"] < held["selective-op"]
+    again = {way: figures["recomputed_ops"] for way, figures in found.items()}
+    assert again["none"] == again["offload"] == 0
+    assert 0 < again["selective-op"] == again["both"] < again["full"]
+    moved = {way: figures["offloaded_bytes"] for way, figures in found.items()}
+    assert moved["none"] == moved["full"] == moved["selective-op"] == 0
+    assert 0 < moved["both"] < moved["offload"]
