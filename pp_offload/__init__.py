@@ -11,6 +11,15 @@ from pp_offload.activations import NoOpManager, OffloadActivations
 
 # Devices.
 from pp_offload.backends import AcceleratorBackend, CpuBackend
+
+# Layers that are computed again.
+from pp_offload.checkpointing import (
+    ActivationCheckpointing,
+    ActivationCheckpointingVariants,
+    FullACParams,
+    SelectiveLayerACParams,
+    SelectiveOpACParams,
+)
 from pp_offload.config import OffloadConfig
 
 # What may go wrong.
@@ -61,6 +70,8 @@ __all__ = [
     "DEBUG",
     "DEBUG_RANK",
     "AcceleratorBackend",
+    "ActivationCheckpointing",
+    "ActivationCheckpointingVariants",
     "ChunkOffloadHandler",
     "ClosedError",
     "ConfigError",
@@ -70,6 +81,7 @@ __all__ = [
     "FineGrainedOffloadingBackwardRecordFunction",
     "FineGrainedOffloadingGroupCommitFunction",
     "FineGrainedOffloadingGroupStartFunction",
+    "FullACParams",
     "GPUTensorPool",
     "GroupStateError",
     "NoOpManager",
@@ -81,6 +93,8 @@ __all__ = [
     "PipelineOffloadManager",
     "RaceError",
     "SavedTensorModifiedError",
+    "SelectiveLayerACParams",
+    "SelectiveOpACParams",
     "VerifyError",
     "configure",
     "debug_rank",

@@ -58,3 +58,13 @@ def test_disk_tier_writes_its_figures(tmp_path: Path) -> None:
     assert figures["throughput_ratio"] > 0
     assert figures["cached_ratio"] > 0
     assert figures["checksum_mib_per_s"] > 0
+
+
+def test_activations_writes_its_figures(tmp_path: Path) -> None:
+    figures = run_quick("activations.py", tmp_path)
+    assert figures["ratio_to_floor"] > 0
+    for key in ("step_ratio", "held_bytes"):
+        assert {"none", "ours", "ours, checkpoints", "checkpoints", "save_on_cpu"} <= set(
+            figures[key]
+        )
+    assert figures["held_bytes"]["ours, checkpoints"] < figures["held_bytes"]["none"]

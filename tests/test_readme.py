@@ -52,7 +52,7 @@ def alone() -> Iterator[None]:
 
 
 def test_there_are_as_many_examples_as_tests() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 def test_the_ten_lines_are_ten_and_run(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +102,21 @@ def test_training_on_one_device_runs() -> None:
     exec(BLOCKS[3], names)
     assert names["offload"].statistics().bytes_offloaded > 0
     assert names["offload"].statistics().live_tensors == 0
+
+
+def test_checkpoints_run(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    x = torch.randn(64, 1024)
+    names: dict[str, Any] = {
+        "model": model,
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data": [(x, x), (x, x)],
+    }
+    exec(BLOCKS[4], names)
+    assert "offloaded_outputs=12, offloaded_bytes=" in capsys.readouterr().out
+    statistics = names["recompute"].stash.statistics()
+    assert statistics.bytes_offloaded > 0 and statistics.live_tensors == 0
 
 
 def test_every_option_is_in_the_table() -> None:
