@@ -91,7 +91,7 @@ class Recompute:
 
     def _non_reentrant(self, function: Any, call: Callable[..., Any], tensors: list[Tensor]) -> Any:
         before = self._buffers.of(function)
-        kept = KeptOutputs(self._policy, self.stash, self.counts) if self._policy else None
+        kept = self._kept_outputs()
 
         @contextmanager
         def first() -> Iterator[None]:
@@ -128,6 +128,12 @@ class Recompute:
             tensors = [*tensors, torch.empty(0, requires_grad=True)]
         outputs = checkpoint(run, *tensors, use_reentrant=True, **self._options)
         return tree_unflatten(outputs, trees[0])
+
+    def _kept_outputs(self) -> KeptOutputs | None:
+        if self._policy is None:
+            return None
+        preserve = self._options["preserve_rng_state"]
+        return KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
 
     def _saving(self) -> AbstractContextManager[Any]:
         if self._hooks is None or _is_in_checkpoint():

@@ -9,6 +9,11 @@ that sends what was chosen for offload to a stash, in recomputation one that bri
 PyTorch is told that an offloaded output is to be computed again, so its own mode lets that call
 through, and the one behind answers it. Calls are counted for each forward and each recomputation
 apart.
+
+NOTE [ Numbers not drawn ]
+    An operator with dropout in it, such as attention, draws random numbers. Where its output is
+    kept it is not run again and draws none, and what comes behind it would draw others than in
+    forward. So the state of the generators behind it is noted in forward, and set in recomputation.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import enum
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from pp_offload.random_state import RandomState
 from pp_offload.saved import Packed, Resident
 from pp_offload.stash import ActivationStash
 
@@ -60,6 +66,12 @@ class OpPolicy:
         if op in self.offload:
             return Choice.OFFLOAD
         return Choice.SAVE if op in self.save else Choice.RECOMPUTE
+
+    @property
+    def kept_that_draw(self) -> frozenset[OpOverload]:
+        """Operators that may draw random numbers, of those that may be kept."""
+        drawing = torch.Tag.nondeterministic_seeded
+        return frozenset(op for op in self.save | self.offload if drawing in op.tags)
 
 
 @dataclass
@@ -95,10 +107,16 @@ class KeptOutputs:
         policy: Chooses them.
         stash: Takes those to offload.
         counts: Told what was chosen.
+        preserve_rng_state: Draw the same random numbers again.
     """
 
     def __init__(
-        self, policy: OpPolicy, stash: ActivationStash | None, counts: CheckpointCounts
+        self,
+        policy: OpPolicy,
+        stash: ActivationStash | None,
+        counts: CheckpointCounts,
+        *,
+        preserve_rng_state: bool,
     ) -> None:
         self._stash = stash
         self._counts = counts
@@ -106,6 +124,9 @@ class KeptOutputs:
         self._passed: defaultdict[OpOverload, list[Any]] = defaultdict(list)
         self._num_answered: Counter[OpOverload] = Counter()
         self._saves, self._saved = create_selective_checkpoint_contexts(choices.ask)
+        self._draws = policy.kept_that_draw if preserve_rng_state else frozenset()
+        self._drawn: list[RandomState | None] = []
+        self._num_drawn = 0
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -118,7 +139,9 @@ class KeptOutputs:
         """What a recomputation runs in; there may be several."""
         self._choices.begin_again()
         self._num_answered.clear()
-        with _Calls(self._answer), self._saved:
+        self._num_drawn = 0
+        draws = _Calls(self._draw_as_before) if self._draws else nullcontext()
+        with _Calls(self._answer), self._saved, draws:
             yield
 
     def _send(self, op: Any, args: Any, kwargs: Any) -> Any:
@@ -131,6 +154,19 @@ class KeptOutputs:
             self._passed[op].append(tree_map_only(Tensor, self._pack, outputs))
         elif choices.last is Choice.SAVE:
             tree_map_only(Tensor, self._count_saved, outputs)
+        if op in self._draws:
+            is_kept = choices.last is not Choice.RECOMPUTE
+            self._drawn.append(RandomState.after(outputs) if is_kept else None)
+        return outputs
+
+    def _draw_as_before(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """See NOTE [ Numbers not drawn ]."""
+        outputs = op(*args, **kwargs)
+        if op in self._draws and self._num_drawn < len(self._drawn):
+            state = self._drawn[self._num_drawn]
+            self._num_drawn += 1
+            if state is not None:
+                state.set()
         return outputs
 
     def _answer(self, op: Any, args: Any, kwargs: Any) -> Any:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
 from checkpointed import BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, apply, make, params, results
 from conftest import BACKENDS, make_backend
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import (
+    CheckpointError,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from toy import assert_no_hooks, make_model, same_bits
 
 from pp_offload import OffloadConfig
@@ -208,6 +213,44 @@ def test_random_numbers_may_be_drawn_anew() -> None:
         )
         y.sum().backward()
         assert torch.equal(x.grad != 0, y != 0) == is_same
+
+
+def draws(x):
+    """Random numbers from an operator that may be kept, and behind it from others."""
+    kept = torch.rand_like(x) * torch.rand_like(x).sin()
+    return (x * kept).sin() * nn.functional.dropout(x.square(), 0.5).sigmoid()
+
+
+RAND = "ops.aten.rand_like.default"
+DRAWN = {
+    "saved": {"save_ops_keys": [RAND]},
+    "offloaded": {"offload_ops_keys": [RAND]},
+    "every second": {"offload_ops_keys": [RAND], "recompute_every": {RAND: 2}},
+}
+
+
+@pytest.mark.parametrize("kept", DRAWN)
+def test_numbers_behind_a_kept_operator_are_the_same(backend, kept: str) -> None:
+    """PyTorch's selective checkpoints draw others there, and say nothing."""
+    op = torch.ops.aten.rand_like.default
+    contexts = partial(create_selective_checkpoint_contexts, [op])
+    with backend.activate():
+        policy = SelectiveOpACParams(**DRAWN[kept]).policy()
+        stash = ActivationStash("ops", min_offload_size=1, backend=backend)
+        found, after = [], []
+        for run in (
+            Recompute(stash, policy=policy),
+            lambda function, x: function(x),
+            lambda function, x: checkpoint(function, x, use_reentrant=False, context_fn=contexts),
+        ):
+            torch.manual_seed(0)
+            x = torch.ones(50, device=backend.device, requires_grad=True)
+            loss = run(draws, x).sum()
+            loss.backward()
+            found.append(x.grad)
+            after.append(torch.rand(1))
+        assert torch.equal(found[0], found[1]) and not torch.equal(found[2], found[1])
+        assert torch.equal(after[0], after[1]), "backward draws nothing from the caller's"
 
 
 def test_peak_bytes_of_full_checkpoints_are_inputs() -> None:
