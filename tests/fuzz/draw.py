@@ -152,6 +152,7 @@ def options(draw: st.DrawFn) -> Options:
         draw(st.sampled_from([("disk",), ("host", "disk")])) if draw(seldom) else ("host",),
         draw(rarely),
         draw(st.sampled_from([None, "reload", "keep"])),
+        draw(st.sampled_from([None, None, None, 1, 2, 5])),
         draw(st.booleans()),
     )
 

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Self
 from unittest.mock import patch
 
 import torch
@@ -25,6 +26,7 @@ from pp_offload import (
     FineGrainedActivationOffloadingInterface as off_interface,
 )
 from pp_offload import (
+    OffloadActivations,
     OffloadConfig,
     OffloadStatistics,
     use_backend,
@@ -36,6 +38,7 @@ from pp_offload.errors import GroupStateError
 from pp_offload.policy import ChunkKey
 from pp_offload.split import Part
 from pp_offload.testing import SimulatedBackend
+from pp_offload.transfer import TransferEngine
 
 Where = tuple[int, int]
 """A step and an operation in it."""
@@ -61,6 +64,10 @@ class Plain:
 
     def begin(self, stage: int, min_numel: int) -> None:
         """A forward begins."""
+
+    def forward(self) -> AbstractContextManager[object]:
+        """Around a forward."""
+        return nullcontext()
 
     def chunk(self) -> ChunkKey | None:
         """What the forward that just ran belongs to."""
@@ -102,9 +109,12 @@ class Plain:
 
 
 class Offload(Plain):
-    """The engine itself."""
+    """What an engine that offloads has to do, whoever tells it what."""
 
-    def __enter__(self) -> Offload:
+    transfer: TransferEngine
+    statistics: Callable[[], OffloadStatistics]
+
+    def __enter__(self) -> Self:
         program = self.program
         self.backend = make_backend(program.backend, program.seed)
         self.device = self.backend.device
@@ -112,9 +122,94 @@ class Offload(Plain):
         self._stack.enter_context(quiet())
         if program.options.is_fine:
             self._stack.enter_context(fine_thresholds())
+        self._streams = {0: self.backend.current_stream()}
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._stack.__exit__(*args)  # type: ignore[arg-type]
+
+    @contextmanager
+    def on_stream(self, number: int) -> Iterator[object]:
+        backend, streams = self.backend, self._streams
+        if number == 0 or not isinstance(backend, SimulatedBackend):
+            yield
+            return
+        if number not in streams:
+            streams[number] = backend.new_stream(f"side {number}")
+        main, side = streams[0], streams[number]
+        side.wait_stream(main)  # type: ignore[attr-defined]
+        try:
+            with backend.stream(side):  # type: ignore[arg-type]
+                yield
+        finally:
+            main.wait_stream(side)  # type: ignore[attr-defined]
+
+    def change(self, tensor: Tensor, how: Callable[[Tensor], object]) -> None:
+        # The simulated device would report the race itself; here the engine alone must notice.
+        with no_dispatch() if isinstance(self.backend, SimulatedBackend) else nullcontext():
+            how(tensor)
+
+    def synchronize(self) -> None:
+        for _ in range(2):  # to the host, and from there to the disk
+            self.backend.synchronize()
+            for flight in list(self.transfer._flights):
+                flight.offloaded.synchronize()
+            self.statistics()
+
+    def check_left(self, is_empty: bool) -> None:
+        assert_no_hooks()
+        if not is_empty:
+            return
+        if in_use(self.statistics()):
+            self.synchronize()
+            forget_failed_backward()
+            gc.collect()
+            left = in_use(self.statistics())
+            assert not left, f"in use though no graph is alive: {left}"
+
+    def finish(self) -> OffloadStatistics:
+        """The program is over: not a byte is on the way."""
+        self.reset()
+        self.synchronize()
+        self.check_left(True)
+        statistics = self.statistics()
+        assert statistics.bytes_in_flight == 0, f"{statistics.bytes_in_flight} bytes in flight"
+        return statistics
+
+
+class OffloadAll(Offload):
+    """Everything that is saved in a forward."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        options = self.program.options
+        assert options.stash is not None
+        self._stack.enter_context(self.backend.activate())
+        self._offload = OffloadActivations(
+            min_offload_size=1,
+            max_fwd_stash_size=options.stash,
+            config=config_of(options),
+            backend=self.backend,
+        )
+        self.transfer = self._offload.stash._services.transfer
+        self.statistics = self._offload.statistics
+        return self
+
+    def forward(self) -> AbstractContextManager[object]:
+        return self._offload
+
+
+class OffloadGroups(Offload):
+    """What is saved in groups."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        program = self.program
         self.manager = self._stack.enter_context(
             use_backend(self.backend, config=config_of(program.options))
         )
+        self.transfer = self.manager.services.transfer
+        self.statistics = self.manager.statistics
         self.manager.step.pipeline_rank = program.options.pipeline_rank
         if program.options.split_backward is not None:
             is_keeping = program.options.split_backward == "keep"
@@ -123,11 +218,7 @@ class Offload(Plain):
             )
             services = self.manager.services
             services.split = services.split_backward(keys, is_keeping=is_keeping)
-        self._streams = {0: self.backend.current_stream()}
         return self
-
-    def __exit__(self, *args: object) -> None:
-        self._stack.__exit__(*args)  # type: ignore[arg-type]
 
     def reset(self) -> None:
         try:
@@ -172,58 +263,9 @@ class Offload(Plain):
     def mark(self, tensor: Tensor) -> None:
         off_interface.mark_not_offloadable(tensor)
 
-    @contextmanager
-    def on_stream(self, number: int) -> Iterator[object]:
-        backend, streams = self.backend, self._streams
-        if number == 0 or not isinstance(backend, SimulatedBackend):
-            yield
-            return
-        if number not in streams:
-            streams[number] = backend.new_stream(f"side {number}")
-        main, side = streams[0], streams[number]
-        side.wait_stream(main)  # type: ignore[attr-defined]
-        try:
-            with backend.stream(side):  # type: ignore[arg-type]
-                yield
-        finally:
-            main.wait_stream(side)  # type: ignore[attr-defined]
-
-    def change(self, tensor: Tensor, how: Callable[[Tensor], object]) -> None:
-        # The simulated device would report the race itself; here the engine alone must notice.
-        with no_dispatch() if isinstance(self.backend, SimulatedBackend) else nullcontext():
-            how(tensor)
-
-    def synchronize(self) -> None:
-        transfer = self.manager.services.transfer
-        for _ in range(2):  # to the host, and from there to the disk
-            self.backend.synchronize()
-            for flight in list(transfer._flights):
-                flight.offloaded.synchronize()
-            self.manager.statistics()
-
-    def check_left(self, is_empty: bool) -> None:
-        assert_no_hooks()
-        if not is_empty:
-            return
-        if in_use(self.manager.statistics()):
-            self.synchronize()
-            forget_failed_backward()
-            gc.collect()
-            left = in_use(self.manager.statistics())
-            assert not left, f"in use though no graph is alive: {left}"
-
-    def finish(self) -> OffloadStatistics:
-        """The program is over: not a byte is on the way."""
-        self.reset()
-        self.synchronize()
-        self.check_left(True)
-        statistics = self.manager.statistics()
-        assert statistics.bytes_in_flight == 0, f"{statistics.bytes_in_flight} bytes in flight"
-        return statistics
-
 
 class Witness(Plain):
-    """Every tensor that a group saves is copied at once, so that nothing can change it.
+    """Every tensor that would leave is copied at once, so that nothing can change it.
 
     Attributes:
         dirty: Operations that met a saved tensor that had been changed in place: there, and
@@ -239,7 +281,13 @@ class Witness(Plain):
         self._look()
         self._saved.clear()
 
+    def forward(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.program.options.stash is None else self._hooks()
+
     def scope(self, name: str, is_function: bool, x: Tensor) -> AbstractContextManager[object]:
+        return self._hooks() if self.program.options.stash is None else nullcontext()
+
+    def _hooks(self) -> AbstractContextManager[object]:
         if not torch.is_grad_enabled():
             return nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
@@ -265,6 +313,11 @@ class Witness(Plain):
         if snapshot.is_stale():
             self.dirty.add(self.where)
         return snapshot.copy
+
+
+def offload(program: Program) -> Offload:
+    """The engine that the program is to run on."""
+    return (OffloadGroups if program.options.stash is None else OffloadAll)(program)
 
 
 class Snapshot:

@@ -194,6 +194,8 @@ class Options(Record):
     verify: bool = False
     split_backward: str | None = None
     """As there; None if the engine is not told that backward may come in parts."""
+    stash: int | None = None
+    """Tensors that gather before they leave, where everything does and groups mean nothing."""
     is_fine: bool = False
     """Whether thresholds in bytes are as small as the tensors here."""
 

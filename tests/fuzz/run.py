@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from engines import Offload, Plain, Witness
+from engines import Plain, Witness, offload
 from kinds import CHANGES, COMPUTES, WIDTH
 from programs import (
     Backward,
@@ -401,7 +401,7 @@ def do_forward(machine: Machine, op: Forward) -> list[Tensor]:
     x, before = take_input(machine, stage, op.rows)
     x.requires_grad_(op.needs_grad)
     machine.engine.begin(stage, op.min_numel)
-    with machine.engine.on_stream(op.stream):
+    with machine.engine.on_stream(op.stream), machine.engine.forward():
         y, frame = run_body(machine, stage, x, op)
     if before is not None:
         before.next_x = x
@@ -488,7 +488,7 @@ def do_evaluate(machine: Machine, op: Evaluate) -> list[Tensor]:
     generator = torch.Generator().manual_seed(machine._num_inputs)
     x = torch.randn(op.rows, WIDTH, generator=generator).to(machine.engine.device)
     machine.engine.begin(stage, 1)
-    with torch.no_grad():
+    with torch.no_grad(), machine.engine.forward():
         return [run_body(machine, stage, x, op)[0].clone()]
 
 
@@ -575,7 +575,7 @@ def check(program: Program) -> Report:
         AssertionError: They differ, or something is left of the run with offload.
         RaceError: The simulated device saw one.
     """
-    with Offload(program) as engine:
+    with offload(program) as engine:
         machine = Machine(program, engine)
         got = machine.run()
         statistics = engine.finish()
