@@ -70,13 +70,18 @@ class Recompute:
         """A copy of a model shares what moves its tensors."""
         return self
 
+    @torch.compiler.disable
     def begin(self) -> None:
         """The forward of a microbatch begins."""
         if self.stash is not None:
             self.stash.begin()
 
+    @torch.compiler.disable
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``function`` returns. Without gradients it is only called."""
+        """What ``function`` returns. Without gradients it is only called.
+
+        A compiled model runs it as it is; what is to be compiled inside has to be so on its own.
+        """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if self.stash is not None and self.stash.is_over and not is_in_backward():

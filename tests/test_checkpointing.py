@@ -144,6 +144,24 @@ def test_a_copy_of_the_model_works() -> None:
     assert same_bits(*found)
 
 
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_compiled_models_work(is_inner: bool) -> None:
+    found = []
+    for is_on in (False, True):
+        torch._dynamo.reset()
+        model = make_model(groups=())
+        if is_inner:
+            for layer in model:
+                layer.compile(backend="aot_eager")
+        if is_on:
+            apply_(FULL, "", model, FullACParams(offload_inputs=True, min_offload_size=1))
+        compiled = model if is_inner else torch.compile(model, backend="aot_eager")
+        x = torch.ones(5, 8, requires_grad=True)
+        compiled(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    assert same_bits(*found)
+
+
 def test_without_gradients_a_layer_is_only_called() -> None:
     model = make_model(groups=())
     recompute = apply_(FULL, "", model, FullACParams(offload_inputs=True, min_offload_size=1))
