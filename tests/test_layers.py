@@ -43,7 +43,7 @@ LAYERS = [
     {"functions", "cuda_graph", "stash"},
     {"buffers", "random_state"},
     {"selective"},
-    {"recompute"},
+    {"recompute", "checkpoint_params"},
     {"activations", "checkpointing"},
     {"heads"},
     {"interface"},

@@ -1,0 +1,229 @@
+"""How layers are checkpointed, as a user says it, and as it is checked before anything is done.
+
+params = params_for(variant, SelectiveOpACParams(save_ops_keys=["ops.aten.mm.default"]))
+policy = params.policy()
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from pp_offload.config import OffloadConfig
+from pp_offload.selective import OpPolicy
+
+MATMUL = "ops.aten.mm.default"
+
+SAVE_DICT: dict[str, OpOverload] = {
+    MATMUL: torch.ops.aten.mm.default,
+    "ops.aten._scaled_dot_product_efficient_attention.default": (
+        torch.ops.aten._scaled_dot_product_efficient_attention.default
+    ),
+    "ops.aten._scaled_dot_product_flash_attention.default": (
+        torch.ops.aten._scaled_dot_product_flash_attention.default
+    ),
+    "ops._c10d_functional.reduce_scatter_tensor.default": (
+        torch.ops._c10d_functional.reduce_scatter_tensor.default
+    ),
+    "ops.aten.max.default": torch.ops.aten.max.default,
+}
+"""Operators that are dear to compute, or whose result must not change, by name."""
+
+
+class ActivationCheckpointingVariants(enum.Enum):
+    """How much is checkpointed.
+
+    Source: Modalities ``ActivationCheckpointingVariants``.
+    """
+
+    FULL_ACTIVATION_CHECKPOINTING = "full_activation_checkpointing"
+    """Every layer: its inputs are kept, all else is computed again."""
+
+    SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING = "selective_layer_activation_checkpointing"
+    """Every ``ac_freq``-th layer."""
+
+    SELECTIVE_OP_ACTIVATION_CHECKPOINTING = "selective_op_activation_checkpointing"
+    """Every layer, but outputs of chosen operators are kept as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullACParams:
+    """How a layer is checkpointed. The options from ``preserve_rng_state`` on are PyTorch's.
+
+    Raises:
+        ValueError: An option that the chosen way of checkpointing does not have.
+    """
+
+    offload_inputs: bool = False
+    """What a checkpoint keeps of a layer's arguments goes to the tiers."""
+
+    min_offload_size: int = 1024
+    """Smaller tensors stay on the device. In bytes."""
+
+    config: OffloadConfig = field(default_factory=OffloadConfig)
+    """Which tiers, and how much of them; its options of groups and plans do not count."""
+
+    use_reentrant: bool = False
+    """PyTorch's older way, which runs backward inside backward."""
+
+    preserve_rng_state: bool = True
+    """Draw the same random numbers again, for dropout."""
+
+    determinism_check: str = "default"
+    """Compare shapes, dtypes and devices of what was computed again; ``"none"`` for nothing."""
+
+    early_stop: bool = True
+    """Compute again only as far as backward needs."""
+
+    def __post_init__(self) -> None:
+        if self.determinism_check not in ("default", "none"):
+            raise ValueError(
+                f'determinism_check is {self.determinism_check!r}; expected "default" or "none"'
+            )
+        if self.min_offload_size < 0:
+            raise ValueError(
+                f"min_offload_size is {self.min_offload_size}; expected at least 0 bytes"
+            )
+
+    def policy(self) -> OpPolicy | None:
+        """Which operators' outputs are kept; None for none."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectiveLayerACParams(FullACParams):
+    """Which layers are checkpointed, and how."""
+
+    ac_freq: int
+    """One layer in so many, the last of each so many."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.ac_freq, bool) or not isinstance(self.ac_freq, int) or self.ac_freq < 1:
+            raise ValueError(
+                f"ac_freq is {self.ac_freq!r}; expected an integer of at least 1, where 1 is every "
+                "layer"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectiveOpACParams(FullACParams):
+    """Of which operators outputs are kept, where, and how layers are checkpointed.
+
+    Operators are named as in :attr:`SAVE_DICT`, or like those:
+    ``ops.aten.addmm.default`` is a linear layer with a bias.
+    """
+
+    save_ops_keys: Sequence[str] = ()
+    """Outputs of these stay on the device."""
+
+    offload_ops_keys: Sequence[str] = ()
+    """Outputs of these go to the tiers."""
+
+    recompute_every: Mapping[str, int] = field(default_factory=lambda: {MATMUL: 2})
+    """Of the operators above, those of which every n-th call in a layer is computed again all the
+    same. The reference does so with every second matrix product.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.save_ops_keys and not self.offload_ops_keys:
+            raise ValueError(
+                "save_ops_keys is empty; expected at least one operator here or in "
+                f"offload_ops_keys, such as {', '.join(SAVE_DICT)}; to "
+                "compute all again use FULL_ACTIVATION_CHECKPOINTING"
+            )
+        twice = sorted(set(self.save_ops_keys) & set(self.offload_ops_keys))
+        if twice:
+            raise ValueError(f"{twice} are in save_ops_keys and offload_ops_keys; expected in one")
+        if self.use_reentrant:
+            raise ValueError(
+                "use_reentrant is True, but only non-reentrant checkpoints can keep outputs of "
+                "operators; leave it out"
+            )
+        for key, every in self.recompute_every.items():
+            if every < 1:
+                raise ValueError(f"recompute_every[{key!r}] is {every}; expected at least 1")
+        self.policy()
+
+    def policy(self) -> OpPolicy | None:
+        """Which operators' outputs are kept."""
+        offload = frozenset(map(operator, self.offload_ops_keys))
+        for op in offload:
+            if any(value.alias_info is not None for value in op._schema.returns):
+                raise ValueError(
+                    f"offload_ops_keys has {_key(op)}, which returns memory of its arguments; "
+                    "expected operators with outputs of their own"
+                )
+        every = {operator(key): number for key, number in self.recompute_every.items()}
+        return OpPolicy(frozenset(map(operator, self.save_ops_keys)), offload, every)
+
+
+class ActivationCheckpointedModelConfig:
+    """The parameters under the names they have in Modalities."""
+
+    FullACParams = FullACParams
+    SelectiveLayerACParams = SelectiveLayerACParams
+    SelectiveOpACParams = SelectiveOpACParams
+
+
+_PARAMS: dict[ActivationCheckpointingVariants, type[FullACParams]] = {
+    ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING: FullACParams,
+    ActivationCheckpointingVariants.SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING: (
+        SelectiveLayerACParams
+    ),
+    ActivationCheckpointingVariants.SELECTIVE_OP_ACTIVATION_CHECKPOINTING: SelectiveOpACParams,
+}
+
+
+def params_for(variant: object, given: Any) -> FullACParams:
+    """What the variant wants to know.
+
+    Args:
+        variant: One of :class:`ActivationCheckpointingVariants`.
+        given: Parameters of ours for it, or an object with such attributes.
+
+    Raises:
+        ValueError: There is no such variant, or the parameters are not for it.
+    """
+    if variant not in _PARAMS:
+        known = ", ".join(str(one) for one in ActivationCheckpointingVariants)
+        raise ValueError(f"unknown variant {variant!r}; expected one of {known}")
+    wanted = _PARAMS[variant]  # type: ignore[index]
+    if type(given) is wanted:
+        return given
+    if isinstance(given, FullACParams):
+        raise ValueError(
+            f"ac_fun_params is a {type(given).__name__}; expected {wanted.__name__} for {variant}"
+        )
+    names = [one.name for one in fields(wanted) if hasattr(given, one.name)]
+    if wanted is SelectiveLayerACParams and "ac_freq" not in names:
+        raise ValueError(f"ac_fun_params is {given!r}, without ac_freq; expected {wanted.__name__}")
+    return wanted(**{name: getattr(given, name) for name in names})
+
+
+def operator(key: str) -> OpOverload:
+    """The operator of this name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found: Any = torch
+    for part in key.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, OpOverload):
+        raise ValueError(
+            f"unknown operator {key!r}; expected one of "
+            f"{', '.join(SAVE_DICT)}, or the name of another with its "
+            "overload, such as ops.aten.addmm.default"
+        )
+    return found
+
+
+def _key(op: OpOverload) -> str:
+    return f"ops.{op}"
