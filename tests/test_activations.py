@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toy import assert_no_hooks, batches, make_model, same_bits
 
+from pp_offload import OffloadConfig
 from pp_offload.activations import NoOpManager, OffloadActivations
 from pp_offload.heads import get_act_offloading_ctx_manager, get_lora_act_offloading_ctx_manager
+from pp_offload.testing import SimulatedBackend
 
 
 @pytest.fixture(params=BACKENDS)
@@ -207,6 +209,34 @@ def test_the_stash_is_what_stays(stash: int) -> None:
     with offload:
         pass
     assert offload.statistics().live_tensors == 9, "another forward has begun"
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+@pytest.mark.parametrize("stash", [1, 2, 3, 5])
+@pytest.mark.parametrize("order", ["eager", "late"])
+def test_device_memory_is_arithmetic(order: str, stash: int, window: int) -> None:
+    """A chain of 12 operations that save their input, in units of one tensor."""
+    numel, nbytes = 1000, 4000
+    backend = SimulatedBackend(order)
+    config = OffloadConfig(max_in_flight_bytes=0, prefetch_bytes=window * nbytes)
+    with backend.activate():
+        offload = OffloadActivations(
+            min_offload_size=1, max_fwd_stash_size=stash, config=config, backend=backend
+        )
+        x = torch.ones(numel, requires_grad=True)
+        x * 1  # the device knows it from now on
+        before = backend.device_bytes
+        backend.take_device_peak()
+        with offload:
+            y = x * 1
+            for _ in range(12):
+                y = y.sin()
+        left = 12 % stash
+        assert backend.device_bytes - before == (left + 1) * nbytes, "what is left, and y"
+        assert backend.take_device_peak() - before == max(2, stash) * nbytes
+        y.backward(torch.ones(numel))
+        # y and its gradient; what was saved and its cosine; the gradients behind and before it.
+        assert backend.take_device_peak() - before == max(6 + window, 7 if left else 0) * nbytes
 
 
 def test_small_ones_stay() -> None:
