@@ -15,15 +15,18 @@ A decoder's output head is best left out: what it saves is large, and needed at 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import replace
 
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
-from pp_offload.saved import Resident, unpack
+from pp_offload.left_out import forget_left_out, is_left_out
+from pp_offload.saved import Packed, Resident, unpack
 from pp_offload.stash import ActivationStash
 from pp_offload.statistics import OffloadStatistics
 
@@ -71,10 +74,11 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             use_pin_memory=use_pin_memory,
             backend=backend,
         )
-        super().__init__(self.stash.pack, unpack)
+        super().__init__(_unless_left_out(self.stash.pack), unpack)
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
         """Begin the forward of a microbatch."""
+        forget_left_out()
         self.stash.begin()
         super().__enter__()
         return self
@@ -88,8 +92,19 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         return self.stash.statistics()
 
 
+def _unless_left_out(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:
+    def hook(tensor: Tensor) -> Packed:
+        return Resident(tensor) if is_left_out() else pack(tensor)
+
+    return hook
+
+
 class NoOpManager(saved_tensors_hooks, ContextDecorator):
-    """What autograd saves inside stays on the device, also inside :class:`OffloadActivations`."""
+    """What autograd saves inside stays on the device, also inside :class:`OffloadActivations`.
+
+    And inside a checkpoint, which then keeps it. For a module that may be in one, there is
+    :func:`pp_offload.left_out.leave_out`.
+    """
 
     def __init__(self) -> None:
         super().__init__(Resident, unpack)

@@ -14,6 +14,8 @@ from torch.nn import Module
 
 from pp_offload.activations import NoOpManager, OffloadActivations
 from pp_offload.backends import Backend
+from pp_offload.config import OffloadConfig
+from pp_offload.left_out import leave_out
 
 HEADS = (
     "output.linear",
@@ -24,8 +26,18 @@ HEADS = (
     "final_layer_norm",
     "norm",
     "head",
+    "score",
+    "classifier",
+    "qa_outputs",
+    "v_head",
 )
-"""Where models have their output head, or what comes last; the first that is there is taken."""
+"""Where models have their output head, or what comes last; the first that is there is taken.
+
+The last four are those of classifiers and of value models.
+"""
+
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "pretrained_model")
+"""Where wrappers have what they wrap: parallel ones, compiled ones, checkpoints, value models."""
 
 
 def get_act_offloading_ctx_manager(
@@ -54,6 +66,7 @@ def get_lora_act_offloading_ctx_manager(
     warn_if_no_head: bool = True,
     *,
     head: Module | str | None = None,
+    config: OffloadConfig | None = None,
     backend: Backend | None = None,
 ) -> OffloadActivations:
     """A context for the forward of ``model``, which may be wrapped, by PEFT for instance.
@@ -65,7 +78,9 @@ def get_lora_act_offloading_ctx_manager(
         min_offload_size: Likewise.
         max_fwd_stash_size: Likewise.
         warn_if_no_head: Warn if no output head is found.
-        head: The output head, or its name in the model; found by :data:`HEADS` when None.
+        head: The output head, or its name in the model; found by :data:`HEADS` when None, or as
+            the model says by its ``get_output_embeddings``.
+        config: See :class:`pp_offload.activations.OffloadActivations`.
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Raises:
@@ -74,7 +89,12 @@ def get_lora_act_offloading_ctx_manager(
     Source: TRL and axolotl ``get_lora_act_offloading_ctx_manager``.
     """
     offload = OffloadActivations(
-        use_pin_memory, use_streams, min_offload_size, max_fwd_stash_size, backend=backend
+        use_pin_memory,
+        use_streams,
+        min_offload_size,
+        max_fwd_stash_size,
+        config=config,
+        backend=backend,
     )
     offload.keep_module(model)
     found = _named(model, head) if isinstance(head, str) else head or find_head(model)
@@ -93,18 +113,25 @@ def get_lora_act_offloading_ctx_manager(
 
 
 def unwrapped(model: Module) -> Module:
-    """The model inside ``.module`` wrappers and PEFT's."""
-    while True:
-        inner = getattr(model, "module", None)
-        if not isinstance(inner, Module):
-            inner = getattr(getattr(model, "base_model", None), "model", None)
-        if not isinstance(inner, Module) or inner is model:
-            return model
+    """The model inside wrappers, and PEFT's."""
+    while (inner := _inside(model)) is not None:
         model = inner
+    return model
+
+
+def _inside(model: Module) -> Module | None:
+    for name in WRAPPERS:
+        inner = getattr(model, name, None)
+        if isinstance(inner, Module) and inner is not model:
+            return inner
+    # Models that take adapters themselves have the configuration, but no base to get.
+    base = getattr(model, "get_base_model", None)
+    inner = base() if callable(base) and hasattr(model, "peft_config") else None
+    return inner if isinstance(inner, Module) and inner is not model else None
 
 
 def find_head(model: Module) -> Module | None:
-    """The output head, by its usual names."""
+    """The output head, by its usual names, or as the model says."""
     inner = unwrapped(model)
     for name in HEADS:
         found: object = inner
@@ -112,7 +139,9 @@ def find_head(model: Module) -> Module | None:
             found = getattr(found, part, None)
         if isinstance(found, Module):
             return found
-    return None
+    ask = getattr(inner, "get_output_embeddings", None)
+    said = ask() if callable(ask) else None
+    return said if isinstance(said, Module) else None
 
 
 def liger_modules(model: Module) -> Iterator[Module]:
@@ -120,25 +149,6 @@ def liger_modules(model: Module) -> Iterator[Module]:
     for name, module in model.named_modules():
         if "liger" in name.lower() or "liger" in type(module).__name__.lower():
             yield module
-
-
-def leave_out(module: Module) -> None:
-    """From now on, what ``module`` saves in its forward stays on the device. Twice is fine."""
-    if any(isinstance(hook, _Around) for hook in module._forward_pre_hooks.values()):
-        return
-    scope = NoOpManager()
-    module.register_forward_pre_hook(_Around(scope.__enter__))
-    module.register_forward_hook(_Around(scope.__exit__), always_call=True)
-
-
-class _Around:
-    """A forward hook that calls something without arguments, and is known again."""
-
-    def __init__(self, call: object) -> None:
-        self._call = call
-
-    def __call__(self, *args: object) -> None:
-        self._call()  # type: ignore[operator]
 
 
 def _named(model: Module, name: str) -> Module:
