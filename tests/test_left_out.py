@@ -1,0 +1,217 @@
+"""What a left-out module saves stays on the device, and a checkpoint around it loses nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import BACKENDS, make_backend
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from toy import assert_no_hooks, same_bits
+
+from pp_offload.activations import OffloadActivations
+from pp_offload.left_out import forget_left_out, is_left_out, leave_out
+from pp_offload.testing import SimulatedBackend
+
+WIDTH, ROWS = 8, 16
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    assert not is_left_out()
+    assert_no_hooks()
+
+
+class Body(nn.Module):
+    """Saves its input, three results, and so on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+        self.error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(is_left_out())
+        y = x.sin().exp().tanh()
+        if self.error is not None:
+            raise self.error
+        return y
+
+
+def make_model(device: torch.device | str = "cpu", seed: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), Body()) for _ in range(3))
+    return nn.Sequential(*layers).to(device)
+
+
+def make_x(device: torch.device | str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(ROWS, WIDTH, generator=generator).to(device).requires_grad_()
+
+
+def test_inside_its_forward_and_nowhere_else() -> None:
+    model = make_model()
+    leave_out(model[1])
+    leave_out(model[1])
+    model(make_x())
+    assert [layer[1].seen for layer in model] == [[False], [True], [False]]
+
+
+def test_one_inside_the_other() -> None:
+    model = make_model()
+    leave_out(model)
+    leave_out(model[0])
+    model(make_x())
+    assert [layer[1].seen for layer in model] == [[True]] * 3
+
+
+def test_other_threads_are_others() -> None:
+    model, seen = make_model(), []
+    leave_out(model)
+
+    def ask(*_: object) -> None:
+        thread = threading.Thread(target=lambda: seen.append(is_left_out()))
+        thread.start()
+        thread.join()
+
+    model[0].register_forward_hook(ask)
+    model(make_x())
+    assert seen == [False]
+
+
+def test_an_error_in_its_forward() -> None:
+    model = make_model()
+    leave_out(model)
+    leave_out(model[0])
+    model[0][1].error = ValueError("in the forward")
+    with pytest.raises(ValueError, match="in the forward"):
+        model(make_x())
+
+
+def test_an_error_in_a_hook_before_ours() -> None:
+    """Our hook at the end is called all the same, and must end no other module's forward."""
+    model = make_model()
+
+    def fail(*_: object) -> None:
+        raise ValueError("in a hook")
+
+    model[0][1].register_forward_pre_hook(fail)
+    leave_out(model[0][1])
+    leave_out(model)
+
+    def outer(x: Tensor) -> Tensor:
+        with pytest.raises(ValueError, match="in a hook"):
+            model[0](x)
+        assert is_left_out()
+        return x
+
+    model.forward = outer
+    model(make_x())
+
+
+def test_an_interrupt_is_over_when_a_forward_begins() -> None:
+    """Hooks at the end are not called then."""
+    model = make_model()
+    leave_out(model[2][1])
+    model[2][1].error = KeyboardInterrupt()
+    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1)
+    with pytest.raises(KeyboardInterrupt), offload:
+        model(make_x())
+    assert is_left_out()
+    model[2][1].error = None
+    with offload:
+        y = model[0](make_x())
+    assert offload.statistics().live_tensors > 0
+    del y
+    forget_left_out()
+
+
+def test_a_copy_is_left_out_too() -> None:
+    model = make_model()
+    leave_out(model[1])
+    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        leave_out(same[1])
+        same(make_x())
+        assert [layer[1].seen for layer in same] == [[False], [True], [False]]
+
+
+def test_a_compiled_model_is_one_graph() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    leave_out(model[1])
+    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    runs = []
+    for run in (compiled, model):
+        x = make_x()
+        with offload:
+            y = run(x * 1)
+        y.sum().backward()
+        runs.append([y.detach(), x.grad])
+    assert same_bits(*runs)
+
+
+KINDS = {"reentrant": CheckpointImpl.REENTRANT, "non-reentrant": CheckpointImpl.NO_REENTRANT}
+
+
+def checkpointed(model: nn.Sequential, impl: CheckpointImpl) -> nn.Sequential:
+    return nn.Sequential(*(checkpoint_wrapper(layer, impl) for layer in model))
+
+
+def gradients(model: nn.Module, x: Tensor, offload: OffloadActivations | None) -> list[Tensor]:
+    if offload is None:
+        loss = model(x * 1).square().sum()
+    else:
+        with offload:
+            loss = model(x * 1).square().sum()
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("impl", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("order", ["late", "eager", "random"])
+def test_in_a_checkpoint_it_keeps_nothing(impl: CheckpointImpl, order: str) -> None:
+    """After a forward the device has the same bytes, with left-out modules inside or without."""
+    held = []
+    for num_left_out in (0, 1, 3):
+        backend = SimulatedBackend(order, seed=1)
+        with backend.activate():
+            model = checkpointed(make_model(backend.device), impl)
+            for layer in model[:num_left_out]:
+                leave_out(layer[1])
+            offload = OffloadActivations(
+                min_offload_size=1, max_fwd_stash_size=1, use_streams=False, backend=backend
+            )
+            x = make_x(backend.device)
+            before = backend.device_bytes
+            with offload:
+                loss = model(x * 1).sum()
+            held.append((backend.device_bytes - before, offload.statistics().live_tensors))
+            loss.backward()
+            assert offload.statistics().live_tensors == 0
+    assert held[0] == held[1] == held[2]
+    assert held[0][1] == len(model), "what the checkpoints keep: the input of each"
+
+
+@pytest.mark.parametrize("impl", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_in_a_checkpoint_same_bits(kind: str, impl: CheckpointImpl) -> None:
+    backend = make_backend(kind)
+    with backend.activate():
+        model = checkpointed(make_model(backend.device), impl)
+        leave_out(model[0]._checkpoint_wrapped_module)
+        leave_out(model[2][1])
+        offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=backend)
+        got = gradients(model, make_x(backend.device), offload)
+        plain = checkpointed(make_model(backend.device), impl)
+        assert same_bits(got, gradients(plain, make_x(backend.device), None))
+        assert offload.statistics().bytes_offloaded > 0
+        assert offload.statistics().live_tensors == 0
