@@ -64,6 +64,9 @@ from pp_offload.report import summary_table
 from pp_offload.session import configure, use_backend
 from pp_offload.statistics import OffloadStatistics
 
+# The Trainer of Hugging Face, without a dependence on it.
+from pp_offload.trainer import ActivationOffloadingMixin
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -72,6 +75,7 @@ __all__ = [
     "AcceleratorBackend",
     "ActivationCheckpointing",
     "ActivationCheckpointingVariants",
+    "ActivationOffloadingMixin",
     "ChunkOffloadHandler",
     "ClosedError",
     "ConfigError",

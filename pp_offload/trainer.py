@@ -31,6 +31,9 @@ from pp_offload.heads import get_lora_act_offloading_ctx_manager
 OPTIONS = tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)[1:]
 """What ``activation_offloading`` may contain."""
 
+CONTEXT = "compute_loss_context_manager"
+"""A class that has it is a trainer."""
+
 
 class ActivationOffloadingMixin:
     """Named before a ``Trainer`` among the bases, it offloads what each training forward saves.
@@ -45,11 +48,19 @@ class ActivationOffloadingMixin:
 
     Raises:
         ImportError: No trainer is among the bases, and there is no ``transformers`` to have one of.
-        TypeError: No trainer is among the bases, or none behind this one.
+        TypeError: No trainer is among the bases, or only before this one.
         ValueError: An option is unknown, or its value cannot be right.
 
     Source: axolotl ``ActivationOffloadingMixin``.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        others = [base for base in cls.__mro__ if not issubclass(base, ActivationOffloadingMixin)]
+        if not _has_trainer(cls) and any(
+            {CONTEXT, "train"} <= vars(base).keys() for base in others
+        ):
+            raise _no_trainer(cls)
 
     def __init__(
         self,
@@ -57,7 +68,7 @@ class ActivationOffloadingMixin:
         activation_offloading: Mapping[str, Any] | bool | None = None,
         **kwargs: Any,
     ) -> None:
-        if not hasattr(super(), "compute_loss_context_manager"):
+        if not _has_trainer(type(self)):
             raise _no_trainer(type(self))
         self._offloading = _Offloading(activation_offloading)
         super().__init__(*args, **kwargs)
@@ -136,6 +147,11 @@ class _Offloading:
                 "(DataParallel); pass activation_offloading=False to do without",
                 stacklevel=3,
             )
+
+
+def _has_trainer(kind: type) -> bool:
+    """Whether what :class:`ActivationOffloadingMixin` calls in ``kind`` is there."""
+    return hasattr(super(ActivationOffloadingMixin, kind), CONTEXT)
 
 
 def _no_trainer(kind: type) -> Exception:

@@ -1,0 +1,74 @@
+"""F46: the Trainer of Hugging Face, full and LoRA, with checkpoints and tied heads: same bits.
+
+All through ``Trainer.train()``: two microbatches a step, and an evaluation after it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from conftest import BACKENDS, make_backend
+from torch import Tensor
+from toy import same_bits
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from tiny_llama import assert_nothing_left, imports_frozen, make_llama, make_trainer, train
+from transformers import Trainer
+
+__all__ = ["imports_frozen"]
+
+LORA: dict[str, dict[str, Any] | None] = {
+    "full": None,
+    "lora": {},
+    "lora and a trained head": {"modules_to_save": ["lm_head"]},
+}
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "non-reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+}
+
+on_backends = pytest.mark.parametrize("kind", BACKENDS)
+loras = pytest.mark.parametrize("lora", LORA)
+checkpoints = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+ties = pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+
+
+@cache
+def plain(use_cpu: bool, lora: str, checkpoint: str, is_tied: bool) -> list[Tensor]:
+    """What the trainer comes to without offload."""
+    model = make_llama(is_tied=is_tied, lora=LORA[lora])
+    with TemporaryDirectory() as folder:
+        options = {**CHECKPOINTS[checkpoint], "use_cpu": use_cpu}
+        return train(make_trainer(model, Path(folder), kind=Trainer, **options))
+
+
+@ties
+@checkpoints
+@loras
+@on_backends
+def test_f46_same_bits(
+    kind: str, lora: str, checkpoint: str, is_tied: bool, tmp_path: Path
+) -> None:
+    backend = make_backend(kind)
+    expected = plain(backend.device.type == "cpu", lora, checkpoint, is_tied)
+    with backend.activate():
+        model = make_llama(is_tied=is_tied, lora=LORA[lora])
+        trainer = make_trainer(model, tmp_path, backend=backend, **CHECKPOINTS[checkpoint])
+        got = train(trainer)
+        assert same_bits(got, expected)
+        assert trainer.activation_offload.statistics().bytes_offloaded > 0
+        assert_nothing_left(trainer)

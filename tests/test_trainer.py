@@ -1,0 +1,290 @@
+"""Offload in the Trainer of Hugging Face: on where it trains, and only there; nothing is left."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy import assert_no_hooks, same_bits
+
+from pp_offload import ActivationOffloadingMixin, OffloadConfig
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from tiny_llama import (
+    OffloadTrainer,
+    assert_nothing_left,
+    imports_frozen,
+    make_llama,
+    make_trainer,
+    train,
+)
+from transformers import Trainer, TrainingArguments
+
+__all__ = ["imports_frozen"]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"bf16": True},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "one microbatch": {"gradient_accumulation_steps": 1},
+    "two epochs": {"max_steps": -1, "num_train_epochs": 2},
+    "no clipping": {"max_grad_norm": 0.0},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "several evaluations": {"eval_on_start": True, "eval_accumulation_steps": 1},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_same_bits_with_the_options_of_a_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make_trainer(make_llama(), tmp_path, **options)
+    got = train(trainer)
+    assert same_bits(got, train(make_trainer(make_llama(), tmp_path, kind=Trainer, **options)))
+    assert trainer.activation_offload.statistics().bytes_offloaded > 0
+    assert_nothing_left(trainer)
+
+
+@pytest.mark.parametrize("more", [{"use_cache": True}, {"attn_implementation": "eager"}], ids=str)
+def test_same_bits_with_the_options_of_a_model(more: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make_trainer(make_llama(**more), tmp_path)
+    got = train(trainer)
+    assert same_bits(got, train(make_trainer(make_llama(**more), tmp_path, kind=Trainer)))
+    assert trainer.activation_offload.statistics().bytes_offloaded > 0
+    assert_nothing_left(trainer)
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {"use_pin_memory": False},
+        {"use_streams": False},
+        {"max_fwd_stash_size": 1},
+        {"min_offload_size": 1024},
+        {"head": "model.norm"},
+        {"warn_if_no_head": False},
+        {"config": OffloadConfig(prefetch_bytes=0)},
+        {"config": OffloadConfig(tiers=("disk",), verify=True)},
+    ],
+    ids=lambda offload: ",".join(offload),
+)
+def test_same_bits_with_the_options_of_offload(offload: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make_trainer(make_llama(), tmp_path, offload=offload)
+    got = train(trainer)
+    assert same_bits(got, train(make_trainer(make_llama(), tmp_path, kind=Trainer)))
+    assert trainer.activation_offload.statistics().bytes_offloaded > 0
+    assert_nothing_left(trainer)
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    """A ``compute_loss`` that does not ask the trainer's is in the context all the same."""
+
+    class Own:
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any):
+            outputs = model(input_ids=inputs["input_ids"])
+            loss = outputs.logits.square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    class Ours(Own, OffloadTrainer):
+        pass
+
+    class Theirs(Own, Trainer):
+        pass
+
+    trainer = make_trainer(make_llama(), tmp_path, kind=Ours)
+    got = train(trainer)
+    assert same_bits(got, train(make_trainer(make_llama(), tmp_path, kind=Theirs)))
+    assert trainer.activation_offload.statistics().bytes_offloaded > 0
+    assert_nothing_left(trainer)
+
+
+def test_evaluation_and_prediction_are_left_alone(tmp_path: Path) -> None:
+    trainer = make_trainer(make_llama(), tmp_path)
+    packed = []
+    trainer.activation_offload.stash.pack = packed.append
+    trainer.evaluate()
+    trainer.predict(trainer.eval_dataset)
+    assert not packed
+    assert trainer.activation_offload.stash.is_over, "no forward has begun"
+
+
+class FailsOnce:
+    """The second microbatch of the first step."""
+
+    calls = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("in the loss")
+        return loss
+
+
+class FailsWithOffload(FailsOnce, OffloadTrainer):
+    pass
+
+
+class FailsWithout(FailsOnce, Trainer):
+    pass
+
+
+def test_an_error_in_the_loss_leaves_nothing(tmp_path: Path) -> None:
+    """And the same trainer then trains as if there were no offload."""
+    runs = []
+    for kind in (FailsWithOffload, FailsWithout):
+        trainer = make_trainer(make_llama(), tmp_path, kind=kind)
+        with pytest.raises(ValueError, match="in the loss"):
+            trainer.train()
+        trainer.model.zero_grad()
+        if kind is FailsWithOffload:
+            assert_nothing_left(trainer)
+        runs.append(train(trainer))
+    assert same_bits(*runs)
+
+
+def test_training_again_goes_on(tmp_path: Path) -> None:
+    runs = []
+    for kind in (OffloadTrainer, Trainer):
+        trainer = make_trainer(make_llama(), tmp_path, kind=kind)
+        runs.append([*train(trainer), *train(trainer)])
+    assert same_bits(*runs)
+
+
+def test_a_model_made_anew_has_a_context_of_its_own(tmp_path: Path) -> None:
+    trainer = make_trainer(None, tmp_path, trainer={"model_init": lambda: make_llama()})
+    first = trainer.activation_offload
+    train(trainer)
+    second = trainer.activation_offload
+    assert second is not first and second is trainer.activation_offload
+    assert first.statistics().bytes_offloaded == 0 < second.statistics().bytes_offloaded
+
+
+@dataclass
+class Arguments(TrainingArguments):
+    """As those of TRL and axolotl."""
+
+    activation_offloading: bool = False
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+@pytest.mark.parametrize("wanted", [None, False, True, "options"])
+def test_who_says_whether_it_is_on(said: bool | None, wanted: Any, tmp_path: Path) -> None:
+    choice = {"min_offload_size": 1} if wanted == "options" else wanted
+    trainer = make_trainer(
+        make_llama(),
+        tmp_path,
+        arguments=TrainingArguments if said is None else Arguments,
+        trainer={"activation_offloading": choice},
+        **({} if said is None else {"activation_offloading": said}),
+    )
+    is_on = wanted if isinstance(wanted, bool) else said in (None, True)
+    assert (trainer.activation_offload is not None) == is_on
+    trainer.train()
+    assert_no_hooks()
+
+
+SILENT: dict[str, Callable[[Path], Any]] = {
+    "too small": lambda folder: make_trainer(
+        make_llama(), folder, offload={"min_offload_size": 2**30}
+    ),
+    "elsewhere": lambda folder: make_trainer(make_llama(), folder, kind=Elsewhere),
+}
+
+
+class Elsewhere(OffloadTrainer):
+    """Its loss is computed outside of what the trainer computes losses in."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t.detach(), lambda t: t)
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+@pytest.mark.parametrize("build", SILENT.values(), ids=SILENT)
+def test_one_warning_if_nothing_was_offloaded(build: Callable[[Path], Any], tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    said = [str(one.message) for one in caught if "offloaded nothing" in str(one.message)]
+    assert len(said) == 1
+
+
+def test_a_step_that_offloads_is_not_warned_of(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(make_llama(), tmp_path).train()
+    assert not [one for one in caught if "offload" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"min_offload_bytes": 3},
+            r"unknown options \['min_offload_bytes'\]; expected some of use",
+        ),
+        ({"model": None}, r"unknown options \['model'\]"),
+        ({"max_fwd_stash_size": 0}, "expected at least 1 tensor"),
+        ({"head": "tail"}, "head is 'tail', but the model has no module of that name"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_at_once(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_trainer(make_llama(), tmp_path, trainer={"activation_offloading": options})
+
+
+class Alone(ActivationOffloadingMixin):
+    pass
+
+
+def test_without_a_trainer_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=r"class Alone\(ActivationOffloadingMixin, transformers"):
+        Alone()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'pp_offload\[hf\]'"):
+        Alone()
+
+
+def test_behind_the_trainer_it_says_so() -> None:
+    """There it would never be asked."""
+    with pytest.raises(TypeError, match="no Trainer behind ActivationOffloadingMixin"):
+
+        class Behind(Trainer, ActivationOffloadingMixin):
+            pass
+
+
+def test_a_context_manager_of_ones_own_around_it(tmp_path: Path) -> None:
+    """A subclass may add to what the loss is computed in."""
+
+    class Adds(OffloadTrainer):
+        def compute_loss_context_manager(self) -> Any:
+            stack = super().compute_loss_context_manager()
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+            return stack
+
+    trainer = make_trainer(make_llama(), tmp_path, kind=Adds)
+    train(trainer)
+    assert trainer.activation_offload.statistics().bytes_offloaded > 0
+
+
+def test_nothing_of_hugging_face_is_imported() -> None:
+    code = (
+        "import sys, pp_offload; "
+        "found = {'transformers', 'peft', 'accelerate'} & set(sys.modules); assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
