@@ -64,6 +64,13 @@ class CopyIndex:
             version = ticket.members[0].version
             self._entries[storage._cdata] = refs[0], version, refs[1], ticket.begin, place
 
+    def forget_dead(self) -> None:
+        """Forget storages and copies that are gone, where a step never ends."""
+        entries = self._entries.items()
+        dead = [key for key, (storage, _, copy, *_) in entries if not (storage() and copy())]
+        for key in dead:
+            del self._entries[key]
+
     def clear(self) -> None:
         """Forget all. A storage saved again is copied again."""
         self._entries.clear()

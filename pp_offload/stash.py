@@ -67,6 +67,7 @@ class ActivationStash:
         """The forward of a microbatch begins; what the last one left here is sent."""
         self.send()
         self._step.forget_finished()
+        self._services.copies.forget_dead()
         self._services.transfer.fit()
         if self._services.verifier is not None:
             self._services.verifier.check_freed()

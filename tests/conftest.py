@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import Backend, CpuBackend, default_backend
 
 try:
@@ -67,6 +67,13 @@ def manager(backend: Backend) -> Iterator[PipelineOffloadManager]:
     config = OffloadConfig(min_offloaded_tensor_size=1)
     with use_backend(backend, config=config) as fresh:
         yield fresh
+
+
+@pytest.fixture
+def activations(backend: Backend) -> Iterator[OffloadActivations]:
+    """A context on each backend, in which tensors of any size leave, three at a time."""
+    with backend.activate():
+        yield OffloadActivations(min_offload_size=1, max_fwd_stash_size=3, backend=backend)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager
+from pp_offload import OffloadActivations, PipelineOffloadManager
 
 
 class Layer(nn.Module):
@@ -92,7 +92,7 @@ def same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     )
 
 
-def assert_idle(manager: PipelineOffloadManager) -> None:
+def assert_idle(manager: PipelineOffloadManager | OffloadActivations) -> None:
     """Nothing of the engine is alive, and a tensor saved now is not packed."""
     statistics = manager.statistics()
     assert statistics.host_bytes_in_use == 0

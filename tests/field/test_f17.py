@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager
+from pp_offload import OffloadActivations, PipelineOffloadManager
+from pp_offload.backends import Backend
 
 NUM_STEPS = 50
 NUM_MICROBATCHES = 3
@@ -70,8 +72,13 @@ def recomputed(model: Chain, x: Tensor, number: int) -> Tensor:
     return checkpoint(two_groups, model(x), use_reentrant=reentrant).square().mean()
 
 
-def run_step(model: Chain, forward: Forward, step: int) -> list[Tensor]:
-    """All forwards, then the backwards; every gradient."""
+def run_step(
+    model: Chain,
+    forward: Forward,
+    step: int,
+    context: AbstractContextManager[object] | None = None,
+) -> list[Tensor]:
+    """All forwards, each in ``context``, then the backwards; every gradient."""
     if model.is_on:
         off_interface.reset()
     inputs = make_inputs(NUM_MICROBATCHES, step=step, device=model.weights[0].device)
@@ -79,7 +86,8 @@ def run_step(model: Chain, forward: Forward, step: int) -> list[Tensor]:
     for index, x in enumerate(inputs):
         if model.is_on:
             off_interface.init_chunk_handler(None, None, 1)
-        losses.append(forward(model, x.requires_grad_(), step * NUM_MICROBATCHES + index))
+        with context or nullcontext():
+            losses.append(forward(model, x.requires_grad_(), step * NUM_MICROBATCHES + index))
     for loss in losses:
         if loss is not None:
             loss.backward()
@@ -94,7 +102,7 @@ def living_tensors() -> int:
     return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
 
 
-@pytest.mark.parametrize(
+forwards = pytest.mark.parametrize(
     "forward",
     [
         unused_branch,
@@ -105,20 +113,38 @@ def living_tensors() -> int:
         recomputed,
     ],
 )
+
+
+@forwards
 def test_f17_never_unpacked(manager: PipelineOffloadManager, forward: Forward) -> None:
-    device = manager.backend.device
-    on, off = (Chain(("a", "b"), 2, is_on=b, device=device) for b in (True, False))
+    check_steps(manager, manager.backend, forward)
+
+
+@forwards
+def test_f17_never_unpacked_in_the_context(
+    activations: OffloadActivations, backend: Backend, forward: Forward
+) -> None:
+    check_steps(activations, backend, forward)
+
+
+def check_steps(
+    engine: PipelineOffloadManager | OffloadActivations, backend: Backend, forward: Forward
+) -> None:
+    """Right in each of many steps; after the last there is as much as after the first few."""
+    has_groups = isinstance(engine, PipelineOffloadManager)
+    on, off = (Chain(("a", "b"), 2, is_on=b, device=backend.device) for b in (has_groups, False))
+    context = None if has_groups else engine
     found: list[tuple[int, int, int]] = []
     for step in range(NUM_STEPS):
         expected = run_step(off, forward, step)
-        before = manager.statistics().bytes_offloaded
-        assert same_bits(run_step(on, forward, step), expected), step
-        assert manager.statistics().bytes_offloaded > before
+        before = engine.statistics().bytes_offloaded
+        assert same_bits(run_step(on, forward, step, context), expected), step
+        assert engine.statistics().bytes_offloaded > before
         del expected
-        assert_idle(manager)
+        assert_idle(engine)
         if step in (9, NUM_STEPS - 1):
-            manager.backend.synchronize()
-            statistics = manager.statistics()
+            backend.synchronize()
+            statistics = engine.statistics()
             reserved, peak = statistics.host_bytes_reserved, statistics.host_bytes_peak
             found.append((living_tensors(), reserved, peak))
     assert found[0] == found[1], "tensors, host bytes reserved, most host bytes in use"

@@ -1,8 +1,9 @@
-"""F28: groups and activation checkpoints, one inside the other: same bits, and nothing is left."""
+"""F28: groups, or the context, and checkpoints, one inside the other: same bits, nothing left."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.utils.checkpoint import (
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, use_backend
+from pp_offload import OffloadActivations, OffloadConfig, use_backend
+from pp_offload.backends import Backend
 from pp_offload.recompute import Recompute
 from pp_offload.selective import OpPolicy
 
@@ -67,15 +69,21 @@ class Layer(nn.Module):
 
     def __init__(self, nesting: str, run: Run, is_on: bool) -> None:
         super().__init__()
+        self.context: AbstractContextManager[object] = nullcontext()
         self.run, self.has_outer = run, is_on and nesting != "groups in checkpoint"
         inside = is_on and nesting != "checkpoint in group"
         self.parts = nn.Sequential(Part("a", inside), Part("b", inside))
 
     def forward(self, x: Tensor) -> Tensor:
         with off_interface(self.has_outer, x, "outer") as x:
-            y = self.run(self.parts, x * 1.0)
+            y = self.run(self.compute, x * 1.0)
         y = off_interface.group_commit(y, name="outer") if self.has_outer else y
         return x + y
+
+    def compute(self, x: Tensor) -> Tensor:
+        """The two parts; this is what runs again."""
+        with self.context:
+            return self.parts(x)
 
 
 def build(nesting: str, run: Run, is_on: bool, device: torch.device) -> nn.Sequential:
@@ -83,7 +91,12 @@ def build(nesting: str, run: Run, is_on: bool, device: torch.device) -> nn.Seque
     return nn.Sequential(*(Layer(nesting, run, is_on) for _ in range(3))).to(device)
 
 
-def iteration(model: nn.Module, inputs: list[Tensor], is_on: bool) -> list[Tensor]:
+def iteration(
+    model: nn.Module,
+    inputs: list[Tensor],
+    is_on: bool,
+    context: AbstractContextManager[object] | None = None,
+) -> list[Tensor]:
     """Two microbatches in flight; the generator begins the same in every run."""
     torch.manual_seed(5)
     if is_on:
@@ -93,7 +106,8 @@ def iteration(model: nn.Module, inputs: list[Tensor], is_on: bool) -> list[Tenso
         if is_on:
             off_interface.init_chunk_handler(None, None, 1)
         leaf = x.clone().requires_grad_()
-        done.append((model(leaf).square().sum(), leaf))
+        with context or nullcontext():
+            done.append((model(leaf).square().sum(), leaf))
         assert hook_depth() == 0
     results = []
     while done:
@@ -147,3 +161,42 @@ def test_f28_recompute_opens_no_groups(kind: str) -> None:
             assert manager.statistics().bytes_offloaded == moved, name
             del loss
             assert_idle(manager)
+
+
+@pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
+@pytest.mark.parametrize("nesting", ["around checkpoints", "in checkpoints", "both"])
+def test_f28_with_the_context(
+    activations: OffloadActivations, backend: Backend, nesting: str, run: Run
+) -> None:
+    """One context around the forward, entered again in each checkpoint, or in those alone."""
+    on, off = (build("groups in checkpoint", run, False, backend.device) for _ in range(2))
+    if nesting != "around checkpoints":
+        for layer in on:
+            layer.context = activations
+    moved = [0]
+    for step in range(3):
+        inputs = make_inputs(2, step=step, device=backend.device)
+        expected = iteration(off, inputs, False)
+        outside = activations if nesting != "in checkpoints" else None
+        assert same_bits(iteration(on, inputs, False, outside), expected), step
+        assert_idle(activations)
+        moved.append(activations.statistics().bytes_offloaded)
+    assert moved[1] > 0 or (nesting == "in checkpoints" and run is REENTRANT)
+    assert moved[3] - moved[2] == moved[2] - moved[1] == moved[1]
+
+
+@pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_f28_recompute_in_the_context_opens_no_entries(
+    activations: OffloadActivations, backend: Backend, run: Run
+) -> None:
+    """Also where backward runs inside the context."""
+    model = build("groups in checkpoint", run, False, backend.device)
+    (x,) = make_inputs(1, device=backend.device)
+    with activations:
+        loss = model(x.requires_grad_()).sum()
+        moved = activations.statistics().bytes_offloaded
+        assert moved > 0
+        loss.backward()
+    assert activations.statistics().bytes_offloaded == moved
+    del loss
+    assert_idle(activations)
