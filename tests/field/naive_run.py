@@ -19,11 +19,14 @@ NOT_SHOWN = {
     "F12": NO_MANAGER,
     "F22": "the table over ranks is gathered by pp_offload.report, and not by a manager; its ranks "
     "are processes of their own",
+    "F29": "the context makes its engine itself and asks no manager; the file shows what hooks of "
+    "torch itself do instead",
     "F30": "the rows of sizes measure the host tier itself; the file shows what powers of two hold",
     "F38": NO_MANAGER,
     "F39": NO_MANAGER,
     "F44": "the naive engine says nothing; the file has programs that are warned of, and others",
     "F45": "the naive engine leaves threads and memory where they are; the file spies on both",
+    "F46": "the trainer's context asks no manager either; the file counts what it offloads",
     "F52": "attach opens no chunk for what a schedule infers, whichever engine; the file counts "
     "the forwards that infer, and what is alive after them",
 }

@@ -13,7 +13,8 @@ from torch import Tensor
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager
+from pp_offload import OffloadActivations, PipelineOffloadManager
+from pp_offload.backends import Backend
 
 View = Callable[[Tensor], Tensor]
 
@@ -125,3 +126,26 @@ def test_f04_in_ordinary_operations(manager: PipelineOffloadManager, dtype: torc
         assert same_bits(run(True), run(False))
         assert manager.statistics().bytes_offloaded > 0
         assert_idle(manager)
+
+
+@dtypes
+@pytest.mark.parametrize("stash", [1, 2, len(SAVES)])
+def test_f04_in_the_context(
+    activations: OffloadActivations, backend: Backend, dtype: torch.dtype, stash: int
+) -> None:
+    """All views of one matrix, that leave one by one, in pairs, or together: its bytes, once."""
+    activations.stash.max_tensors = stash
+    for names in (list(SAVES), list(SAVES)[::-1]):
+        before = activations.statistics().bytes_offloaded
+        x = make_inputs(1, length=6, device=backend.device)[0].to(dtype).requires_grad_()
+        h, seen = x * 1.5, []
+        with activations:
+            y = sum((Saves.apply(h, name, seen) for name in names), start=0)
+        del h
+        y.sum().backward()
+        assert_same((seen, [x.grad]), saved_and_seen(None, dtype, [names]))
+        moved = activations.statistics().bytes_offloaded - before
+        assert moved == 36 * dtype.itemsize if stash > 2 else moved > 0
+        seen.clear()
+        del y
+        assert_idle(activations)

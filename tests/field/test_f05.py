@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager
+from pp_offload import OffloadActivations, PipelineOffloadManager
+from pp_offload.backends import Backend
 
 NUM_TENSORS = 6
 NBYTES = 4 * 6 * 4
@@ -54,10 +56,12 @@ def begin(is_on: bool, *, is_step: bool) -> None:
         off_interface.init_chunk_handler(None, None, 1)
 
 
-def settle(manager: PipelineOffloadManager) -> None:
+def settle(
+    engine: PipelineOffloadManager | OffloadActivations, backend: Backend | None = None
+) -> None:
     """Every copy has been made, and the engine has noticed."""
-    manager.backend.synchronize()
-    manager.statistics()
+    (backend or engine.backend).synchronize()
+    engine.statistics()
 
 
 def weight_on(device: torch.device) -> nn.Parameter:
@@ -146,3 +150,41 @@ def test_f05_a_mark_goes_with_its_tensor(manager: PipelineOffloadManager) -> Non
     y.sum().backward()
     assert same_bits([weight.grad], [moved * 3])
     assert_idle(manager)
+
+
+@pytest.mark.parametrize("is_one_forward", [True, False], ids=["one forward", "microbatches"])
+def test_f05_in_the_context(
+    activations: OffloadActivations, backend: Backend, is_one_forward: bool
+) -> None:
+    """Every graph lives until the end; one forward of all, or one forward of each."""
+    activations.stash.max_tensors = 1
+    place = OneAddress(backend.device)
+    weights = [weight_on(backend.device) for _ in range(NUM_TENSORS)]
+    inputs = make_inputs(NUM_TENSORS, device=backend.device)
+    outputs = []
+    with activations if is_one_forward else nullcontext():
+        for x, weight in zip(inputs, weights, strict=True):
+            with nullcontext() if is_one_forward else activations:
+                outputs.append(place.make(x) * weight)
+            settle(activations, backend)
+    assert activations.statistics().bytes_offloaded == NUM_TENSORS * NBYTES
+    while outputs:
+        outputs.pop().sum().backward()
+    assert same_bits([w.grad for w in weights], [x * 3 for x in inputs])
+    assert_idle(activations)
+
+
+def test_f05_dropped_in_the_context(activations: OffloadActivations, backend: Backend) -> None:
+    """Save A, drop its graph before it leaves, and save B at its address."""
+    place, weight = OneAddress(backend.device), weight_on(backend.device)
+    for step in range(NUM_TENSORS):
+        dropped, x = make_inputs(2, step=step, device=backend.device)
+        with activations:
+            place.make(dropped) * weight
+            y = place.make(x) * weight
+        y.sum().backward()
+        assert same_bits([weight.grad], [x * 3]), step
+        weight.grad = None
+        del y
+        settle(activations, backend)
+        assert_idle(activations)

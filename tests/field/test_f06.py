@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, use_backend
+from pp_offload import OffloadActivations, OffloadConfig, use_backend
+from pp_offload.backends import Backend
 
 View = Callable[[Tensor], Tensor]
 
@@ -155,3 +157,34 @@ def test_f06_read_from_a_graph_that_is_gone(kind: str) -> None:
         assert same_bits([row.detach()], [(x.detach() * 2)[3]])
         del row
         assert_idle(manager)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["bare", "checkpointed"])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_f06_in_the_context(
+    activations: OffloadActivations, backend: Backend, view: View, is_checkpointed: bool
+) -> None:
+    """Views that were gradients are read when other tensors, and another step, came back."""
+    activations.stash.max_tensors = 1
+
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        inputs = make_inputs(4, length=6, step=step, device=backend.device)
+        leaves, kept = [x.requires_grad_() for x in inputs], []
+        with activations if is_on else nullcontext():
+            total = torch.zeros((), device=backend.device)
+            for leaf in leaves:
+                h, x = leaf.detach() * 2, Poisons.apply(leaf)
+                x.register_hook(kept.append)
+                give = partial(GivesView.apply, view=view)
+                y = checkpoint(give, x, h, use_reentrant=False) if is_checkpointed else give(x, h)
+                total = total + Poisons.apply(y)
+                del h, x, y
+        total.backward()
+        return [*kept, *(leaf.grad for leaf in leaves)]
+
+    found = [run(True, step) for step in range(3)]
+    for step, got in enumerate(found):
+        assert same_bits(got, run(False, step)), step
+    assert activations.statistics().bytes_reloaded > 0
+    del found, got
+    assert_idle(activations)

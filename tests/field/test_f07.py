@@ -12,7 +12,7 @@ from torch import Tensor
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, use_backend
+from pp_offload import OffloadActivations, OffloadConfig, use_backend
 from pp_offload.backends import Backend
 
 ON_STREAMS = [kind for kind in BACKENDS if not str(kind).startswith("cpu")]
@@ -50,12 +50,15 @@ class SideStreams:
             self.main.wait_stream(side)
 
 
-@pytest.mark.parametrize("kind", ON_STREAMS)
-@pytest.mark.parametrize(
+streams_of = pytest.mark.parametrize(
     ("forward", "backward"),
     [((0,), (0,)), ((0, 1), (0, 1)), ((0, 1), (1, 0)), ((0, 1), (0,))],
     ids=["one side stream", "alternating", "crossed", "gathered"],
 )
+
+
+@pytest.mark.parametrize("kind", ON_STREAMS)
+@streams_of
 @pytest.mark.parametrize("in_flight", [2])
 def test_f07_forward_and_backward_on_side_streams(
     kind: str, forward: tuple[int, ...], backward: tuple[int, ...], in_flight: int
@@ -130,3 +133,39 @@ def test_f07_one_graph_over_two_streams(kind: str) -> None:
                 results.append([leaf.grad, *(p.grad for m in parts for p in m.parameters())])
             assert same_bits(*results)
             assert_idle(manager)
+
+
+@pytest.mark.parametrize("kind", ON_STREAMS)
+@streams_of
+def test_f07_the_context_on_side_streams(
+    kind: str, forward: tuple[int, ...], backward: tuple[int, ...]
+) -> None:
+    """Two microbatches in flight; made on the default stream, entered and used on others."""
+    backend = make_backend(kind)
+    with backend.activate():
+        context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=3, backend=backend)
+        streams = SideStreams(backend)
+        model = Chain(("a", "b"), 2, is_on=False, device=backend.device)
+        for step in range(3):
+            inputs = make_inputs(4, step=step, length=3 + step, device=backend.device)
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            streams.fork()
+            losses: list[Tensor] = []
+            for number in range(len(leaves) + 1):
+                if number < len(leaves):
+                    with streams.on(forward[number % len(forward)]), context:
+                        losses.append(model(leaves[number]).square().mean())
+                if number > 0:
+                    streams.fork()
+                    with streams.on(backward[(number - 1) % len(backward)]):
+                        losses.pop(0).backward()
+            streams.join()
+            got = [t.grad.clone() for t in (*leaves, *model.parameters())]
+            model.zero_grad()
+            plain = [x.clone().requires_grad_() for x in inputs]
+            for leaf in plain:
+                model(leaf).square().mean().backward()
+            assert same_bits(got, [t.grad for t in (*plain, *model.parameters())])
+            model.zero_grad()
+            assert_idle(context)
+        assert context.statistics().bytes_offloaded > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager
+from pp_offload import OffloadActivations, PipelineOffloadManager
+from pp_offload.backends import Backend
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "offset 1": lambda t: t.view(-1)[1:],
@@ -25,8 +27,12 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+views = pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+
+
+@views
+@dtypes
 def test_f08_views(
     manager: PipelineOffloadManager, view: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> None:
@@ -56,3 +62,34 @@ def test_f08_views(
         assert same_bits(run(True, step), run(False, step)), step
         assert_idle(manager)
     assert manager.statistics().bytes_offloaded > 0
+
+
+@views
+@dtypes
+def test_f08_views_in_the_context(
+    activations: OffloadActivations,
+    backend: Backend,
+    view: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+) -> None:
+    activations.stash.max_tensors = 1
+
+    def run(is_on: bool, step: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(6, 8, generator=generator).to(dtype).to(backend.device).requires_grad_()
+        total = 0
+        for _ in range(2):
+            h = x * 3
+            with activations if is_on else nullcontext():
+                y = view(h).sin()
+            del h
+            total = total + y.sum().abs()
+        noise = torch.full((6, 8), 7.0, device=backend.device)
+        total.backward()
+        del noise
+        return [total.detach(), x.grad]
+
+    for step in range(3):
+        assert same_bits(run(True, step), run(False, step)), step
+        assert_idle(activations)
+    assert activations.statistics().bytes_offloaded > 0
