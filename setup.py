@@ -2,6 +2,8 @@
 
 from setuptools import find_packages, setup
 
+HF = ["transformers", "peft", "accelerate"]
+
 setup(
     name="pp_offload",
     version="0.1.0",
@@ -12,7 +14,8 @@ setup(
     install_requires=["torch>=2.13,<2.14", "numpy"],
     extras_require={
         "test": ["pytest", "pytest-xdist", "hypothesis"],
-        "examples": ["tqdm"],
+        "examples": ["tqdm", *HF],
+        "hf": HF,
         "dev": ["ruff", "mypy"],
     },
     zip_safe=False,

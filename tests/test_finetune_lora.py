@@ -1,0 +1,94 @@
+"""The example of the Trainer: offload changes no bit, and less is held on the device."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from test_example import ROOT, run_command
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+EXAMPLES = ROOT / "examples"
+SMALL = "--steps 3 --layers 2 --width 32 --context 64".split()
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module: a process of its own imports for some seconds."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("finetune_lora")
+
+
+def figures_of(example: ModuleType, out: Path, *flags: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["finetune_lora.py", *SMALL, *flags, "--json", str(out)])
+        assert example.main() == 0
+    return json.loads(out.read_text())
+
+
+def check(figures: dict[str, Any], output: str) -> None:
+    without, offload = figures["without"], figures["with"]
+    assert "equal bit for bit" in output
+    assert offload["losses"] == without["losses"]
+    assert offload["losses"][-1] < offload["losses"][0]
+    assert 0 < offload["held_bytes"] < without["held_bytes"]
+    assert offload["offloaded_bytes"] > 0 < offload["host_peak_bytes"]
+    assert without["offloaded_bytes"] == 0
+
+
+@pytest.mark.parametrize("flags", ["--full", "--gradient-checkpointing"])
+def test_offload_changes_memory_and_no_bit(
+    example: ModuleType, flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = figures_of(example, tmp_path / "figures.json", flags)
+    check(figures, capsys.readouterr().out)
+
+
+def test_it_runs_as_a_script(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    script = str(EXAMPLES / "finetune_lora.py")
+    done = run_command([sys.executable, script, *SMALL, "--json", str(out)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    check(json.loads(out.read_text()), done.stdout)
+
+
+def test_without_offload_there_is_one_column(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = figures_of(example, tmp_path / "figures.json", "--no-offload")
+    assert set(figures) == {"without"}
+    output = capsys.readouterr().out
+    assert "without offload" in output
+    assert "with offload" not in output and "equal" not in output
+
+
+def test_a_changed_bit_is_told(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(options: Any, *, offload: bool) -> Any:
+        return example.Run(losses=[2.0, 1.0 + offload])
+
+    monkeypatch.setattr(example, "train", train)
+    monkeypatch.setattr(sys, "argv", ["finetune_lora.py"])
+    assert example.main() == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--width 12", "not a multiple of 8"), ("--steps 0", "at least 1")],
+)
+def test_wrong_flags_are_explained(
+    example: ModuleType, flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="2"):
+        patch.setattr(sys, "argv", ["finetune_lora.py", *flags.split()])
+        example.main()
+    assert message in capsys.readouterr().err
