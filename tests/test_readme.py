@@ -52,7 +52,7 @@ def alone() -> Iterator[None]:
 
 
 def test_there_are_as_many_examples_as_tests() -> None:
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
 
 
 def test_the_ten_lines_are_ten_and_run(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,10 +113,27 @@ def test_checkpoints_run(capsys: pytest.CaptureFixture[str]) -> None:
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "data": [(x, x), (x, x)],
     }
-    exec(BLOCKS[4], names)
+    exec(BLOCKS[5], names)
     assert "offloaded_outputs=12, offloaded_bytes=" in capsys.readouterr().out
     statistics = names["recompute"].stash.statistics()
     assert statistics.bytes_offloaded > 0 and statistics.live_tensors == 0
+
+
+def test_the_trainer_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    from tiny_llama import make_data, make_llama
+
+    names: dict[str, Any] = {
+        "model": make_llama(),
+        "args": transformers.TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=2, report_to=[], save_strategy="no"
+        ),
+        "data": make_data(),
+    }
+    exec(BLOCKS[4], names)
+    assert names["trainer"].activation_offload.statistics().bytes_offloaded > 0
+    assert "OffloadStatistics(" in capsys.readouterr().out
 
 
 def test_every_option_is_in_the_table() -> None:
