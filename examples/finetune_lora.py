@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from live_bytes import LiveBytes
 from torch import Tensor
-from train_gpt import MIB, LiveBytes
 
 from pp_offload import ActivationOffloadingMixin
 
@@ -34,6 +34,7 @@ try:
 except ImportError as missing:
     raise SystemExit(f"{missing}; pip install 'pp_offload[hf]'") from missing
 
+MIB = 2**20
 VOCABULARY = 256
 
 FIELDS = TrainingArguments.__dataclass_fields__
