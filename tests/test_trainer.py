@@ -20,6 +20,7 @@ from pp_offload import ActivationOffloadingMixin, OffloadConfig
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+import transformers
 from tiny_llama import (
     OffloadTrainer,
     assert_nothing_left,
@@ -58,6 +59,53 @@ def test_same_bits_with_the_options_of_a_model(more: dict[str, Any], tmp_path: P
     trainer = make_trainer(make_llama(**more), tmp_path)
     got = train(trainer)
     assert same_bits(got, train(make_trainer(make_llama(**more), tmp_path, kind=Trainer)))
+    assert trainer.activation_offload.statistics().bytes_offloaded > 0
+    assert_nothing_left(trainer)
+
+
+SHAPE = {"vocab_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+DECODER = {**SHAPE, "hidden_size": 16, "intermediate_size": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "encoder and decoder": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+    ),
+    "experts": (
+        "MixtralForCausalLM",
+        {**DECODER, "num_local_experts": 4, "num_key_value_heads": 2, "output_router_logits": True},
+    ),
+    "state space": (
+        "MambaForCausalLM",
+        {"vocab_size": 48, "hidden_size": 8, "num_hidden_layers": 1},
+    ),
+    "masked": ("BertForMaskedLM", DECODER),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits_with_other_models(name: str, tmp_path: Path) -> None:
+    kind = getattr(transformers, MODELS[name][0])
+    config = kind.config_class(**MODELS[name][1], decoder_start_token_id=0)
+    runs = []
+    for trainer_kind in (OffloadTrainer, Trainer):
+        torch.manual_seed(5)
+        trainer = make_trainer(kind(config), tmp_path, kind=trainer_kind)
+        runs.append(train(trainer))
+        if trainer_kind is OffloadTrainer:
+            assert trainer.activation_offload.statistics().bytes_offloaded > 0
+            assert_nothing_left(trainer)
+    assert same_bits(*runs)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{"modules_to_save": ["lm_head"]}, {"target_modules": "all-linear"}, {"use_dora": True}],
+    ids=str,
+)
+def test_same_bits_with_other_adapters(lora: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make_trainer(make_llama(lora=lora), tmp_path)
+    got = train(trainer)
+    assert same_bits(got, train(make_trainer(make_llama(lora=lora), tmp_path, kind=Trainer)))
     assert trainer.activation_offload.statistics().bytes_offloaded > 0
     assert_nothing_left(trainer)
 

@@ -23,6 +23,10 @@ from transformers import (
 from pp_offload.backends import Backend
 from pp_offload.trainer import ActivationOffloadingMixin
 
+NAMES = ("activation_checkpointing", "gradient_checkpointing")
+CHECKPOINTING = next(name for name in NAMES if name in TrainingArguments.__dataclass_fields__)
+"""What checkpointing is called: by its new name where there is one, for the old one warns."""
+
 VOCABULARY, LENGTH = 48, 12
 
 

@@ -13,32 +13,33 @@ from typing import Any
 import pytest
 from conftest import BACKENDS, make_backend
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from toy import same_bits
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from tiny_llama import assert_nothing_left, imports_frozen, make_llama, make_trainer, train
+from tiny_llama import (
+    CHECKPOINTING,
+    assert_nothing_left,
+    imports_frozen,
+    make_llama,
+    make_trainer,
+    train,
+)
 from transformers import Trainer
 
 __all__ = ["imports_frozen"]
 
-LORA: dict[str, dict[str, Any] | None] = {
-    "full": None,
-    "lora": {},
-    "lora and a trained head": {"modules_to_save": ["lm_head"]},
-}
+LORA: dict[str, dict[str, Any] | None] = {"full": None, "lora": {}}
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "kept": {},
-    "reentrant": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
-    "non-reentrant": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-    },
+    "wrapped": {},
+    "reentrant": {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
+    "non-reentrant": {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}},
 }
 
 on_backends = pytest.mark.parametrize("kind", BACKENDS)
@@ -47,10 +48,24 @@ checkpoints = pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 ties = pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 
 
+WRAPPED = ("mlp", "q_proj")
+"""Of every layer, checkpointed apart; with LoRA, adapters are inside."""
+
+
+def build(lora: str, checkpoint: str, is_tied: bool) -> Any:
+    """The model, with its checkpoint wrappers if these are what it has."""
+    model = make_llama(is_tied=is_tied, lora=LORA[lora])
+    if checkpoint == "wrapped":
+        parts = [model.get_submodule(n) for n, _ in model.named_modules() if n.endswith(WRAPPED)]
+        apply_activation_checkpointing(model, check_fn=lambda module: module in parts)
+        assert sum("_checkpoint_wrapped_module" in n for n, _ in model.named_modules()) > 4
+    return model
+
+
 @cache
 def plain(use_cpu: bool, lora: str, checkpoint: str, is_tied: bool) -> list[Tensor]:
     """What the trainer comes to without offload."""
-    model = make_llama(is_tied=is_tied, lora=LORA[lora])
+    model = build(lora, checkpoint, is_tied)
     with TemporaryDirectory() as folder:
         options = {**CHECKPOINTS[checkpoint], "use_cpu": use_cpu}
         return train(make_trainer(model, Path(folder), kind=Trainer, **options))
@@ -66,7 +81,7 @@ def test_f46_same_bits(
     backend = make_backend(kind)
     expected = plain(backend.device.type == "cpu", lora, checkpoint, is_tied)
     with backend.activate():
-        model = make_llama(is_tied=is_tied, lora=LORA[lora])
+        model = build(lora, checkpoint, is_tied)
         trainer = make_trainer(model, tmp_path, backend=backend, **CHECKPOINTS[checkpoint])
         got = train(trainer)
         assert same_bits(got, expected)
