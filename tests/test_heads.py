@@ -157,3 +157,19 @@ def test_a_head_by_name_is_one_of_the_wrapper_or_of_what_it_wraps() -> None:
         get_lora_act_offloading_ctx_manager(wrapper, head=head)
         assert len(model.lm_head._forward_hooks) == 1
         assert not model.model.norm._forward_hooks
+
+
+def test_modules_of_liger_are_left_out() -> None:
+    """By the name of their class, or of the module."""
+
+    class LigerNorm(nn.Linear):
+        pass
+
+    model = nn.ModuleDict({"norm": LigerNorm(2, 2), "liger_loss": nn.Linear(2, 2)})
+    model["head"], model["other"] = nn.Linear(2, 2), nn.Linear(2, 2)
+    get_lora_act_offloading_ctx_manager(model, head="head")
+    seen = {}
+    for name, module in model.items():
+        module.register_forward_pre_hook(lambda *_, name=name: seen.update({name: is_left_out()}))
+        module(torch.ones(2))
+    assert seen == {"norm": True, "liger_loss": True, "head": True, "other": False}
