@@ -181,7 +181,7 @@ def test_f28_with_the_context(
         assert same_bits(iteration(on, inputs, False, outside), expected), step
         assert_idle(activations)
         moved.append(activations.statistics().bytes_offloaded)
-    assert moved[1] > 0 or (nesting == "in checkpoints" and run is REENTRANT)
+    assert moved[1] > 0 or (nesting == "in checkpoints" and run in REENTRANT)
     assert moved[3] - moved[2] == moved[2] - moved[1] == moved[1]
 
 
