@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager
+from pp_offload.saved import SavedActivation
+from pp_offload.ticket import HostCopy, Ticket
 
 
 class Layer(nn.Module):
@@ -95,10 +98,21 @@ def same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 def assert_idle(manager: PipelineOffloadManager | OffloadActivations) -> None:
     """Nothing of the engine is alive, and a tensor saved now is not packed."""
     statistics = manager.statistics()
-    assert statistics.host_bytes_in_use == 0
-    assert statistics.live_tensors == 0
+    assert statistics.host_bytes_in_use == 0, holders()
+    assert statistics.live_tensors == 0, holders()
     assert statistics.bytes_reloaded_unused == 0
     assert_no_hooks()
+
+
+def holders() -> str:
+    """Who holds what the engine keeps of saved tensors: where to look when something is left."""
+    kinds = SavedActivation, Ticket, HostCopy
+    alive = [one for one in gc.get_objects() if isinstance(one, kinds)]
+    found = []
+    for one in alive:
+        by = [f"{type(r).__name__} {r!r:.200}" for r in gc.get_referrers(one) if r is not alive]
+        found.append(f"{one!r}, held by {by}, holds {gc.get_referents(one)!r:.300}")
+    return "\n".join(found) or "nothing that can be seen"
 
 
 def assert_no_hooks() -> None:
