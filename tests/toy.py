@@ -107,7 +107,7 @@ def assert_idle(manager: PipelineOffloadManager | OffloadActivations) -> None:
 def holders() -> str:
     """Who holds what the engine keeps of saved tensors: where to look when something is left."""
     kinds = SavedActivation, Ticket, HostCopy
-    alive = [one for one in gc.get_objects() if isinstance(one, kinds)]
+    alive = [one for one in gc.get_objects() if type(one) in kinds]
     found = []
     for one in alive:
         by = [f"{type(r).__name__} {r!r:.200}" for r in gc.get_referrers(one) if r is not alive]
