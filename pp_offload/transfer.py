@@ -25,6 +25,11 @@ NOTE [ Modified while queued ]
     A source changed in place before its copy has run would be copied wrong. Its version counter
     tells: it is compared when the source is let go, and when somebody wants the bytes before.
 
+NOTE [ Plain copies ]
+    What is no payload of a group, such as parameters and their gradients, is brought and sent by
+    the same rules. The host, not a stream, waits for such a copy: whoever writes the host side
+    afterwards is the program, which knows of no event. Two threads of a backward may ask.
+
     transfer.offload(tickets)           # at the end of a group's forward
     transfer.prefetch(tickets)          # some time before its backward
     tensor = transfer.deliver(ticket)   # when autograd asks
@@ -32,6 +37,7 @@ NOTE [ Modified while queued ]
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import deque
@@ -48,6 +54,7 @@ from pp_offload.tensors import flat_bytes
 from pp_offload.ticket import HostCopy, Ticket, packs, place
 from pp_offload.tiers.disk import DiskStatistics
 from pp_offload.tiers.host import HostTier
+from pp_offload.tiers.room import host_room
 
 MAX_ABANDONED = 8
 """Landed payloads nobody used that may wait for their event."""
@@ -65,6 +72,20 @@ class Flight:
     offloaded: Event
     nbytes: int
     then: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Plain copies under way. See NOTE [ Plain copies ]."""
+
+    tensors: list[Tensor]
+    """They hold no data until :meth:`TransferEngine.settle` has returned."""
+
+    event: Event
+    """Behind the copies."""
+
+    home: Stream
+    """The compute stream it was asked for on; on the device, the tensors belong to it."""
 
 
 @dataclass
@@ -101,6 +122,8 @@ class TransferEngine:
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
         self._waited: tuple[Event, Stream] | None = None
         self._of_graphs: list[HostCopy] = []
+        self._plain: list[tuple[Event, Sequence[Tensor]]] = []
+        self._lock = threading.Lock()
 
     def follow(self, stream: Stream) -> None:
         """What is offloaded may have been allocated on this compute stream."""
@@ -347,6 +370,63 @@ class TransferEngine:
         for side in sides:
             side.wait_event(live.record_event())
 
+    def bring(self, sources: Sequence[Tensor], label: str) -> Arrival:
+        """Start copying host tensors to the device. See NOTE [ Plain copies ].
+
+        Args:
+            sources: At least one dense tensor on the host, none of which requires grad; not
+                written until the copies are settled.
+            label: For messages.
+
+        Returns:
+            Device tensors of the same shapes, dtypes and layouts.
+        """
+        home = self.backend.current_stream()
+        with self._lock:
+            self.poll()
+            with torch.inference_mode(False):  # a thread is not in it, and may write them
+                targets = [torch.empty_like(one, device=self.backend.device) for one in sources]
+            self._h2d_waits_for_compute(home)
+            self.backend.copy(self.backend.h2d, targets, list(sources), label)
+            arrival = Arrival(targets, self.backend.h2d.record_event(), home)
+            self._plain.append((arrival.event, [*sources, *targets]))
+            self.counters.bytes_reloaded += sum(one.nbytes for one in sources)
+        return arrival
+
+    def send(self, sources: Sequence[Tensor], label: str) -> Arrival:
+        """Start copying device tensors to new host memory. See NOTE [ Plain copies ].
+
+        Args:
+            sources: At least one strided tensor on the device; kept alive until they are copied.
+            label: For messages.
+
+        Returns:
+            Host tensors of the same shapes and dtypes, in one allocation.
+        """
+        home = self.backend.current_stream()
+        dense = [as_dense(source.detach()) for source in sources]
+        nbytes = sum(one.nbytes for one in dense)
+        with self._lock:
+            self.poll()
+            targets = host_room(dense, self.backend.allocate_host)
+            self._d2h_waits_for_compute(home)
+            self.backend.copy(self.backend.d2h, targets, dense, label)
+            arrival = Arrival(targets, self.backend.d2h.record_event(), home)
+            self.counters.bytes_offloaded += nbytes
+            self.in_flight_bytes += nbytes
+            self.follow(home)
+            self._keep_alive(Flight(dense, [], arrival.event, nbytes))
+            self._plain.append((arrival.event, targets))  # no stream's wait lets the host free them
+            self._keep_in_flight_bounded()
+        return arrival
+
+    def settle(self, arrival: Arrival) -> list[Tensor]:
+        """Block the host until the copies ran; the tensors, which hold their data now."""
+        arrival.event.synchronize()
+        with self._lock:
+            self.poll()
+        return arrival.tensors
+
     def after_copies(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the sources of the copies queued so far have been let go."""
         self.poll()
@@ -362,6 +442,8 @@ class TransferEngine:
             self._arrive(flights.popleft())
         while self._abandoned and self._abandoned[0][1].query():
             self._abandoned.popleft()
+        if self._plain:
+            self._plain = [one for one in self._plain if not one[0].query()]
 
     def join(self) -> None:
         """Make the live compute stream wait for all copies queued so far.
@@ -472,6 +554,13 @@ class TransferEngine:
         start = time.perf_counter()
         stream.wait_event(event)
         self.counters.consumer_wait_ms += (time.perf_counter() - start) * 1e3
+
+
+def as_dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it if its elements are not all there in one piece of memory."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    is_dense = tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+    return tensor if is_dense else tensor.clone()
 
 
 def cut_like(pieces: Sequence[Tensor], tensor: Tensor) -> Sequence[Tensor]:

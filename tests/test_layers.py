@@ -24,7 +24,7 @@ LAYERS = [
     {"wrappers"},
     {"tensors", "policy", "tiers", "tiers.arena", "tiers.budget", "tiers.checksum"},
     {"tiers.slabs", "tiers.pool", "tiers.disk"},
-    {"tiers.host", "tiers.numa"},
+    {"tiers.host", "tiers.numa", "tiers.room"},
     {"ticket"},
     {"transfer"},
     {"disk_transfer", "verify"},

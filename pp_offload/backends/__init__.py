@@ -21,9 +21,10 @@ __all__ = [
 ]
 
 
-def default_backend() -> Backend:
-    """The accelerator where there is one, else the CPU."""
-    if not torch.accelerator.is_available():
+def default_backend(device: torch.device | None = None) -> Backend:
+    """That of a device; without one, the accelerator where there is one, else the CPU."""
+    is_host = device.type == "cpu" if device is not None else not torch.accelerator.is_available()
+    if is_host:
         return CpuBackend()
-    accelerator = AcceleratorBackend()
+    accelerator = AcceleratorBackend(device)
     return GraphSafeBackend(accelerator) if accelerator.has_graphs else accelerator
