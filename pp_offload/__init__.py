@@ -59,6 +59,9 @@ from pp_offload.fine_grained_activation_offload import (
 from pp_offload.heads import get_act_offloading_ctx_manager, get_lora_act_offloading_ctx_manager
 from pp_offload.modules import offload_modules
 
+# Parameters on the host.
+from pp_offload.params import OffloadModel
+
 # Telling.
 from pp_offload.report import summary_table
 from pp_offload.session import configure, use_backend
@@ -92,6 +95,7 @@ __all__ = [
     "OffloadActivations",
     "OffloadConfig",
     "OffloadError",
+    "OffloadModel",
     "OffloadStatistics",
     "OffloadTensorGroup",
     "PipelineOffloadManager",

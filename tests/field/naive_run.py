@@ -16,6 +16,8 @@ from pp_offload.testing.field import row_of
 NO_MANAGER = "checkpoints have no manager; the file shows what PyTorch does there without us"
 
 NOT_SHOWN = {
+    "F11": "parameters have no groups and no manager; the file has a naive model of its own, which "
+    "fails each of its checks",
     "F12": NO_MANAGER,
     "F22": "the table over ranks is gathered by pp_offload.report, and not by a manager; its ranks "
     "are processes of their own",

@@ -1,0 +1,317 @@
+"""A model whose parameters stay on the host; the device has the slice that computes, and the next.
+
+    model = OffloadModel(nn.Sequential(*layers), torch.device("cuda"), num_slices=8)
+    optimizer = torch.optim.AdamW(model.parameters())  # on the host
+    loss_fn(model(x), target).backward()               # gradients are on the host, too
+    optimizer.step()
+
+The slices are consecutive layers, balanced by the bytes of their parameters. Forward goes through
+them in order, backward in reverse; each time the next slice is copied to the device while this one
+computes, and given up when it is done. Autograd saves references to parameters instead of tensors.
+What else it saves stays on the device: give it to the host with ``checkpoint_activation=True`` or
+with :class:`~pp_offload.OffloadActivations` around the call.
+
+NOTE [ Order of sums ]
+    Gradients of a parameter that several microbatches or layers of a slice use are summed on the
+    device, in autograd's order; those of several slices, or several forwards in one backward, on
+    the host. Where a parameter has both, the plain model sums in another order, and the last bit
+    may differ.
+    Under autocast the plain model casts a weight once for all microbatches, and sums its gradients
+    in the lower precision; here each use casts, as with ``cache_enabled=False``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pp_offload.backends import Backend, default_backend
+from pp_offload.chain import make_engine
+from pp_offload.config import OffloadConfig
+from pp_offload.errors import OffloadError
+from pp_offload.microbatches import join, split
+from pp_offload.recompute import Recompute
+from pp_offload.saved import is_in_backward
+from pp_offload.slice_cache import SliceCache
+from pp_offload.slice_layers import RecomputedLayers, SliceLayers
+from pp_offload.slice_nodes import GradientPath, on_device
+from pp_offload.slice_saved import SlicedRun
+from pp_offload.slices import partition
+from pp_offload.stash import ActivationStash
+from pp_offload.statistics import OffloadStatistics, collect
+from pp_offload.tensors import has_storage
+from pp_offload.tiers.room import host_room
+
+HOST = torch.device("cpu")
+
+
+class OffloadModel(nn.Module):
+    """Trains a Sequential whose parameters, gradients and optimizer stay on the host.
+
+    The layers become its own, under their names: ``state_dict`` is that of ``model``. Their
+    parameters are moved to the host, into pinned memory where the device can use that, and their
+    buffers to the device, for good. Layers must not checkpoint themselves.
+
+    Args:
+        model: A plain :class:`torch.nn.Sequential`, whose layers see one object each.
+        device: Where it computes. Inputs have to be there.
+        offload_device: Where parameters and gradients are: the host.
+        num_slices: Pieces of consecutive layers; about two of them are on the device at a time.
+        checkpoint_activation: Run each slice again in backward, instead of keeping what it saves;
+            its inputs wait on the host.
+        num_microbatches: Parts of the batch that go through a slice one after another, while it is
+            there. They must be equal.
+        backend: Of ``device``; made when None.
+        config: How much may be in flight, and the tiers of what a checkpoint keeps.
+
+    Raises:
+        ValueError: ``model`` is no plain Sequential, its parameters are no dense tensors with
+            data, a number is out of range, or a device cannot be what it shall be.
+
+    Source: fairscale ``OffloadModel``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        device: torch.device | str,
+        offload_device: torch.device | str = HOST,
+        num_slices: int = 3,
+        checkpoint_activation: bool = False,
+        num_microbatches: int = 1,
+        *,
+        backend: Backend | None = None,
+        config: OffloadConfig | None = None,
+    ) -> None:
+        super().__init__()
+        _check_model(model)
+        _check_counts(len(_layers_of(model)), num_slices, num_microbatches)
+        backend = backend or default_backend(torch.device(device))
+        _check_devices(torch.device(device), torch.device(offload_device), backend)
+        for name, layer in model._modules.items():
+            self.add_module(name, layer)
+        self.training = model.training
+        self._num_microbatches = num_microbatches
+        self._slices = partition([_bytes_of(layer) for layer in _layers_of(self)], num_slices)
+        config = config or OffloadConfig()
+        in_memory = dataclasses.replace(config, tiers=("host",), disk_dir=None)
+        self._cache = SliceCache(make_engine(backend, in_memory))
+        self._recompute: Recompute | None = None
+        if checkpoint_activation:
+            inputs = ActivationStash("slice inputs", config, backend=backend)
+            self._recompute = Recompute(inputs)
+        self._place_parameters(backend)
+        self._place_buffers(backend.device)
+
+    def forward(self, *inputs: Any) -> Any:
+        """The output of the last layer.
+
+        Args:
+            inputs: What the first layer takes. With microbatches, tensors are cut along the first
+                dimension, wherever they stand; what has none goes to each microbatch.
+
+        Returns:
+            That of the layers; of microbatches, put together along the first dimension.
+
+        Raises:
+            ValueError: The batch cannot be cut, or the outputs cannot be put together.
+            OffloadError: Parameters or buffers were moved to where they do not belong, or a layer
+                wrote its parameters.
+        """
+        self._check_places()
+        layers = list(self._layers())
+        run = SlicedRun([one.slice for one in layers], self._cache)
+        self._cache.drop()  # a write through .data leaves no trace
+        if self._recompute is not None and not is_in_backward():
+            self._recompute.begin()
+        try:
+            values = split(inputs, self._num_microbatches)
+            for index, one in enumerate(layers):
+                values = [(value,) for value in self._through(run, index, one, values)]
+            output = join([value for (value,) in values])
+        except BaseException:
+            self._cache.drop()
+            raise
+        if not _requires_grad(output):
+            self._cache.drop()
+        return output
+
+    def statistics(self) -> OffloadStatistics:
+        """What was moved: parameters count as reloaded, gradients as offloaded."""
+        return collect(self._cache.transfer)
+
+    @property
+    def parameter_bytes_on_device(self) -> int:
+        """Bytes of parameters that the device has now."""
+        return self._cache.nbytes
+
+    @property
+    def peak_parameter_bytes_on_device(self) -> int:
+        """The most bytes of parameters that the device had at a time."""
+        return self._cache.peak_bytes
+
+    def _layers(self) -> Iterator[SliceLayers]:
+        """The slices, of the layers as they are now."""
+        layers = _layers_of(self)
+        for number, indices in enumerate(self._slices):
+            yield SliceLayers(f"slice {number}", [layers[i] for i in indices])
+
+    def _through(
+        self, run: SlicedRun, index: int, layers: SliceLayers, inputs: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
+        """All microbatches through one slice."""
+        if not layers.slice.parameters:
+            return self._compute(run, index, layers, [], [], inputs)
+        loaded = run.bring(index)
+        versions = [tensor._version for tensor in loaded]
+        path = GradientPath(self._cache.transfer, layers.slice.label)
+        tensors = on_device(layers.slice.parameters, loaded, path)
+        outputs = self._compute(run, index, layers, loaded, tensors, inputs)
+        if versions != [tensor._version for tensor in loaded]:
+            raise OffloadError(
+                f"a layer of {layers.slice.label} changed one of its parameters in place in its "
+                "forward, which would be lost: it computes with a copy; expected parameters to be "
+                "changed outside of forward; make it a buffer"
+            )
+        return outputs
+
+    def _compute(
+        self,
+        run: SlicedRun,
+        index: int,
+        layers: SliceLayers,
+        loaded: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        inputs: Sequence[tuple[Any, ...]],
+    ) -> list[Any]:
+        if not torch.is_grad_enabled():
+            return [layers.compute_with(tensors, *one) for one in inputs]
+        if self._recompute is None:
+            with run.saving(index, loaded):
+                return [layers.compute_with(tensors, *one) for one in inputs]
+        again = RecomputedLayers(layers, run, index, tensors)
+        outputs = [self._recompute(again, *one) for one in inputs]
+        again.end_of_forward()
+        if layers.slice.parameters and any(map(_requires_grad, outputs)):
+            run.want(index)
+        return outputs
+
+    def _place_parameters(self, backend: Backend) -> None:
+        """Move them to the host; those of a slice into one allocation, for a device's copies."""
+        placed: set[int] = set()
+        for layers in self._layers():
+            new = [p for p in layers.slice.parameters if id(p) not in placed]
+            placed.update(map(id, new))
+            if backend.is_host:
+                homes = [parameter.detach().to(HOST) for parameter in new]
+            else:
+                homes = _pinned(new, backend) if new else []
+            for parameter, home in zip(new, homes, strict=True):
+                parameter.data = home
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(HOST)
+
+    def _place_buffers(self, device: torch.device) -> None:
+        moved: dict[int, Tensor] = {}
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+    def _check_places(self) -> None:
+        device = self._cache.transfer.backend.device
+        wrong = [
+            f"parameter {name!r} is on {tensor.device}, expected {HOST}"
+            for name, tensor in self.named_parameters()
+            if tensor.device != HOST
+        ] + [
+            f"buffer {name!r} is on {tensor.device}, expected {device}"
+            for name, tensor in self.named_buffers()
+            if tensor.device != device
+        ]
+        if wrong:
+            raise OffloadError(
+                "; ".join(wrong) + "; do not move an OffloadModel with .to() or .cuda(): move it "
+                "back with model.to('cpu'), and build a new one of nn.Sequential(*model.children())"
+            )
+
+
+def _layers_of(model: nn.Module) -> list[nn.Module]:
+    """In order; one that has several names is there several times."""
+    return [layer for layer in model._modules.values() if layer is not None]
+
+
+def _bytes_of(layer: nn.Module) -> dict[int, int]:
+    return {id(parameter): parameter.nbytes for parameter in layer.parameters()}
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+        raise ValueError(
+            f"the model is a {type(model).__name__}; expected an nn.Sequential with its own "
+            "forward, which says what each layer computes with; write the model as one"
+        )
+    own = [*model._parameters, *model._buffers]
+    if own:
+        raise ValueError(
+            f"the Sequential itself has {own}; expected parameters and buffers in its layers only; "
+            "put them into a layer"
+        )
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(model, name) for name in hooks):
+        raise ValueError(
+            "the Sequential itself has hooks, which would not run; expected hooks on its layers "
+            "only; register them on the OffloadModel"
+        )
+    if any(isinstance(module, OffloadModel) for module in model.modules()):
+        raise ValueError(
+            "a layer is, or has, an OffloadModel; expected plain layers; put its layers into the "
+            "Sequential instead"
+        )
+    odd = [name for name, p in model.named_parameters() if not has_storage(p) or p.is_meta]
+    if odd:
+        raise ValueError(
+            f"parameters {odd} are no dense tensors with data; expected plain nn.Parameter; "
+            "materialize lazy and meta parameters first, and do not shard them"
+        )
+
+
+def _check_counts(num_layers: int, num_slices: int, num_microbatches: int) -> None:
+    if not 1 <= num_slices <= num_layers:
+        raise ValueError(
+            f"num_slices is {num_slices}; expected 1 to {num_layers}, the number of layers, for "
+            "each slice has at least one"
+        )
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {num_microbatches}; expected at least 1")
+
+
+def _check_devices(device: torch.device, offload_device: torch.device, backend: Backend) -> None:
+    mine = backend.device
+    is_same = device.type == mine.type and device.index in (None, mine.index)
+    if not (is_same or device.type == mine.type == "cpu"):
+        raise ValueError(
+            f"device is {device}, but the backend's is {mine}; expected the same; pass the backend "
+            "of this device, or none"
+        )
+    if offload_device.type != "cpu":
+        raise ValueError(
+            f"offload_device is {offload_device}; expected the host, torch.device('cpu')"
+        )
+
+
+def _pinned(parameters: Sequence[Tensor], backend: Backend) -> list[Tensor]:
+    """Copies in memory that a device can copy from beside computing."""
+    homes = host_room(parameters, backend.allocate_host)
+    for home, parameter in zip(homes, parameters, strict=True):
+        home.copy_(parameter.detach())
+    return homes
+
+
+def _requires_grad(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value))

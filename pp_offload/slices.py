@@ -1,0 +1,52 @@
+"""Where a stack of layers is cut, so that the largest piece is as small as can be.
+
+What one layer more costs a slice is the bytes of those parameters it does not have yet, so that a
+shared one counts once. A longer slice is never cheaper than a part of it; so, for a given limit,
+filling each slice up takes the fewest, and the smallest limit is found by bisection.
+
+    slices = partition([{id(p): p.nbytes for p in layer.parameters()} for layer in layers], 3)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+Bytes = Mapping[int, int]
+"""Of one layer, the bytes of each parameter by identity."""
+
+
+def partition(layers: Sequence[Bytes], num_slices: int) -> list[range]:
+    """Cut ``layers`` into consecutive slices of at least one each; the largest is minimal.
+
+    Args:
+        layers: What each holds, in order.
+        num_slices: At least one, at most as many as there are layers.
+
+    Returns:
+        The indices of each slice's layers.
+    """
+    limits = range(slice_bytes(layers) + 1)
+    enough = bisect_left(limits, True, key=lambda n: len(_cut(layers, num_slices, n)) <= num_slices)
+    return _cut(layers, num_slices, limits[enough])
+
+
+def slice_bytes(layers: Sequence[Bytes]) -> int:
+    """What these take together."""
+    return sum({key: nbytes for layer in layers for key, nbytes in layer.items()}.values())
+
+
+def _cut(layers: Sequence[Bytes], num_slices: int, limit_bytes: int) -> list[range]:
+    """Slices up to a limit, or of one layer, but at least ``num_slices``."""
+    slices: list[range] = []
+    begin, held, nbytes = 0, dict[int, int](), 0
+    for index, layer in enumerate(layers):
+        more = {key: size for key, size in layer.items() if key not in held}
+        is_full = nbytes + sum(more.values()) > limit_bytes
+        is_due = len(layers) - index < num_slices - len(slices)
+        if index > begin and (is_full or is_due):
+            slices.append(range(begin, index))
+            begin, held, nbytes, more = index, {}, 0, dict(layer)
+        held |= more
+        nbytes += sum(more.values())
+    return [*slices, range(begin, len(layers))]

@@ -1,0 +1,663 @@
+"""A model whose parameters stay on the host trains as one whose parameters are on the device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import sliced
+import torch
+from conftest import BACKENDS, make_backend
+from sliced import (
+    MODELS,
+    ORDERS,
+    REPEATED,
+    WIDTH,
+    adamw,
+    first_in_first_out,
+    inputs_for,
+    mlp,
+    norms,
+    one_by_one,
+    pair,
+    sgd,
+    state,
+    together,
+    train,
+)
+from torch import Tensor, nn
+from toy import assert_no_hooks, same_bits
+
+from pp_offload import OffloadActivations, OffloadConfig, OffloadError, SavedTensorModifiedError
+from pp_offload.backends import CpuBackend
+from pp_offload.params import OffloadModel
+from pp_offload.testing import SimulatedBackend
+
+
+def name(one) -> str:
+    return getattr(one, "__name__", str(one))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=name)
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("make", MODELS, ids=name)
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_equal_bit_for_bit(kind: str, make, again: bool, order) -> None:
+    if order is together and make in REPEATED:
+        pytest.skip("sums in another order, see below")
+    with pair(make, kind, checkpoint_activation=again) as (plain, model):
+        assert same_bits(train(model, order, sgd), train(plain, order, sgd))
+        assert model.parameter_bytes_on_device == 0
+        assert_no_hooks()
+
+
+@pytest.mark.parametrize("make", REPEATED, ids=name)
+def test_sums_in_another_order_are_close(make) -> None:
+    with pair(make, "late") as (plain, model):
+        got, expected = train(model, together, sgd, steps=1), train(plain, together, sgd, steps=1)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=name)
+@pytest.mark.parametrize("num_slices", [1, 2, 7])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_optimizers_and_dtypes(kind: str, num_slices: int, optimizer, dtype: torch.dtype) -> None:
+    with pair(norms, kind, dtype, num_slices=num_slices) as (plain, model):
+        got = train(model, first_in_first_out, optimizer, dtype=dtype)
+        assert same_bits(got, train(plain, first_in_first_out, optimizer, dtype=dtype))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("make", [sliced.mlp, sliced.named, sliced.images, sliced.frozen], ids=name)
+@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_microbatches(kind: str, num: int, make, again: bool) -> None:
+    options = {"checkpoint_activation": again, "num_microbatches": num}
+    with pair(make, kind, **options) as (plain, model):
+
+        def in_parts(x: Tensor) -> Tensor:
+            return torch.cat([plain(part) for part in x.chunk(num)])
+
+        expected = train(plain, one_by_one, sgd, call=in_parts)
+        assert same_bits(train(model, one_by_one, sgd), expected)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("make", MODELS, ids=name)
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_gradients_of_gradients(kind: str, make, again: bool) -> None:
+    with pair(make, kind, checkpoint_activation=again) as (plain, model):
+        results = []
+        for one in (plain, model):
+            torch.manual_seed(0)
+            (x,) = inputs_for(one, 1)
+            loss = one(x).square().mean()
+            wanted = [p for p in one.parameters() if p.requires_grad]
+            found = torch.autograd.grad(loss, [x, *wanted], create_graph=True, allow_unused=True)
+            first = [g for g in found if g is not None]
+            sum(g.abs().square().sum().cpu() for g in first).backward()
+            results.append([x.grad.cpu(), *(g.detach().cpu() for g in first), *state(one)])
+        assert same_bits(*results)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+def test_inside_other_hooks(backend, again: bool) -> None:
+    """What is no parameter goes to OffloadActivations, as that of the plain model does."""
+    with backend.activate():
+        plain = mlp().to(backend.device)
+        model = OffloadModel(
+            copy.deepcopy(plain), backend.device, backend=backend, checkpoint_activation=again
+        )
+        outer = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=backend)
+
+        def call(x: Tensor) -> Tensor:
+            with outer:
+                return model(x)
+
+        assert same_bits(train(model, one_by_one, sgd, call=call), train(plain, one_by_one, sgd))
+        gc.collect()
+        assert outer.statistics().live_tensors == 0
+        # Of 6 layers what Tanh gave, and all inputs but the leaf and what Tanh gave before.
+        activation = 4 * WIDTH * 4
+        moved = 0 if again else (6 - 1) * activation
+        assert outer.statistics().bytes_offloaded >= 9 * moved
+        assert outer.statistics().bytes_offloaded % activation == 0, "no parameter is among them"
+
+
+def test_inside_a_checkpoint(backend) -> None:
+    with backend.activate():
+        plain = norms().to(backend.device)
+        model = OffloadModel(copy.deepcopy(plain), backend.device, backend=backend)
+        for step in range(2):
+            results = []
+            for one in (plain, model):
+                torch.manual_seed(step)
+                (x,) = inputs_for(one, 1, step)
+                torch.utils.checkpoint.checkpoint(one, x, use_reentrant=False).sum().backward()
+                results.append([x.grad.cpu(), *state(one)])
+            assert same_bits(*results)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("num", [1, 2])
+def test_autocast(backend, num: int, again: bool) -> None:
+    """With several microbatches, as without autocast's cache of casts."""
+    with backend.activate():
+        plain = mlp().to(backend.device)
+        model = OffloadModel(
+            copy.deepcopy(plain),
+            backend.device,
+            backend=backend,
+            num_microbatches=num,
+            checkpoint_activation=again,
+        )
+
+        def under(call, x: Tensor) -> Tensor:
+            kind = backend.device.type
+            with torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=num == 1):
+                return call(x)
+
+        def in_parts(x: Tensor) -> Tensor:
+            return torch.cat([plain(part) for part in x.chunk(num)])
+
+        got = train(model, one_by_one, sgd, call=lambda x: under(model, x))
+        assert same_bits(got, train(plain, one_by_one, sgd, call=lambda x: under(in_parts, x)))
+        assert got[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_two_models_in_turn(kind: str, is_shared: bool) -> None:
+    backend = make_backend(kind)
+    with backend.activate():
+        others = [backend, backend if is_shared else CpuBackend()]
+        if kind == "cuda" and not is_shared:
+            pytest.skip("one device")
+        plain = [mlp().to(backend.device), norms().to(backend.device)]
+        models = [
+            OffloadModel(copy.deepcopy(one), backend.device, backend=other)
+            for one, other in zip(plain, others, strict=True)
+        ]
+        results = []
+        for first, second in (plain, models):
+            torch.manual_seed(5)
+            x, y = inputs_for(first, 2)
+            losses = [second(first(x)).sum(), first(second(y)).square().sum(), second(x).mean()]
+            losses[1].backward()
+            (losses[0] + losses[2]).backward()
+            results.append([x.grad, y.grad, *state(first), *state(second)])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def slices_of(width: int = 16, depth: int = 6) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+
+
+def test_forward_and_backward_have_two_slices_on_the_device(backend) -> None:
+    """While a layer computes, the slice that comes next is on its way."""
+    with backend.activate():
+        model = OffloadModel(slices_of(), backend.device, backend=backend, num_slices=3)
+        one = 2 * 16 * 16 * 4
+        seen: list[int] = []
+        for layer in model.children():
+            layer.register_forward_hook(lambda *_: seen.append(model.parameter_bytes_on_device))
+            layer.register_full_backward_hook(
+                lambda *_: seen.append(model.parameter_bytes_on_device)
+            )
+        x = torch.randn(4, 16).to(backend.device).requires_grad_()
+        y = model(x)
+        assert seen == [2 * one] * 4 + [one] * 2
+        assert model.parameter_bytes_on_device == one, "the last stays, for it comes first"
+        del seen[:]
+        y.sum().backward()
+        assert seen == [2 * one] * 4 + [one, 0], "the hook of the first runs when it is done"
+        assert model.parameter_bytes_on_device == 0
+        assert model.peak_parameter_bytes_on_device == 2 * one
+        moved = model.statistics()
+        assert moved.bytes_reloaded == 3 * one + 2 * one
+        assert moved.bytes_offloaded == 3 * one
+        assert moved.bytes_in_flight == 0
+
+
+def test_backward_brings_only_what_it_asks_for(backend) -> None:
+    """Inputs want no gradient, so the first weight is not saved; the frozen slice only is read."""
+    with backend.activate():
+        model = OffloadModel(slices_of(), backend.device, backend=backend, num_slices=6)
+        one = 16 * 16 * 4
+        list(model.parameters())[3].requires_grad_(False)
+        model(torch.randn(4, 16).to(backend.device)).sum().backward()
+        assert model.statistics().bytes_reloaded == 6 * one + 4 * one
+        assert model.statistics().bytes_offloaded == 5 * one
+
+
+@pytest.mark.parametrize("order", ["late", "eager", "random"])
+def test_device_memory_is_arithmetic(order: str) -> None:
+    """Two slices and a slice of gradients, whatever the depth; activations as without."""
+    backend = SimulatedBackend(order)
+    depth, width, rows = 12, 16, 4
+    weight, activation = width * width * 4, rows * width * 4
+    with backend.activate():
+        model = OffloadModel(slices_of(width, depth), "cpu", backend=backend, num_slices=6)
+        one = 2 * weight
+        gc.collect()
+        assert backend.device_bytes == 0, "all is on the host"
+        for _ in range(3):
+            x = torch.randn(rows, width, requires_grad=True)
+            backend.take_device_peak()
+            y = model(x)
+            # In the slice before the last: x, and what each layer so far has given.
+            assert backend.take_device_peak() == 2 * one + (1 + depth - 2) * activation
+            assert backend.device_bytes == one + (1 + depth) * activation
+            gradient = torch.ones_like(y)
+            y.backward(gradient)
+            # In the first layer of the last slice: x, what the layers before have given, y; the
+            # gradients of y and of both layers' inputs; the gradients of both weights.
+            inside = 1 + (depth - 2) + 1 + 1 + 2
+            assert backend.take_device_peak() == 3 * one + inside * activation
+            assert backend.device_bytes == 4 * activation, "x, y, and their gradients"
+            del x, y, gradient
+            assert backend.device_bytes == 0
+    backend.check()
+
+
+def test_device_memory_when_run_again_is_arithmetic() -> None:
+    backend = SimulatedBackend("eager")
+    depth, width, rows = 12, 16, 16
+    weight, activation = width * width * 4, rows * width * 4
+    with backend.activate():
+        model = OffloadModel(
+            slices_of(width, depth),
+            "cpu",
+            backend=backend,
+            num_slices=6,
+            checkpoint_activation=True,
+            config=OffloadConfig(prefetch_bytes=activation),
+        )
+        one = 2 * weight
+        for _ in range(3):
+            x = torch.randn(rows, width, requires_grad=True)
+            backend.take_device_peak()
+            y = model(x)
+            # x; what goes into a slice, and what its layers give.
+            assert backend.take_device_peak() == 2 * one + (1 + 3) * activation
+            assert backend.device_bytes == one + 2 * activation, "x and y"
+            gradient = torch.ones_like(y)
+            y.backward(gradient)
+            # In the first layer of the last slice: x and y; the inputs of this slice and of the one
+            # before; the gradients of y and of both layers' inputs; the gradients of both weights.
+            assert backend.take_device_peak() == 3 * one + (2 + 2 + 3) * activation
+            del x, y, gradient
+            assert backend.device_bytes == 0
+    backend.check()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=name)
+def test_without_gradients_nothing_stays(backend, mode) -> None:
+    with backend.activate():
+        plain = norms().eval().to(backend.device)
+        model = OffloadModel(copy.deepcopy(plain), backend.device, backend=backend)
+        (x,) = inputs_for(model, 1)
+        with mode():
+            y = model(x)
+            assert torch.equal(y, plain(x))
+        assert not y.requires_grad
+        assert model.parameter_bytes_on_device == 0
+        model(x.detach()).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_state_is_that_of_the_plain_model(backend, tmp_path) -> None:
+    with backend.activate():
+        plain = sliced.named()
+        model = OffloadModel(copy.deepcopy(plain), backend.device, backend=backend)
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+        assert all(p.is_leaf and p.device.type == "cpu" for p in model.parameters())
+        for one in (plain, model):
+            train(one.to("cpu") if one is plain else one, one_by_one, sgd, steps=1)
+        torch.save(model.state_dict(), tmp_path / "state")
+        fresh = sliced.named()
+        fresh.load_state_dict(torch.load(tmp_path / "state"))
+        assert same_bits(list(fresh.state_dict().values()), list(model.state_dict().values()))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_state_is_computed_with(backend, assign: bool) -> None:
+    with backend.activate():
+        model = OffloadModel(mlp(), backend.device, backend=backend)
+        other = mlp()
+        (x,) = inputs_for(model, 1)
+        model(x).sum().backward()
+        model.load_state_dict(other.state_dict(), assign=assign)
+        assert torch.equal(model(x), other.to(backend.device)(x))
+
+
+def test_writes_through_data_are_seen_by_the_next_forward(backend) -> None:
+    with backend.activate():
+        model = OffloadModel(mlp(), backend.device, backend=backend, num_slices=1)
+        (x,) = inputs_for(model, 1)
+        before = model(x)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        assert not torch.equal(model(x), before)
+        expected = model(x)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("layer", [1, 3, 5])
+def test_a_parameter_changed_before_backward_is_an_error(backend, layer: int, again: bool) -> None:
+    with backend.activate():
+        model = OffloadModel(mlp(), backend.device, backend=backend, checkpoint_activation=again)
+        (x,) = inputs_for(model, 1)
+        y = model(x).sum()
+        with torch.no_grad():
+            model.get_submodule(f"{layer}.0").weight.add_(1)
+        with pytest.raises(SavedTensorModifiedError, match=f"'slice {layer // 2}' is at version"):
+            y.backward()
+        expected = copy.deepcopy(nn.Sequential(*model.children())).to(backend.device)
+        model.zero_grad()
+        x.grad = None
+        model(x).sum().backward()
+        expected(x.detach()).sum().backward()
+        wanted = [p.grad.cpu() for p in expected.parameters() if p.grad is not None]
+        assert not wanted or same_bits([p.grad for p in model.parameters()], wanted)
+
+
+class Fails(nn.Module):
+    """Raises forward or backward, when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.where = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            raise KeyError("forward")
+        if self.where == "backward" and x.requires_grad:
+            x.register_hook(self._fail)
+        return x * 1
+
+    def _fail(self, gradient: Tensor) -> None:
+        raise KeyError("backward")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_step_that_fails_leaves_nothing_to_the_next(kind: str, again: bool, where: str) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(*mlp(3), Fails(), *mlp(3))
+
+    with pair(make, kind, checkpoint_activation=again) as (plain, model):
+        for step in range(2):
+            (x,) = inputs_for(model, 1)
+            model.get_submodule("3").where = where
+            with pytest.raises(KeyError):
+                loss = model(x).sum()
+                loss.backward()
+            model.get_submodule("3").where = ""
+            assert_no_hooks()
+            assert model.parameter_bytes_on_device == 0
+            with torch.no_grad():  # no copy is under way that would be disturbed
+                for parameter in (*model.parameters(), *plain.parameters()):
+                    parameter.mul_(1.1)
+            model.zero_grad()
+            plain.zero_grad()
+            assert same_bits(
+                train(model, first_in_first_out, sgd, steps=1),
+                train(plain, first_in_first_out, sgd, steps=1),
+            ), step
+            assert model.parameter_bytes_on_device == 0
+            assert model.statistics().bytes_in_flight == 0
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+def test_a_backward_that_stops_early_leaves_nothing_under_way(backend, again: bool) -> None:
+    """What it foresaw is not asked for; the program may write it."""
+    with backend.activate():
+        model = OffloadModel(
+            mlp(), backend.device, backend=backend, num_slices=6, checkpoint_activation=again
+        )
+        (x,) = inputs_for(model, 1)
+        loss = model(x).sum()
+        last = model.get_parameter("4.0.weight")
+        (found,) = torch.autograd.grad(loss, last, retain_graph=True)
+        assert model.parameter_bytes_on_device == 0
+        with torch.no_grad():
+            model.get_parameter("3.0.weight").mul_(2)
+        assert found.abs().sum() > 0
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+def test_a_graph_that_is_dropped_leaves_nothing(backend, again: bool) -> None:
+    with backend.activate():
+        model = OffloadModel(mlp(), backend.device, backend=backend, checkpoint_activation=again)
+        (x,) = inputs_for(model, 1)
+        h = x * 1
+        storage = weakref.ref(h.untyped_storage())
+        y = model(h)
+        del h, x
+        assert storage() is not None or again
+        assert model.parameter_bytes_on_device > 0
+        del y
+        assert storage() is None, "there is no cycle"
+        assert model.parameter_bytes_on_device == 0
+        reference = weakref.ref(model)
+        del model
+        gc.collect()
+        assert reference() is None
+
+
+def test_an_optimizer_inside_backward(backend) -> None:
+    """A parameter is written as soon as its gradient is there."""
+    with backend.activate():
+        plain = sliced.across().to(backend.device)
+        model = OffloadModel(copy.deepcopy(plain), backend.device, backend=backend)
+
+        def update(parameter: Tensor) -> None:
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+        for one in (plain, model):
+            for parameter in one.parameters():
+                parameter.register_post_accumulate_grad_hook(update)
+            for step in range(3):
+                (x,) = inputs_for(one, 1, step)
+                one(x).sum().backward()
+        assert same_bits(state(model), state(plain))
+
+
+def test_layers_may_change_between_steps(backend) -> None:
+    with backend.activate():
+        plain = mlp().to(backend.device)
+        model = OffloadModel(copy.deepcopy(plain), backend.device, backend=backend)
+        for step, one in ((s, m) for s in range(4) for m in (plain, model)):
+            torch.manual_seed(step)
+            if step == 1:
+                one.requires_grad_(False)
+                setattr(one.get_submodule("2"), "0", nn.Linear(WIDTH, WIDTH))
+                one.get_submodule("2").to(backend.device if one is plain else "cpu")
+            if step == 2:
+                one.requires_grad_(True)
+                one.add_module("4", nn.Identity())
+            if step == 3:
+                one.double()
+            one.zero_grad()
+            dtype = torch.float64 if step == 3 else torch.float32
+            (x,) = inputs_for(one, 1, step, dtype)
+            one(x).sum().backward()
+            if one is model:
+                assert same_bits(state(model), state(plain)), step
+
+
+def test_a_copy_trains_on_its_own(backend) -> None:
+    with backend.activate():
+        plain = norms().to(backend.device)
+        model = OffloadModel(copy.deepcopy(plain), backend.device, backend=backend)
+        other = copy.deepcopy(model)
+        expected = train(plain, one_by_one, sgd)
+        before = state(other)
+        assert same_bits(train(model, one_by_one, sgd), expected)
+        assert same_bits(state(other), before)
+        assert same_bits(train(other, one_by_one, sgd), expected)
+
+
+def test_modules_have_their_mode(backend) -> None:
+    with backend.activate():
+        model = norms().eval()
+        assert not OffloadModel(model, backend.device, backend=backend).training
+        taken = OffloadModel(model, backend.device, backend=backend).train()
+        assert all(layer.training for layer in taken.modules())
+
+
+def test_inputs_are_cut_wherever_they_stand() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, more: dict, scale: Tensor, flag: bool) -> dict[str, object]:
+            assert flag and len(x) == len(more["y"][0])
+            return {"z": (x + more["y"][0]) * scale, "n": 3}
+
+    model = OffloadModel(nn.Sequential(Takes()), "cpu", num_slices=1, num_microbatches=2)
+    x = torch.arange(8.0).view(4, 2)
+    output = model(x, {"y": [x]}, torch.tensor(2.0), True)
+    assert torch.equal(output["z"], 4 * x) and output["n"] == 3
+
+
+class Scalar(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("layers", "shapes", "message"),
+    [
+        ([nn.Identity()], [(5, 2)], "a batch of 5 cannot be cut into 2 equal microbatches"),
+        ([nn.Identity()], [(0, 2)], "a batch of 0 cannot be cut"),
+        ([nn.Bilinear(2, 2, 2)], [(4, 2), (6, 2)], r"first dimensions \[4, 6\]; expected .* one"),
+        ([nn.Identity()], [()], r"first dimensions \[\]; expected tensors"),
+        ([Scalar()], [(4, 2)], "an output of 2 microbatches is a tensor of 0 dimensions"),
+    ],
+)
+def test_batches_that_cannot_be_cut(layers, shapes, message: str) -> None:
+    model = OffloadModel(nn.Sequential(*layers), "cpu", num_slices=1, num_microbatches=2)
+    with pytest.raises(ValueError, match=message):
+        model(*(torch.zeros(shape) for shape in shapes))
+
+
+class Reversed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+def with_own_parameter() -> nn.Sequential:
+    model = mlp()
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    return model
+
+
+def with_hook() -> nn.Sequential:
+    model = mlp()
+    model.register_forward_hook(print)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: nn.Linear(2, 2), {}, "is a Linear; expected an nn.Sequential"),
+        (lambda: Reversed(nn.Linear(2, 2)), {}, "is a Reversed; expected an nn.Sequential"),
+        (with_own_parameter, {}, r"itself has \['scale'\]; expected .* in its layers only"),
+        (with_hook, {}, "itself has hooks.*register them on the OffloadModel"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), {"num_slices": 1}, r"parameters \['0.weight'"),
+        (lambda: mlp().to("meta"), {}, "are no dense tensors with data"),
+        (lambda: nn.Sequential(OffloadModel(mlp(), "cpu")), {}, "a layer is, or has"),
+        (mlp, {"num_slices": 0}, "num_slices is 0; expected 1 to 6, the number of layers"),
+        (mlp, {"num_slices": 7}, "num_slices is 7; expected 1 to 6"),
+        (nn.Sequential, {}, "num_slices is 3; expected 1 to 0"),
+        (mlp, {"num_microbatches": 0}, "num_microbatches is 0; expected at least 1"),
+        (mlp, {"device": "meta"}, "device is meta, but the backend's is cpu"),
+        (mlp, {"offload_device": "meta"}, "offload_device is meta; expected the host"),
+    ],
+)
+def test_bad_arguments(make, options: dict, message: str) -> None:
+    options = {"device": "cpu", "backend": CpuBackend(), **options}
+    with pytest.raises(ValueError, match=message):
+        OffloadModel(make(), **options)
+
+
+def test_a_model_that_was_moved_says_so() -> None:
+    model = OffloadModel(norms(), "cpu").to("meta")
+    with pytest.raises(OffloadError, match=r"parameter '0.weight' is on meta, expected cpu.*build"):
+        model(torch.zeros(2, WIDTH))
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(max=0.5)
+        return x * self.scale
+
+
+def test_a_layer_that_writes_its_parameters_is_an_error(backend) -> None:
+    with backend.activate():
+        model = OffloadModel(nn.Sequential(Writes()), backend.device, num_slices=1, backend=backend)
+        (x,) = inputs_for(model, 1)
+        for mode in (torch.enable_grad, torch.no_grad):
+            with (
+                mode(),
+                pytest.raises(OffloadError, match="changed one of its parameters in place"),
+            ):
+                model(x)
+        assert torch.equal(model.get_parameter("0.scale"), torch.ones(WIDTH))
+
+
+def test_sparse_gradients_are_an_error(backend) -> None:
+    with backend.activate():
+        layer = nn.Embedding(4, WIDTH, sparse=True)
+        model = OffloadModel(nn.Sequential(layer), backend.device, num_slices=1, backend=backend)
+        y = model(torch.tensor([1, 2]).to(backend.device))
+        with pytest.raises(OffloadError, match="torch.sparse_coo; expected a dense one"):
+            y.sum().backward()
+
+
+def test_all_that_a_slice_has_is_in_one_allocation() -> None:
+    """In memory of the backend, where the device is not the host."""
+    backend = SimulatedBackend("late")
+    with backend.activate():
+        model = OffloadModel(sliced.across(), "cpu", backend=backend)
+        assert backend.num_host_allocations == 3
+        assert len({p.untyped_storage()._cdata for p in model.parameters()}) == 3
+        (x,) = inputs_for(model, 1)
+        model(x).sum().backward()
+        assert backend.num_host_allocations == 6
+        assert len({p.grad.untyped_storage()._cdata for p in model.parameters()}) == 4, (
+            "those of a slice, and that of the shared weight, which is a sum"
+        )
+
+
+def test_memory_that_cannot_be_pinned_is_replaced(caplog) -> None:
+    backend = SimulatedBackend("eager")
+
+    def refuse(nbytes: int) -> Tensor:
+        raise MemoryError("locked memory is used up")
+
+    backend.allocate_host = refuse
+    with backend.activate():
+        plain = mlp()
+        model = OffloadModel(copy.deepcopy(plain), "cpu", backend=backend)
+        assert "no pinned memory for" in caplog.text and "ulimit -l" in caplog.text
+        assert same_bits(train(model, one_by_one, sgd), train(plain, one_by_one, sgd))

@@ -1,0 +1,61 @@
+"""Layers are cut so that the largest slice is as small as it can be."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from pp_offload.slices import partition, slice_bytes
+
+
+def layers_of(*sizes: int) -> list[dict[int, int]]:
+    return [{index: size} if size else {} for index, size in enumerate(sizes)]
+
+
+def largest(layers, slices) -> int:
+    return max(slice_bytes([layers[i] for i in one]) for one in slices)
+
+
+def smallest_largest(layers, num_slices: int) -> int:
+    """Over all ways to cut."""
+    cuts = itertools.combinations(range(1, len(layers)), num_slices - 1)
+    ways = (zip((0, *cut), (*cut, len(layers)), strict=True) for cut in cuts)
+    return min(largest(layers, [range(*ends) for ends in way]) for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_slices", "expected"),
+    [
+        ((1, 1, 1, 1, 1, 1), 3, [(0, 2), (2, 4), (4, 6)]),
+        ((5, 1, 1, 1, 1, 1), 2, [(0, 1), (1, 6)]),
+        ((1, 1, 1, 9), 2, [(0, 3), (3, 4)]),
+        ((0, 0, 0), 2, [(0, 2), (2, 3)]),
+        ((7,), 1, [(0, 1)]),
+        ((3, 0, 0, 3), 4, [(0, 1), (1, 2), (2, 3), (3, 4)]),
+    ],
+)
+def test_examples(sizes, num_slices: int, expected) -> None:
+    assert partition(layers_of(*sizes), num_slices) == [range(*ends) for ends in expected]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_way_to_cut_is_better(seed: int) -> None:
+    """With layers that share parameters, and some that have none."""
+    draw = random.Random(seed)
+    layers = [
+        {key: 10 + key for key in draw.sample(range(6), draw.randrange(4))}
+        for _ in range(draw.randrange(1, 9))
+    ]
+    for num_slices in range(1, len(layers) + 1):
+        slices = partition(layers, num_slices)
+        assert len(slices) == num_slices and all(slices)
+        assert [i for one in slices for i in one] == list(range(len(layers)))
+        assert largest(layers, slices) == smallest_largest(layers, num_slices)
+
+
+def test_what_is_shared_counts_once() -> None:
+    layers = [{1: 100}, {1: 100}, {2: 60}, {3: 60}]
+    assert slice_bytes(layers) == 220
+    assert partition(layers, 2) == [range(0, 2), range(2, 4)]
