@@ -52,7 +52,7 @@ def alone() -> Iterator[None]:
 
 
 def test_there_are_as_many_examples_as_tests() -> None:
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
 
 
 def test_the_ten_lines_are_ten_and_run(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +134,25 @@ def test_the_trainer_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     exec(BLOCKS[4], names)
     assert names["trainer"].activation_offload.statistics().bytes_offloaded > 0
     assert "OffloadStatistics(" in capsys.readouterr().out
+
+
+def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
+    x = torch.randn(64, 1024)
+    names: dict[str, Any] = {
+        "layers": Model().layers,
+        "device": torch.device("cpu"),
+        "loss_fn": nn.functional.mse_loss,
+        "data": [(x, x), (x, x)],
+    }
+    with pytest.raises(ValueError, match="num_slices is 4; expected 1 to 3"):
+        exec(BLOCKS[6], names)
+    names["layers"] = [*Model().layers, *Model().layers]
+    exec(BLOCKS[6], names)
+    model = names["model"]
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert 0 < model.peak_parameter_bytes_on_device < whole
+    assert model.statistics().bytes_offloaded == 2 * whole
+    assert "bytes_reloaded=" in capsys.readouterr().out
 
 
 def test_every_option_is_in_the_table() -> None:

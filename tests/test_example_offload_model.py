@@ -1,0 +1,55 @@
+"""The example of parameters on the host trains in three ways: the same bits, less memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from test_example import ROOT, run_command
+
+SCRIPT = str(ROOT / "examples" / "offload_model.py")
+SMALL = "--steps 3 --layers 6 --width 32 --context 16 --batch 4 --slices 4".split()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_three_ways_to_train(microbatches: int, tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    flags = [*SMALL, "--microbatches", str(microbatches), "--json", str(out)]
+    done = run_command([sys.executable, SCRIPT, *flags])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all losses and final parameters: equal bit for bit" in done.stdout
+    found = json.loads(out.read_text())
+    assert found.pop("bitwise_equal") is True
+    assert list(found) == ["on the device", "in slices", "run again"]
+    whole, sliced, again = found.values()
+    assert all(f"\n{way}  " in done.stdout for way in found)
+    assert whole["loss_last"] < whole["loss_first"]
+    assert whole["brought_bytes"] == whole["sent_bytes"] == 0
+    for one in (sliced, again):
+        assert (one["loss_first"], one["loss_last"]) == (whole["loss_first"], whole["loss_last"])
+        assert one["parameter_bytes"] < 0.7 * whole["parameter_bytes"]
+        assert one["sent_bytes"] == whole["parameter_bytes"]
+        assert one["sent_bytes"] < one["brought_bytes"] < 2 * whole["parameter_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--slices 9", "--slices is at most --layers and two more, 8 here"),
+        ("--microbatches 3", "--microbatches must divide --batch, which is 4"),
+        ("--steps 0", "all numbers must be at least 1"),
+    ],
+)
+def test_wrong_flags_are_explained(flags: str, message: str) -> None:
+    done = run_command([sys.executable, SCRIPT, *SMALL, *flags.split()])
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_help_is_true() -> None:
+    done = run_command([sys.executable, SCRIPT, "--help"])
+    assert done.returncode == 0
+    assert "parameters stay on the host" in done.stdout
+    assert all(flag in done.stdout for flag in SMALL if flag.startswith("--"))
