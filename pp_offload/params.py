@@ -137,8 +137,6 @@ class OffloadModel(nn.Module):
         except BaseException:
             self._cache.drop()
             raise
-        if not _requires_grad(output):
-            self._cache.drop()
         return output
 
     def statistics(self) -> OffloadStatistics:

@@ -17,6 +17,9 @@ from pp_offload.params import OffloadModel
 
 WIDTH = 8
 
+ROWS = 36
+"""Of a batch; what goes into a slice is large enough to leave the device."""
+
 
 class Fork(nn.Module):
     """Gives a dict of a tensor and a tuple."""
@@ -193,7 +196,7 @@ def inputs_for(
 ) -> list[Tensor]:
     """Leaves that want gradients, the same for the same step."""
     generator = torch.Generator().manual_seed(step)
-    drawn = [torch.randn(4, WIDTH, generator=generator) for _ in range(num)]
+    drawn = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(num)]
     return [x.to(device_of(model), dtype).requires_grad_() for x in drawn]
 
 

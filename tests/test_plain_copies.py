@@ -14,6 +14,7 @@ from pp_offload import OffloadConfig, RaceError
 from pp_offload.chain import make_engine
 from pp_offload.tiers.room import ALIGNMENT, host_room
 from pp_offload.tiers.slabs import pageable
+from pp_offload.transfer import Arrival
 
 SHAPES = [(3, 5), (0, 2), (), (4, 1), (2, 3, 2, 2)]
 
@@ -76,6 +77,27 @@ def test_not_waited_for_is_a_race() -> None:
             source.add_(1)
         engine.settle(arrival)
         source.add_(1)
+
+
+class Spied:
+    """An event that tells who waited for it."""
+
+    waited = False
+
+    def query(self) -> bool:
+        return self.waited
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+def test_the_host_waits_and_no_stream() -> None:
+    backend = make_backend("late")
+    engine = make_engine(backend, OffloadConfig())
+    event = Spied()
+    tensors = [torch.ones(1)]
+    assert engine.settle(Arrival(tensors, event, backend.current_stream())) is tensors
+    assert event.waited
 
 
 def test_bytes_in_flight_are_bounded() -> None:

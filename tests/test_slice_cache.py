@@ -1,0 +1,84 @@
+"""Two slices at most are on the device, as they are on the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pp_offload import OffloadConfig
+from pp_offload.chain import make_engine
+from pp_offload.slice_cache import Slice, SliceCache
+
+
+def slices_of(num: int) -> list[Slice]:
+    return [Slice(f"slice {i}", (Parameter(torch.full((4,), float(i))),)) for i in range(num)]
+
+
+def values(cache: SliceCache, one: Slice) -> list[float]:
+    (tensor,) = cache.use(one).arrival.tensors
+    return tensor.tolist()
+
+
+def test_what_was_foreseen_is_used(backend) -> None:
+    with backend.activate():
+        cache = SliceCache(make_engine(backend, OffloadConfig()))
+        slices = slices_of(3)
+        for one, following in zip(slices, [*slices[1:], None], strict=True):
+            assert values(cache, one) == one.parameters[0].tolist()
+            if following is not None:
+                cache.prefetch(following)
+                cache.prefetch(following)
+            assert cache.nbytes == (16 if following is None else 32)
+        assert cache.transfer.counters.bytes_reloaded == 3 * 16
+        assert cache.peak_bytes == 32
+        cache.drop()
+        assert cache.nbytes == 0
+
+
+def write(parameter: Tensor) -> None:
+    with torch.no_grad():
+        parameter.add_(1)
+
+
+def replace(parameter: Tensor) -> None:
+    parameter.data = parameter.data + 1
+
+
+@pytest.mark.parametrize("change", [write, replace])
+@pytest.mark.parametrize("is_foreseen", [True, False])
+def test_what_changed_is_brought_again(backend, is_foreseen: bool, change) -> None:
+    with backend.activate():
+        cache = SliceCache(make_engine(backend, OffloadConfig()))
+        first, second = slices_of(2)
+        wanted = second if is_foreseen else first
+        cache.use(first)
+        cache.prefetch(second)
+        backend.synchronize()
+        change(wanted.parameters[0])
+        assert values(cache, wanted) == wanted.parameters[0].tolist()
+        (index,) = range(len(wanted.parameters))
+        assert cache.use(wanted, index).arrival.tensors[0].tolist() == wanted.parameters[0].tolist()
+        change(wanted.parameters[0])
+        assert cache.use(wanted, index).arrival.tensors[0].tolist() == wanted.parameters[0].tolist()
+        cache.drop()
+
+
+def test_only_what_belongs_to_a_graph_is_forgotten(backend) -> None:
+    with backend.activate():
+        cache = SliceCache(make_engine(backend, OffloadConfig()))
+        first, second, third = slices_of(3)
+        cache.use(first)
+        cache.prefetch(second)
+        cache.forget([third])
+        assert cache.nbytes == 32
+        cache.forget([second])
+        assert cache.nbytes == 16
+        same = Slice("of another forward", first.parameters)
+        cache.use(same)
+        cache.forget([first])
+        assert cache.nbytes == 16, "another forward has taken it over"
+        cache.forget([same])
+        assert cache.nbytes == 0
+        assert cache.transfer.counters.bytes_reloaded == 2 * 16
