@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pp_offload.backends.base import Backend, Event
+from pp_offload.backends.happens_before import RaceDetector
 from pp_offload.backends.simulated import ORDERS, SimulatedBackend
 from pp_offload.errors import RaceError
 
@@ -490,3 +493,24 @@ def test_an_operator_that_reads_no_byte_is_free_to_run(make: Any) -> None:
         backend.copy(backend.h2d, [target], [host], "g")
         make(target)
         backend.synchronize()
+
+
+def test_a_race_that_somebody_caught_holds_nobody() -> None:
+    """It may be raised anywhere, and all that called there would live on."""
+
+    class Local:
+        pass
+
+    def calls() -> weakref.ref[Local]:
+        here = Local()
+        detector = RaceDetector()
+        detector._fault = RaceError("planted")
+        with suppress(RaceError):
+            detector.raise_fault()
+        return weakref.ref(here)
+
+    gc.disable()
+    try:
+        assert calls()() is None
+    finally:
+        gc.enable()

@@ -218,8 +218,11 @@ class RaceDetector:
     def raise_fault(self) -> None:
         """Raise what a free found since the last call, if anything."""
         fault, self._fault = self._fault, None
-        if fault is not None:
-            raise fault
+        try:
+            if fault is not None:
+                raise fault
+        finally:
+            del fault  # else it would hold this frame, and through it all that called
 
     def _freed(self, key: int, _reference: object) -> None:
         """Called when a storage dies; cannot raise here."""
