@@ -70,13 +70,13 @@ class Recompute:
         """A copy of a model shares what moves its tensors."""
         return self
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # as torch.compiler.disable, but imports no compiler
     def begin(self) -> None:
         """The forward of a microbatch begins."""
         if self.stash is not None:
             self.stash.begin()
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``function`` returns. Without gradients it is only called.
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -191,6 +194,13 @@ def test_events_are_recorded_and_waited_for_in_few_places(name: str) -> None:
         return
     last = {call.split(".")[-1] for call in calls(TREES[name])}
     assert not last & {"record_event", "wait_event", "wait_stream", "record_stream"}
+
+
+def test_the_package_imports_no_compiler() -> None:
+    """It would take seconds."""
+    code = "import sys, pp_offload; sys.exit('torch._dynamo' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", FILES)
