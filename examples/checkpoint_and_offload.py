@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt import VOCABULARY, GPTConfig, Stage, loss_fn
+from gpt import GPTConfig, Stage, count_up, loss_fn
 from live_bytes import LiveBytes
+from tables import format_table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload import get_lora_act_offloading_ctx_manager
+from pp_offload.backends import Backend, default_backend
 from pp_offload.checkpointing import (
     ActivationCheckpointing,
     ActivationCheckpointingVariants,
@@ -43,6 +45,7 @@ DEAR = (
 
 Context = Callable[[], AbstractContextManager[Any]]
 Statistics = Callable[[], OffloadStatistics] | None
+Way = Callable[[Stage, Backend], tuple[Context, Statistics]]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -62,46 +65,49 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def none(model: Stage) -> tuple[Context, Statistics]:
+def none(model: Stage, backend: Backend) -> tuple[Context, Statistics]:
     """Everything stays on the device."""
     return nullcontext, None
 
 
-def full(model: Stage) -> tuple[Context, Statistics]:
+def full(model: Stage, backend: Backend) -> tuple[Context, Statistics]:
     """Layers keep their inputs."""
-    checkpoint(model, FULL, FullACParams())
+    checkpoint(model, backend, FULL, FullACParams())
     return nullcontext, None
 
 
-def selective_op(model: Stage) -> tuple[Context, Statistics]:
+def selective_op(model: Stage, backend: Backend) -> tuple[Context, Statistics]:
     """Layers keep their inputs, and outputs of some operators."""
-    checkpoint(model, BY_OP, SelectiveOpACParams(save_ops_keys=DEAR))
+    checkpoint(model, backend, BY_OP, SelectiveOpACParams(save_ops_keys=DEAR))
     return nullcontext, None
 
 
-def offload(model: Stage) -> tuple[Context, Statistics]:
+def offload(model: Stage, backend: Backend) -> tuple[Context, Statistics]:
     """Everything goes to the host."""
-    context = get_lora_act_offloading_ctx_manager(model)
+    context = get_lora_act_offloading_ctx_manager(model, backend=backend)
     return lambda: context, context.statistics
 
 
-def both(model: Stage) -> tuple[Context, Statistics]:
+def both(model: Stage, backend: Backend) -> tuple[Context, Statistics]:
     """Layers keep their inputs, and outputs of some operators, on the host."""
     params = SelectiveOpACParams(offload_ops_keys=DEAR, offload_inputs=True)
-    return nullcontext, checkpoint(model, BY_OP, params)
+    return nullcontext, checkpoint(model, backend, BY_OP, params)
 
 
 def checkpoint(
-    model: Stage, variant: ActivationCheckpointingVariants, params: FullACParams
+    model: Stage,
+    backend: Backend,
+    variant: ActivationCheckpointingVariants,
+    params: FullACParams,
 ) -> Statistics:
     """Wrap the layers; what says what was offloaded."""
     recompute = ActivationCheckpointing.apply_activation_checkpointing_(
-        variant, "layers", model, params
+        variant, "layers", model, params, backend=backend
     )
     return recompute.stash.statistics if recompute.stash else None
 
 
-WAYS = {
+WAYS: dict[str, Way] = {
     "none": none,
     "full": full,
     "selective-op": selective_op,
@@ -141,11 +147,12 @@ def train(way: str, options: argparse.Namespace) -> tuple[Run, list[Tensor]]:
     torch.manual_seed(0)
     config = GPTConfig(num_layers=options.layers, width=options.width, context=options.context)
     model = Stage(config, 0, 1).to(options.device)
-    context, statistics = WAYS[way](model)
+    backend = default_backend(torch.device(options.device))
+    context, statistics = WAYS[way](model, backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, times = [], []
     for step in range(options.steps):
-        tokens = draw(step, options)
+        tokens = count_up(step, options.batch, options.context).to(options.device)
         start = time.perf_counter()
         with context():
             loss = loss_fn(model(tokens[:, :-1]), tokens[:, 1:])
@@ -155,24 +162,19 @@ def train(way: str, options: argparse.Namespace) -> tuple[Run, list[Tensor]]:
         losses.append(loss.detach())
         times.append((time.perf_counter() - start) * 1e3)
     # Once more, not timed, under observers that are too slow to leave on.
-    tokens = draw(options.steps, options)
+    tokens = count_up(options.steps, options.batch, options.context).to(options.device)
     before = statistics().bytes_offloaded if statistics else 0
     with RecomputedOps() as again, LiveBytes(options.device) as live:
         with context():
             loss = loss_fn(model(tokens[:, :-1]), tokens[:, 1:])
+        backend.synchronize()
+        if statistics:
+            statistics()  # lets go of what was copied
         held = live.live
         loss.backward()
     moved = statistics().bytes_offloaded - before if statistics else 0
     run = Run(sorted(times)[len(times) // 2], held, live.peak, moved, again.num)
     return run, losses + [p.detach() for p in model.parameters()]
-
-
-def draw(step: int, options: argparse.Namespace) -> Tensor:
-    """Bytes to learn, one more per sequence than the model sees."""
-    generator = torch.Generator().manual_seed(step)
-    start = torch.randint(VOCABULARY, (options.batch, 1), generator=generator)
-    rows = (start + torch.arange(options.context + 1)) % VOCABULARY
-    return rows.to(options.device)
 
 
 def format_runs(runs: dict[str, Run]) -> str:
@@ -182,13 +184,7 @@ def format_runs(runs: dict[str, Run]) -> str:
         in_mib = (run.held_bytes, run.peak_bytes, run.offloaded_bytes)
         mib = [f"{nbytes / MIB:.1f}" for nbytes in in_mib]
         rows.append((way, f"{run.step_ms:.0f}", *mib, str(run.recomputed_ops)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        lines.append("  ".join((first.ljust(widths[0]), *cells)))
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(lines)
+    return format_table(rows)
 
 
 def main() -> int:
@@ -202,7 +198,7 @@ def main() -> int:
     for way in WAYS:
         runs[way], found = train(way, options)
         expected = expected or found
-        is_equal &= all(map(torch.equal, found, expected))
+        is_equal &= all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     print(format_runs(runs))
     verdict = "equal bit for bit" if is_equal else "DIFFERENT"
     print(f"all losses and final parameters: {verdict}")

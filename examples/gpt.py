@@ -124,6 +124,13 @@ class Head(nn.Module):
         return self.logits(self.norm(x))
 
 
+def count_up(step: int, batch: int, context: int) -> Tensor:
+    """Bytes to learn: ``batch`` sequences that count, each one byte more than the model sees."""
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(VOCABULARY, (batch, 1), generator=generator)
+    return (start + torch.arange(context + 1)) % VOCABULARY
+
+
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross entropy of the next byte, in nats."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

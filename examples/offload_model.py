@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from gpt import VOCABULARY, Embedding, GPTConfig, Head, Layer, loss_fn
+from gpt import Embedding, GPTConfig, Head, Layer, count_up, loss_fn
+from tables import format_table
 from torch import Tensor, nn
 
 from pp_offload import OffloadModel
@@ -115,7 +116,7 @@ def train(way: str, options: argparse.Namespace) -> tuple[Run, list[Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, times = [], []
     for step in range(options.steps):
-        tokens = draw(step, options)
+        tokens = count_up(step, options.batch, options.context).to(options.device)
         start = time.perf_counter()
         loss = loss_fn(model(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
@@ -133,33 +134,22 @@ def train(way: str, options: argparse.Namespace) -> tuple[Run, list[Tensor]]:
     return run, losses + [p.detach().cpu() for p in model.parameters()]
 
 
-def draw(step: int, options: argparse.Namespace) -> Tensor:
-    """Bytes to learn, one more per sequence than the model sees."""
-    generator = torch.Generator().manual_seed(step)
-    start = torch.randint(VOCABULARY, (options.batch, 1), generator=generator)
-    rows = (start + torch.arange(options.context + 1)) % VOCABULARY
-    return rows.to(options.device)
-
-
 def format_runs(runs: dict[str, Run]) -> str:
     """One table."""
-    rows = [("parameters", "first loss", "last loss", "step ms", "held MiB", "brought", "sent")]
+    rows = [
+        ("parameters", "first loss", "last loss", "step ms", "held MiB", "brought MiB", "sent MiB")
+    ]
     for way, run in runs.items():
         in_mib = (run.parameter_bytes, run.brought_bytes, run.sent_bytes)
         losses = (f"{run.loss_first:.4f}", f"{run.loss_last:.4f}")
         rows.append((way, *losses, f"{run.step_ms:.0f}", *(f"{n / MIB:.1f}" for n in in_mib)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        lines.append("  ".join((first.ljust(widths[0]), *cells)))
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(lines)
+    return format_table(rows)
 
 
 def same_bits(runs: list[list[Tensor]]) -> bool:
     """Whether all have the losses and parameters of the first."""
-    return all(map(torch.equal, runs[0] * len(runs), [one for run in runs for one in run]))
+    pairs = (pair for run in runs for pair in zip(run, runs[0], strict=True))
+    return all(torch.equal(*pair) for pair in pairs)
 
 
 def main() -> int:

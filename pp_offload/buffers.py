@@ -8,9 +8,10 @@ would start from what the first run left, and leave more.
         module(x)
 
 NOTE [ Changed without a trace ]
-    Batch norm changes its statistics without their version counters telling. So small buffers are
-    copied each time; a large one only when its version says that it changed, and the copy is shared
-    by all that want it as it is now.
+    Batch norm changes its statistics without their version counters telling. So buffers of one
+    dimension, as those are, and small ones are copied each time. Another, such as a mask, is copied
+    when its version says that it changed, and the copy, which stays as long as it is good, is
+    shared by all that want it as it is now.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 SMALL_BYTES = 2**16
-"""Up to here a buffer is copied for every forward. See NOTE [ Changed without a trace ]."""
+"""Up to here any buffer is copied each time. See NOTE [ Changed without a trace ]."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,14 @@ class Before:
     values: Tensor
     """A copy of what was in it."""
 
+    is_traced: bool
+    """Whether its version tells that it was changed."""
+
     @property
     def is_certainly_same(self) -> bool:
         """Whether the buffer is there and nobody can have changed it."""
         is_there = self.owner.get(self.name) is self.buffer
-        return (
-            is_there and self.buffer.nbytes > SMALL_BYTES and self.buffer._version == self.version
-        )
+        return is_there and self.is_traced and self.buffer._version == self.version
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,11 @@ class BufferMemory:
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
-                    values = self._values(buffer)
-                    yield Before(owner._buffers, name, buffer, buffer._version, values)
+                    is_traced = buffer.nbytes > SMALL_BYTES and buffer.dim() > 1
+                    values = self._shared(buffer) if is_traced else buffer.clone()
+                    yield Before(owner._buffers, name, buffer, buffer._version, values, is_traced)
 
-    def _values(self, buffer: Tensor) -> Tensor:
-        if buffer.nbytes <= SMALL_BYTES:
-            return buffer.clone()
+    def _shared(self, buffer: Tensor) -> Tensor:
         version, values = self._copies.get(buffer, (None, None))
         if values is None or version != buffer._version:
             values = buffer.clone()

@@ -12,6 +12,7 @@ Layers are wrapped by PyTorch's ``CheckpointWrapper``, so names in the state dic
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from pp_offload.backends import Backend
-from pp_offload.checkpoint_params import (
+from pp_offload.checkpoint_options import (
     SAVE_DICT,
     ActivationCheckpointedModelConfig,
     ActivationCheckpointingVariants,
@@ -63,12 +64,13 @@ class ActivationCheckpointing:
             layers_fqn: Name in the model of the ModuleDict, ModuleList or Sequential of layers.
             model: Its forward begins a microbatch; any number may be in flight.
             ac_fun_params: :class:`FullACParams`, :class:`SelectiveLayerACParams` or
-                :class:`SelectiveOpACParams`, as the variant wants; or any object with such
-                attributes.
+                :class:`SelectiveOpACParams`, as the variant wants; or a mapping of such options,
+                or any object with such attributes.
             backend: Device to work on; the accelerator where there is one, else the CPU.
 
         Returns:
-            What was done so far by these layers: its ``counts``, and ``stash.statistics()``.
+            What these layers are run by: it has ``counts`` of what was done so far, and, where
+            anything is offloaded, ``stash.statistics()``.
 
         Raises:
             ValueError: The variant is unknown, the parameters are not for it, the layers are not
@@ -78,6 +80,11 @@ class ActivationCheckpointing:
         layers = _container(model, layers_fqn)
         recompute = _recompute(params, backend)
         every = params.ac_freq if isinstance(params, SelectiveLayerACParams) else 1
+        if every > len(layers._modules):
+            raise ValueError(
+                f"ac_freq is {every}, but {layers_fqn!r} has {len(layers._modules)} layers; "
+                "expected no more than that, for none would be checkpointed"
+            )
         wrapped: dict[Module, Module] = {}
         for number, (name, layer) in enumerate(list(layers._modules.items()), start=1):
             if layer is not None and number % every == 0:
@@ -104,10 +111,11 @@ def apply_activation_checkpointing_fsdp1_inplace(
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Returns:
-        What was done so far by these modules.
+        What these modules are run by; see :class:`ActivationCheckpointing`.
 
     Raises:
-        ValueError: The model is no FSDP1 model, or has no module of a class.
+        ValueError: The model is no FSDP1 model, has no module of a class, or has checkpoints
+            already; or the parameters are of another variant.
 
     Source: Modalities ``apply_activation_checkpointing_fsdp1_inplace``.
     """
@@ -118,15 +126,24 @@ def apply_activation_checkpointing_fsdp1_inplace(
             f"model is a {type(model).__name__}; expected a FullyShardedDataParallel; for others "
             "use ActivationCheckpointing.apply_activation_checkpointing_"
         )
-    found = {type(module).__name__: type(module) for module in model.modules()}
+    if any(isinstance(module, CheckpointWrapper) for module in model.modules()):
+        raise ValueError("the model has checkpoints already; expected to be applied once")
+    found: defaultdict[str, set[type]] = defaultdict(set)
+    for module in model.modules():
+        found[type(module).__name__].add(type(module))
     missing = sorted(set(activation_checkpointing_modules) - set(found))
     if missing:
         raise ValueError(
             f"the model has no module of class {', '.join(missing)}; expected some of "
             f"{', '.join(sorted(found))}"
         )
-    wanted = [found[name] for name in activation_checkpointing_modules]
-    recompute = _recompute(ac_fun_params or FullACParams(), backend)
+    wanted = [kind for name in activation_checkpointing_modules for kind in found[name]]
+    variants = ActivationCheckpointingVariants
+    variant = variants.FULL_ACTIVATION_CHECKPOINTING
+    if isinstance(ac_fun_params, SelectiveOpACParams):
+        variant = variants.SELECTIVE_OP_ACTIVATION_CHECKPOINTING
+    params = params_for(variant, FullACParams() if ac_fun_params is None else ac_fun_params)
+    recompute = _recompute(params, backend)
     apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=partial(checkpoint_wrapper, checkpoint_fn=recompute),
@@ -195,6 +212,7 @@ def _follow(model: Module, recompute: Recompute) -> None:
 
 
 def _begin(recompute: Recompute, module: Module, inputs: Any) -> None:
+    recompute.check_idle()
     recompute.begin()
 
 

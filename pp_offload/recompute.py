@@ -10,11 +10,12 @@ run again sees the module's buffers as they were, and changes none.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -65,16 +66,40 @@ class Recompute:
         if not use_reentrant:
             self._options |= {"determinism_check": determinism_check, "early_stop": early_stop}
         self._buffers = BufferMemory()
+        self._is_checked = False
 
     def __deepcopy__(self, memo: object) -> Recompute:
         """A copy of a model shares what moves its tensors."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a model with checkpoints of pp_offload cannot be pickled, for streams and host memory "
+            "are part of it; save model.state_dict(), whose names are those without checkpoints"
+        )
 
     @torch._disable_dynamo  # as torch.compiler.disable, but imports no compiler
     def begin(self) -> None:
         """The forward of a microbatch begins."""
         if self.stash is not None:
             self.stash.begin()
+
+    def check_idle(self) -> None:
+        """Warn, once, if the checkpoints so far offloaded nothing, but should have."""
+        stash = self.stash
+        if stash is None or self._is_checked or not self.counts.forward_calls:
+            return
+        self._is_checked = True
+        if stash.statistics().bytes_offloaded == 0:
+            chosen = (
+                "" if self._policy is None else f", or of {sorted(map(str, self._policy.offload))}"
+            )
+            warnings.warn(
+                f"{self.counts.forward_calls} checkpoints offloaded nothing: there was no input"
+                f"{chosen} of at least {stash.min_offload_size} bytes on the device; lower "
+                "min_offload_size, or name operators that the layers call",
+                stacklevel=2,
+            )
 
     @torch._disable_dynamo
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,8 @@ NOTE [ Host writes ]
     foreseen. What is still there was read before, so its parameters must be at the same version
     and address as then.
 
+Call pattern:
+
     cache = SliceCache(transfer)
     tensors = cache.use(slice_)  # loads it, unless it was foreseen
     cache.prefetch(following)    # while compute uses the tensors
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch.nn import Parameter
 
@@ -80,6 +83,12 @@ class SliceCache:
     def __deepcopy__(self, memo: object) -> SliceCache:
         """A copy of a model shares what moves its tensors."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an OffloadModel cannot be pickled, for streams and host memory are part of it; save "
+            "model.state_dict(), whose names are those of the Sequential"
+        )
 
     @property
     def nbytes(self) -> int:

@@ -52,8 +52,6 @@ WAYS: dict[str, tuple[ActivationCheckpointingVariants, FullACParams]] = {
 }
 """How a model is checkpointed, by name."""
 
-OFFLOADING = [name for name in WAYS if "offload" in name]
-
 
 class Block(nn.Module):
     """Products with and without bias, dropout, batch norm, a maximum; inputs everywhere."""

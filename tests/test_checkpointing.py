@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import warnings
 from functools import partial
 
 import pytest
@@ -54,8 +56,8 @@ def test_equal_bit_for_bit(kind: str, way: str, order) -> None:
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "reentrant" not in way])
-def test_backward_twice_is_as_in_pytorch(backend, way: str) -> None:
-    """Where PyTorch can run backward twice, so can these: where nothing is saved for the first."""
+def test_backward_twice(backend, way: str) -> None:
+    """But where outputs are saved for the first, as PyTorch's selective checkpoints are."""
     with backend.activate():
         gradients = []
         for one in (None, way):
@@ -124,22 +126,26 @@ def test_every_few_layers_counts_from_one_in_each_application() -> None:
         assert wrapped == ["2", "5"]
 
 
-def test_a_layer_used_twice_is_wrapped_twice() -> None:
+def test_a_layer_used_twice_is_checkpointed_twice() -> None:
     layer = nn.Linear(2, 2)
     model = nn.Sequential(layer, nn.Linear(2, 2), layer)
     recompute = apply_(FULL, "", model, FullACParams())
+    assert model[0] is model[2]
     model(torch.ones(1, 2, requires_grad=True)).sum().backward()
     assert recompute.counts.recomputed_calls == 3
 
 
 def test_a_copy_of_the_model_works() -> None:
     model = make_model(groups=())
-    apply_(FULL, "", model, FullACParams(offload_inputs=True, min_offload_size=1))
+    stash = apply_(FULL, "", model, FullACParams(offload_inputs=True, min_offload_size=1)).stash
+    assert stash is not None
     other = copy.deepcopy(model)
     found = []
     for one in (model, other):
         x = torch.ones(5, 8, requires_grad=True)
+        before = stash.statistics().bytes_offloaded
         one(x).sum().backward()
+        assert stash.statistics().bytes_offloaded > before
         found.append([x.grad, *(p.grad for p in one.parameters())])
     assert same_bits(*found)
 
@@ -154,12 +160,16 @@ def test_compiled_models_work(is_inner: bool) -> None:
             for layer in model:
                 layer.compile(backend="aot_eager")
         if is_on:
-            apply_(FULL, "", model, FullACParams(offload_inputs=True, min_offload_size=1))
+            way = FullACParams(offload_inputs=True, min_offload_size=1)
+            recompute = apply_(FULL, "", model, way)
         compiled = model if is_inner else torch.compile(model, backend="aot_eager")
         x = torch.ones(5, 8, requires_grad=True)
         compiled(x).square().sum().backward()
         found.append([x.grad, *(p.grad for p in model.parameters())])
     assert same_bits(*found)
+    assert recompute.counts.recomputed_calls == 3
+    assert recompute.stash is not None and recompute.stash.statistics().bytes_offloaded > 0
+    assert not is_inner or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def test_without_gradients_a_layer_is_only_called() -> None:
@@ -179,10 +189,12 @@ def test_parameters_get_gradients_when_no_input_wants_one(use_reentrant: bool) -
     for is_on in (False, True):
         model = make_model(groups=())
         if is_on:
-            apply_(FULL, "", model, FullACParams(use_reentrant=use_reentrant, offload_inputs=True))
+            way = FullACParams(use_reentrant=use_reentrant, offload_inputs=True, min_offload_size=1)
+            recompute = apply_(FULL, "", model, way)
         model(torch.ones(5, 8)).sum().backward()
         found.append([p.grad for p in model.parameters()])
     assert same_bits(*found)
+    assert recompute.counts.recomputed_calls == 3
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -350,20 +362,40 @@ def test_parameters_of_another_library_will_do() -> None:
     apply_(EVERY_FEW, "", model, params(ac_freq=2))
     assert isinstance(model[0], nn.Linear) and not isinstance(model[1], nn.Linear)
     apply_(BY_OP, "", nn.Sequential(nn.Linear(2, 2)), params(save_ops_keys=[OP]))
+    apply_(EVERY_FEW.value, "", nn.Sequential(nn.Linear(2, 2)), {"ac_freq": 1})
     assert ActivationCheckpointedModelConfig.FullACParams is FullACParams
 
 
 def test_save_dict_has_the_operators_of_the_reference() -> None:
-    assert {key: f"ops.{op}" for key, op in ActivationCheckpointing.SAVE_DICT.items()} == {
-        key: key for key in ActivationCheckpointing.SAVE_DICT
+    known = ActivationCheckpointing.SAVE_DICT
+    assert {key: f"ops.{op}" for key, op in known.items()} == {key: key for key in known}
+    assert set(known) == {
+        "ops.aten.mm.default",
+        "ops.aten._scaled_dot_product_efficient_attention.default",
+        "ops.aten._scaled_dot_product_flash_attention.default",
+        "ops._c10d_functional.reduce_scatter_tensor.default",
+        "ops.aten.max.default",
     }
-    assert len(ActivationCheckpointing.SAVE_DICT) == 5
 
 
 BAD = {
     "no such layers": (FULL, "body", FullACParams(), r"'body', but .* of this model: \['', 'c'\]"),
     "no container": (FULL, "a", FullACParams(), "a Linear; expected a ModuleDict, ModuleList or"),
     "unknown variant": ("all", "", FullACParams(), "unknown variant 'all'; expected one of .*FULL"),
+    "no parameters": (FULL, "", None, "ac_fun_params is a NoneType; expected FullACParams"),
+    "unknown option": (
+        FULL,
+        "",
+        {"offload": True},
+        r"has \['offload'\]; expected some of offload_in",
+    ),
+    "too few layers": (
+        EVERY_FEW,
+        "",
+        {"ac_freq": 3},
+        "ac_freq is 3, but '' has 2 layers; expected",
+    ),
+    "a string": (BY_OP, "", {"save_ops_keys": OP}, "expected a list of names"),
     "parameters of another": (FULL, "", SelectiveLayerACParams(ac_freq=1), "expected FullACParams"),
     "no frequency": (EVERY_FEW, "", params(), "without ac_freq; expected SelectiveLayerACParams"),
     "frequency": (
@@ -399,6 +431,7 @@ def test_bad_input_leaves_the_model_as_it_was(bad: str) -> None:
         ({"save_ops_keys": [OP], "recompute_every": {OP: 0}}, "expected at least 1"),
         ({"save_ops_keys": [OP], "determinism_check": "all"}, 'expected "default" or "none"'),
         ({"save_ops_keys": [OP], "min_offload_size": -1}, "expected at least 0 bytes"),
+        ({"use_reentrant": True, "early_stop": False}, "expected one or the other"),
     ],
 )
 def test_bad_options(options, message: str) -> None:
@@ -411,3 +444,32 @@ def test_applied_twice_is_an_error() -> None:
     apply_(FULL, "", model, FullACParams())
     with pytest.raises(ValueError, match="checkpointed already"):
         apply_(FULL, "", model, FullACParams())
+
+
+def test_a_checkpointed_model_says_why_it_cannot_be_pickled() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    apply_(FULL, "", model, FullACParams())
+    with pytest.raises(TypeError, match=r"cannot be pickled.*save model.state_dict\(\)"):
+        pickle.dumps(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload_inputs": True}, "no input of at least 1024 bytes"),
+        (
+            {"offload_ops_keys": [OP], "min_offload_size": 1},
+            r"no input, or of \['aten.mm.default'\]",
+        ),
+    ],
+)
+def test_offload_of_nothing_is_warned_of_once(options, message: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))  # with a bias: no aten.mm
+    apply_(BY_OP if "offload_ops_keys" in options else FULL, "", model, options)
+    x = torch.ones(3, 2, requires_grad=True)
+    model(x).sum().backward()
+    with pytest.warns(UserWarning, match=message):
+        model(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).sum().backward()

@@ -55,7 +55,7 @@ LAYERS = [
     {"functions", "cuda_graph", "stash", "left_out"},
     {"buffers", "random_state"},
     {"selective"},
-    {"recompute", "checkpoint_params"},
+    {"recompute", "checkpoint_options"},
     {"slice_cache", "slice_nodes"},
     {"slice_saved"},
     {"slice_layers"},

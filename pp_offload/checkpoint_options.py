@@ -53,10 +53,10 @@ class ActivationCheckpointingVariants(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FullACParams:
-    """How a layer is checkpointed. The options from ``preserve_rng_state`` on are PyTorch's.
+    """How a layer is checkpointed. The options from ``use_reentrant`` on are PyTorch's.
 
     Raises:
-        ValueError: An option that the chosen way of checkpointing does not have.
+        ValueError: A value cannot be right, or reentrant checkpoints do not have the option.
     """
 
     offload_inputs: bool = False
@@ -66,13 +66,13 @@ class FullACParams:
     """Smaller tensors stay on the device. In bytes."""
 
     config: OffloadConfig = field(default_factory=OffloadConfig)
-    """Which tiers, and how much of them; its options of groups and plans do not count."""
+    """Which tiers, and how much of them. What it says of groups does not count."""
 
     use_reentrant: bool = False
     """PyTorch's older way, which runs backward inside backward."""
 
     preserve_rng_state: bool = True
-    """Draw the same random numbers again, for dropout."""
+    """Draw the same random numbers again, for dropout. The reference does not."""
 
     determinism_check: str = "default"
     """Compare shapes, dtypes and devices of what was computed again; ``"none"`` for nothing."""
@@ -84,6 +84,11 @@ class FullACParams:
         if self.determinism_check not in ("default", "none"):
             raise ValueError(
                 f'determinism_check is {self.determinism_check!r}; expected "default" or "none"'
+            )
+        if self.use_reentrant and not (self.early_stop and self.determinism_check == "default"):
+            raise ValueError(
+                "use_reentrant is True, with early_stop or determinism_check; expected one or the "
+                "other, for reentrant checkpoints run all again, and compare nothing"
             )
         if self.min_offload_size < 0:
             raise ValueError(
@@ -127,11 +132,15 @@ class SelectiveOpACParams(FullACParams):
 
     recompute_every: Mapping[str, int] = field(default_factory=lambda: {MATMUL: 2})
     """Of the operators above, those of which every n-th call in a layer is computed again all the
-    same. The reference does so with every second matrix product.
+    same. The reference does so with every second matrix product, that is ``aten.mm``: a linear
+    layer without a bias.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("save_ops_keys", "offload_ops_keys"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a list of names")
         if not self.save_ops_keys and not self.offload_ops_keys:
             raise ValueError(
                 "save_ops_keys is empty; expected at least one operator here or in "
@@ -185,26 +194,33 @@ def params_for(variant: object, given: Any) -> FullACParams:
     """What the variant wants to know.
 
     Args:
-        variant: One of :class:`ActivationCheckpointingVariants`.
-        given: Parameters of ours for it, or an object with such attributes.
+        variant: One of :class:`ActivationCheckpointingVariants`, or its value.
+        given: Parameters of ours for it, a mapping of them, or an object with such attributes.
 
     Raises:
         ValueError: There is no such variant, or the parameters are not for it.
     """
-    if variant not in _PARAMS:
-        known = ", ".join(str(one) for one in ActivationCheckpointingVariants)
-        raise ValueError(f"unknown variant {variant!r}; expected one of {known}")
-    wanted = _PARAMS[variant]  # type: ignore[index]
+    try:
+        wanted = _PARAMS[ActivationCheckpointingVariants(variant)]
+    except ValueError as error:
+        known = ", ".join(f"{one} or {one.value!r}" for one in ActivationCheckpointingVariants)
+        raise ValueError(f"unknown variant {variant!r}; expected one of {known}") from error
     if type(given) is wanted:
         return given
-    if isinstance(given, FullACParams):
+    if given is None or isinstance(given, FullACParams):
         raise ValueError(
             f"ac_fun_params is a {type(given).__name__}; expected {wanted.__name__} for {variant}"
         )
-    names = [one.name for one in fields(wanted) if hasattr(given, one.name)]
-    if wanted is SelectiveLayerACParams and "ac_freq" not in names:
+    names = [one.name for one in fields(wanted)]
+    if isinstance(given, Mapping):
+        if unknown := sorted(set(given) - set(names)):
+            raise ValueError(f"ac_fun_params has {unknown}; expected some of {', '.join(names)}")
+        values = dict(given)
+    else:
+        values = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    if wanted is SelectiveLayerACParams and "ac_freq" not in values:
         raise ValueError(f"ac_fun_params is {given!r}, without ac_freq; expected {wanted.__name__}")
-    return wanted(**{name: getattr(given, name) for name in names})
+    return wanted(**values)
 
 
 def operator(key: str) -> OpOverload:
