@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-HF = ["transformers", "peft", "accelerate"]
+HF = ["transformers>=5", "peft", "accelerate"]
 
 setup(
     name="pp_offload",

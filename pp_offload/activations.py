@@ -36,10 +36,11 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
 
     Args:
         use_pin_memory: Put it in pinned memory, which copies need to run beside compute.
-        use_streams: Let them; otherwise compute waits for every copy.
+        use_streams: Let them; otherwise compute waits for every copy, and none is made ahead,
+            whatever ``config`` says.
         min_offload_size: Smaller tensors stay on the device. In bytes.
         max_fwd_stash_size: How many tensors may be on the device before they leave together.
-        config: Which tiers, and how much of them; its options of groups and plans do not count.
+        config: Which tiers, and how much of them. What it says of groups does not count.
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Raises:
@@ -86,6 +87,10 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     def keep_module(self, model: Module) -> None:
         """Leave parameters and buffers where they are, whichever view of them is saved."""
         self.stash.keep_module(model)
+
+    def update_model_params(self, model: Module) -> None:
+        """:meth:`keep_module`, as TRL names it."""
+        self.keep_module(model)
 
     def statistics(self) -> OffloadStatistics:
         """What was moved and what is in use, exact at the call."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 from torch.nn import Module
 
@@ -24,6 +25,7 @@ HEADS = (
     "decoder.output",
     "decoder.lm_head",
     "final_layer_norm",
+    "ln_f",
     "norm",
     "head",
     "score",
@@ -33,7 +35,8 @@ HEADS = (
 )
 """Where models have their output head, or what comes last; the first that is there is taken.
 
-The last four are those of classifiers and of value models.
+The last four are those of classifiers and value models. Where a model has both a norm and a
+``head`` at its top, name the head.
 """
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "pretrained_model")
@@ -41,20 +44,21 @@ WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "pretrained_mod
 
 
 def get_act_offloading_ctx_manager(
-    model: Module, enable_activation_offloading: bool, *, backend: Backend | None = None
+    model: Module, enable_activation_offloading: bool = True, **options: Any
 ) -> OffloadActivations | NoOpManager:
     """A context for the forward of ``model``.
 
     Args:
         model: Its parameters and buffers stay on the device, and what its output head saves.
-        enable_activation_offloading: False for a context in which nothing is offloaded.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
+        enable_activation_offloading: False for a context in which nothing is offloaded, by other
+            saved-tensor hooks neither.
+        options: Those of :func:`get_lora_act_offloading_ctx_manager`, by name.
 
-    Source: torchtune ``get_act_offloading_ctx_manager``.
+    Source: torchtune ``get_act_offloading_ctx_manager``; with the options of TRL's.
     """
     if not enable_activation_offloading:
         return NoOpManager()
-    return get_lora_act_offloading_ctx_manager(model, backend=backend)
+    return get_lora_act_offloading_ctx_manager(model, **options)
 
 
 def get_lora_act_offloading_ctx_manager(
@@ -86,7 +90,7 @@ def get_lora_act_offloading_ctx_manager(
     Raises:
         ValueError: ``head`` names no module of the model.
 
-    Source: TRL and axolotl ``get_lora_act_offloading_ctx_manager``.
+    Source: axolotl ``get_lora_act_offloading_ctx_manager``.
     """
     offload = OffloadActivations(
         use_pin_memory,
@@ -145,9 +149,9 @@ def find_head(model: Module) -> Module | None:
 
 
 def liger_modules(model: Module) -> Iterator[Module]:
-    """Liger's fused modules keep what they need themselves."""
+    """Modules named after Liger, such as its fused losses, which need what they save at once."""
     for name, module in model.named_modules():
-        if "liger" in name.lower() or "liger" in type(module).__name__.lower():
+        if "liger" in name.lower():
             yield module
 
 

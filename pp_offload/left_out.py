@@ -26,9 +26,10 @@ _running = _Running()
 
 
 def leave_out(module: Module) -> None:
-    """From now on, what ``module`` saves in its forward stays on the device. Twice is fine.
+    """From now on, OffloadActivations leave what ``module`` saves in its forward on the device.
 
-    In a compiled region it does nothing.
+    Checkpoints and groups do not ask for the mark. In a compiled region it does nothing. Twice is
+    fine.
     """
     if _enter not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_enter)
@@ -51,7 +52,10 @@ def _enter(module: Module, _: object) -> None:
 
 
 def _leave(module: Module, *_: object) -> None:
-    """Also where another hook raised before ``_enter``, and inside modules that never ended."""
+    """Take the mark away, and those of modules inside that never ended.
+
+    It is not there where another hook raised before :func:`_enter` ran.
+    """
     if torch.compiler.is_compiling():
         return
     running = _running.modules

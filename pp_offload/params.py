@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils._pytree import tree_leaves
 
 from pp_offload.backends import Backend, default_backend
@@ -140,8 +141,14 @@ class OffloadModel(nn.Module):
         return output
 
     def statistics(self) -> OffloadStatistics:
-        """What was moved: parameters count as reloaded, gradients as offloaded."""
-        return collect(self._cache.transfer)
+        """What was moved: parameters count as reloaded, gradients as offloaded.
+
+        With ``checkpoint_activation`` also what goes into slices, both ways. Host memory is that of
+        the latter alone: parameters and gradients are the program's.
+        """
+        moved = collect(self._cache.transfer)
+        stash = None if self._recompute is None else self._recompute.stash
+        return moved if stash is None else moved + stash.statistics()
 
     @property
     def parameter_bytes_on_device(self) -> int:
@@ -266,6 +273,11 @@ def _check_model(model: nn.Module) -> None:
             "the Sequential itself has hooks, which would not run; expected hooks on its layers "
             "only; register them on the OffloadModel"
         )
+    if any(isinstance(module, ActivationWrapper) for module in model.modules()):
+        raise ValueError(
+            "a layer is, or has, a checkpoint wrapper; expected layers that keep what they save; "
+            "pass checkpoint_activation=True instead"
+        )
     if any(isinstance(module, OffloadModel) for module in model.modules()):
         raise ValueError(
             "a layer is, or has, an OffloadModel; expected plain layers; put its layers into the "
@@ -275,7 +287,7 @@ def _check_model(model: nn.Module) -> None:
     if odd:
         raise ValueError(
             f"parameters {odd} are no dense tensors with data; expected plain nn.Parameter; "
-            "materialize lazy and meta parameters first, and do not shard them"
+            "materialize lazy and meta parameters first, and do not shard them with FSDP or DTensor"
         )
 
 

@@ -1,6 +1,6 @@
 """Saved tensors of forwards in which nobody marks groups: they gather, and leave together.
 
-A stash is a group of what was saved last. It leaves when it is told to, or when it holds as many
+What was saved last is a group that is open. It leaves when that is said, or when it has as many
 tensors as it may; groups come back in reverse order, ahead of their backward. Every forward is a
 microbatch of its own, so any number may be in flight.
 
@@ -36,7 +36,7 @@ class ActivationStash:
 
     Args:
         name: Of its groups, for messages.
-        config: Which tiers, and how much of them. Of its sizes, those of groups do not count.
+        config: Which tiers, and how much of them. What it says of groups does not count.
         min_offload_size: Smaller tensors stay on the device. In bytes.
         max_tensors: As many are sent without being told to; None for no limit.
         use_pin_memory: Offload to memory that copies need to run beside compute.
@@ -94,7 +94,7 @@ class ActivationStash:
             return Resident(tensor)
         group = self._open
         if group is not None and group.is_used:
-            group = None  # a backward inside the forward: it stays
+            group = None  # a backward inside the forward has used it: it stays on the device
         if group is None:
             group = self._open = chunk.on_group_start_forward(self.name)
         packed = chunk.pack(group, tensor)

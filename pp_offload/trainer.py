@@ -43,7 +43,8 @@ class ActivationOffloadingMixin:
         activation_offloading: Options of
             :func:`pp_offload.heads.get_lora_act_offloading_ctx_manager`, apart from the model.
             Where the ``TrainingArguments`` have an ``activation_offloading`` of their own, that one
-            says whether anything is offloaded; True or False here beats it.
+            says whether anything is offloaded; options, True or False here beat it. TRL's trainers
+            begin an offload of their own where theirs is True: leave it False, and say it here.
         kwargs: The trainer's.
 
     Raises:
@@ -102,7 +103,10 @@ class _Offloading:
 
     Attributes:
         is_on: Whether anything is offloaded; None leaves that to the trainer's arguments.
-        offload: The context of ``model``, once that is known.
+        options: Of the context.
+        model: What was trained last.
+        offload: Its context.
+        is_checked: Whether it was looked at if anything is offloaded.
     """
 
     def __init__(self, wanted: Mapping[str, Any] | bool | None) -> None:
@@ -112,7 +116,7 @@ class _Offloading:
                 f"activation_offloading has unknown options {unknown}; expected some of "
                 f"{', '.join(OPTIONS)}"
             )
-        self.is_on = None if isinstance(wanted, Mapping) else wanted
+        self.is_on = True if isinstance(wanted, Mapping) else wanted
         self.options = dict(options)
         self.model: Module | None = None
         self.offload: OffloadActivations | None = None

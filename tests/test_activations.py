@@ -342,4 +342,8 @@ def test_without_a_head_there_is_a_warning() -> None:
 
 def test_it_can_be_switched_off() -> None:
     assert isinstance(get_act_offloading_ctx_manager(Decoder("head"), False), NoOpManager)
-    assert isinstance(get_act_offloading_ctx_manager(Decoder("head"), True), OffloadActivations)
+    model = Decoder("head")
+    assert isinstance(get_act_offloading_ctx_manager(model, True), OffloadActivations)
+    offload = get_act_offloading_ctx_manager(model, use_streams=False, max_fwd_stash_size=2)
+    assert isinstance(offload, OffloadActivations) and offload.stash.max_tensors == 2
+    offload.update_model_params(model)

@@ -29,6 +29,7 @@ from sliced import (
     train,
 )
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from toy import assert_no_hooks, same_bits
 
 from pp_offload import OffloadActivations, OffloadConfig, OffloadError, SavedTensorModifiedError
@@ -593,6 +594,11 @@ def with_hook() -> nn.Sequential:
     [
         (lambda: nn.Linear(2, 2), {}, "is a Linear; expected an nn.Sequential"),
         (lambda: Reversed(nn.Linear(2, 2)), {}, "is a Reversed; expected an nn.Sequential"),
+        (
+            lambda: nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2))),
+            {"num_slices": 1},
+            "a checkpoint wrapper; expected .* pass checkpoint_activation=True",
+        ),
         (with_own_parameter, {}, r"itself has \['scale'\]; expected .* in its layers only"),
         (with_hook, {}, "itself has hooks.*register them on the OffloadModel"),
         (lambda: nn.Sequential(nn.LazyLinear(2)), {"num_slices": 1}, r"parameters \['0.weight'"),
