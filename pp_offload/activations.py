@@ -22,6 +22,8 @@ from dataclasses import replace
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
@@ -75,17 +77,31 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             use_pin_memory=use_pin_memory,
             backend=backend,
         )
+        self._knows_model = False
+        self._watches: list[RemovableHandle] = []
         super().__init__(_unless_left_out(self.stash.pack), unpack)
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
         """Begin the forward of a microbatch."""
         forget_left_out()
         self.stash.begin()
+        if not self._knows_model:
+            self._watches.append(register_module_forward_pre_hook(self._keep_buffers))
         super().__enter__()
         return self
 
+    def __exit__(self, *args: object) -> None:
+        """The forward is over."""
+        super().__exit__(*args)
+        if self._watches:
+            self._watches.pop().remove()
+
     def keep_module(self, model: Module) -> None:
-        """Leave parameters and buffers where they are, whichever view of them is saved."""
+        """Leave parameters and buffers where they are, whichever view of them is saved.
+
+        Without it buffers are found when a forward comes by their module, which takes some time.
+        """
+        self._knows_model = True
         self.stash.keep_module(model)
 
     def update_model_params(self, model: Module) -> None:
@@ -95,6 +111,12 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     def statistics(self) -> OffloadStatistics:
         """What was moved and what is in use, exact at the call."""
         return self.stash.statistics()
+
+    def _keep_buffers(self, module: Module, _: object) -> None:
+        """Batch norm changes its own without a trace, so they must not be under way."""
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                self.stash.keep(buffer)
 
 
 def _unless_left_out(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:

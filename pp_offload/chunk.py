@@ -212,7 +212,8 @@ class ChunkOffloadHandler:
     def _other_thread(self, action: str, name: str) -> GroupStateError:
         return GroupStateError(
             f"{action} of group '{name}' on thread {threading.get_ident()}, but its chunk belongs "
-            f"to thread {self._thread}; call init_chunk_handler on the thread that runs the forward"
+            f"to thread {self._thread}; with groups call init_chunk_handler on the thread that "
+            "runs the forward, else take a context, or checkpoints, for each thread"
         )
 
     def _not_open(self, name: str) -> GroupStateError:

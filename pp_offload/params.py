@@ -23,7 +23,8 @@ NOTE [ Order of sums ]
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from pp_offload.stash import ActivationStash
 from pp_offload.statistics import OffloadStatistics, collect
 from pp_offload.tensors import has_storage
 from pp_offload.tiers.room import host_room
+from pp_offload.transfer import is_dense
 
 HOST = torch.device("cpu")
 
@@ -283,11 +285,32 @@ def _check_model(model: nn.Module) -> None:
             "a layer is, or has, an OffloadModel; expected plain layers; put its layers into the "
             "Sequential instead"
         )
-    odd = [name for name, p in model.named_parameters() if not has_storage(p) or p.is_meta]
+    _check_memory(dict(model.named_parameters()))
+
+
+def _check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
+    odd = [name for name, p in parameters.items() if not has_storage(p) or p.is_meta]
     if odd:
         raise ValueError(
             f"parameters {odd} are no dense tensors with data; expected plain nn.Parameter; "
             "materialize lazy and meta parameters first, and do not shard them with FSDP or DTensor"
+        )
+    gaps = [name for name, p in parameters.items() if not is_dense(p)]
+    if gaps:
+        raise ValueError(
+            f"parameters {gaps} have gaps in memory, or share elements; expected dense ones; make "
+            "them of tensor.contiguous()"
+        )
+    spans = sorted((p.data_ptr(), p.nbytes, name) for name, p in parameters.items() if p.numel())
+    tied = [
+        (one, other)
+        for (begin, nbytes, one), (following, _, other) in pairwise(spans)
+        if following < begin + nbytes
+    ]
+    if tied:
+        raise ValueError(
+            f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "
+            "under several names, as in head.weight = embedding.weight"
         )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -112,10 +111,10 @@ class Recompute:
         if self.stash is not None and self.stash.is_over and not is_in_backward():
             self.stash.begin()
         self.counts.forward_calls += 1
-        tensors, call = _taken_apart(args, kwargs)
+        call = _Call(function, args, kwargs)
         run = self._reentrant if self._use_reentrant else self._non_reentrant
         with self._saving():
-            outputs = run(function, partial(call, function), tensors)
+            outputs = run(function, call, call.tensors())
         self._send()
         return outputs
 
@@ -175,22 +174,34 @@ class Recompute:
             self.stash.send()
 
 
-def _taken_apart(args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[..., Any]]:
-    """The tensors in the arguments, and what calls a function with such in their places.
+class _Call:
+    """A function with arguments, whose tensors come from somebody else when it is run again.
 
-    The second holds none of the first.
+    The first time it gets the very objects that it was called with, and may fill a list in them;
+    later it gets objects like those.
     """
-    leaves, tree = tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    others = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    del leaves, args, kwargs
 
-    def call(function: Callable[..., Any], *given: Tensor) -> Any:
-        rest = iter(given)
-        args, kwargs = tree_unflatten([next(rest) if o is _HOLE else o for o in others], tree)
-        return function(*args, **kwargs)
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._function = function
+        self._first: tuple[Any, Any] | None = (args, kwargs)
+        leaves, self._tree = tree_flatten((args, kwargs))
+        self._others = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    return tensors, call
+    def tensors(self) -> list[Tensor]:
+        """Those in the arguments, before it was run."""
+        assert self._first is not None, "it was run"
+        return [leaf for leaf in tree_flatten(self._first)[0] if isinstance(leaf, Tensor)]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """What the function returns, with ``tensors`` in their places."""
+        first, self._first = self._first, None
+        if first is None:
+            rest = iter(tensors)
+            leaves = [next(rest) if one is _HOLE else one for one in self._others]
+            first = tree_unflatten(leaves, self._tree)
+        args, kwargs = first
+        del first
+        return self._function(*args, **kwargs)
 
 
 _HOLE = object()

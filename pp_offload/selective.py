@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from pp_offload.random_state import RandomState
 from pp_offload.saved import Packed, Resident
 from pp_offload.stash import ActivationStash
+from pp_offload.tensors import has_storage
 
 
 class Choice(enum.Enum):
@@ -91,7 +92,7 @@ class CheckpointCounts:
     """Outputs of chosen operators that stayed on the device until backward."""
 
     saved_bytes: int = 0
-    """Bytes of these."""
+    """Bytes of these, as far as they are dense."""
 
     offloaded_outputs: int = 0
     """Outputs of chosen operators that went to the tiers."""
@@ -192,7 +193,7 @@ class KeptOutputs:
 
     def _count_saved(self, tensor: Tensor) -> None:
         self._counts.saved_outputs += 1
-        self._counts.saved_bytes += tensor.nbytes
+        self._counts.saved_bytes += tensor.nbytes if has_storage(tensor) else 0
 
 
 class _Choices:

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import Module, ModuleList, Parameter
 
-from pp_offload.saved import modified
-from pp_offload.slice_cache import Slice
-from pp_offload.slice_saved import SlicedRun
+from pp_offload.slice_cache import Slice, stamp
+from pp_offload.slice_saved import SlicedRun, check_unchanged
 
 
 class SliceLayers(Module):
@@ -75,7 +74,7 @@ class RecomputedLayers(Module):
         self._run = run
         self._index = index
         self._tensors: Sequence[Tensor] | None = tensors
-        self._versions = [parameter._version for parameter in layers.slice.parameters]
+        self._stamps = [stamp(parameter) for parameter in layers.slice.parameters]
 
     def end_of_forward(self) -> None:
         """From now on it runs in backward."""
@@ -86,6 +85,7 @@ class RecomputedLayers(Module):
 
         Raises:
             SavedTensorModifiedError: A parameter was changed in place since the forward.
+            OffloadError: Its memory was exchanged.
         """
         tensors = self._again() if self._tensors is None else self._tensors
         return self._layers.compute_with(tensors, *inputs)
@@ -94,9 +94,8 @@ class RecomputedLayers(Module):
         parameters = self._layers.slice.parameters
         if not parameters:
             return []
-        for parameter, version in zip(parameters, self._versions, strict=True):
-            if parameter._version != version:
-                raise modified(parameter, version, self._layers.slice.label)
+        for parameter, then in zip(parameters, self._stamps, strict=True):
+            check_unchanged(parameter, then, self._layers.slice.label)
         brought = self._run.bring_back(self._index)
         return [
             tensor.detach().requires_grad_(parameter.requires_grad)

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
+from pp_offload.errors import OffloadError
 from pp_offload.saved import Resident, is_in_backward, modified
-from pp_offload.slice_cache import Slice, SliceCache
+from pp_offload.slice_cache import Slice, SliceCache, stamp
 from pp_offload.tensors import Geometry, flat_bytes, has_storage
 
 
@@ -115,7 +117,7 @@ class EndOfBackward:
 class ParameterReference:
     """A saved tensor that is a parameter of a slice, or a view of one."""
 
-    __slots__ = ("_geometry", "_index", "_is_conj", "_is_neg", "_parameter", "_run", "_version")
+    __slots__ = ("_geometry", "_index", "_is_conj", "_is_neg", "_parameter", "_run", "_stamp")
 
     def __init__(self, run: SlicedRun, index: int, parameter: int, tensor: Tensor) -> None:
         self._run = run
@@ -123,24 +125,40 @@ class ParameterReference:
         self._parameter = parameter
         self._geometry = Geometry.of(tensor)
         self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
-        self._version = run.slices[index].parameters[parameter]._version
+        self._stamp = stamp(run.slices[index].parameters[parameter])
 
     def unpack(self) -> Tensor:
         """This view of the parameter, on the device.
 
         Raises:
             SavedTensorModifiedError: The parameter was changed in place since the forward.
+            OffloadError: Its memory was exchanged.
         """
         slice_ = self._run.slices[self._index]
         parameter = slice_.parameters[self._parameter]
-        if parameter._version != self._version:
-            raise modified(parameter, self._version, slice_.label)
+        check_unchanged(parameter, self._stamp, slice_.label)
         tensor = self._run.bring_back(self._index, self._parameter)[self._parameter]
         if tensor.dtype != self._geometry.dtype:
             tensor = flat_bytes(tensor)
         view = self._geometry.on_storage_of(tensor)
         view = torch._neg_view(view) if self._is_neg else view
         return view.conj() if self._is_conj else view
+
+
+def check_unchanged(parameter: Parameter, then: tuple[int, int], label: str) -> None:
+    """Raise if a parameter is not what it was at a forward.
+
+    Raises:
+        SavedTensorModifiedError: It was changed in place.
+        OffloadError: Its memory was exchanged.
+    """
+    if parameter._version != then[0]:
+        raise modified(parameter, then[0], label)
+    if stamp(parameter) != then:
+        raise OffloadError(
+            f"a parameter of {label}, of shape {tuple(parameter.shape)}, was given other memory "
+            "through .data between a forward and its backward; expected that before or after both"
+        )
 
 
 class Chained:

@@ -12,6 +12,7 @@ microbatch of its own, so any number may be in flight.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -83,6 +84,10 @@ class ActivationStash:
         """Leave parameters and buffers where they are, whichever view of them is saved."""
         self._services.eligibility.kept.add_module(model)
 
+    def keep(self, tensor: Tensor) -> None:
+        """Leave ``tensor`` and its views where they are."""
+        self._services.eligibility.kept.add(tensor)
+
     def statistics(self) -> OffloadStatistics:
         """What was moved and what is in use, exact at the call."""
         return collect(self._services.transfer)
@@ -90,7 +95,10 @@ class ActivationStash:
     def pack(self, tensor: Tensor) -> Packed:
         """Save ``tensor``; it leaves with the others."""
         chunk = self._chunk
-        if chunk is None or tensor.nbytes < self.min_offload_size or is_in_backward():
+        if chunk is None or is_in_backward():
+            return Resident(tensor)
+        is_dense = tensor.layout is torch.strided and not tensor.is_nested
+        if is_dense and tensor.nbytes < self.min_offload_size:
             return Resident(tensor)
         group = self._open
         if group is not None and group.is_used:

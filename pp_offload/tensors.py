@@ -163,7 +163,8 @@ def _forget(known: dict[int, StorageRef], key: int, ref: StorageRef) -> None:
 
 def has_storage(tensor: Tensor) -> bool:
     """Whether ``tensor`` is dense memory that can be addressed."""
-    return tensor.layout is torch.strided and type(tensor) in (Tensor, Parameter)
+    is_plain = type(tensor) in (Tensor, Parameter) and not tensor.is_nested
+    return is_plain and tensor.layout is torch.strided
 
 
 class Eligibility:
@@ -200,8 +201,10 @@ class Eligibility:
             if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
                 self.kept.add(tensor)
             return False
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return False
         numel = tensor.numel()
-        if numel < min_numel or numel == 0 or tensor.layout is not torch.strided:
+        if numel < min_numel or numel == 0:
             return False
         if tensor.device != self._device or tensor.is_quantized:
             return False

@@ -559,8 +559,12 @@ class TransferEngine:
 def as_dense(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it if its elements are not all there in one piece of memory."""
     tensor = tensor.resolve_conj().resolve_neg()
-    is_dense = tensor.stride() == torch.empty_like(tensor, device="meta").stride()
-    return tensor if is_dense else tensor.clone()
+    return tensor if is_dense(tensor) else tensor.clone()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of a strided tensor are all there in one piece of memory, each once."""
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
 def cut_like(pieces: Sequence[Tensor], tensor: Tensor) -> Sequence[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -347,3 +348,41 @@ def test_it_can_be_switched_off() -> None:
     offload = get_act_offloading_ctx_manager(model, use_streams=False, max_fwd_stash_size=2)
     assert isinstance(offload, OffloadActivations) and offload.stash.max_tensors == 2
     offload.update_model_params(model)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_statistics_of_batch_norm_stay(backend, is_known: bool) -> None:
+    """They change without a trace: two forwards in training in flight, then one in evaluation."""
+    found = []
+    for is_on in (False, True):
+        with backend.activate():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()).to(backend.device)
+            offload = OffloadActivations(
+                min_offload_size=1, max_fwd_stash_size=2, config=OffloadConfig(), backend=backend
+            )
+            if is_known:
+                offload.keep_module(model)
+            leaves = [torch.randn(4, 8).to(backend.device).requires_grad_() for _ in range(3)]
+            losses = []
+            for x, mode in zip(leaves, (True, True, False), strict=True):
+                model.train(mode)
+                with offload if is_on else nullcontext():
+                    losses.append(model(x).square().sum())
+            for loss in reversed(losses):
+                loss.backward()
+            found.append(gradients(model, leaves))
+    assert same_bits(*found)
+
+
+def test_sparse_and_nested_tensors_stay() -> None:
+    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1)
+    sparse = torch.eye(3).to_sparse()
+    x = torch.ones(3, 3, requires_grad=True)
+    parts = [torch.ones(2, 3, requires_grad=True), torch.ones(1, 3, requires_grad=True)]
+    with offload:
+        y = torch.sparse.mm(sparse, x).sin()
+        nested = torch.nested.as_nested_tensor(parts).relu()
+    (y.sum() + torch.nested.to_padded_tensor(nested, 0).sum()).backward()
+    assert torch.equal(x.grad, torch.ones(3, 3).cos())
+    assert all(torch.equal(part.grad, torch.ones_like(part)) for part in parts)

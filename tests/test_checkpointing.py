@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpointed import BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, apply, make, params, results
 from conftest import BACKENDS, make_backend
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointError,
     checkpoint,
@@ -473,3 +473,92 @@ def test_offload_of_nothing_is_warned_of_once(options, message: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(x).sum().backward()
+
+
+class Fills(nn.Module):
+    """Appends to a list that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        losses.append(y.square().mean())
+        return y
+
+
+class Remembers(nn.Module):
+    """A buffer under two names, a view of it, and one that carries a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("state", torch.zeros(2, 4))
+        self.register_buffer("same", self.state)
+        self.register_buffer("first", self.state[0])
+        self.register_buffer("code", torch.zeros(2**13, 4))
+        self.register_buffer("last", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+        self.state += 1
+        self.code.data += 1
+        scale = self.first + self.same[1] + self.code[0]
+        y = self.linear(x) * scale + self.last.sin()
+        self.last = y.mean(0)
+        return y.tanh()
+
+
+class Switched(nn.Module):
+    """Computes otherwise in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+        return self.inner(x).sigmoid() if self.training else self.inner(x).sin()
+
+
+class Sparse(nn.Module):
+    """Multiplies by a sparse buffer, and by one made for inference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("graph", torch.eye(6).to_sparse())
+        with torch.inference_mode():
+            self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+        return torch.sparse.mm(self.graph, self.linear(x)).tanh() * self.mask.clone()
+
+
+@pytest.mark.parametrize("by_op", [False, True])
+@pytest.mark.parametrize("kind", [Fills, Remembers, Switched, Sparse])
+def test_what_layers_may_do(backend, kind: type[nn.Module], by_op: bool) -> None:
+    """A list is filled once, shared buffers stay shared, modes may be switched in between."""
+    policy = SelectiveOpACParams(offload_ops_keys=["ops.aten.addmm.default"]).policy()
+    found = []
+    for is_on in (False, True):
+        with backend.activate():
+            torch.manual_seed(2)
+            layers = [kind().to(backend.device) for _ in range(2)]
+            stash = ActivationStash("inputs", min_offload_size=1, backend=backend)
+            run = Recompute(stash, policy=policy if by_op else None)
+            inputs = [torch.randn(6, 4).to(backend.device).requires_grad_() for _ in range(2)]
+            totals = []
+            for x in inputs:
+                losses: list[Tensor] = []
+                y = x
+                for layer in layers:
+                    y = run(layer, y, losses) if is_on else layer(y, losses)
+                totals.append(y.sum() + sum(losses, start=y.mean()))
+            for layer in layers:
+                layer.eval()
+            torch.autograd.backward(totals)
+            buffers = [b.detach().to_dense().clone() for one in layers for b in one.buffers()]
+            grads = [p.grad for one in layers for p in one.parameters()]
+            found.append([x.grad for x in inputs] + grads + buffers)
+            assert not any(layer.training for layer in layers)
+    assert same_bits(*found)

@@ -589,6 +589,45 @@ def with_hook() -> nn.Sequential:
     return model
 
 
+def tied_by_data() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+def with_gaps() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(torch.ones(2, 4)[:, ::2])
+    return model
+
+
+def test_layers_of_one_model_can_go_to_another(backend) -> None:
+    """Where their parameters lie side by side in one allocation."""
+    with backend.activate():
+        first = OffloadModel(mlp().to(backend.device), backend.device, backend=backend)
+        again = nn.Sequential(*first.children())
+        second = OffloadModel(again, backend.device, num_slices=2, backend=backend)
+        assert [p.nbytes for p in second.parameters()] == [p.nbytes for p in mlp().parameters()]
+
+
+def test_memory_exchanged_before_backward_is_an_error(backend) -> None:
+    for checkpoint_activation in (False, True):
+        with backend.activate():
+            model = OffloadModel(
+                nn.Sequential(nn.Linear(2, 2)).to(backend.device),
+                backend.device,
+                num_slices=1,
+                checkpoint_activation=checkpoint_activation,
+                backend=backend,
+            )
+            x = torch.ones(3, 2, device=backend.device, requires_grad=True)
+            loss = model(x).sum()
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+            with pytest.raises(OffloadError, match="was given other memory through .data between"):
+                loss.backward()
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
@@ -599,6 +638,8 @@ def with_hook() -> nn.Sequential:
             {"num_slices": 1},
             "a checkpoint wrapper; expected .* pass checkpoint_activation=True",
         ),
+        (tied_by_data, {"num_slices": 1}, r"\('0.weight', '1.weight'\).* share memory; expected"),
+        (with_gaps, {"num_slices": 1}, r"\['0.weight'\] have gaps in memory"),
         (with_own_parameter, {}, r"itself has \['scale'\]; expected .* in its layers only"),
         (with_hook, {}, "itself has hooks.*register them on the OffloadModel"),
         (lambda: nn.Sequential(nn.LazyLinear(2)), {"num_slices": 1}, r"parameters \['0.weight'"),
