@@ -57,7 +57,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(*values, id="-".join([*words, "again" * again]), marks=marks)
 
 
-@pytest.mark.parametrize(("kind", "make", "again", "order"), cases())
+@pytest.mark.parametrize(("kind", "make", "again", "order"), list(cases()))
 def test_equal_bit_for_bit(kind: str, make, again: bool, order) -> None:
     if order is together and make in REPEATED:
         pytest.skip("sums in another order, see below")
