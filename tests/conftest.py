@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -74,6 +75,13 @@ def activations(backend: Backend) -> Iterator[OffloadActivations]:
     """A context on each backend, in which tensors of any size leave, three at a time."""
     with backend.activate():
         yield OffloadActivations(min_offload_size=1, max_fwd_stash_size=3, backend=backend)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """Tests collect garbage to see what is left; that need not look at what others imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
