@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,10 @@ try:
     from pp_offload.testing import SimulatedBackend
 except ImportError:
     SimulatedBackend = None
+
+# Tests run side by side, and compute little: threads of their own would wait for each other.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 BACKENDS = ["cpu", "cpu threads", "late", "eager", "random", CUDA]
