@@ -145,12 +145,9 @@ class OffloadModel(nn.Module):
     def statistics(self) -> OffloadStatistics:
         """What was moved: parameters count as reloaded, gradients as offloaded.
 
-        With ``checkpoint_activation`` also what goes into slices, both ways. Host memory is that of
-        the latter alone: parameters and gradients are the program's.
+        What ``checkpoint_activation`` moves is not among it.
         """
-        moved = collect(self._cache.transfer)
-        stash = None if self._recompute is None else self._recompute.stash
-        return moved if stash is None else moved + stash.statistics()
+        return collect(self._cache.transfer)
 
     @property
     def parameter_bytes_on_device(self) -> int:

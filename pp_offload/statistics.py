@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from pp_offload.transfer import TransferEngine
 
@@ -63,11 +63,6 @@ class OffloadStatistics:
 
     disk_bytes_read: int
     """Read, or queued to be read."""
-
-    def __add__(self, other: OffloadStatistics) -> OffloadStatistics:
-        """Of two engines together; a peak is the most that both may have had at a time."""
-        names = (field.name for field in fields(self))
-        return OffloadStatistics(**{n: getattr(self, n) + getattr(other, n) for n in names})
 
 
 def collect(transfer: TransferEngine) -> OffloadStatistics:
