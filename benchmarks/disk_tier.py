@@ -97,13 +97,12 @@ class Tier:
         DiskEvent.all_of([self._tier.read(extent, data) for extent, data in pairs]).synchronize()
 
     def clear(self) -> None:
-        for extent in self._extents:
-            self._tier.give(extent)
+        self._extents.clear()
         self._extents = [self._tier.take(n) for n in self._nbytes]
 
     @property
     def fd(self) -> int:
-        return self._tier._fd
+        return self._tier._file.fd
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -178,13 +178,13 @@ def live_tier(live: int) -> Callable[[], None]:
     tier = HostTier(lambda n: torch.empty(n, dtype=torch.uint8))
     held = deque(tier.take(512 * (1 + i % NUM_SIZES)) for i in range(2 * live))
     for _ in range(live):
-        tier.give(held.popleft())
+        held.popleft()
         held.rotate(-1)
     sizes = iter(range(10**9))
 
     def work() -> None:
         held.append(tier.take(512 * (1 + next(sizes) % NUM_SIZES)))
-        tier.give(held.popleft())
+        held.popleft()
 
     return work
 

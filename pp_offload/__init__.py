@@ -3,7 +3,9 @@
 Public names by task. Nothing is computed here.
 """
 
-# One line around a schedule of torch.distributed.pipelining, or groups by module name.
+# One line around a schedule of torch.distributed.pipelining, or groups by module name. And what a
+# forked process does, which registers itself.
+from pp_offload import forked as forked
 from pp_offload import pipelining
 
 # All activations of a model on one device.
@@ -27,6 +29,7 @@ from pp_offload.errors import (
     ClosedError,
     ConfigError,
     DiskTierError,
+    ForkedError,
     GroupStateError,
     OffloadError,
     RaceError,
@@ -84,6 +87,7 @@ __all__ = [
     "ConfigError",
     "CpuBackend",
     "DiskTierError",
+    "ForkedError",
     "FineGrainedActivationOffloadingInterface",
     "FineGrainedOffloadingBackwardRecordFunction",
     "FineGrainedOffloadingGroupCommitFunction",

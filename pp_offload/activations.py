@@ -15,6 +15,7 @@ A decoder's output head is best left out: what it saves is large, and needed at 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import replace
@@ -26,7 +27,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from pp_offload.backends import Backend
-from pp_offload.config import OffloadConfig
+from pp_offload.checkpoint_regions import Keeping, Saving, is_recomputing
+from pp_offload.checks import check_all, check_kind, count_problem, flag_problem
+from pp_offload.config import OffloadConfig, config_or_default
+from pp_offload.errors import OffloadError
+from pp_offload.hook_scopes import Caller, HookScope
 from pp_offload.left_out import forget_left_out, is_left_out
 from pp_offload.saved import Packed, Resident, unpack
 from pp_offload.stash import ActivationStash
@@ -46,7 +51,9 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Raises:
-        ValueError: ``max_fwd_stash_size`` is below 1, or ``min_offload_size`` below 0.
+        ValueError: ``max_fwd_stash_size`` is below 1, or ``min_offload_size`` below 0; or one is no
+            integer, or a flag neither True nor False.
+        TypeError: ``config`` is no :class:`OffloadConfig`, or ``backend`` no backend.
 
     Source: torchtune and TRL ``OffloadActivations``.
     """
@@ -61,12 +68,13 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         config: OffloadConfig | None = None,
         backend: Backend | None = None,
     ) -> None:
-        if max_fwd_stash_size < 1 or min_offload_size < 0:
-            raise ValueError(
-                f"max_fwd_stash_size is {max_fwd_stash_size} and min_offload_size "
-                f"{min_offload_size}; expected at least 1 tensor, and at least 0 bytes"
-            )
-        config = config or OffloadConfig()
+        check_all(
+            flag_problem("use_pin_memory", use_pin_memory),
+            flag_problem("use_streams", use_streams),
+            count_problem("min_offload_size", min_offload_size, 0, "bytes"),
+            count_problem("max_fwd_stash_size", max_fwd_stash_size, 1, "tensors"),
+        )
+        config = config_or_default(config)
         if not use_streams:
             config = replace(config, max_in_flight_bytes=0, prefetch_bytes=0)
         self.stash = ActivationStash(
@@ -78,29 +86,55 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             backend=backend,
         )
         self._knows_model = False
-        self._watches: list[RemovableHandle] = []
+        self._here = _OfThread()
         super().__init__(_unless_left_out(self.stash.pack), unpack)
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
-        """Begin the forward of a microbatch."""
+        """Begin the forward of a microbatch; where one runs again, its tensors stay."""
+        while self._here.entered and self._here.entered[-1].is_over:
+            self._leave()
+        entered = _Entered(HookScope(Caller.of(1)))
+        self._here.entered.append(entered)  # first: nothing that is entered is to be forgotten
+        try:
+            self._enter(entered)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def _enter(self, entered: _Entered) -> None:
+        if is_recomputing():
+            entered.scope.enter(Keeping(Resident))
+            return
         forget_left_out()
         self.stash.begin()
         if not self._knows_model:
-            self._watches.append(register_module_forward_pre_hook(self._keep_buffers))
-        super().__enter__()
-        return self
+            entered.watch = register_module_forward_pre_hook(self._keep_buffers)
+        entered.scope.enter(Saving(self.pack_hook))
 
     def __exit__(self, *args: object) -> None:
-        """The forward is over."""
-        super().__exit__(*args)
-        if self._watches:
-            self._watches.pop().remove()
+        """The forward is over.
+
+        Raises:
+            OffloadError: This thread has not entered it.
+        """
+        if not self._here.entered:
+            raise OffloadError(
+                f"a context is left that thread {threading.get_ident()} did not enter; expected as "
+                "many exits as entries, on the same thread; use it in a with statement"
+            )
+        self._leave()
+
+    def _leave(self) -> None:
+        self._here.entered[-1].leave()
+        self._here.entered.pop()
 
     def keep_module(self, model: Module) -> None:
         """Leave parameters and buffers where they are, whichever view of them is saved.
 
         Without it buffers are found when a forward comes by their module, which takes some time.
         """
+        check_kind("model", model, Module, "an nn.Module")
         self._knows_model = True
         self.stash.keep_module(model)
 
@@ -117,6 +151,39 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         for buffer in module._buffers.values():
             if buffer is not None:
                 self.stash.keep(buffer)
+
+
+class _Entered:
+    """What one ``with`` has put in place.
+
+    Args:
+        scope: Hooks for saved tensors.
+
+    Attributes:
+        watch: Sees modules whose forward comes by.
+    """
+
+    def __init__(self, scope: HookScope) -> None:
+        self.scope = scope
+        self.watch: RemovableHandle | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an interrupt came between a ``with`` and its end."""
+        return self.scope.is_over
+
+    def leave(self) -> None:
+        """Take it away. Twice is fine."""
+        self.scope.leave()
+        if self.watch is not None:
+            self.watch.remove()
+
+
+class _OfThread(threading.local):
+    """What a thread has entered of a context, for hooks of autograd are the thread's."""
+
+    def __init__(self) -> None:
+        self.entered: list[_Entered] = []
 
 
 def _unless_left_out(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:

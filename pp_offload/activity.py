@@ -27,6 +27,9 @@ class Activity(NamedTuple):
     num_tensors: int
     """Those that could leave the device, whether or not the plan let them."""
 
+    num_open: int = 0
+    """Groups that were started and not committed."""
+
 
 class ActivityWatch:
     """Knows what was asked for, and what was said about it."""
@@ -70,10 +73,18 @@ class ActivityWatch:
                     "modules its patterns match; look whether the step calls them, and not a copy "
                     "or a function of theirs, or compiles around them",
                 )
-            elif not activity.num_tensors:
+            elif activity.num_open == activity.num_groups:
                 yield (
                     name,
-                    f"group '{name}' offloaded nothing: none of its {activity.num_groups} groups "
+                    f"group '{name}' offloaded nothing: it was started {activity.num_groups} times "
+                    "and never committed; call group_commit(output, name), with the name it was "
+                    "started with, at the end of its forward",
+                )
+            elif not activity.num_tensors:
+                committed = activity.num_groups - activity.num_open
+                yield (
+                    name,
+                    f"group '{name}' offloaded nothing: none of its {committed} groups "
                     f"saved a tensor of at least min_offloaded_tensor_size={smallest_numel} "
                     "elements that may leave the device; lower that, or look whether the group is "
                     "around the layer's forward and outside torch.compile",

@@ -9,7 +9,7 @@ from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 from pp_offload.disk_direct import DirectDiskEngine
 from pp_offload.disk_staged import StagedDiskEngine
-from pp_offload.tiers.budget import HostBudget
+from pp_offload.tiers.budget import RAISE_IT, HostBudget
 from pp_offload.tiers.disk import DiskTier
 from pp_offload.tiers.host import HostTier
 from pp_offload.tiers.numa import on_node
@@ -18,6 +18,13 @@ from pp_offload.transfer import TransferEngine
 
 STAGING_SHARE = 8
 """One part in so many of the host budget is left for what passes through to the disk."""
+
+
+OR_THE_DISK = f'{RAISE_IT}, or let the disk take the rest with tiers=("host", "disk")'
+"""What helps where there is only host memory."""
+
+FOR_THE_WAY = f"{RAISE_IT}: what goes to disk passes through host memory, a whole tensor at a time"
+"""What helps where the disk is there already."""
 
 
 def make_engine(
@@ -37,8 +44,9 @@ def make_engine(
     allocate = allocate or backend.allocate_host
     if config.numa_node is not None:
         allocate = on_node(config.numa_node, allocate)
-    whole = HostBudget(config.host_budget_bytes)
-    if "disk" not in config.tiers:
+    has_disk = "disk" in config.tiers
+    whole = HostBudget(config.host_budget_bytes, FOR_THE_WAY if has_disk else OR_THE_DISK)
+    if not has_disk:
         only = HostTier(allocate, whole, trim=backend.trim_host)
         return TransferEngine(backend, only, config.max_in_flight_bytes)
     disk = DiskTier(config.disk_dir)

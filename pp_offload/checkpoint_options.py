@@ -7,14 +7,24 @@ policy = params.policy()
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from pp_offload.config import OffloadConfig
+from pp_offload.checks import (
+    check_all,
+    check_count,
+    check_kind,
+    count_problem,
+    flag_problem,
+    near,
+    said,
+    takes_options_by_name,
+)
+from pp_offload.config import OffloadConfig, check_config
 from pp_offload.selective import OpPolicy
 
 MATMUL = "ops.aten.mm.default"
@@ -51,6 +61,11 @@ class ActivationCheckpointingVariants(enum.Enum):
     """Every layer, but outputs of chosen operators are kept as well."""
 
 
+FLAGS = ("offload_inputs", "use_reentrant", "preserve_rng_state", "early_stop")
+"""Options that are True or False."""
+
+
+@takes_options_by_name
 @dataclass(frozen=True, kw_only=True)
 class FullACParams:
     """How a layer is checkpointed. The options from ``use_reentrant`` on are PyTorch's.
@@ -81,6 +96,11 @@ class FullACParams:
     """Compute again only as far as backward needs."""
 
     def __post_init__(self) -> None:
+        check_all(
+            *(flag_problem(name, getattr(self, name)) for name in FLAGS),
+            count_problem("min_offload_size", self.min_offload_size, 0, "bytes"),
+        )
+        check_config(self.config)
         if self.determinism_check not in ("default", "none"):
             raise ValueError(
                 f'determinism_check is {self.determinism_check!r}; expected "default" or "none"'
@@ -90,16 +110,13 @@ class FullACParams:
                 "use_reentrant is True, with early_stop or determinism_check; expected one or the "
                 "other, for reentrant checkpoints run all again, and compare nothing"
             )
-        if self.min_offload_size < 0:
-            raise ValueError(
-                f"min_offload_size is {self.min_offload_size}; expected at least 0 bytes"
-            )
 
     def policy(self) -> OpPolicy | None:
         """Which operators' outputs are kept; None for none."""
         return None
 
 
+@takes_options_by_name
 @dataclass(frozen=True, kw_only=True)
 class SelectiveLayerACParams(FullACParams):
     """Which layers are checkpointed, and how."""
@@ -109,13 +126,10 @@ class SelectiveLayerACParams(FullACParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.ac_freq, bool) or not isinstance(self.ac_freq, int) or self.ac_freq < 1:
-            raise ValueError(
-                f"ac_freq is {self.ac_freq!r}; expected an integer of at least 1, where 1 is every "
-                "layer"
-            )
+        check_count("ac_freq", self.ac_freq, least=1, unit="1 is every layer")
 
 
+@takes_options_by_name
 @dataclass(frozen=True, kw_only=True)
 class SelectiveOpACParams(FullACParams):
     """Of which operators outputs are kept, where, and how layers are checkpointed.
@@ -139,8 +153,8 @@ class SelectiveOpACParams(FullACParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("save_ops_keys", "offload_ops_keys"):
-            if isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a list of names")
+            _check_names(name, getattr(self, name))
+        check_kind("recompute_every", self.recompute_every, Mapping, "a mapping of names to counts")
         if not self.save_ops_keys and not self.offload_ops_keys:
             raise ValueError(
                 "save_ops_keys is empty; expected at least one operator here or in "
@@ -156,8 +170,7 @@ class SelectiveOpACParams(FullACParams):
                 "operators; leave it out"
             )
         for key, every in self.recompute_every.items():
-            if every < 1:
-                raise ValueError(f"recompute_every[{key!r}] is {every}; expected at least 1")
+            check_count(f"recompute_every[{key!r}]", every, least=1)
         self.policy()
 
     def policy(self) -> OpPolicy | None:
@@ -190,6 +203,10 @@ _PARAMS: dict[ActivationCheckpointingVariants, type[FullACParams]] = {
 }
 
 
+NO_OPTIONS = (str, bytes, int, float, list, tuple, set, type, torch.Tensor)
+"""Objects of these kinds have attributes, but none that are meant as options."""
+
+
 def params_for(variant: object, given: Any) -> FullACParams:
     """What the variant wants to know.
 
@@ -204,23 +221,37 @@ def params_for(variant: object, given: Any) -> FullACParams:
         wanted = _PARAMS[ActivationCheckpointingVariants(variant)]
     except ValueError as error:
         known = ", ".join(f"{one} or {one.value!r}" for one in ActivationCheckpointingVariants)
-        raise ValueError(f"unknown variant {variant!r}; expected one of {known}") from error
+        raise ValueError(f"unknown variant {said(variant)}; expected one of {known}") from error
     if type(given) is wanted:
         return given
     if given is None or isinstance(given, FullACParams):
         raise ValueError(
             f"ac_fun_params is a {type(given).__name__}; expected {wanted.__name__} for {variant}"
         )
+    if isinstance(given, NO_OPTIONS):
+        raise ValueError(
+            f"ac_fun_params is {said(given)}; expected {wanted.__name__}, or a mapping or an "
+            "object with such options"
+        )
     names = [one.name for one in fields(wanted)]
     if isinstance(given, Mapping):
-        if unknown := sorted(set(given) - set(names)):
-            raise ValueError(f"ac_fun_params has {unknown}; expected some of {', '.join(names)}")
+        if unknown := [one for one in given if one not in names]:
+            near_names = ", ".join(f"{one}{near(one, names)}" for one in unknown)
+            raise ValueError(f"ac_fun_params has {near_names}; expected some of {', '.join(names)}")
         values = dict(given)
     else:
         values = {name: getattr(given, name) for name in names if hasattr(given, name)}
     if wanted is SelectiveLayerACParams and "ac_freq" not in values:
-        raise ValueError(f"ac_fun_params is {given!r}, without ac_freq; expected {wanted.__name__}")
+        raise ValueError(
+            f"ac_fun_params is {said(given)}, without ac_freq; expected {wanted.__name__}"
+        )
     return wanted(**values)
+
+
+def _check_names(name: str, given: object) -> None:
+    is_list = isinstance(given, Collection) and not isinstance(given, str | bytes | Mapping)
+    if not is_list or not all(isinstance(one, str) for one in given):  # type: ignore[attr-defined]
+        raise ValueError(f"{name} is {said(given)}; expected a list of names")
 
 
 def operator(key: str) -> OpOverload:
@@ -230,6 +261,7 @@ def operator(key: str) -> OpOverload:
         ValueError: There is none.
     """
     found: Any = torch
+    check_kind("the name of an operator", key, str, f"a str, such as {MATMUL!r}")
     for part in key.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, OpOverload):

@@ -23,7 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from pp_offload.backends import Backend
+from pp_offload.backends import Backend, check_backend
 from pp_offload.checkpoint_options import (
     SAVE_DICT,
     ActivationCheckpointedModelConfig,
@@ -33,6 +33,7 @@ from pp_offload.checkpoint_options import (
     SelectiveOpACParams,
     params_for,
 )
+from pp_offload.checks import check_kind, said
 from pp_offload.recompute import Recompute
 from pp_offload.stash import ActivationStash
 
@@ -75,6 +76,7 @@ class ActivationCheckpointing:
         Raises:
             ValueError: The variant is unknown, the parameters are not for it, the layers are not
                 there or no container, or they are checkpointed already. The model is as before.
+            TypeError: ``model`` is no module, ``layers_fqn`` no name, or ``backend`` no backend.
         """
         params = params_for(ac_variant, ac_fun_params)
         layers = _container(model, layers_fqn)
@@ -126,6 +128,12 @@ def apply_activation_checkpointing_fsdp1_inplace(
             f"model is a {type(model).__name__}; expected a FullyShardedDataParallel; for others "
             "use ActivationCheckpointing.apply_activation_checkpointing_"
         )
+    names = activation_checkpointing_modules
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names) or not names:
+        raise ValueError(
+            f"activation_checkpointing_modules is {said(names)}; expected a list of names of "
+            'classes, such as ["GPT2Block"]'
+        )
     if any(isinstance(module, CheckpointWrapper) for module in model.modules()):
         raise ValueError("the model has checkpoints already; expected to be applied once")
     found: defaultdict[str, set[type]] = defaultdict(set)
@@ -166,6 +174,8 @@ def is_module_to_apply_activation_checkpointing(
 
 
 def _container(model: Module, layers_fqn: str) -> Module:
+    check_kind("model", model, Module, "an nn.Module")
+    check_kind("layers_fqn", layers_fqn, str, "the name of a container of layers in the model")
     try:
         layers = model.get_submodule(layers_fqn)
     except AttributeError as error:
@@ -186,6 +196,8 @@ def _container(model: Module, layers_fqn: str) -> Module:
 
 
 def _recompute(params: FullACParams, backend: Backend | None) -> Recompute:
+    if backend is not None:
+        check_backend(backend)
     policy = params.policy()
     stash = None
     if params.offload_inputs or (policy is not None and policy.offload):

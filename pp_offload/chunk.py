@@ -19,6 +19,7 @@ from functools import partial
 
 from torch import Tensor
 
+from pp_offload.checks import check_count, check_group_name, check_kind, checked_tensors
 from pp_offload.errors import GroupStateError
 from pp_offload.group import GroupState, OffloadTensorGroup
 from pp_offload.payload import tickets_for
@@ -31,6 +32,10 @@ from pp_offload.tiers.pool import GPUTensorPool
 from pp_offload.wrappers import is_wrapper
 
 logger = logging.getLogger(__name__)
+
+
+PACKED = (SavedActivation, Resident, SavedWrapper)
+"""What stands for a saved tensor."""
 
 
 class ChunkOffloadHandler:
@@ -56,6 +61,8 @@ class ChunkOffloadHandler:
         vp_stage: int = 0,
         microbatch: int | None = None,
     ) -> None:
+        check_count("min_offloaded_tensor_size", min_offloaded_tensor_size)
+        check_count("vp_stage", vp_stage)
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
         self.cpu_tensor_pool = cpu_tensor_pool
         self.vp_stage = vp_stage
@@ -64,7 +71,7 @@ class ChunkOffloadHandler:
         self.groups: list[OffloadTensorGroup] = []
         self._open: list[OffloadTensorGroup] = []
         self._services = services or Services.alone()
-        self._thread = threading.get_ident()
+        self.thread = threading.current_thread()
 
     # Single tensors
 
@@ -81,6 +88,7 @@ class ChunkOffloadHandler:
         Returns:
             An opaque state for :meth:`reload`; the host bytes live as long as it does.
         """
+        check_kind("src_tensor", src_tensor, Tensor, "a tensor")
         if not self._services.eligibility.can_move(src_tensor):
             return Resident(src_tensor)
         group = OffloadTensorGroup("tensor")
@@ -96,6 +104,7 @@ class ChunkOffloadHandler:
             state: What :meth:`offload` returned. May be reloaded any number of times.
             non_blocking: Accepted for the reference; the host never blocks on an accelerator.
         """
+        check_kind("state", state, PACKED, "what offload() returned")
         return state.unpack()
 
     # Autograd's hooks
@@ -130,6 +139,7 @@ class ChunkOffloadHandler:
 
     def tensor_pop(self, tensor_tag: Packed) -> Tensor:
         """The tensor behind a tag. The tag stays good: popping it twice is fine."""
+        check_kind("tensor_tag", tensor_tag, PACKED, "what tensor_push() returned")
         return tensor_tag.unpack()
 
     # Forward
@@ -139,28 +149,35 @@ class ChunkOffloadHandler:
 
         Raises:
             GroupStateError: The chunk belongs to another thread.
+            TypeError: ``name`` is no ``str``.
         """
-        if threading.get_ident() != self._thread:
+        check_group_name("start", name)
+        if threading.get_ident() != self.thread.ident:
             raise self._other_thread("start", name)
-        self._services.transfer.follow(self._services.current_stream())
-        if self.key is None:
-            self.key = self._services.number_chunk(self)
+        with self._services.lock:
+            self._services.transfer.follow(self._services.current_stream())
+            if self.key is None:
+                self.key = self._services.number_chunk(self)
+            group = self._new_group(name)
+            self.groups.append(group)
+            self._open.append(group)
+        return group
+
+    def _new_group(self, name: str) -> OffloadTensorGroup:
         key = None if self.key is None else GroupKey(self.key, len(self.groups))
         prefetcher = self._services.prefetcher
         on_use = None if prefetcher is None else prefetcher.on_use
-        group = OffloadTensorGroup(name, key=key, on_use=on_use)
-        self.groups.append(group)
-        self._open.append(group)
-        return group
+        return OffloadTensorGroup(name, key=key, on_use=on_use)
 
     def on_group_commit_forward(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
         """Close the group started last, and offload it if the plan says so."""
+        released = checked_tensors("forced_released_tensors", forced_released_tensors)
         if not self._open:
             raise GroupStateError(
                 "commit without an open group in this chunk; start one first, with "
                 "FineGrainedActivationOffloadingInterface or fine_grained_offloading_group_start"
             )
-        self.bulk_offload(forced_released_tensors)
+        self.bulk_offload(released)
 
     def commit(
         self,
@@ -178,8 +195,11 @@ class ChunkOffloadHandler:
 
         Raises:
             GroupStateError: No open group has this name, or the chunk belongs to another thread.
+            TypeError: ``name`` is no ``str``, or ``forced_released_tensors`` no list of tensors.
         """
-        if threading.get_ident() != self._thread:
+        check_group_name("commit", name)
+        released = checked_tensors("forced_released_tensors", forced_released_tensors)
+        if threading.get_ident() != self.thread.ident:
             raise self._other_thread("commit", name)
         for group in reversed(self._open):
             if group.name == name:
@@ -188,13 +208,13 @@ class ChunkOffloadHandler:
             raise self._not_open(name)
         if delay:
             self._open.remove(group)
-            released = [weakref.ref(tensor) for tensor in forced_released_tensors or ()]
-            self._services.delayed.append(partial(self._close_delayed, group, released))
+            refs = [weakref.ref(tensor) for tensor in released or ()]
+            self._services.delayed.append(partial(self._close_delayed, group, refs))
         elif group is self._open[-1]:
-            self.on_group_commit_forward(forced_released_tensors)
+            self.on_group_commit_forward(released)
         else:
             self._open.remove(group)
-            self._close(group, forced_released_tensors)
+            self._close(group, released)
         return group
 
     def _close(
@@ -212,8 +232,8 @@ class ChunkOffloadHandler:
     def _other_thread(self, action: str, name: str) -> GroupStateError:
         return GroupStateError(
             f"{action} of group '{name}' on thread {threading.get_ident()}, but its chunk belongs "
-            f"to thread {self._thread}; with groups call init_chunk_handler on the thread that "
-            "runs the forward, else take a context, or checkpoints, for each thread"
+            f"to thread {self.thread.ident}; call init_chunk_handler on the thread that runs the "
+            "forward"
         )
 
     def _not_open(self, name: str) -> GroupStateError:
@@ -346,6 +366,13 @@ class ChunkOffloadHandler:
         """Whether nothing that its groups saved is alive."""
         return not any(group.is_alive for group in self.groups)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it has a group that is open, or that saved what lives and is not reached yet."""
+        if any(not group.has_failed for group in self._open):
+            return True
+        return any(not group.is_used and group.is_alive for group in self.groups)
+
     def finish_all_groups(self, name: str | None = None) -> bool:
         """Whether backward has reached every group (of this name) that saved something."""
         return all(
@@ -371,6 +398,7 @@ class ChunkOffloadHandler:
                 group.drop()
         self.groups.clear()
         self._open.clear()
+        self.key = None  # a forward that goes on, on another thread, is part of the next step
 
     def _keep(self, group: OffloadTensorGroup) -> None:
         self._tickets(group)
@@ -390,11 +418,16 @@ class ChunkOffloadHandler:
             self._services.verifier.watch(tickets)
         # What a graph copies is there when it is launched, and not for others.
         is_capturing = transfer.backend.is_capturing
-        new = tickets if is_capturing else copies.share(tickets)
+        with self._services.lock:
+            new = tickets if is_capturing else copies.share(tickets)
         if new:
-            group.copied_bytes += transfer.offload(new)
-        if not is_capturing:
-            copies.add(new)
+            group.copied_bytes += transfer.offload(new)  # which may wait, so the lock is not held
+        with self._services.lock:
+            if not is_capturing:
+                copies.add(new)
+            self._hand_over(group, tickets)
+
+    def _hand_over(self, group: OffloadTensorGroup, tickets: list[Ticket]) -> None:
         for ticket in tickets:
             ticket.hand_over()
         group.follow(tickets)

@@ -105,6 +105,12 @@ class ChunkQueue:
             if chunk in chunks:
                 chunks.remove(chunk)
 
+    def forget(self, chunk: QueuedChunk) -> None:
+        """Nothing of the chunk is left, in a step that never ends."""
+        self.remove(chunk)
+        if chunk.key is not None and chunk.key not in self._position:
+            self._begun.discard(chunk.key)
+
     def skip(self, key: ChunkKey) -> None:
         """No chunk of this key will come."""
         self._begun.update((key, WeightPassKey(key)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pp_offload.checks import check_kind, count_problem, flag_problem, said, takes_options_by_name
 from pp_offload.errors import ConfigError
 
 MIB = 2**20
@@ -16,12 +18,27 @@ SPLIT_BACKWARD = ("reload", "keep")
 """What may happen between the two parts of a backward."""
 
 
+COUNTS = (
+    "min_offloaded_tensor_size",
+    "delta_offload_bytes_across_pp_ranks",
+    "max_in_flight_bytes",
+    "prefetch_bytes",
+    "host_budget_bytes",
+    "numa_node",
+)
+"""Options that are integers of at least zero."""
+
+OPTIONAL_COUNTS = ("prefetch_bytes", "host_budget_bytes", "numa_node")
+"""Those of them that may be None."""
+
+
+@takes_options_by_name
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """Options of the engine.
 
     Raises:
-        ConfigError: One error that lists every violation.
+        ConfigError: One error that lists every violation, options that do not exist among them.
     """
 
     min_offloaded_tensor_size: int = 1024 * 1024
@@ -83,43 +100,65 @@ class OffloadConfig:
         if problems:
             raise ConfigError("OffloadConfig is invalid: " + "; ".join(problems))
 
-    def _violations(self) -> list[str]:
-        found = []
-        for name in (
-            "min_offloaded_tensor_size",
-            "delta_offload_bytes_across_pp_ranks",
-            "max_in_flight_bytes",
-            "prefetch_bytes",
-            "host_budget_bytes",
-            "numa_node",
-        ):
+    def _violations(self) -> Iterator[str]:
+        for name in COUNTS:
             value = getattr(self, name)
-            if value is None and name in ("prefetch_bytes", "host_budget_bytes", "numa_node"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                found.append(f"{name} is {value!r}, expected an integer of at least 0")
-        fraction = self.activation_offload_fraction
-        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-        if not is_number or not 0 <= fraction <= 1:
-            found.append(f"activation_offload_fraction is {fraction!r}, expected 0 to 1")
-        if self.split_backward not in SPLIT_BACKWARD:
-            found.append(
-                f"split_backward is {self.split_backward!r}, expected "
-                + " or ".join(map(repr, SPLIT_BACKWARD))
-            )
-        if not isinstance(self.verify, bool):
-            found.append(f"verify is {self.verify!r}, expected True or False")
-        if self.tiers not in TIERS:
-            found.append(
-                f"tiers is {self.tiers!r}, expected one of {', '.join(map(repr, TIERS))}: a tuple, "
-                "the host before the disk"
+            problem = count_problem(name, value)
+            if problem and not (value is None and name in OPTIONAL_COUNTS):
+                yield problem
+        if not _is_fraction(self.activation_offload_fraction):
+            fraction = said(self.activation_offload_fraction)
+            yield f"activation_offload_fraction is {fraction}, expected 0 to 1"
+        if not isinstance(self.split_backward, str) or self.split_backward not in SPLIT_BACKWARD:
+            known = " or ".join(map(repr, SPLIT_BACKWARD))
+            yield f"split_backward is {said(self.split_backward)}, expected {known}"
+        if problem := flag_problem("verify", self.verify):
+            yield problem
+        if not isinstance(self.tiers, tuple) or self.tiers not in TIERS:
+            yield (
+                f"tiers is {said(self.tiers)}, expected one of {', '.join(map(repr, TIERS))}: a "
+                "tuple, the host before the disk"
             )
         if self.disk_dir is not None:
-            if not isinstance(self.disk_dir, str | os.PathLike) or not os.fspath(self.disk_dir):
-                found.append(f"disk_dir is {self.disk_dir!r}, expected a path, or None")
-            elif self.tiers in TIERS and "disk" not in self.tiers:
-                found.append(
-                    f"disk_dir is {os.fspath(self.disk_dir)!r}, but tiers is {self.tiers!r}; add "
-                    '"disk" to tiers, or leave disk_dir out'
-                )
-        return found
+            yield from self._violations_of_directory(self.disk_dir)
+
+    def _violations_of_directory(self, given: object) -> Iterator[str]:
+        path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+        if not isinstance(path, str) or not path:
+            yield f"disk_dir is {said(given)}, expected a path, or None"
+        elif "\0" in path:
+            yield f"disk_dir is {said(path)}, with a NUL byte inside, expected a path without"
+        elif self.tiers in TIERS and "disk" not in self.tiers:
+            yield (
+                f"disk_dir is {path!r}, but tiers is {self.tiers!r}; add "
+                '"disk" to tiers, or leave disk_dir out'
+            )
+
+
+def _is_fraction(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value <= 1  # type: ignore[operator]
+
+
+def check_config(config: object) -> None:
+    """Options where there must be some.
+
+    Raises:
+        TypeError: They are no :class:`OffloadConfig`.
+    """
+    advice = "write OffloadConfig(**options)" if isinstance(config, dict) else ""
+    if config is None:
+        advice = "write OffloadConfig() for the defaults"
+    check_kind("config", config, OffloadConfig, "an OffloadConfig", advice)
+
+
+def config_or_default(config: OffloadConfig | None) -> OffloadConfig:
+    """Options that may be left out.
+
+    Raises:
+        TypeError: They are no :class:`OffloadConfig`.
+    """
+    if config is None:
+        return OffloadConfig()
+    check_config(config)
+    return config

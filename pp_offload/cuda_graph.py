@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from pp_offload.backends import bare
+from pp_offload.checks import said
 from pp_offload.manager import PipelineOffloadManager
 
 
 def fine_grained_offloading_forward_record(event: torch.cuda.Event) -> None:
     """Record ``event`` on the current stream, which then waits for the copies to the host."""
+    _check_event(event)
     _record_and_join(event)
 
 
@@ -33,6 +35,7 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, event: torch.cuda.Event) -> Tensor:
         """``tensor`` as it is."""
+        _check_event(event)  # here, for backward would say it too late
         ctx.event = event
         return tensor
 
@@ -46,6 +49,11 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
 def fine_grained_offloading_backward_record(tensor: Tensor, event: torch.cuda.Event) -> Tensor:
     """``tensor``; in its backward ``event`` is recorded and the h2d stream joined."""
     return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
+
+
+def _check_event(event: object) -> None:
+    if isinstance(event, type) or not hasattr(event, "record"):
+        raise TypeError(f"event is {said(event)}, expected an event, such as torch.cuda.Event()")
 
 
 def _record_and_join(event: Any) -> None:

@@ -9,16 +9,17 @@ No copy is made in memory, so what is offloaded really leaves it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from pp_offload.disk_transfer import DiskTransferEngine
 from pp_offload.errors import DiskTierError
+from pp_offload.flights import Flight
 from pp_offload.tensors import flat_bytes
 from pp_offload.ticket import HostCopy, Ticket, place
 from pp_offload.tiers.disk import DiskEvent
-from pp_offload.transfer import Flight
 
 
 class DirectDiskEngine(DiskTransferEngine):
@@ -34,7 +35,7 @@ class DirectDiskEngine(DiskTransferEngine):
         try:
             return super().deliver(ticket)
         except DiskTierError:
-            self._drop_landed(ticket)
+            self._give_up([ticket])
             if ticket.lent is None:
                 raise
             return super().deliver(ticket)  # it could not be written, and is still there
@@ -42,30 +43,33 @@ class DirectDiskEngine(DiskTransferEngine):
     def _disk_copies(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
         self._check_disk()
         return [
-            place([ticket], HostCopy(None, None, self.disk.take(ticket.nbytes, 1)))
-            for ticket in batch
+            place([ticket], HostCopy(None, self.disk.take(ticket.nbytes, 1))) for ticket in batch
         ]
 
     def _send(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
-        sources: list[Tensor] = []
-        events: list[DiskEvent] = []
-        for ticket, copy in zip(tickets, copies, strict=True):
-            source = ticket.source()
-            sources.append(source)
-            assert copy.extent is not None
-            events.append(self.disk.write(copy.extent, flat_bytes(source)))
+        sources = [ticket.source() for ticket in tickets]
         homes = self.homes(tickets)
         nbytes = sum(ticket.nbytes for ticket in tickets)
-        self._depart(tickets, copies, sources, DiskEvent.all_of(events), homes, nbytes)
+        flight = self.begin_flight(sources, copies, homes, nbytes)
+        flight.offloaded = DiskEvent.all_of(list(map(self._write, copies, sources)))
+        self._lend(tickets, sources, homes[0])
+        self.counters.bytes_offloaded += nbytes
         return nbytes
 
-    def _fetch(self, tickets: Sequence[Ticket]) -> None:
-        home = self.backend.current_stream()
-        for ticket in tickets:
+    def _write(self, copy: HostCopy, source: Tensor) -> DiskEvent:
+        assert copy.extent is not None, "not on disk"
+        return self.disk.write(copy.extent, flat_bytes(source))
+
+    def _fetch(self, tickets: Sequence[Ticket]) -> int:
+        num, home = 0, self.backend.current_stream()
+        for ticket in chain.from_iterable(self._distinct(tickets, home)):
+            num += 1
             copy, shape = ticket.copy, ticket.host_bytes
             assert copy is not None and copy.extent is not None and shape is not None
             target = torch.empty_like(shape, device=self.backend.device)
-            self._land([ticket], [target], self.disk.read(copy.extent, flat_bytes(target)), home)
+            arrived = self._land(ticket, target, home)
+            arrived.reloaded = self.disk.read(copy.extent, flat_bytes(target))
+        return num
 
     def _arrive(self, flight: Flight) -> None:
         for ref in flight.copies:

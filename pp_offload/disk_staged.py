@@ -3,27 +3,34 @@
     on the way    arriving    d2h copies into the buffer
                   writing     a thread writes the buffer to the extent
     at rest                   the extent alone
-    on the way    reading     a thread reads the extent into another buffer
+    on the way    reading     a thread reads the extent into another buffer, once that is free
                   leaving     h2d copies it to the device; then the extent alone again
 
 What is needed before it is at rest is taken from its buffer. What could not be written stays there.
+Nothing here waits: who needs bytes or a buffer that are still on their way gets ``Unfinished``.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 
 from torch import Tensor
 
-from pp_offload.backends import Backend
-from pp_offload.disk_transfer import DiskTransferEngine, by_place
+from pp_offload.backends import Backend, Event
+from pp_offload.disk_transfer import DiskTransferEngine
 from pp_offload.errors import DiskTierError
 from pp_offload.ticket import HostCopy, Ticket, place
-from pp_offload.tiers.disk import DiskTier
-from pp_offload.tiers.host import HostBuffer, HostTier
+from pp_offload.tiers.buffers import HostBuffer, Loan
+from pp_offload.tiers.disk import DiskEvent, DiskTier
+from pp_offload.tiers.host import HostTier
+from pp_offload.tiers.unfinished import Unfinished, check_finished, when_finished
+
+Queue = deque[weakref.ref[HostCopy]]
+"""Copies on their way, the furthest first."""
 
 
 class StagedDiskEngine(DiskTransferEngine):
@@ -43,32 +50,9 @@ class StagedDiskEngine(DiskTransferEngine):
     ) -> None:
         super().__init__(backend, host, max_in_flight_bytes, disk)
         self.staging = staging
-        self._arriving: deque[weakref.ref[HostCopy]] = deque()
-        self._writing: deque[weakref.ref[HostCopy]] = deque()
-        self._read_ahead: deque[weakref.ref[HostCopy]] = deque()
-        self._tickets: weakref.WeakKeyDictionary[HostCopy, list[weakref.ref[Ticket]]]
-        self._tickets = weakref.WeakKeyDictionary()
-
-    def prefetch(self, tickets: Sequence[Ticket]) -> None:
-        """A reload ahead of its use. What is on disk is read first, by threads.
-
-        What shares an extent comes together. Where no staging buffer is free, it is left to be read
-        when it is needed.
-        """
-        self.poll()
-        near, far = by_place(tickets)
-        here = [ticket for ticket in far if ticket.copy is not None and ticket.copy.buffer]
-        if near or here:
-            self.counters.prefetched_reloads += len(near) + len(here)
-            self._copy_back(near + here)
-        for copy, asked in by_copy([ticket for ticket in far if not ticket.is_coming]).items():
-            if copy.buffer is None and self._begin_to_read(copy, is_ahead=True):
-                self._read_ahead.append(weakref.ref(copy))
-                self._know(copy, asked)
-                for ticket in self._all_of(copy, asked):
-                    self.counters.prefetched_reloads += 1
-                    ticket.reading = True
-                    self.landed_bytes += ticket.nbytes
+        self._arriving: Queue = deque()
+        self._writing: Queue = deque()
+        self._read_ahead: Queue = deque()
 
     def deliver(self, ticket: Ticket) -> Tensor:
         """The payload on the device, ready for the live compute stream.
@@ -77,19 +61,38 @@ class StagedDiskEngine(DiskTransferEngine):
             DiskTierError: It cannot be read back.
             SavedTensorModifiedError: It was changed in place before it was copied.
         """
+        self.check_process()
         if self._read_ahead:
             self.poll()
-        return super().deliver(ticket)
+        return when_finished(nullcontext(), partial(super().deliver, ticket))
 
     def poll(self) -> None:
         """Send on what has arrived, let go of what is on disk, copy what was read. Never blocks."""
-        super().poll()
+        with self.lock:
+            super().poll()
+            self._move_on()
+
+    def _move_on(self) -> None:
         while self._arriving and _has_arrived(self._arriving[0]()):
-            self._write(self._arriving.popleft()())
+            self._next(self._arriving, self._write)
         while self._writing and _is_written(self._writing[0]()):
-            self._settle(self._writing.popleft()())
+            self._next(self._writing, self._settle)
         while self._read_ahead and _was_read(self._read_ahead[0]()):
             self._send_ahead(self._read_ahead.popleft()())
+
+    @staticmethod
+    def _next(queue: Queue, act: Callable[[HostCopy], None]) -> None:
+        """Act on the first copy of a queue, unless it is gone.
+
+        It leaves the queue afterwards, or an interrupt would have it forgotten; so ``act`` may come
+        twice for one copy.
+        """
+        ref = queue[0]
+        copy = ref()
+        if copy is not None:
+            act(copy)
+        if queue and queue[0] is ref:  # another thread may have been faster
+            queue.popleft()
 
     @property
     def host_tiers(self) -> tuple[HostTier, ...]:
@@ -100,10 +103,13 @@ class StagedDiskEngine(DiskTransferEngine):
 
     def _disk_copies(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
         self._check_disk()
-        copy = HostCopy(self.staging, self._stage(nbytes))
-        copy.extent = self.disk.take(nbytes, len(batch))
-        self._tickets[copy] = [weakref.ref(ticket) for ticket in batch]
-        return [place(batch, copy)]
+        loan = self._stage(nbytes)
+        uses = unfinished_uses(loan.buffer)
+        check_finished(event for event in uses if isinstance(event, DiskEvent))
+        # No stream can wait for a thread's end; but those have ended.
+        copies = tuple(event for event in uses if not isinstance(event, DiskEvent))
+        loan.buffer.before, loan.buffer.last_use = copies, None
+        return [place(batch, HostCopy(loan, self.disk.take(nbytes, len(batch))))]
 
     def _send(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
         nbytes = self._queue_offload(tickets, copies)
@@ -111,15 +117,20 @@ class StagedDiskEngine(DiskTransferEngine):
         self.poll()
         return nbytes
 
-    def _write(self, copy: HostCopy | None) -> None:
-        if copy is not None and copy.buffer is not None and copy.extent is not None:
-            written = self.disk.write(copy.extent, copy.buffer.pieces[0])
-            copy.buffer.before += (written,)
-            self._writing.append(weakref.ref(copy))
+    def _write(self, copy: HostCopy) -> None:
+        """The bytes have arrived in the buffer: have a thread write them."""
+        extent, buffer = copy.extent, copy.buffer
+        if buffer is None or extent is None:
+            return
+        if not extent.was_sent:
+            written = DiskEvent()
+            buffer.before += (written,)  # first, or its next user might not wait for the thread
+            self.disk.write(extent, buffer.pieces[0], written)
+        self._writing.append(weakref.ref(copy))
 
-    def _settle(self, copy: HostCopy | None) -> None:
+    def _settle(self, copy: HostCopy) -> None:
         """The write has ended, well or not."""
-        if copy is None or copy.extent is None:
+        if copy.extent is None or copy.offloaded is None:  # it was settled, and is being read
             return
         if copy.extent.failure is None:
             copy.drop_buffer()
@@ -129,66 +140,90 @@ class StagedDiskEngine(DiskTransferEngine):
 
     # Back from it
 
-    def _fetch(self, tickets: Sequence[Ticket]) -> None:
-        groups = by_copy(tickets)
-        for copy in groups:
-            if copy.buffer is None:
-                self._begin_to_read(copy, is_ahead=False)
-        for copy, asked in groups.items():
-            if copy.buffer is None:  # what came before it needed the room
-                self._begin_to_read(copy, is_ahead=False)
-            self._finish_reading(copy)
-            self._leave(copy, asked)
+    def _fetch(self, tickets: Sequence[Ticket]) -> int:
+        """What is on disk is read first, by threads.
+
+        What shares an extent comes together. Where no staging buffer is free, it is left to be read
+        when it is needed.
+        """
+        here = [ticket for ticket in tickets if ticket.copy is not None and _is_here(ticket.copy)]
+        num = self._copy_back(here) if here else 0
+        for copy, asked in by_copy([ticket for ticket in tickets if not ticket.is_coming]).items():
+            if _was_left(copy):
+                num += self._leave(copy, asked)
+            elif copy.buffer is None and self._begin_to_read(copy, is_ahead=True):
+                self._read_ahead.append(weakref.ref(copy))
+                for ticket in self._all_of(copy, asked):
+                    num += 1
+                    self._landings.expect(ticket)
+        return num
+
+    def _reload_now(self, ticket: Ticket) -> int:
+        self._check_capture([ticket])
+        self.poll()  # which may bring it
+        copy = ticket.copy
+        assert copy is not None, "reload before offload"
+        if ticket.landed is not None:
+            return 0
+        if copy.extent is None or _is_here(copy):
+            return self._copy_back([ticket])
+        if copy.buffer is None:
+            self._begin_to_read(copy, is_ahead=False)
+        self._finish_reading(copy)
+        return self._leave(copy, [ticket])
 
     def _begin_to_read(self, copy: HostCopy, *, is_ahead: bool) -> bool:
         """Have a thread read a copy at rest. False if there is no buffer, and it can wait."""
         extent = copy.extent
         assert extent is not None, "not on disk"
         try:
-            buffer = self._stage(extent.nbytes, may_wait=not is_ahead)
-        except MemoryError:
+            loan = self._stage(extent.nbytes)
+        except (MemoryError, Unfinished) as failure:
             if is_ahead:
                 return False
-            buffer = finished(self.staging.take(extent.nbytes, force=True))
-        copy.tier, copy.buffer, copy.offloaded = self.staging, buffer, None
-        copy.reading = buffer.last_use = self.disk.read(extent, buffer.pieces[0])
+            if isinstance(failure, Unfinished):
+                raise
+            loan = self.staging.take(extent.nbytes, force=True)
+        buffer = loan.buffer
+        buffer.before = unfinished_uses(buffer)  # first, or an interrupt would have them forgotten
+        reading = buffer.last_use = DiskEvent()
+        self.disk.read(extent, buffer.pieces[0], reading, after=buffer.before)
+        # In one statement: a buffer without ``reading`` would be taken for one that holds the bytes
+        copy.offloaded, copy.reading, copy.loan = None, reading, loan
         return True
 
     def _finish_reading(self, copy: HostCopy) -> None:
-        reading, copy.reading = copy.reading, None
-        if reading is not None:
-            try:
-                reading.synchronize()
-            except DiskTierError:
-                copy.drop_buffer()
-                for ticket in self._all_of(copy, ()):
-                    self._drop_landed(ticket)
-                raise
+        reading = copy.reading
+        if reading is None:
+            return
+        check_finished((reading,))
+        try:
+            reading.synchronize()
+        except DiskTierError:
+            copy.reading = copy.loan = None
+            self._give_up(self._all_of(copy, ()))
+            raise
+        copy.reading = None
 
-    def _leave(self, copy: HostCopy, asked: Sequence[Ticket]) -> None:
+    def _leave(self, copy: HostCopy, asked: Sequence[Ticket]) -> int:
         """Queue the copies to the device. A buffer that was read into has served all who wait."""
-        if copy.offloaded is None:
-            tickets = self._all_of(copy, asked)
-            if tickets:  # or those it was read for are gone
-                self._copy_back(tickets)
-            copy.drop_buffer()
-        else:
-            self._copy_back(asked)
-
-    def _know(self, copy: HostCopy, tickets: Sequence[Ticket]) -> None:
-        """Some of these may be of a later group that shares the copy."""
-        known = self._tickets.setdefault(copy, [])
-        mates = {ref() for ref in known}
-        known += [weakref.ref(ticket) for ticket in tickets if ticket not in mates]
+        if copy.offloaded is not None:
+            return self._copy_back(asked)
+        num = self._copy_back(self._all_of(copy, asked))
+        copy.drop_buffer()
+        return num
 
     def _all_of(self, copy: HostCopy, asked: Sequence[Ticket]) -> list[Ticket]:
         """The tickets with bytes in ``copy`` that are asked for or will be, and are not there."""
-        mates = [t for ref in self._tickets.get(copy, ()) if (t := ref()) is not None]
+        mates = [t for refs in copy.tickets.values() for ref in refs if (t := ref()) is not None]
         more = [t for t in mates if t.num_waiting > 0 and t.landed is None and t not in asked]
         return [*asked, *more]
 
     def _send_ahead(self, copy: HostCopy | None) -> None:
-        """What was read ahead goes on to the device, unless that was done when it was needed."""
+        """What was read ahead goes on to the device, unless that was done when it was needed.
+
+        Should it be forgotten on the way, it goes on when it is needed.
+        """
         if copy is not None and copy.reading is not None:
             with suppress(DiskTierError):  # whoever asks for it will hear of it
                 self._finish_reading(copy)
@@ -196,49 +231,39 @@ class StagedDiskEngine(DiskTransferEngine):
 
     # Buffers on the way
 
-    def _stage(self, nbytes: int, *, may_wait: bool = True) -> HostBuffer:
-        """A buffer nobody uses any more; waits for others to arrive if too many are on the way.
+    def _stage(self, nbytes: int) -> Loan:
+        """A buffer, which others may still use.
 
         Raises:
-            MemoryError: It would be over the budget, with none on the way or none to wait for.
+            MemoryError: It would be over the budget, with none on the way.
+            Unfinished: Too many are on the way; what is furthest.
         """
-        while self.staging.statistics().in_use + nbytes > self._max_in_flight_bytes:
-            if not may_wait:
-                raise MemoryError("too many bytes are on the way to and from the disk")
-            if not self._make_room():
-                break
-        while True:
-            try:
-                return finished(self.staging.take(nbytes))
-            except MemoryError:
-                if not may_wait or not self._make_room():
-                    raise
+        if self.staging.statistics().in_use + nbytes > self._max_in_flight_bytes:
+            self._let_the_furthest_pass()
+        try:
+            return self.staging.take(nbytes)
+        except MemoryError:
+            self._let_the_furthest_pass()
+            raise
 
-    def _make_room(self) -> bool:
-        """Wait for the copy that is furthest on its way. False if there is none."""
-        if self._writing:
-            copy = self._writing.popleft()()
+    def _let_the_furthest_pass(self) -> None:
+        """Raise ``Unfinished`` if a buffer is on its way to the disk.
+
+        Also where that has just ended: the next :meth:`poll` moves it on, and then there is room.
+        """
+        for ref in self._writing:
+            copy = ref()
             if copy is not None and copy.extent is not None and copy.extent.last_use is not None:
-                with suppress(DiskTierError):
-                    copy.extent.last_use.synchronize()
-                self._settle(copy)
-        elif self._arriving:
-            copy = self._arriving.popleft()()
+                raise Unfinished((copy.extent.last_use,))
+        for ref in self._arriving:
+            copy = ref()
             if copy is not None and copy.offloaded is not None:
-                copy.offloaded.synchronize()
-                self._write(copy)
-        else:
-            return False
-        return True
+                raise Unfinished((copy.offloaded,))
 
 
-def finished(buffer: HostBuffer) -> HostBuffer:
-    """The buffer, once the threads and copies of its last owner are done with it."""
-    for event in buffer.last_uses():
-        with suppress(DiskTierError):  # its owner heard of it
-            event.synchronize()
-    buffer.last_use, buffer.before = None, ()
-    return buffer
+def unfinished_uses(buffer: HostBuffer) -> tuple[Event, ...]:
+    """Copies and threads that are not done with it."""
+    return tuple(event for event in buffer.last_uses() if not event.query())
 
 
 def by_copy(tickets: Sequence[Ticket]) -> dict[HostCopy, list[Ticket]]:
@@ -257,6 +282,15 @@ def _has_arrived(copy: HostCopy | None) -> bool:
 def _is_written(copy: HostCopy | None) -> bool:
     extent = None if copy is None else copy.extent
     return extent is None or extent.checksum is not None or extent.failure is not None
+
+
+def _is_here(copy: HostCopy) -> bool:
+    return copy.loan is not None and copy.offloaded is not None
+
+
+def _was_left(copy: HostCopy) -> bool:
+    """Whether it was read, and an interrupt kept it from being sent on."""
+    return copy.loan is not None and copy.offloaded is None and copy.reading is None
 
 
 def _was_read(copy: HostCopy | None) -> bool:

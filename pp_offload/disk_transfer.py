@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 from pp_offload.backends import Backend
 from pp_offload.errors import DiskTierError, NotWhileCapturingError
 from pp_offload.ticket import HostCopy, Ticket, packs, place
 from pp_offload.tiers.disk import DiskStatistics, DiskTier
 from pp_offload.tiers.host import HostTier
+from pp_offload.tiers.unfinished import when_finished
 from pp_offload.transfer import TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -55,38 +58,42 @@ class DiskTransferEngine(TransferEngine):
             MemoryError: Neither has room, or the disk failed in this step. What was queued before
                 is of no use; the sources are as before.
         """
+        self.check_process()
         if self.backend.is_capturing:
             raise NotWhileCapturingError("writing to disk cannot be part of a captured graph")
-        self.poll()
         near: list[Ticket] = []
         near_copies: list[HostCopy] = []
         total = 0
         for batch, nbytes in packs(tickets):
             copy = self._host_copy(nbytes, len(batch))
             if copy is None:
-                total += self._send(batch, self._disk_copies(batch, nbytes))
+                send = partial(self._offload_far, batch, nbytes)
+                total += when_finished(self.lock, send)
             else:
                 near += batch
                 near_copies.append(place(batch, copy))
-        return total + (self._queue_offload(near, near_copies) if near else 0)
+        if near:
+            with self.lock:
+                total += self._queue_offload(near, near_copies)
+        self.keep_in_flight_bounded()
+        return total
 
-    def reload(self, tickets: Sequence[Ticket]) -> None:
-        """Queue the copies back, from wherever the bytes are.
+    def _offload_far(self, batch: list[Ticket], nbytes: int) -> int:
+        self.poll()
+        return self._send(batch, self._disk_copies(batch, nbytes))
+
+    def reload(self, tickets: Sequence[Ticket]) -> int:
+        """Queue the copies back, from wherever the bytes are. Never waits for a disk.
 
         Raises:
-            DiskTierError: They had to be read before, and cannot be.
+            DiskTierError: They were read, which failed.
         """
-        if self.backend.is_capturing and by_place(tickets)[1]:
-            raise NotWhileCapturingError(
-                "reading from disk cannot be part of a captured graph; keep what it needs in host "
-                'memory, with tiers=("host",)'
-            )
-        self.poll()  # which may bring some of them
-        near, far = by_place(tickets)
-        if near:
-            self._copy_back(near)
-        if far:
-            self._fetch(far)
+        self.check_process()
+        self._check_capture(tickets)
+        with self.lock:
+            self.poll()  # which may bring some of them
+            near, far = by_place(tickets)
+            return self._copy_back(near) + self._fetch(far)
 
     def fit(self) -> None:
         """Between steps: make host memory tight, and let the next step try the disk again."""
@@ -108,13 +115,22 @@ class DiskTransferEngine(TransferEngine):
         """What is on disk, and what was written and read."""
         return self.disk.statistics()
 
+    def _check_capture(self, tickets: Sequence[Ticket]) -> None:
+        if self.backend.is_capturing and by_place(tickets)[1]:
+            raise NotWhileCapturingError(
+                "reading from disk cannot be part of a captured graph; keep what it needs in host "
+                'memory, with tiers=("host",)'
+            )
+
     def _host_copy(self, nbytes: int, num_parts: int) -> HostCopy | None:
+        """Room in host memory; None if there is none."""
         if self._is_only:
             return None
-        try:
-            return HostCopy(self.host, self.host.take(nbytes, num_parts))
-        except MemoryError:
-            return None
+        with self.lock:
+            self.poll()
+            with suppress(MemoryError):
+                return HostCopy(self.host.take(nbytes, num_parts))
+        return None
 
     def _check_disk(self) -> None:
         if self._failure is not None:
@@ -138,6 +154,7 @@ class DiskTransferEngine(TransferEngine):
 
         Raises:
             MemoryError: There is none.
+            Unfinished: What is on its way has to make room first.
         """
         raise NotImplementedError
 
@@ -145,8 +162,8 @@ class DiskTransferEngine(TransferEngine):
         """Queue what brings tickets to the disk; the number of bytes."""
         raise NotImplementedError
 
-    def _fetch(self, tickets: Sequence[Ticket]) -> None:
-        """Queue what brings them back from it."""
+    def _fetch(self, tickets: Sequence[Ticket]) -> int:
+        """Queue what brings them back from it, or begin it; the number of payloads."""
         raise NotImplementedError
 
 

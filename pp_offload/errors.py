@@ -13,6 +13,10 @@ class ConfigError(OffloadError, ValueError):
     """An :class:`~pp_offload.OffloadConfig` is invalid; the message lists every violation."""
 
 
+class OptionError(ConfigError, TypeError):
+    """Options were given that do not exist. Python's own error for that is a ``TypeError``."""
+
+
 class GroupStateError(OffloadError):
     """A group or chunk was asked for a step its state does not allow."""
 
@@ -46,3 +50,7 @@ class NotWhileCapturingError(OffloadError, MemoryError):
 
 class ClosedError(OffloadError):
     """A tier, stream or handle was used after it was closed."""
+
+
+class ForkedError(OffloadError):
+    """Asked for in a forked process, it belongs to the process it was forked from."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pp_offload.checkpoint_regions import is_recomputing
 from pp_offload.chunk import ChunkOffloadHandler
 
 
@@ -30,15 +31,17 @@ class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, cpu_offload_handler: ChunkOffloadHandler, name: str
     ) -> Tensor:
-        """Open group ``name`` of the chunk."""
-        ctx.chunk = cpu_offload_handler
-        cpu_offload_handler.on_group_start_forward(name)
+        """Open group ``name`` of the chunk; nothing where a forward runs again."""
+        ctx.chunk = None if is_recomputing() else cpu_offload_handler
+        if ctx.chunk is not None:
+            cpu_offload_handler.on_group_start_forward(name)
         return tensor
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         """Backward leaves the group."""
-        ctx.chunk.on_group_start_backward()
+        if ctx.chunk is not None:
+            ctx.chunk.on_group_start_backward()
         return grad_output, None, None
 
 
@@ -57,12 +60,18 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
         forced_released_tensors: Sequence[Tensor] | None,
         delay_offload: bool,
     ) -> Tensor:
-        """Commit group ``name`` of the chunk; with ``delay_offload``, only note that."""
-        ctx.group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)
+        """Commit group ``name`` of the chunk; with ``delay_offload``, only note that.
+
+        Nothing where a forward runs again.
+        """
+        ctx.group = None
+        if not is_recomputing():
+            ctx.group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Backward reaches the group."""
-        ctx.group.on_use()
+        if ctx.group is not None:
+            ctx.group.on_use()
         return grad_output[0], None, None, None, None

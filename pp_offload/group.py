@@ -135,6 +135,10 @@ class OffloadTensorGroup:
         """One of those it follows, if it lives."""
         return self._tickets[index]() if index < len(self._tickets) else None
 
+    def waiting(self) -> Iterator[Ticket]:
+        """What backward has still to ask for, in the order of use."""
+        return (ticket for ticket in self.tickets_last_first() if ticket.num_waiting > 0)
+
     def wanted(self) -> Iterator[Ticket]:
         """What must be brought before backward reaches it, in the order of use."""
         for ref in reversed(self._tickets):

@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from pp_offload.activations import NoOpManager, OffloadActivations
 from pp_offload.backends import Backend
+from pp_offload.checks import check_flag, check_kind
 from pp_offload.config import OffloadConfig
 from pp_offload.left_out import leave_out
 
@@ -56,6 +57,7 @@ def get_act_offloading_ctx_manager(
 
     Source: torchtune ``get_act_offloading_ctx_manager``; with the options of TRL's.
     """
+    check_flag("enable_activation_offloading", enable_activation_offloading)
     if not enable_activation_offloading:
         return NoOpManager()
     return get_lora_act_offloading_ctx_manager(model, **options)
@@ -88,10 +90,16 @@ def get_lora_act_offloading_ctx_manager(
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Raises:
-        ValueError: ``head`` names no module of the model.
+        ValueError: ``head`` names no module of the model, or a number or flag is none.
+        TypeError: ``model`` or ``head`` is no module.
 
     Source: axolotl ``get_lora_act_offloading_ctx_manager``.
     """
+    check_kind("model", model, Module, "an nn.Module")
+    check_flag("warn_if_no_head", warn_if_no_head)
+    if head is not None:
+        check_kind("head", head, (Module, str), "an nn.Module of the model, or its name")
+    found = find_head(model) if head is None else _chosen(model, head)
     offload = OffloadActivations(
         use_pin_memory,
         use_streams,
@@ -101,7 +109,6 @@ def get_lora_act_offloading_ctx_manager(
         backend=backend,
     )
     offload.keep_module(model)
-    found = _named(model, head) if isinstance(head, str) else head or find_head(model)
     if found is not None:
         leave_out(found)
     elif warn_if_no_head:
@@ -155,9 +162,18 @@ def liger_modules(model: Module) -> Iterator[Module]:
             yield module
 
 
+def _chosen(model: Module, head: Module | str) -> Module:
+    found = _named(model, head) if isinstance(head, str) else head
+    if found is model or found is unwrapped(model):
+        raise ValueError(
+            "head is the model itself, so nothing would be offloaded; expected a module inside it"
+        )
+    return found
+
+
 def _named(model: Module, name: str) -> Module:
     for one in (model, unwrapped(model)):
-        if name in dict(one.named_modules()):
+        if name and name in dict(one.named_modules()):
             return one.get_submodule(name)
     raise ValueError(
         f"head is {name!r}, but the model has no module of that name; expected one of "

@@ -12,19 +12,29 @@ singleton.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
+from pp_offload.checkpoint_regions import (
+    Keeping,
+    Saving,
+    is_recomputing,
+    note,
+    takes_again,
+    top_pack,
+)
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.cuda_graph import fine_grained_offloading_forward_record
+from pp_offload.errors import GroupStateError
 from pp_offload.group import OffloadTensorGroup
+from pp_offload.hook_scopes import HookScope
 from pp_offload.manager import PipelineOffloadManager
-from pp_offload.saved import unpack
+from pp_offload.saved import Resident
 
 
 def fine_grained_offloading_disable_offload() -> None:
@@ -50,7 +60,7 @@ def fine_grained_offloading_group_start(tensor: Tensor, name: str | None = None)
     Raises:
         GroupStateError: There is no chunk, or it belongs to another thread.
     """
-    _start(name or "group")
+    _start("group" if name is None or name == "" else name)
     return tensor
 
 
@@ -84,8 +94,9 @@ def fine_grained_offloading_group_commit(
 
 
 def fine_grained_offloading_group_flush_delayed_groups() -> None:
-    """Do the commits that were delayed, in forward order."""
-    PipelineOffloadManager.get_instance().flush_delayed_groups()
+    """Do the commits that were delayed, in forward order. Nothing where a forward runs again."""
+    if not is_recomputing():
+        PipelineOffloadManager.get_instance().flush_delayed_groups()
 
 
 class FineGrainedActivationOffloadingInterface:
@@ -105,32 +116,58 @@ class FineGrainedActivationOffloadingInterface:
         self.offload = offload
         self.tensor = tensor
         self.name = name
-        self._hooks: saved_tensors_hooks | None = None
+        self._hooks = HookScope()
         self._group: OffloadTensorGroup | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether a group was opened and still collects."""
-        return self._hooks is not None
+        return self._group is not None
 
     def __enter__(self) -> Tensor:
-        """Open the group; gives back its input."""
-        started = _start(self.name) if self.offload else None
-        if started is None:
+        """Open the group; gives back its input.
+
+        In a checkpoint's recomputation no group is opened, and tensors that it took in the forward
+        stay on the device: see :mod:`pp_offload.checkpoint_regions`.
+        """
+        if torch.compiler.is_compiling() or not (self.offload or top_pack()):
             return self.tensor
-        chunk, self._group = started
-        self._hooks = saved_tensors_hooks(partial(chunk.pack, self._group), unpack)
-        self._hooks.__enter__()
+        if self._hooks.is_entered:
+            raise GroupStateError(
+                f"group '{self.name}' is entered again before it was left; expected one object of "
+                f"{type(self).__name__} for each with"
+            )
+        try:
+            self._enter()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
         return self.tensor
+
+    def _enter(self) -> None:
+        if not torch.is_grad_enabled():  # saves nothing, so no checkpoint has to remember it
+            if self.offload:
+                _start(self.name)
+            return
+        takes = takes_again(self.name, wants=self.offload)
+        if takes is None:
+            self._open()
+        elif takes:
+            self._hooks.enter(Keeping(Resident))
+
+    def _open(self) -> None:
+        started = _start(self.name) if self.offload else None
+        note(self.name, took=started is not None)
+        if started is not None:
+            chunk, self._group = started
+            self._hooks.enter(Saving(chunk.pack, self._group))
 
     def __exit__(self, *args: Any) -> None:
         """Stop collecting; an exception passes on."""
+        self._hooks.leave()
         group, self._group = self._group, None
         if group is not None:
             group.has_failed = bool(args) and args[0] is not None
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.__exit__(*args)
 
     @staticmethod
     def init_chunk_handler(

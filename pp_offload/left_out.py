@@ -14,6 +14,8 @@ import threading
 import torch
 from torch.nn import Module
 
+from pp_offload.checks import check_kind
+
 
 class _Running(threading.local):
     """The left-out modules whose forward runs on this thread, innermost last, by id."""
@@ -31,6 +33,7 @@ def leave_out(module: Module) -> None:
     Checkpoints and groups do not ask for the mark. In a compiled region it does nothing. Twice is
     fine.
     """
+    check_kind("module", module, Module, "an nn.Module")
     if _enter not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_enter)
         module.register_forward_hook(_leave, always_call=True)

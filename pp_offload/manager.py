@@ -11,21 +11,31 @@ differs, the plan is derived anew, and one line in the log says so.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from pp_offload.activity import ActivityWatch
-from pp_offload.backends import Backend, Stream, bare, default_backend
+from pp_offload.backends import Backend, Stream, backend_or_default, bare
 from pp_offload.chain import make_engine
+from pp_offload.checkpoint_regions import (
+    Keeping,
+    Saving,
+    is_recomputing,
+    may_take,
+    note,
+    takes_again,
+)
+from pp_offload.checks import check_count, check_kind, checked_tensors, said
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.chunk_queue import ChunkQueue
-from pp_offload.config import OffloadConfig
+from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import GroupStateError
+from pp_offload.hook_scopes import Caller, HookScope, leave_all
 from pp_offload.policy import ChunkKey
 from pp_offload.prefetch import Prefetcher
 from pp_offload.saved import Packed, Resident, is_in_backward, unpack
@@ -39,7 +49,33 @@ from pp_offload.verify import Verifier
 
 logger = logging.getLogger(__name__)
 
+MANY_CHUNKS = 1024
+"""No step is expected to have so many microbatches; one that has forgets those that are over."""
+
 Hook = Callable[[Sequence[Tensor] | None], None]
+
+_CONTEXT = "the manager's context"
+"""How a checkpoint's messages name :meth:`PipelineOffloadManager.__enter__`."""
+
+
+class _Forward(threading.local):
+    """The forward of a thread: no other thread joins its groups, or ends it."""
+
+    chunk: ChunkOffloadHandler | None = None
+    is_evaluating = False
+    """Whether a group was passed without grad."""
+
+    def end(self) -> None:
+        """The step is over for the calling thread."""
+        self.chunk = None
+        self.is_evaluating = False
+
+
+class _Contexts(threading.local):
+    """What a thread has entered of a manager: hooks of autograd are the thread's."""
+
+    def __init__(self) -> None:
+        self.scopes: list[HookScope] = []
 
 
 class PipelineOffloadManager:
@@ -53,12 +89,14 @@ class PipelineOffloadManager:
     """
 
     OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
+    INHERITED: ClassVar[PipelineOffloadManager | None] = None
+    """In a forked process, that of the other one: see ``forked.py``."""
 
     def __init__(
         self, *, config: OffloadConfig | None = None, backend: Backend | None = None
     ) -> None:
-        self.config = config or OffloadConfig()
-        backend = backend or default_backend()
+        self.config = config_or_default(config)
+        backend = backend_or_default(backend)
         transfer = make_engine(backend, self.config)
         self.step = StepRecord(ChunkQueue())
         self._prefetcher = Prefetcher(transfer, self.step, self.config.prefetch_bytes)
@@ -74,15 +112,19 @@ class PipelineOffloadManager:
         self.num_attached = 0
         self.activity = ActivityWatch()
         self._was_disabled = False
-        self._current: ChunkOffloadHandler | None = None
-        self._scopes: list[saved_tensors_hooks] = []
+        self._has_warned_of_no_reset = False
+        self._forward = _Forward()
+        self._contexts = _Contexts()
         self._pool: GPUTensorPool | None = None
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
         """The manager of this process, made when first asked for."""
         if cls.OFFLOAD_MGR is None:
-            cls.OFFLOAD_MGR = cls()
+            old = cls.INHERITED
+            cls.OFFLOAD_MGR = cls() if old is None else cls(config=old.config, backend=old.backend)
+            if old is not None:
+                cls.OFFLOAD_MGR.take_over(old)
         return cls.OFFLOAD_MGR
 
     @classmethod
@@ -92,9 +134,16 @@ class PipelineOffloadManager:
         Graphs that still hold tensors saved by the old one stay good. Its idle host memory is free
         for the next.
         """
-        if cls.OFFLOAD_MGR is not None:
-            cls.OFFLOAD_MGR.retire()
-        cls.OFFLOAD_MGR = None
+        old, cls.OFFLOAD_MGR = cls.OFFLOAD_MGR, None
+        if old is not None:
+            old.retire()
+
+    def take_over(self, old: PipelineOffloadManager) -> None:
+        """Go on in its place: what was marked stays marked, what was disabled disabled."""
+        self.activity = old.activity
+        self.services.eligibility.kept = old.services.eligibility.kept
+        if not old.services.is_enabled:
+            self.disable_offload()
 
     def release_idle_memory(self) -> None:
         """Give host memory back to the system that no saved tensor needs; waits for copies."""
@@ -150,31 +199,42 @@ class PipelineOffloadManager:
             microbatch: Its number in the step; counted per stage when None.
 
         Raises:
-            ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative.
+            ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or none.
         """
-        size = 1 if vp_size is None else vp_size
-        stage = 0 if vp_stage is None else vp_stage
-        if size < 1 or not 0 <= stage < size:
-            raise ValueError(
-                f"vp_stage is {vp_stage} and vp_size {vp_size}; expected vp_size of at least 1 and "
-                "vp_stage from 0 to vp_size - 1; give None for both without virtual stages"
-            )
+        size, stage = _virtual_stage(vp_size, vp_stage)
         smallest = min_offloaded_tensor_size
-        if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 0:
-            raise ValueError(
-                f"min_offloaded_tensor_size is {smallest!r}; expected at least 0 elements"
-            )
+        check_count("min_offloaded_tensor_size", smallest, unit="elements")
+        if microbatch is not None:
+            check_count("microbatch", microbatch, unit="None counts them")
+        if is_recomputing():
+            return  # a model that begins its own chunks is run again by a checkpoint around it
+        leave_all()
         self.verify()
+        if self.step.num_chunks >= MANY_CHUNKS:
+            self._forget_finished()
         if torch.is_grad_enabled():
             self.step.smallest_numel = smallest
         self.step.vp_size = size
-        self._current = ChunkOffloadHandler(
+        self._forward.chunk = ChunkOffloadHandler(
             min_offloaded_tensor_size,
             self._pool,
             services=self.services,
             vp_stage=stage,
             microbatch=microbatch,
         )
+
+    def _forget_finished(self) -> None:
+        """Nobody calls reset(), so it seems: do not grow with every microbatch."""
+        with self.services.lock:
+            self.step.forget_finished()
+            self.services.copies.forget_dead()
+        if not self._has_warned_of_no_reset:
+            self._has_warned_of_no_reset = True
+            logger.warning(
+                "%d microbatches since the last reset(): those that are over are forgotten, so the "
+                "step teaches no plan and no summary; call reset() at the start of each step",
+                MANY_CHUNKS,
+            )
 
     def _add_chunk(self, chunk: ChunkOffloadHandler) -> ChunkKey:
         key, split = self.step.add(chunk), self.services.split
@@ -187,9 +247,10 @@ class PipelineOffloadManager:
 
         Reloads nothing yet: the loss and its inputs are still there, and memory is highest.
         """
-        chunk = self.step.chunk(key)
-        if chunk is not None:
-            self.step.begin_backward(chunk)
+        with self.services.lock:
+            chunk = self.step.chunk(key)
+            if chunk is not None:
+                self.step.begin_backward(chunk)
 
     @contextmanager
     def backward_part(self, key: ChunkKey, part: Part) -> Iterator[None]:
@@ -198,26 +259,38 @@ class PipelineOffloadManager:
         if chunk is None or split is None:
             yield
             return
-        split.begin(key, part)
+        try:
+            with self.services.lock:
+                split.begin(key, part)
+                self._begin_part(chunk, part)
+            yield
+        except BaseException:
+            split.stop()
+            raise
+        else:
+            with self.services.lock:
+                split.end()
+        finally:
+            with self.services.lock:
+                self.step.end_part()
+
+    def _begin_part(self, chunk: ChunkOffloadHandler, part: Part) -> None:
         if part is Part.INPUT:
-            self.begin_backward(key)
+            self.step.begin_backward(chunk)
         else:
             self.step.begin_weight_pass(chunk)
             self._prefetcher.resume(chunk.groups[-1])
-        yield
-        split.end()
-        self.step.end_part()
 
     def end_chunk(self) -> None:
         """The forward of the current chunk is over; there is no current chunk."""
-        if self._current is not None:
-            self.step.skip(self._current)
-        self._current = None
+        chunk, self._forward.chunk = self._forward.chunk, None
+        if chunk is not None:
+            self.step.skip(chunk)
         self.verify()
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
-        """The chunk whose forward runs."""
-        return self._current
+        """The chunk whose forward runs on this thread."""
+        return self._forward.chunk
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk backward reached last."""
@@ -225,10 +298,11 @@ class PipelineOffloadManager:
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """The chunk whose forward runs, if it takes groups (of that name) now."""
-        return self._current
+        return self._forward.chunk
 
     def push(self, handler: ChunkOffloadHandler) -> None:
         """Add a chunk to the backward queue."""
+        check_kind("handler", handler, ChunkOffloadHandler, "a ChunkOffloadHandler")
         self.step.queue.push(handler)
 
     def flush(self) -> None:
@@ -255,18 +329,21 @@ class PipelineOffloadManager:
         Raises:
             GroupStateError: There should be one.
         """
+        if torch.compiler.is_compiling():
+            return None
         if not torch.is_grad_enabled():
-            self.step.is_evaluating = True
+            self._forward.is_evaluating = True
             return None
-        if torch.compiler.is_compiling() or is_in_backward():
+        if not may_take():
             return None
-        if self._current is None and not self.num_attached:
+        chunk = self._forward.chunk
+        if chunk is None and not self.num_attached:
             raise GroupStateError(
-                f"{action} of group '{name}' without a chunk; call init_chunk_handler(vp_size, "
-                "vp_stage, min_offloaded_tensor_size) before each microbatch's forward, or attach "
-                "a schedule"
+                f"{action} of group '{name}' without a chunk on thread {threading.get_ident()}; "
+                "call init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size) before each "
+                "microbatch's forward, on the thread that runs it, or attach a schedule"
             )
-        return self._current
+        return chunk
 
     # Steps
 
@@ -277,41 +354,67 @@ class PipelineOffloadManager:
 
         Raises:
             GroupStateError: Groups of the last step were started, used by backward, and never
-                committed. The next step has begun all the same.
+                committed. The next step has begun all the same. Or a forward of another thread
+                waits for its backward, and nothing has changed.
         """
+        self._check_not_busy_elsewhere()
         try:
             self.flush_delayed_groups()
         except BaseException:
             self.abort()
             raise
-        forgotten = self.step.forgotten()
-        if self.step.is_complete():
-            if self.step.is_warmup:
-                self.post_warmup_callback()
-            else:
-                self._learn()
-        self._look_for_idle_groups()
-        self.abort()
+        with self.services.lock:
+            self._check_not_busy_elsewhere()  # again: nobody begins between this and the end
+            forgotten = self.step.forgotten()
+            if self.step.is_complete():
+                if self.step.is_warmup:
+                    self.post_warmup_callback()
+                else:
+                    self._learn()
+            was_cut_off = leave_all()
+            if not was_cut_off:  # what an interrupt left open nobody has forgotten to commit
+                self._look_for_idle_groups()
+            self._end_step()
+        self.services.transfer.fit()
         if forgotten:
             raise GroupStateError(
                 f"groups {forgotten} were started and never committed, so nothing of them was "
                 "offloaded; call group_commit(output, name) at the end of each group's forward"
             )
 
+    def _check_not_busy_elsewhere(self) -> None:
+        """A step has one begin for all its threads: one of them must not end it for the others."""
+        with self.services.lock:
+            chunk = self.step.awaited_elsewhere()
+        if chunk is not None:
+            here = threading.current_thread()
+            raise GroupStateError(
+                f"reset() on thread {here.name} ({here.ident}), but a forward of thread "
+                f"{chunk.thread.name} ({chunk.thread.ident}) in this step waits for its backward; "
+                "expected one reset() for all threads of a step, when their backwards are over or "
+                "their losses dropped; a thread with steps of its own needs a manager of its own"
+            )
+
     def abort(self) -> None:
         """Forget the step that runs. Tensors autograd still holds stay good."""
-        self.services.delayed.clear()
-        self.services.copies.clear()
-        self._current = None
-        self.step.clear()
-        self._prefetcher.reset()
-        if self.services.split is not None:
-            self.services.split.clear()
+        leave_all()
+        self._end_step()
         self.services.transfer.fit()
+
+    def _end_step(self) -> None:
+        with self.services.lock:
+            self.services.delayed.clear()
+            self.services.copies.clear()
+            self._forward.end()  # other threads have their own
+            self.step.clear()
+            self._prefetcher.reset()
+            if self.services.split is not None:
+                self.services.split.clear()
 
     def _look_for_idle_groups(self) -> None:
         step, smallest = self.step, self.step.smallest_numel
-        is_silent = self._was_disabled or step.is_evaluating or not self.activity.num_steps_left
+        is_silent = self._was_disabled or self._forward.is_evaluating
+        is_silent = is_silent or not self.activity.num_steps_left
         if smallest is not None and not is_silent:
             self.activity.check(step.activity(), smallest)
         self._was_disabled = not self.services.is_enabled
@@ -374,7 +477,12 @@ class PipelineOffloadManager:
         self.services.is_enabled = True
 
     def mark_not_offloadable(self, tensor: Tensor) -> None:
-        """Keep ``tensor`` and every view of it on the device, as long as its storage lives."""
+        """Keep ``tensor`` and every view of it on the device, as long as its storage lives.
+
+        Raises:
+            TypeError: It is no tensor.
+        """
+        check_kind("tensor", tensor, Tensor, "a tensor", "mark each tensor on its own")
         self.services.eligibility.kept.add(tensor)
 
     # Delayed groups
@@ -382,8 +490,15 @@ class PipelineOffloadManager:
     def push_offload_groups(
         self, group_hook: Hook, forced_released_tensors: Sequence[Tensor] | None
     ) -> None:
-        """Queue a commit for :meth:`flush_delayed_groups`."""
-        self.services.delayed.append(lambda: group_hook(forced_released_tensors))
+        """Queue a commit for :meth:`flush_delayed_groups`.
+
+        Raises:
+            TypeError: ``group_hook`` cannot be called, or the tensors are none.
+        """
+        if not callable(group_hook):
+            raise TypeError(f"group_hook is {said(group_hook)}, expected a function of the tensors")
+        released = checked_tensors("forced_released_tensors", forced_released_tensors)
+        self.services.delayed.append(lambda: group_hook(released))
 
     def flush_delayed_groups(self) -> None:
         """Do the queued commits, in forward order."""
@@ -395,20 +510,64 @@ class PipelineOffloadManager:
 
     def __enter__(self) -> PipelineOffloadManager:
         """Save tensors through the engine until :meth:`__exit__`; may be nested."""
-        scope = saved_tensors_hooks(self.on_save_for_backward, self.on_get_saved_tensor)
-        scope.__enter__()
-        self._scopes.append(scope)
+        scopes = self._contexts.scopes
+        while scopes and scopes[-1].is_over:
+            scopes.pop().leave()
+        scopes.append(HookScope(Caller.of(1)))  # first: nothing entered is to be forgotten
+        try:
+            pack = self._pack()
+            if pack is not None:
+                scopes[-1].enter(pack)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
+    def _pack(self) -> Saving | Keeping | None:
+        """What to save through: where a forward runs again, what it was in the forward."""
+        takes = takes_again(_CONTEXT, wants=True)
+        if takes is not None:
+            return Keeping(Resident) if takes else None
+        if not may_take():
+            return None
+        note(_CONTEXT, took=True)
+        return Saving(self.on_save_for_backward)
+
     def __exit__(self, *args: Any) -> None:
-        """Leave the innermost scope; an exception passes on."""
-        self._scopes.pop().__exit__(*args)
+        """Leave the innermost scope; an exception passes on.
+
+        Raises:
+            GroupStateError: This thread has entered none.
+        """
+        scopes = self._contexts.scopes
+        if not scopes:
+            raise GroupStateError(
+                f"a manager is left that thread {threading.get_ident()} did not enter; expected "
+                "as many exits as entries, on the same thread; use it in a with statement"
+            )
+        scopes[-1].leave()
+        scopes.pop()
 
     def on_save_for_backward(self, tensor: Tensor) -> Packed:
         """The pack hook: the tag it returns is bound to the group open now."""
-        chunk = self._current
-        return Resident(tensor) if chunk is None else chunk.tensor_push(tensor)
+        chunk = self._forward.chunk
+        if chunk is None or is_in_backward():  # a forward that runs again is of another chunk
+            return Resident(tensor)
+        return chunk.tensor_push(tensor)
 
     def on_get_saved_tensor(self, saved_state: Packed) -> Tensor:
         """The unpack hook. May be called any number of times, in any order."""
         return unpack(saved_state)
+
+
+def _virtual_stage(vp_size: object, vp_stage: object) -> tuple[int, int]:
+    """Number of virtual stages, and which of them; None for both is one."""
+    size = 1 if vp_size is None else vp_size
+    stage = 0 if vp_stage is None else vp_stage
+    if type(size) is int and type(stage) is int and 0 <= stage < size:
+        return size, stage
+    raise ValueError(
+        f"vp_stage is {said(vp_stage)} and vp_size {said(vp_size)}; expected an integer vp_size of "
+        "at least 1 and an integer vp_stage from 0 to vp_size - 1; give None for both without "
+        "virtual stages"
+    )

@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from pp_offload.checks import check_flag, check_kind, said
+from pp_offload.hook_scopes import leave_all, mark
 from pp_offload.interface import FineGrainedActivationOffloadingInterface
 from pp_offload.manager import PipelineOffloadManager
 
-Patterns = Mapping[str, str | Sequence[str]]
+Patterns = Mapping[str, str | Collection[str]]
 """Group name to pattern or patterns of module names; ``*`` stands for one part between dots."""
 
 
@@ -50,6 +54,7 @@ class OffloadModulesHandle:
             self._activity.forget(self._names())
         while self._hooks:
             self._hooks.pop().remove()
+        leave_all()
 
     def __enter__(self) -> OffloadModulesHandle:
         return self
@@ -74,14 +79,12 @@ def offload_modules(
 
     Raises:
         ValueError: A pattern matches no module, and the message lists names that come near; or a
-            module is a group already, or matches two.
-        TypeError: ``groups`` is no mapping.
+            module is a group already, or matches two; or there is no group, or no pattern.
+        TypeError: ``model`` is no module, ``groups`` no mapping, or a name or pattern no ``str``.
     """
-    if not isinstance(groups, Mapping):
-        raise TypeError(
-            f"groups is a {type(groups).__name__}; expected a mapping of group names to patterns "
-            'of module names, such as {"mlp": "layers.*.mlp"}'
-        )
+    check_kind("model", model, Module, "an nn.Module")
+    check_patterns(groups)
+    check_flag("missing_ok", missing_ok)
     found = {group: _matching(model, patterns) for group, patterns in groups.items()}
     missing = [
         pattern
@@ -101,6 +104,42 @@ def offload_modules(
             hooks.append(module.register_forward_pre_hook(scope.start, with_kwargs=True))
             hooks.append(module.register_forward_hook(scope.commit, always_call=True))
     return OffloadModulesHandle(hooks, found)
+
+
+def check_patterns(groups: object) -> None:
+    """Patterns of module names by group, whatever model they are for.
+
+    Raises:
+        ValueError: There are none, or none for a group.
+        TypeError: They are no mapping, or a name or pattern is no ``str``.
+    """
+    such = 'such as {"mlp": "layers.*.mlp"}'
+    check_kind(
+        "groups", groups, Mapping, f"a mapping of group names to patterns of module names, {such}"
+    )
+    assert isinstance(groups, Mapping)
+    if not groups:
+        raise ValueError(f"groups is empty, expected at least one group, {such}; else leave it out")
+    for group, patterns in groups.items():
+        check_kind("the name of a group", group, str, f"a str, {such}")
+        _check_patterns_of(group, patterns)
+
+
+def _check_patterns_of(group: str, patterns: object) -> None:
+    expected = "a module name with * for one part of it, or a list of such"
+    if not isinstance(patterns, str | Collection) or isinstance(patterns, bytes | Mapping):
+        raise TypeError(
+            f"the pattern of group '{group}' is {said(patterns)}, expected {expected}; leave the "
+            "group out if it shall have no modules"
+        )
+    wanted = _listed(patterns)
+    for pattern in wanted:
+        check_kind(f"a pattern of group '{group}'", pattern, str, expected)
+    if not wanted or not all(wanted):
+        raise ValueError(
+            f"the patterns of group '{group}' are {wanted}, expected at least one, none of them "
+            "empty; leave the group out if it shall have no modules"
+        )
 
 
 def keep_gathered(model: Module) -> list[RemovableHandle]:
@@ -123,32 +162,72 @@ def _keep_parameters(module: Module, args: object) -> None:
         kept.add(parameter)
 
 
+class _Running(threading.local):
+    """Groups around modules whose forward runs on this thread, innermost last.
+
+    The forward of one module may run on several threads, and so may not be known by its hooks.
+    """
+
+    def __init__(self) -> None:
+        self.scopes: list[_Scope] = []
+
+
+_running = _Running()
+
+
+class _Scope(NamedTuple):
+    """The group of one call."""
+
+    around: _GroupAround
+    module: Module
+    group: FineGrainedActivationOffloadingInterface
+    mark: object
+    """Of :func:`pp_offload.hook_scopes.mark`; another if the scope was taken off meanwhile."""
+
+
 class _GroupAround:
-    """The two hooks of one module. Calls may nest, so the scopes are a stack."""
+    """The two hooks of one module. See NOTE [ Module forward ]."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._scopes: list[FineGrainedActivationOffloadingInterface] = []
 
     def start(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward: open the group."""
-        scope = FineGrainedActivationOffloadingInterface(True, Tensor(), self.name)
-        scope.__enter__()
-        self._scopes.append(scope)
-        if scope.is_open:  # a copied or moved model has buffers nobody has seen
+        if torch.compiler.is_compiling():
+            return
+        scopes = _running.scopes
+        while scopes and scopes[-1].mark is not mark():
+            scopes.pop()
+        group = FineGrainedActivationOffloadingInterface(True, Tensor(), self.name)
+        scopes.append(_Scope(self, module, group, mark()))
+        group.__enter__()
+        if group.is_open:  # a copied or moved model has buffers nobody has seen
             kept = PipelineOffloadManager.get_instance().services.eligibility.kept
             for buffer in module.buffers():
                 kept.add(buffer)
 
     def commit(self, module: Module, args: object, output: Any) -> None:
         """After the forward, also one that raised: close the scope, commit the group."""
-        if not self._scopes:
+        group = None if torch.compiler.is_compiling() else self._running(module)
+        if group is None:
             return
-        scope = self._scopes.pop()
-        was_open = scope.is_open
-        scope.__exit__()
+        was_open = group.is_open
+        group.__exit__()
         if was_open:
-            scope.group_commit(output, self.name)
+            group.group_commit(output, self.name)
+
+    def _running(self, module: Module) -> FineGrainedActivationOffloadingInterface | None:
+        """The group that :meth:`start` opened here; those inside were passed by.
+
+        There is none where another hook raised before that, or the scope was taken off since.
+        """
+        scopes = _running.scopes
+        for number in reversed(range(len(scopes))):
+            scope = scopes[number]
+            if scope.around is self and scope.module is module and scope.mark is mark():
+                del scopes[number:]
+                return scope.group
+        return None
 
 
 def _check_free(model: Module, found: Mapping[str, Sequence[str]]) -> None:
@@ -174,7 +253,7 @@ def _group_of(module: Module) -> str | None:
     return None
 
 
-def _matching(model: Module, patterns: str | Sequence[str]) -> list[str]:
+def _matching(model: Module, patterns: str | Collection[str]) -> list[str]:
     wanted = _listed(patterns)
     return [
         name
@@ -183,7 +262,7 @@ def _matching(model: Module, patterns: str | Sequence[str]) -> list[str]:
     ]
 
 
-def _listed(patterns: str | Sequence[str]) -> list[str]:
+def _listed(patterns: str | Collection[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 

@@ -32,13 +32,15 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils._pytree import tree_leaves
 
-from pp_offload.backends import Backend, default_backend
+from pp_offload.backends import Backend, check_backend, default_backend
 from pp_offload.chain import make_engine
-from pp_offload.config import OffloadConfig
+from pp_offload.checkpoint_regions import is_recomputing
+from pp_offload.checks import check_count, check_flag, count_problem, said
+from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
 from pp_offload.microbatches import join, split
+from pp_offload.plain_copies import PlainCopies
 from pp_offload.recompute import Recompute
-from pp_offload.saved import is_in_backward
 from pp_offload.slice_cache import SliceCache
 from pp_offload.slice_layers import RecomputedLayers, SliceLayers
 from pp_offload.slice_nodes import GradientPath, on_device
@@ -46,9 +48,8 @@ from pp_offload.slice_saved import SlicedRun
 from pp_offload.slices import partition
 from pp_offload.stash import ActivationStash
 from pp_offload.statistics import OffloadStatistics, collect
-from pp_offload.tensors import has_storage
+from pp_offload.tensors import has_storage, is_dense
 from pp_offload.tiers.room import host_room
-from pp_offload.transfer import is_dense
 
 HOST = torch.device("cpu")
 
@@ -74,7 +75,8 @@ class OffloadModel(nn.Module):
 
     Raises:
         ValueError: ``model`` is no plain Sequential, its parameters are no dense tensors with
-            data, a number is out of range, or a device cannot be what it shall be.
+            data, a number is out of range or none, or a device cannot be what it shall be.
+        TypeError: ``config`` is no :class:`OffloadConfig`, or ``backend`` no backend.
 
     Source: fairscale ``OffloadModel``.
     """
@@ -94,16 +96,20 @@ class OffloadModel(nn.Module):
         super().__init__()
         _check_model(model)
         _check_counts(len(_layers_of(model)), num_slices, num_microbatches)
-        backend = backend or default_backend(torch.device(device))
-        _check_devices(torch.device(device), torch.device(offload_device), backend)
+        check_flag("checkpoint_activation", checkpoint_activation)
+        config = config_or_default(config)
+        where, home = _device("device", device), _device("offload_device", offload_device)
+        if backend is None:
+            backend = default_backend(where)
+        check_backend(backend)
+        _check_devices(where, home, backend)
         for name, layer in model._modules.items():
             self.add_module(name, layer)
         self.training = model.training
         self._num_microbatches = num_microbatches
         self._slices = partition([_bytes_of(layer) for layer in _layers_of(self)], num_slices)
-        config = config or OffloadConfig()
         in_memory = dataclasses.replace(config, tiers=("host",), disk_dir=None)
-        self._cache = SliceCache(make_engine(backend, in_memory))
+        self._cache = SliceCache(PlainCopies(make_engine(backend, in_memory)))
         self._recompute: Recompute | None = None
         if checkpoint_activation:
             inputs = ActivationStash("slice inputs", config, backend=backend)
@@ -130,7 +136,7 @@ class OffloadModel(nn.Module):
         layers = list(self._layers())
         run = SlicedRun([one.slice for one in layers], self._cache)
         self._cache.drop()  # a write through .data leaves no trace
-        if self._recompute is not None and not is_in_backward():
+        if self._recompute is not None and not is_recomputing():
             self._recompute.begin()
         try:
             values = split(inputs, self._num_microbatches)
@@ -147,7 +153,9 @@ class OffloadModel(nn.Module):
 
         What ``checkpoint_activation`` moves is not among it.
         """
-        return collect(self._cache.transfer)
+        copies = self._cache.copies
+        copies.poll()
+        return collect(copies.transfer)
 
     @property
     def parameter_bytes_on_device(self) -> int:
@@ -173,7 +181,7 @@ class OffloadModel(nn.Module):
             return self._compute(run, index, layers, [], [], inputs)
         loaded = run.bring(index)
         versions = [tensor._version for tensor in loaded]
-        path = GradientPath(self._cache.transfer, layers.slice.label)
+        path = GradientPath(self._cache.copies, layers.slice.label)
         tensors = on_device(layers.slice.parameters, loaded, path)
         outputs = self._compute(run, index, layers, loaded, tensors, inputs)
         if versions != [tensor._version for tensor in loaded]:
@@ -228,7 +236,7 @@ class OffloadModel(nn.Module):
                     module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 
     def _check_places(self) -> None:
-        device = self._cache.transfer.backend.device
+        device = self._cache.copies.transfer.backend.device
         wrong = [
             f"parameter {name!r} is on {tensor.device}, expected {HOST}"
             for name, tensor in self.named_parameters()
@@ -312,13 +320,23 @@ def _check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check_counts(num_layers: int, num_slices: int, num_microbatches: int) -> None:
-    if not 1 <= num_slices <= num_layers:
+    if count_problem("num_slices", num_slices, 1) or num_slices > num_layers:
         raise ValueError(
-            f"num_slices is {num_slices}; expected 1 to {num_layers}, the number of layers, for "
-            "each slice has at least one"
+            f"num_slices is {said(num_slices)}; expected 1 to {num_layers}, the number of "
+            "layers, as an integer, for each slice has at least one"
         )
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches is {num_microbatches}; expected at least 1")
+    check_count("num_microbatches", num_microbatches, least=1)
+
+
+def _device(name: str, given: object) -> torch.device:
+    if isinstance(given, torch.device | str | int) and not isinstance(given, bool):
+        try:
+            return torch.device(given)
+        except RuntimeError as failure:
+            raise ValueError(
+                f"{name} is {given!r}, expected a device, such as 'cpu': {failure}"
+            ) from failure
+    raise TypeError(f"{name} is {said(given)}, expected a torch.device, or its name")
 
 
 def _check_devices(device: torch.device, offload_device: torch.device, backend: Backend) -> None:

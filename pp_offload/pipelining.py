@@ -16,10 +16,17 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from pp_offload.config import OffloadConfig
+from pp_offload.checks import said
+from pp_offload.config import OffloadConfig, check_config
 from pp_offload.errors import OffloadError
 from pp_offload.manager import PipelineOffloadManager
-from pp_offload.modules import OffloadModulesHandle, Patterns, keep_gathered, offload_modules
+from pp_offload.modules import (
+    OffloadModulesHandle,
+    Patterns,
+    check_patterns,
+    keep_gathered,
+    offload_modules,
+)
 from pp_offload.policy import ChunkKey, WeightPassKey
 from pp_offload.session import successor
 from pp_offload.split import Part, SplitBackward
@@ -44,7 +51,14 @@ def attach(
     Raises:
         OffloadError: The schedule is attached already, or another one is with other options.
         ValueError: A pattern matches nothing on this rank.
+        TypeError: ``schedule`` is no schedule, ``groups`` no mapping of names to patterns, or
+            ``config`` no :class:`OffloadConfig`.
     """
+    _stages(schedule)
+    if groups is not None:
+        check_patterns(groups)
+    if config is not None:
+        check_config(config)
     if getattr(schedule, _ATTACHED, None) is not None:
         raise OffloadError(
             f"{type(schedule).__name__} is attached already; detach() its handle first, or keep "
@@ -162,13 +176,13 @@ class AttachedSchedule:
         if not self._stages[vp_stage].has_backward:
             return inner(fwd_chunk_id, *args, **kwargs)
         manager = self.manager
-        manager.init_model_chunk_offload_handler(
-            len(self._stages),
-            vp_stage,
-            manager.config.min_offloaded_tensor_size,
-            microbatch=fwd_chunk_id,
-        )
         try:
+            manager.init_model_chunk_offload_handler(
+                len(self._stages),
+                vp_stage,
+                manager.config.min_offloaded_tensor_size,
+                microbatch=fwd_chunk_id,
+            )
             return inner(fwd_chunk_id, *args, **kwargs)
         finally:
             manager.end_chunk()
@@ -191,6 +205,14 @@ class AttachedSchedule:
         return inner(bwd_chunk_id, *args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            self._begin_step()
+            return inner(*args, **kwargs)
+        except BaseException:
+            self.manager.abort()
+            raise
+
+    def _begin_step(self) -> None:
         manager = self.manager
         kept = manager.services.eligibility.kept
         for stage in self._stages:
@@ -200,11 +222,6 @@ class AttachedSchedule:
         manager.step.pipeline_rank = int(getattr(self._stages[0], "group_rank", 0))
         if self._order.keys or manager.step.queue.is_told:
             manager.step.queue.know_order(self._order.keys, is_told=bool(self._order.keys))
-        try:
-            return inner(*args, **kwargs)
-        except BaseException:
-            manager.abort()
-            raise
 
 
 def _check_free(stages: list[Any]) -> None:
@@ -217,12 +234,17 @@ def _check_free(stages: list[Any]) -> None:
 
 
 def _stages(schedule: Any) -> list[Any]:
+    if isinstance(schedule, type):
+        raise TypeError(
+            f"schedule is the class {schedule.__name__}, expected one of its objects, made with "
+            "the stages"
+        )
     if hasattr(schedule, "_stages"):
         return list(schedule._stages)
     if hasattr(schedule, "_stage"):
         return [schedule._stage]
     raise TypeError(
-        f"{type(schedule).__name__} has no stages; expected a schedule of "
+        f"schedule is {said(schedule)}, which has no stages; expected a schedule of "
         "torch.distributed.pipelining"
     )
 

@@ -27,6 +27,10 @@ class Visit(Protocol):
 
     is_brought: bool
 
+    def waiting(self) -> Iterator[Ticket]:
+        """What it will use, brought or not."""
+        ...
+
     def wanted(self) -> Iterator[Ticket]:
         """What must be brought, in the order of use. Who asks for the next brings the last."""
         ...
@@ -63,20 +67,39 @@ class Prefetcher:
         self._upcoming = upcoming
         self._window_bytes = SMALL_BYTES if window_bytes is None else window_bytes
         transfer.refill_below_bytes = self._window_bytes // 2
+        transfer.comes_soon = self.comes_soon
         self._follows_groups = window_bytes is None
         self._current: OffloadTensorGroup | None = None
         self._done_at = -1
 
     def on_use(self, group: OffloadTensorGroup) -> None:
         """Backward uses ``group``: bring it, and fill the window."""
-        if group is not self._current or not group.is_used:
-            self._current = group
-            if not group.is_used:
-                group.is_used = True
-                self._upcoming.begin(group)
-            if not group.is_brought:
-                self._bring(group)
-        self.fill()
+        self._transfer.check_process()  # before the lock, which a thread that is not here may hold
+        with self._transfer.lock:
+            if group is not self._current or not group.is_used:
+                self._reach(group)
+            self.fill()
+
+    def _reach(self, group: OffloadTensorGroup) -> None:
+        self._current = group
+        if not group.is_used:
+            group.is_used = True
+            self._upcoming.begin(group)
+        if not group.is_brought:
+            self._bring(group)
+
+    def comes_soon(self, ticket: Ticket) -> bool:
+        """Whether backward will ask for it within the next window of bytes."""
+        group, room = self._current, self._window_bytes
+        visits: Iterator[Visit] = iter(()) if group is None else self._upcoming.after(group)
+        for following in visits:
+            for one in following.waiting():
+                if one is ticket:
+                    return True
+                room -= one.nbytes
+            if room < 0:
+                return False
+        return False
 
     def approach(self, group: OffloadTensorGroup) -> None:
         """Backward will reach ``group`` next: fill the window from there on."""
@@ -85,19 +108,25 @@ class Prefetcher:
 
     def resume(self, group: OffloadTensorGroup) -> None:
         """Backward is at ``group`` again: fill the window from there on."""
-        self._current = group
-        self._done_at = -1
-        self._transfer.refill_below_bytes = self._window_bytes // 2
-        self.fill()
+        with self._transfer.lock:
+            self._current = group
+            self._done_at = -1
+            self._transfer.refill_below_bytes = self._window_bytes // 2
+            self.fill()
 
     def expect(self, nbytes: int) -> None:
         """A group of ``nbytes`` was offloaded, and will come back."""
-        if self._follows_groups:
-            self._window_bytes = max(self._window_bytes, 2 * nbytes)
-        self._transfer.refill_below_bytes = self._window_bytes // 2
+        with self._transfer.lock:
+            if self._follows_groups:
+                self._window_bytes = max(self._window_bytes, 2 * nbytes)
+            self._transfer.refill_below_bytes = self._window_bytes // 2
 
     def fill(self) -> None:
         """Reload what comes next until the window is full, once half of it is free."""
+        with self._transfer.lock:
+            self._fill()
+
+    def _fill(self) -> None:
         group, changes = self._current, self._upcoming.num_changes
         if group is None or self._done_at == changes:
             return
@@ -124,16 +153,16 @@ class Prefetcher:
 
     def reset(self) -> None:
         """The step is over."""
-        self._current = None
-        self._done_at = -1
-        self._transfer.refill_below_bytes = self._window_bytes // 2
+        with self._transfer.lock:
+            self._current = None
+            self._done_at = -1
+            self._transfer.refill_below_bytes = self._window_bytes // 2
 
     def _bring(self, group: OffloadTensorGroup) -> None:
         room = self._window_bytes - self._transfer.landed_bytes
         batch, _ = self._missing(group, room, set())
         if batch:
-            self._transfer.counters.on_demand_reloads += len(batch)
-            self._transfer.reload(batch)
+            self._transfer.counters.on_demand_reloads += self._transfer.reload(batch)
 
     def _load(self, batches: list[list[Ticket]]) -> None:
         """Prefetch groups in order, small ones together, so that one event serves many."""

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload.buffers import BufferMemory
-from pp_offload.saved import is_in_backward, unpack
+from pp_offload.checkpoint_regions import Keeping, Saving, is_in_region, is_recomputing
+from pp_offload.saved import Resident, unpack
 from pp_offload.selective import CheckpointCounts, KeptOutputs, OpPolicy
 from pp_offload.stash import ActivationStash
 
@@ -59,7 +60,9 @@ class Recompute:
         self.counts = CheckpointCounts()
         self.stash = stash
         self._policy = policy
-        self._hooks = saved_tensors_hooks(stash.pack, unpack) if stash and offload_inputs else None
+        self._hooks: saved_tensors_hooks | None = None
+        if stash is not None and offload_inputs:
+            self._hooks = saved_tensors_hooks(Saving(stash.pack), unpack)
         self._use_reentrant = use_reentrant
         self._options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
         if not use_reentrant:
@@ -108,7 +111,7 @@ class Recompute:
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        if self.stash is not None and self.stash.is_over and not is_in_backward():
+        if self.stash is not None and self.stash.is_over and not is_recomputing():
             self.stash.begin()
         self.counts.forward_calls += 1
         call = _Call(function, args, kwargs)
@@ -165,8 +168,10 @@ class Recompute:
         return KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
 
     def _saving(self) -> AbstractContextManager[Any]:
-        if self._hooks is None or _is_in_checkpoint():
+        if self._hooks is None or is_in_region():
             return nullcontext()
+        if is_recomputing():
+            return saved_tensors_hooks(Keeping(Resident), unpack)
         return self._hooks
 
     def _send(self) -> None:
@@ -230,9 +235,3 @@ class _Anew:
 def _has_parameters(function: object) -> bool:
     """Whether gradients flow to the function itself."""
     return isinstance(function, Module) and any(p.requires_grad for p in function.parameters())
-
-
-def _is_in_checkpoint() -> bool:
-    """Whether another checkpoint, around this one, drops what is saved now."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == checkpoint.__module__

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from pp_offload.checks import described
 from pp_offload.tensors import Eligibility, has_storage, num_holders
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ class ForcedRelease:
                 self._has_warned |= is_news
                 logger.log(
                     logging.WARNING if is_news else logging.INFO,
-                    "forced_released_tensors: a tensor of shape %s stays on the device: %s",
-                    tuple(tensor.shape),
+                    "forced_released_tensors: %s stays on the device: %s",
+                    described(tensor),
                     reason,
                 )
 

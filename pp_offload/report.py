@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from pp_offload.checks import check_kind
 from pp_offload.manager import PipelineOffloadManager
 
 MIB = 2**20
@@ -46,6 +47,7 @@ def print_offload_summary_table(total_offload_bytes: dict[str, int]) -> None:
     Args:
         total_offload_bytes: Bytes by group name on this rank; may be empty.
     """
+    check_kind("total_offload_bytes", total_offload_bytes, Mapping, "bytes by group name")
     rows = _gather(total_offload_bytes, None)
     if _rank(None) == 0:
         print(format_summary(rows), flush=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload.backends import Stream
+from pp_offload.checks import described, version_of
 from pp_offload.errors import SavedTensorModifiedError
 from pp_offload.ticket import Restore, Ticket
 from pp_offload.wrappers import is_pending, take_apart, witness
@@ -105,19 +106,22 @@ class SavedActivation:
 
     @property
     def is_modified(self) -> bool:
-        """Whether the tensor was changed in place since it was saved."""
-        return self.source is not None and self.source._version != self.version
+        """Whether the tensor was changed in place since it was saved, and has not left."""
+        source = self.source
+        return source is not None and source._version != self.version
 
     def unpack(self) -> Tensor:
         """The tensor as it was saved: values, size, stride and dtype."""
-        ticket, owner = self.ticket, self.owner
-        if ticket is None:
+        # Looked at before the ticket: a commit on another thread sets that before it forgets this.
+        source, owner = self.source, self.owner
+        if source is not None:
             if not owner.is_used:
                 owner.on_use()
-            assert self.source is not None
             if self.is_modified:
-                raise modified(self.source, self.version, owner.name)
-            return self.source
+                raise modified(source, self.version, owner.name)
+            return source
+        ticket = self.ticket
+        assert ticket is not None, "it has left, and nobody knows where to"
         transfer = ticket.transfer
         if not (owner.is_used and ticket.is_coming):
             owner.on_use()
@@ -175,8 +179,8 @@ def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModi
     where = f"group '{group}'" if group is not None else "the saved tensors left on the device"
     return SavedTensorModifiedError(
         "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: a tensor of shape {tuple(tensor.shape)} in {where} is at version "
-        f"{tensor._version}, expected version {version}; use an out-of-place operation"
+        f"operation: {described(tensor)} in {where} is at version "
+        f"{version_of(tensor)}, expected version {version}; use an out-of-place operation"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,11 @@ class Services:
     def __post_init__(self) -> None:
         self.current_stream = self.transfer.backend.current_stream
         self.release = ForcedRelease(self.eligibility)
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held for bookkeeping: see NOTE [ One lock ]."""
+        return self.transfer.lock
 
     @property
     def mover(self) -> Mover:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pp_offload.backends import Backend
-from pp_offload.config import OffloadConfig
+from pp_offload.backends import Backend, check_backend
+from pp_offload.config import OffloadConfig, check_config
 from pp_offload.errors import OffloadError
 from pp_offload.manager import PipelineOffloadManager
 
@@ -25,7 +25,9 @@ def configure(config: OffloadConfig) -> PipelineOffloadManager:
 
     Raises:
         OffloadError: A schedule is attached with other options.
+        TypeError: ``config`` is no :class:`OffloadConfig`.
     """
+    check_config(config)
     old = PipelineOffloadManager.get_instance()
     manager = successor(old, config)
     PipelineOffloadManager.OFFLOAD_MGR = manager
@@ -48,10 +50,7 @@ def successor(old: PipelineOffloadManager, config: OffloadConfig) -> PipelineOff
             "detach() it first, or give both the same config"
         )
     manager = PipelineOffloadManager(config=config, backend=old.backend)
-    manager.activity = old.activity
-    manager.services.eligibility.kept = old.services.eligibility.kept
-    if not old.services.is_enabled:
-        manager.disable_offload()
+    manager.take_over(old)
     return manager
 
 
@@ -67,7 +66,11 @@ def use_backend(
 
     Yields:
         The fresh manager, which :meth:`PipelineOffloadManager.get_instance` now returns.
+
+    Raises:
+        TypeError: ``backend`` is no backend, or ``config`` no :class:`OffloadConfig`.
     """
+    check_backend(backend)
     before = PipelineOffloadManager.OFFLOAD_MGR
     manager = PipelineOffloadManager(config=config, backend=backend)
     PipelineOffloadManager.OFFLOAD_MGR = manager

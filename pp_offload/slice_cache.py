@@ -9,7 +9,7 @@ NOTE [ Host writes ]
 
 Call pattern:
 
-    cache = SliceCache(transfer)
+    cache = SliceCache(copies)
     tensors = cache.use(slice_)  # loads it, unless it was foreseen
     cache.prefetch(following)    # while compute uses the tensors
 """
@@ -22,7 +22,8 @@ from typing import NoReturn
 
 from torch.nn import Parameter
 
-from pp_offload.transfer import Arrival, TransferEngine
+from pp_offload.plain_copies import Arrival, PlainCopies
+from pp_offload.tiers.loans import Loans
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -68,17 +69,18 @@ class SliceCache:
     """Brings slices to the device, two at most. See NOTE [ Host writes ].
 
     Args:
-        transfer: Copies them.
+        copies: Brings them.
 
     Attributes:
         peak_bytes: The most bytes of parameters that were here at a time.
     """
 
-    def __init__(self, transfer: TransferEngine) -> None:
-        self.transfer = transfer
+    def __init__(self, copies: PlainCopies) -> None:
+        self.copies = copies
         self.peak_bytes = 0
         self._current: Loaded | None = None
         self._coming: Loaded | None = None
+        self._users = Loans[Sequence[Slice] | None]()
 
     def __deepcopy__(self, memo: object) -> SliceCache:
         """A copy of a model shares what moves its tensors."""
@@ -93,6 +95,7 @@ class SliceCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the slices that are here or coming."""
+        self._forget_unused()
         return sum(one.slice.nbytes for one in (self._current, self._coming) if one is not None)
 
     def use(self, wanted: Slice, index: int | None = None) -> Loaded:
@@ -102,6 +105,7 @@ class SliceCache:
             wanted: Which one.
             index: The parameter that is asked for, if it is one only.
         """
+        self._forget_unused()
         loaded = self._current
         if loaded is not None and loaded.slice is wanted and index is not None:
             if loaded.stamps[index] == stamp(wanted.parameters[index]) and self._is_home(loaded):
@@ -119,8 +123,25 @@ class SliceCache:
         self._give_up_coming()
         self._coming = self._bring(wanted)
 
-    def forget(self, slices: Sequence[Slice]) -> None:
-        """Give up what is here of these: nobody will ask for them again."""
+    def serve(self, user: object, slices: Sequence[Slice] | None = None) -> None:
+        """Give slices up when ``user`` is gone: nobody will ask for them again.
+
+        It is noticed at the next call, for ``user`` goes where autograd frees a node.
+
+        Args:
+            user: What is gone then.
+            slices: Which of them; all when None.
+        """
+        self._users.add(user, slices)
+
+    def _forget_unused(self) -> None:
+        for slices in self._users.ended():
+            if slices is None:
+                self.drop()
+            else:
+                self._forget(slices)
+
+    def _forget(self, slices: Sequence[Slice]) -> None:
         if self._current is not None and self._current.slice in slices:
             self._current = None
         if self._coming is not None and self._coming.slice in slices:
@@ -136,11 +157,11 @@ class SliceCache:
         self._current = None
         loaded, self._coming = self._coming, None
         if loaded is not None:
-            self.transfer.settle(loaded.arrival)
+            self.copies.settle(loaded.arrival)
         if loaded is None or not self._is_usable(loaded, wanted):
             del loaded
             loaded = self._bring(wanted)
-            self.transfer.settle(loaded.arrival)
+            self.copies.settle(loaded.arrival)
         self._current = loaded
         return loaded
 
@@ -148,19 +169,19 @@ class SliceCache:
         stamps = [stamp(parameter) for parameter in wanted.parameters]
         sources = [parameter.detach() for parameter in wanted.parameters]
         self.peak_bytes = max(self.peak_bytes, self.nbytes + wanted.nbytes)
-        return Loaded(wanted, self.transfer.bring(sources, wanted.label), stamps)
+        return Loaded(wanted, self.copies.bring(sources, wanted.label), stamps)
 
     def _give_up_coming(self) -> None:
         loaded, self._coming = self._coming, None
         if loaded is not None:
-            self.transfer.settle(loaded.arrival)
+            self.copies.settle(loaded.arrival)
 
     def _is_usable(self, loaded: Loaded, wanted: Slice) -> bool:
         return self._is_home(loaded) and loaded.slice.has_same(wanted) and loaded.is_fresh()
 
     def _is_home(self, loaded: Loaded) -> bool:
         """Whether its memory belongs to the live compute stream."""
-        return loaded.arrival.home == self.transfer.backend.current_stream()
+        return loaded.arrival.home == self.copies.transfer.backend.current_stream()
 
 
 def stamp(parameter: Parameter) -> tuple[int, int]:

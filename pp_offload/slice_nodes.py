@@ -7,7 +7,7 @@ data; Wait blocks until they do. They are two nodes since autograd runs a node o
 device its gradients are on: the wait is on the thread of the host, beside the device's own. Every
 use on the device meets in one ToDevice, so gradients are summed there and copied once.
 
-    tensors = on_device(slice_.parameters, arrival.tensors, GradientPath(transfer, "slice 0"))
+    tensors = on_device(slice_.parameters, arrival.tensors, GradientPath(copies, "slice 0"))
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pp_offload.errors import OffloadError
-from pp_offload.transfer import Arrival, TransferEngine
+from pp_offload.plain_copies import Arrival, PlainCopies
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -29,12 +29,12 @@ class GradientPath:
     """Copies of a slice's gradients to the host, until somebody waits for them.
 
     Args:
-        transfer: Makes them.
+        copies: Makes them.
         label: For messages.
     """
 
-    def __init__(self, transfer: TransferEngine, label: str) -> None:
-        self._transfer = transfer
+    def __init__(self, copies: PlainCopies, label: str) -> None:
+        self._copies = copies
         self._label = label
         self._under_way: deque[Arrival] = deque()
 
@@ -45,7 +45,7 @@ class GradientPath:
             self._check_dense(gradient)
         if not present:
             return tuple(gradients)
-        arrival = self._transfer.send(present, self._label)
+        arrival = self._copies.send(present, self._label)
         self._under_way.append(arrival)
         # The tensors themselves may still be written, by a thread, when these belong to a graph.
         sent = iter([tensor.detach() for tensor in arrival.tensors])
@@ -54,14 +54,14 @@ class GradientPath:
     def settle(self) -> None:
         """Block the host until all that was sent is there."""
         while self._under_way:
-            self._transfer.settle(self._under_way.popleft())
+            self._copies.settle(self._under_way.popleft())
 
     def bring(self, tensors: Sequence[Tensor | None]) -> Gradients:
         """The same on the device, with their data."""
         present = [tensor.detach() for tensor in tensors if tensor is not None]
         if not present:
             return tuple(tensors)
-        brought = iter(self._transfer.settle(self._transfer.bring(present, self._label)))
+        brought = iter(self._copies.settle(self._copies.bring(present, self._label)))
         return tuple(None if tensor is None else next(brought) for tensor in tensors)
 
     def _check_dense(self, gradient: Tensor) -> None:

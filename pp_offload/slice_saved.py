@@ -21,6 +21,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from pp_offload.checkpoint_regions import Chaining
 from pp_offload.errors import OffloadError
 from pp_offload.saved import Resident, is_in_backward, modified
 from pp_offload.slice_cache import Slice, SliceCache, stamp
@@ -48,10 +49,7 @@ class SlicedRun:
         self._cache = cache
         self._is_wanted = [False for _ in slices]
         self._task = -1
-
-    def __del__(self) -> None:
-        """Its graph is gone."""
-        self._cache.forget(self.slices)
+        cache.serve(self, slices)
 
     def bring(self, index: int) -> list[Tensor]:
         """The parameters of a slice in forward, while the next ones are under way."""
@@ -88,7 +86,9 @@ class SlicedRun:
                     return ParameterReference(self, index, place, tensor)
             return Resident(tensor) if outer is None else Chained(tensor, *outer)
 
-        return saved_tensors_hooks(pack, unpack)
+        chaining = Chaining(pack)
+        chaining.outer = None if outer is None else outer[0]
+        return saved_tensors_hooks(chaining, unpack)
 
     def _drop_at_the_end(self) -> None:
         """The cache shall be empty when the backward that runs now has ended."""
@@ -102,16 +102,12 @@ class EndOfBackward:
     """Empties a cache when a backward ends. One that raised forgets its callbacks uncalled."""
 
     def __init__(self, cache: SliceCache) -> None:
-        self._cache: SliceCache | None = cache
+        self._cache = cache
+        cache.serve(self)
 
     def __call__(self) -> None:
         """It has ended."""
-        cache, self._cache = self._cache, None
-        if cache is not None:
-            cache.drop()
-
-    def __del__(self) -> None:
-        self()
+        self._cache.drop()
 
 
 class ParameterReference:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -47,9 +47,17 @@ Uses = Mapping[Place, int]
 """How often each ticket was used in a part, the one used first first."""
 
 
-class Kept(NamedTuple):
-    """A payload that stays on the device between the parts."""
+class Known(NamedTuple):
+    """A ticket's chunk, and its place there."""
 
+    chunk: ChunkKey
+    place: Place
+
+
+class Kept(NamedTuple):
+    """A payload that stays on the device between the parts, while its ticket lives."""
+
+    ticket: weakref.ref[Ticket]
     tensor: Tensor
     version: int
     home: Stream
@@ -79,9 +87,7 @@ class SplitBackward:
         self._running: tuple[ChunkKey, Part] | None = None
         self._used: Counter[Place] = Counter()
         self._seen: dict[tuple[ChunkKey | int, Part], Uses] = {}  # by chunk, and by stage
-        self._places: weakref.WeakKeyDictionary[Ticket, tuple[ChunkKey, Place]]
-        self._places = weakref.WeakKeyDictionary()
-        self._kept: dict[ChunkKey, weakref.WeakKeyDictionary[Ticket, Kept]] = {}
+        self._kept: defaultdict[ChunkKey, dict[Place, Kept]] = defaultdict(dict)
 
     @property
     def landed_bytes(self) -> int:
@@ -100,7 +106,7 @@ class SplitBackward:
         uses = self.foreseen(key.chunk, Part.INPUT)
         for ordinal, ticket in enumerate(tickets):
             place = Place(key.position, ordinal)
-            self._places[ticket] = key.chunk, place
+            ticket.place = Known(key.chunk, place)
             if uses:
                 ticket.num_waiting = uses.get(place, 0)  # see NOTE [ Uses ]
 
@@ -108,6 +114,10 @@ class SplitBackward:
         """A part of a chunk's backward begins."""
         self._running = key, part
         self._used = Counter()
+
+    def stop(self) -> None:
+        """It ended by an exception, and teaches nothing."""
+        self._running = None
 
     def end(self) -> None:
         """It ended, and not by an exception."""
@@ -130,24 +140,26 @@ class SplitBackward:
 
     def deliver(self, ticket: Ticket) -> Tensor:
         """The payload on the device."""
-        known = self._places.get(ticket)
-        if known is None or self._running is None or known[0] != self._running[0]:
+        known, running = ticket.place, self._running
+        if not isinstance(known, Known) or running is None or known.chunk != running[0]:
             return self._inner.deliver(ticket)
-        (key, part), place = self._running, known[1]
+        (key, part), place = running, known.place
         self._used[place] += 1
         live = self._backend.current_stream()
-        kept_of_chunk = self._kept.setdefault(key, weakref.WeakKeyDictionary())
-        kept = kept_of_chunk.get(ticket) if part is Part.WEIGHT else None
-        if kept is not None and kept.is_good(live):
+        self._forget_gone(key)
+        kept = self._kept[key].get(place) if part is Part.WEIGHT else None
+        if kept is not None and kept.ticket() is ticket and kept.is_good(live):
             return kept.tensor
         tensor = self._inner.deliver(ticket)
         if part is Part.INPUT and self._is_keeping and place in self.foreseen(key, Part.WEIGHT):
-            kept_of_chunk[ticket] = Kept(tensor, tensor._version, live)
+            self._kept[key][place] = Kept(weakref.ref(ticket), tensor, tensor._version, live)
         return tensor
 
-    def abandon(self, ticket: Ticket) -> None:
-        """Give up a payload nobody will use."""
-        self._inner.abandon(ticket)
+    def _forget_gone(self, key: ChunkKey) -> None:
+        """What is kept for tickets that autograd let go. See NOTE [ Nobody is called ]."""
+        kept = self._kept[key]
+        for place in [place for place, one in kept.items() if one.ticket() is None]:
+            del kept[place]
 
     def stays(self, key: ChunkKey, place: Place) -> bool:
         """Whether it is on the device after the first part, for the second."""
@@ -181,6 +193,11 @@ class WeightPass:
         """Itself, if it is known to use something."""
         if self._foreseen():
             yield self
+
+    def waiting(self) -> Iterator[Ticket]:
+        """What it is known to use."""
+        found = (self._ticket(place) for place in self._foreseen())
+        return (ticket for ticket in found if ticket is not None)
 
     def wanted(self) -> Iterator[Ticket]:
         """What must be brought, in the order of use.

@@ -12,17 +12,21 @@ microbatch of its own, so any number may be in flight.
 
 from __future__ import annotations
 
+import threading
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pp_offload.backends import Backend, default_backend
+from pp_offload.backends import Backend, backend_or_default
 from pp_offload.chain import make_engine
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.chunk_queue import ChunkQueue
-from pp_offload.config import OffloadConfig
+from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.group import GroupState, OffloadTensorGroup
 from pp_offload.prefetch import Prefetcher
+from pp_offload.processes import current
 from pp_offload.saved import Packed, Resident, is_in_backward
 from pp_offload.services import Services
 from pp_offload.statistics import OffloadStatistics, collect
@@ -30,6 +34,14 @@ from pp_offload.step import StepRecord
 from pp_offload.tensors import Eligibility, StorageSet
 from pp_offload.tiers.slabs import pageable
 from pp_offload.verify import Verifier
+
+
+class _Forward(threading.local):
+    """The forward that runs, one a thread."""
+
+    def __init__(self) -> None:
+        self.chunk: ChunkOffloadHandler | None = None
+        self.open: OffloadTensorGroup | None = None
 
 
 class ActivationStash:
@@ -57,27 +69,40 @@ class ActivationStash:
         self.name = name
         self.min_offload_size = min_offload_size
         self.max_tensors = max_tensors
+        backend, config = backend_or_default(backend), config_or_default(config)
+        self._engine = partial(_services, backend, config, use_pin_memory=use_pin_memory)
+        self._inherited: Services | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._owner = current()
+        self._forward = _Forward()
         self._step = StepRecord(ChunkQueue())
-        self._services = _services(
-            backend or default_backend(), config or OffloadConfig(), self._step, use_pin_memory
-        )
-        self._chunk: ChunkOffloadHandler | None = None
-        self._open: OffloadTensorGroup | None = None
+        self._services = self._engine(self._step)
+
+    def _start_in_child(self) -> None:
+        """A forked process has an engine of its own: see :mod:`pp_offload.forked`."""
+        self._inherited = old = self._services  # not let go of, or it would wait for its copies
+        self._start()
+        self._services.eligibility.kept = old.eligibility.kept
 
     def begin(self) -> None:
         """The forward of a microbatch begins; what the last one left here is sent."""
+        if self._owner != current():
+            self._start_in_child()
         self.send()
-        self._step.forget_finished()
-        self._services.copies.forget_dead()
+        with self._services.lock:
+            self._step.forget_finished()
+            self._services.copies.forget_dead()
         self._services.transfer.fit()
         if self._services.verifier is not None:
             self._services.verifier.check_freed()
-        self._chunk = ChunkOffloadHandler(0, None, services=self._services)
+        self._forward.chunk = ChunkOffloadHandler(0, None, services=self._services)
 
     @property
     def is_over(self) -> bool:
         """Whether no forward has begun, or its backward has."""
-        chunk = self._chunk
+        chunk = self._forward.chunk
         return chunk is None or bool(chunk.groups and chunk.groups[-1].is_used)
 
     def keep_module(self, model: Module) -> None:
@@ -94,17 +119,17 @@ class ActivationStash:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Save ``tensor``; it leaves with the others."""
-        chunk = self._chunk
+        chunk = self._forward.chunk
         if chunk is None or is_in_backward():
             return Resident(tensor)
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         if is_dense and tensor.nbytes < self.min_offload_size:
             return Resident(tensor)
-        group = self._open
+        group = self._forward.open
         if group is not None and group.is_used:
             group = None  # a backward inside the forward has used it: it stays on the device
         if group is None:
-            group = self._open = chunk.on_group_start_forward(self.name)
+            group = self._forward.open = chunk.on_group_start_forward(self.name)
         packed = chunk.pack(group, tensor)
         if self.max_tensors is not None and not isinstance(packed, Resident):
             if group.num_saved >= self.max_tensors:
@@ -113,13 +138,14 @@ class ActivationStash:
 
     def send(self) -> None:
         """Offload what has gathered."""
-        group, self._open = self._open, None
-        if group is not None and group.state is GroupState.OPEN and self._chunk is not None:
-            self._chunk.commit(self.name)
+        forward = self._forward
+        group, forward.open = forward.open, None
+        if group is not None and group.state is GroupState.OPEN and forward.chunk is not None:
+            forward.chunk.commit(self.name)
 
 
 def _services(
-    backend: Backend, config: OffloadConfig, step: StepRecord, use_pin_memory: bool
+    backend: Backend, config: OffloadConfig, step: StepRecord, *, use_pin_memory: bool
 ) -> Services:
     """The engine, without a manager."""
     transfer = make_engine(backend, config, None if use_pin_memory else pageable)

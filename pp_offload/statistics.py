@@ -67,6 +67,11 @@ class OffloadStatistics:
 
 def collect(transfer: TransferEngine) -> OffloadStatistics:
     """The statistics of an engine."""
+    with transfer.lock:
+        return _collect(transfer)
+
+
+def _collect(transfer: TransferEngine) -> OffloadStatistics:
     transfer.poll()
     hosts = [tier.statistics() for tier in transfer.host_tiers]
     disk, counters = transfer.disk_statistics(), transfer.counters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ from pp_offload.activity import Activity
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
-from pp_offload.group import OffloadTensorGroup
+from pp_offload.group import GroupState, OffloadTensorGroup
 from pp_offload.policy import ChunkKey, Plan, make_plan
 from pp_offload.prefetch import Upcoming, Visit
 from pp_offload.split import SplitBackward, WeightPass
@@ -30,8 +31,8 @@ class StepRecord(Upcoming):
         self.smallest_numel: int | None = None
         """The least elements of a tensor that may leave; None before a forward with grad."""
 
-        self.is_evaluating = False
-        """Whether a group was passed without grad."""
+        self.is_partly_forgotten = False
+        """Whether it has so many chunks that finished ones were forgotten."""
 
         self.in_backward: ChunkOffloadHandler | None = None
         self.weight_pass: WeightPass | None = None
@@ -119,12 +120,31 @@ class StepRecord(Upcoming):
         """Forget chunks of which no tensor is left, where a step never ends."""
         for key, chunk in list(self._forward.items()):
             if chunk.is_over:
-                self.queue.remove(chunk)
+                self.queue.forget(chunk)
                 del self._forward[key]
                 self._backward.pop(key, None)
+                self._weight_passes.pop(key, None)
+                self.is_partly_forgotten = True
+        if self.in_backward is not None and self.in_backward.key not in self._forward:
+            self.in_backward = None
+
+    @property
+    def num_chunks(self) -> int:
+        """How many of its chunks had groups, and are not forgotten."""
+        return len(self._forward)
+
+    def awaited_elsewhere(self) -> ChunkOffloadHandler | None:
+        """A chunk of another living thread whose backward is still to come."""
+        here = threading.current_thread()
+        for chunk in self._forward.values():
+            if chunk.thread is not here and chunk.thread.is_alive() and chunk.is_awaited:
+                return chunk
+        return None
 
     def is_complete(self) -> bool:
         """Whether something was saved in groups, and backward reached each that it was saved in."""
+        if self.is_partly_forgotten:
+            return False
         return bool(self._backward) and all(
             chunk.finish_all_groups() for chunk in self._forward.values()
         )
@@ -151,20 +171,24 @@ class StepRecord(Upcoming):
         found: dict[str, Activity] = {}
         for chunk in self._forward.values():
             for group in chunk.groups:
-                groups, tensors = found.get(group.name, (0, 0))
-                found[group.name] = Activity(groups + 1, tensors + group.total_tensor_count)
+                groups, tensors, num_open = found.get(group.name, (0, 0, 0))
+                found[group.name] = Activity(
+                    groups + 1,
+                    tensors + group.total_tensor_count,
+                    num_open + (group.state is GroupState.OPEN),
+                )
         return found
 
     def clear(self) -> None:
         """Forget the step."""
+        self._backward.clear()  # first: without it the step teaches nothing, should this be cut off
         for chunk in self._forward.values():
             chunk.reset()
         self._forward.clear()
-        self._backward.clear()
         self._weight_passes.clear()
         self._numbers.clear()
         self.smallest_numel = None
-        self.is_evaluating = False
+        self.is_partly_forgotten = False
         self.queue.clear()
         self.change()
         self.in_backward = self.weight_pass = None

@@ -8,7 +8,9 @@ however large its shape.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -115,6 +117,17 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def as_dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it if its elements are not all there in one piece of memory."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if is_dense(tensor) else tensor.clone()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of a strided tensor are all there in one piece of memory, each once."""
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
 def is_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a contiguous tensor is all there is in its ``storage``.
 
@@ -123,11 +136,24 @@ def is_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     return tensor.is_contiguous() and tensor.nbytes == storage.nbytes() and 1 not in tensor.shape
 
 
+class _Known(StorageRef):
+    """A storage held weakly, and its key, which can be told when it is gone."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class StorageSet:
-    """Storages by identity, held weakly: an address used again is not mistaken for the old one."""
+    """Storages by identity, held weakly: an address used again is not mistaken for the old one.
+
+    Any thread may add and ask. What is gone is forgotten later, for no code may run when it goes:
+    a marked tensor goes when autograd frees it.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, StorageRef] = {}
+        self._known: dict[int, _Known] = {}
+        self._gone: deque[_Known] = deque()
+        self._lock = threading.Lock()  # an address may be known anew while the old one is forgotten
 
     def add(self, tensor: Tensor) -> None:
         """Add the storage of ``tensor``, or of those inside it; without one it is ignored."""
@@ -136,8 +162,18 @@ class StorageSet:
                 self._add(plain.untyped_storage())
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key, known = storage._cdata, self._known
-        known[key] = weakref.ref(storage, lambda ref: _forget(known, key, ref))
+        key = storage._cdata
+        ref = _Known(storage, self._gone.append)
+        ref.key = key
+        with self._lock:
+            self._known[key] = ref
+            self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            ref = self._gone.popleft()
+            if self._known.get(ref.key) is ref:
+                del self._known[ref.key]
 
     def add_module(self, module: Module) -> None:
         """Add every parameter and buffer of ``module``."""
@@ -153,12 +189,9 @@ class StorageSet:
         return ref is not None and ref() is storage
 
     def __len__(self) -> int:
-        return len(self._known)
-
-
-def _forget(known: dict[int, StorageRef], key: int, ref: StorageRef) -> None:
-    if known.get(key) is ref:
-        del known[key]
+        with self._lock:
+            self._forget_gone()
+            return len(self._known)
 
 
 def has_storage(tensor: Tensor) -> bool:

@@ -10,10 +10,18 @@ NOTE [ Uses ]
     device is let go: once for each saved tensor it holds, unless a backward in two parts is known
     to ask otherwise (``split.py``). It steers memory and prefetch; no value depends on it. Asked
     for more often, as in a second backward, the payload is brought again, for all of them.
+
+NOTE [ Nobody is called ]
+    When autograd frees a node, no Python code of ours may run: Python would run a pending signal
+    handler inside it, and what that raises in a destructor, or in the callback of a weak reference,
+    is printed and lost. So the last thing that knows of a ticket is a weak reference whose callback
+    is the ``append`` of a queue, which is C; the engine looks at the queue when it is called next.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol
@@ -22,8 +30,9 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from pp_offload.backends import Event, Stream
+from pp_offload.tensors import flat_bytes
+from pp_offload.tiers.buffers import HostBuffer, Loan, Part, Place, room_for
 from pp_offload.tiers.disk import DiskEvent, DiskExtent
-from pp_offload.tiers.host import HostBuffer, HostTier, Part, Place, room_for
 
 PACK_BYTES = 2**20
 """Payloads that fit into so much together share a buffer, and give it back together."""
@@ -38,35 +47,33 @@ Restore = Callable[[Tensor], Tensor]
 class HostCopy:
     """Bytes of one payload, or of several small ones, in host memory, on disk, or in both.
 
-    The memory is given back when nobody refers to this object any more.
+    Both are given back when nobody refers to this object any more, for it holds the loan and the
+    extent. It has no destructor: see ``tiers/loans.py``.
 
     Args:
-        tier: Where the buffer came from.
-        buffer: Host memory for the bytes, or None.
+        loan: Host memory for the bytes, or None.
         extent: Room on disk for them, or None.
+
+    Attributes:
+        tickets: Whose bytes it holds, by the first byte, those saved first first. They are several
+            where groups saved the same tensor.
     """
 
     __slots__ = (
         "__weakref__",
-        "buffer",
         "extent",
         "home",
         "lent",
+        "loan",
         "modified",
         "offloaded",
         "reading",
-        "tier",
+        "tickets",
         "watched",
     )
 
-    def __init__(
-        self,
-        tier: HostTier | None,
-        buffer: HostBuffer | None,
-        extent: DiskExtent | None = None,
-    ) -> None:
-        self.tier = tier
-        self.buffer = buffer
+    def __init__(self, loan: Loan | None, extent: DiskExtent | None = None) -> None:
+        self.loan = loan
         self.extent = extent
         self.offloaded: Event | None = None
         self.reading: DiskEvent | None = None
@@ -74,6 +81,12 @@ class HostCopy:
         self.lent: dict[int, Tensor] = {}
         self.watched: list[Watched] | None = None
         self.modified: set[int] = set()
+        self.tickets: dict[int, list[weakref.ref[Ticket]]] = {}
+
+    @property
+    def buffer(self) -> HostBuffer | None:
+        """Where the bytes are in host memory."""
+        return None if self.loan is None else self.loan.buffer
 
     def places(self, parts: list[Part]) -> list[Place]:
         """Where tensors lie one behind the other; without bytes if those may change places."""
@@ -82,6 +95,12 @@ class HostCopy:
         begins = accumulate((room_for(n.numel() * t.itemsize) for n, t in parts), initial=0)
         shapes = (torch.empty(size, dtype=dtype, device="meta") for size, dtype in parts)
         return list(zip(begins, shapes, strict=False))
+
+    def note_use(self, offloaded: Event) -> None:
+        """Copies into its buffer are queued; they are done at ``offloaded``."""
+        assert self.buffer is not None, "it has no buffer"
+        self.offloaded = self.buffer.last_use = offloaded
+        self.buffer.before = ()
 
     def lend(self, begin: int, source: Tensor, home: Stream) -> None:
         """``source`` is there until the copy was made, and may be had back from stream ``home``."""
@@ -99,26 +118,17 @@ class HostCopy:
 
     def drop_buffer(self) -> None:
         """The bytes are on disk alone."""
-        buffer, self.buffer = self.buffer, None
-        if buffer is not None and self.tier is not None:
-            self.tier.give(buffer)
+        self.loan = None
 
     def drop_extent(self) -> None:
         """The bytes are not on disk."""
-        extent, self.extent = self.extent, None
-        if extent is not None:
-            extent.tier.give(extent)
+        self.extent = None
 
     def check_unmodified(self) -> None:
         """See NOTE [ Modified while queued ]."""
         for alias, version, begin in self.watched or ():
             if alias._version != version:
                 self.modified.add(begin)
-
-    def __del__(self) -> None:
-        self.drop_buffer()
-        if self.extent is not None:
-            self.drop_extent()
 
 
 class Member(Protocol):
@@ -149,9 +159,89 @@ class Mover(Protocol):
         """The payload on the device."""
         ...
 
-    def abandon(self, ticket: Ticket) -> None:
-        """Give up a payload nobody will use."""
-        ...
+
+Where = tuple[int, int]
+"""A host copy, by its address, and a first byte there. Only as good as the copy lives."""
+
+
+class Arrived:
+    """Device memory that a payload is copied into, for one ticket or for several that share bytes.
+
+    Args:
+        tensor: Of the payload's bytes.
+        ticket: Whose payload it is.
+        home: The compute stream it was allocated on.
+
+    Attributes:
+        reloaded: Behind the copy into it; None until that is queued.
+        is_there: Whether that stream has waited for the copy.
+        version: Of the tensor when it was first given out.
+        num_landings: Tickets that wait for it or use it.
+    """
+
+    __slots__ = (
+        "copy",
+        "home",
+        "is_there",
+        "nbytes",
+        "num_landings",
+        "reloaded",
+        "tensor",
+        "version",
+        "where",
+    )
+
+    def __init__(self, tensor: Tensor, ticket: Ticket, home: Stream) -> None:
+        assert ticket.copy is not None, "reload before offload"
+        self.tensor = tensor
+        self.home = home
+        self.nbytes = ticket.nbytes
+        self.copy = weakref.ref(ticket.copy)
+        self.where = ticket.where
+        self.num_landings = 0
+        self.reloaded: Event | None = None
+        self.is_there = False
+        self.version: int | None = None
+
+    @property
+    def is_as_it_came(self) -> bool:
+        """Whether nobody who was given it changed it in place."""
+        return self.version is None or self.version == self.tensor._version
+
+    def shaped_for(self, ticket: Ticket) -> Tensor:
+        """It, as this ticket's payload is shaped. Tickets that share bytes may see them apart."""
+        like = ticket.host_bytes
+        assert like is not None, "reload before offload"
+        if self.tensor.shape == like.shape and self.tensor.dtype == like.dtype:
+            return self.tensor
+        return flat_bytes(self.tensor).view(like.dtype).view(like.shape)
+
+
+class Landing(weakref.ref["Ticket"]):
+    """A payload that is on the device or on its way there, until its ticket is used up or gone.
+
+    Held by the engine and not by the ticket alone: the memory must outlive the copy into it, also
+    if the ticket does not. See NOTE [ Nobody is called ].
+    """
+
+    __slots__ = ("arrived", "is_used", "nbytes")
+
+    arrived: Arrived | None
+    """None while a disk is read ahead of the copy."""
+
+    nbytes: int
+
+    is_used: bool
+    """Whether it was given out for its ticket."""
+
+    @classmethod
+    def of(cls, ticket: Ticket, gone: deque[Landing]) -> Landing:
+        """The payload of ``ticket``, which goes to ``gone`` when the ticket does."""
+        landing = cls(ticket, gone.append)
+        landing.arrived = None
+        landing.nbytes = ticket.nbytes
+        landing.is_used = False
+        return landing
 
 
 class Ticket:
@@ -163,26 +253,30 @@ class Ticket:
         payload: Device memory to copy: a whole storage, or a view to be gathered.
         members: The saved tensors these bytes hold; each knows how it is made of them.
         storage: If the payload is all of one; then others may share the copy.
+
+    Attributes:
+        landing: The payload as it came back; None before, and when it was used up.
+        place: Which ticket of its chunk it is, for who foresees what a backward uses.
+        checksum: Of the payload when it left, with ``verify``.
     """
 
     __slots__ = (
         "__weakref__",
         "begin",
         "copy",
-        "home",
+        "checksum",
         "host_bytes",
         "label",
-        "landed",
+        "landing",
         "members",
         "nbytes",
         "num_members",
         "num_waiting",
         "payload",
-        "reading",
-        "reloaded",
+        "place",
         "storage",
         "transfer",
-        "version",
+        "where",
     )
 
     def __init__(
@@ -202,17 +296,22 @@ class Ticket:
         self.num_members = self.num_waiting = len(members)
         self.copy: HostCopy | None = None
         self.begin = 0
+        self.where: Where = (0, 0)
         self.host_bytes: Tensor | None = None
-        self.landed: Tensor | None = None
-        self.reading = False
-        self.reloaded: Event | None = None
-        self.home: Stream | None = None
-        self.version: int | None = None
+        self.landing: Landing | None = None
+        self.place: object = None
+        self.checksum: int | None = None
+
+    @property
+    def landed(self) -> Tensor | None:
+        """The payload on the device. It may hold no data yet."""
+        arrived = None if self.landing is None else self.landing.arrived
+        return None if arrived is None else arrived.tensor
 
     @property
     def is_coming(self) -> bool:
         """Whether the payload is on the device, or on its way there from the disk."""
-        return self.landed is not None or self.reading
+        return self.landing is not None
 
     @property
     def lent(self) -> Tensor | None:
@@ -237,7 +336,12 @@ class Ticket:
         """Have the bytes in ``place``, shaped like the payload, from byte ``begin`` of ``copy``."""
         self.copy = copy
         self.begin = begin
+        self.where = id(copy), begin
         self.host_bytes = place
+        same = copy.tickets.setdefault(begin, [])
+        while same and same[0]() is None:  # a table lives on through any number of forwards
+            del same[0]
+        same.append(weakref.ref(self))
 
     def watch(self) -> None:
         """Have the copy watch its members until it was made."""
@@ -261,10 +365,6 @@ class Ticket:
             member.source = member.pending = None
         self.members = ()
         self.payload = self.storage = None
-
-    def __del__(self) -> None:
-        if self.is_coming:
-            self.transfer.abandon(self)
 
 
 def packs(tickets: Sequence[Ticket]) -> Iterator[tuple[list[Ticket], int]]:

@@ -26,6 +26,7 @@ from torch.nn import Module
 
 from pp_offload.activations import OffloadActivations
 from pp_offload.backends import CpuBackend, default_backend
+from pp_offload.checks import check_flag, near, said
 from pp_offload.heads import get_lora_act_offloading_ctx_manager
 
 OPTIONS = tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)[1:]
@@ -50,7 +51,8 @@ class ActivationOffloadingMixin:
     Raises:
         ImportError: No trainer is among the bases, and there is no ``transformers`` to have one of.
         TypeError: No trainer is among the bases, or only before this one.
-        ValueError: An option is unknown, or its value cannot be right.
+        ValueError: An option is unknown, or its value cannot be right; or what says whether
+            anything is offloaded is neither True nor False.
 
     Source: axolotl ``ActivationOffloadingMixin``.
     """
@@ -111,10 +113,15 @@ class _Offloading:
 
     def __init__(self, wanted: Mapping[str, Any] | bool | None) -> None:
         options = wanted if isinstance(wanted, Mapping) else {}
-        if unknown := [name for name in options if name not in OPTIONS]:
+        if unknown := [f"{one!r}{near(one, OPTIONS)}" for one in options if one not in OPTIONS]:
             raise ValueError(
-                f"activation_offloading has unknown options {unknown}; expected some of "
+                f"activation_offloading has unknown options {', '.join(unknown)}; expected some of "
                 f"{', '.join(OPTIONS)}"
+            )
+        if not isinstance(wanted, Mapping | bool | None):
+            raise ValueError(
+                f"activation_offloading is {said(wanted)}, expected True, False, or a mapping of "
+                "options; leave it out to follow the trainer's arguments"
             )
         self.is_on = True if isinstance(wanted, Mapping) else wanted
         self.options = dict(options)
@@ -126,7 +133,9 @@ class _Offloading:
         """The context of the model that ``trainer`` has now."""
         is_on = self.is_on
         if is_on is None:
-            is_on = bool(getattr(trainer.args, "activation_offloading", True))
+            is_on = getattr(trainer.args, "activation_offloading", True)
+            if is_on is not None:  # some leave it open, which is none
+                check_flag("activation_offloading of the trainer's arguments", is_on)
         if not is_on or trainer.model is None:
             return None
         if trainer.model is not self.model:

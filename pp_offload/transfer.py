@@ -6,6 +6,14 @@ NOTE [ Order ]
              that memory) and for ``offloaded``, then copies.
     Use:     the live compute stream waits for ``reloaded``.
 
+NOTE [ One lock ]
+    Backwards may run in any number of threads, beside forwards. One lock guards what the engine
+    and its tiers know, and what groups, steps and prefetch know of them; it is held for bookkeeping
+    and never while compute waits, which on a host that is the device blocks the thread, nor while
+    the host waits for copies or threads. So what a wait is for stays registered until the wait is
+    over, and who finds that there is something to wait for raises ``Unfinished``, having changed
+    nothing, up to where no lock is held.
+
 NOTE [ Keep-alive ]
     What a copy reads stays referenced until its event has passed: let go without a wait when the
     event says so, or after a stream-ordered wait when too many bytes are in flight. The memory
@@ -25,10 +33,11 @@ NOTE [ Modified while queued ]
     A source changed in place before its copy has run would be copied wrong. Its version counter
     tells: it is compared when the source is let go, and when somebody wants the bytes before.
 
-NOTE [ Plain copies ]
-    What is no payload of a group, such as parameters and their gradients, is brought and sent by
-    the same rules. The host, not a stream, waits for such a copy: whoever writes the host side
-    afterwards is the program, which knows of no event. Two threads of a backward may ask.
+NOTE [ Brought once ]
+    A tensor that several groups saved is copied out once, and its tickets share the bytes. It is
+    also brought once for all of them that wait for it within the window: a ticket takes what has
+    landed for another, and the memory goes when the last of them has used it. One whose bytes were
+    changed in place meanwhile, by a backward that was given them, brings its own.
 
     transfer.offload(tickets)           # at the end of a group's forward
     transfer.prefetch(tickets)          # some time before its backward
@@ -37,55 +46,33 @@ NOTE [ Plain copies ]
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pp_offload.backends import Backend, Event, Stream
-from pp_offload.errors import DiskTierError, SavedTensorModifiedError
+from pp_offload.errors import OffloadError, SavedTensorModifiedError
+from pp_offload.flights import Flight, Flights, Queued
+from pp_offload.landings import Landings
+from pp_offload.processes import check, current
 from pp_offload.tensors import flat_bytes
-from pp_offload.ticket import HostCopy, Ticket, packs, place
+from pp_offload.ticket import Arrived, HostCopy, Landing, Ticket, packs, place
 from pp_offload.tiers.disk import DiskStatistics
 from pp_offload.tiers.host import HostTier
-from pp_offload.tiers.room import host_room
+from pp_offload.tiers.unfinished import when_finished
 
-MAX_ABANDONED = 8
-"""Landed payloads nobody used that may wait for their event."""
+logger = logging.getLogger(__name__)
 
+MAX_HOMES = 32
+"""Compute streams that are remembered; PyTorch hands out so many, again and again."""
 
 _nothing = nullcontext()
-
-
-@dataclass(slots=True)
-class Flight:
-    """A batch that leaves the device, with the sources that must outlive the copy."""
-
-    payloads: list[Tensor]
-    copies: list[weakref.ref[HostCopy]]
-    offloaded: Event
-    nbytes: int
-    then: list[Callable[[], None]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Plain copies under way. See NOTE [ Plain copies ]."""
-
-    tensors: list[Tensor]
-    """They hold no data until :meth:`TransferEngine.settle` has returned."""
-
-    event: Event
-    """Behind the copies."""
-
-    home: Stream
-    """The compute stream it was asked for on; on the device, the tensors belong to it."""
 
 
 @dataclass
@@ -107,29 +94,55 @@ class TransferEngine:
         backend: Streams, events and copies of the device.
         host: Where the bytes go.
         max_in_flight_bytes: Device bytes that may wait for their copy to the host.
+
+    Attributes:
+        lock: See NOTE [ One lock ].
+        refill_below_bytes: Below so many that landed, more should be brought; who prefetches says.
+        comes_soon: Whether backward will ask for a ticket within the window; who prefetches knows.
     """
 
     def __init__(self, backend: Backend, host: HostTier, max_in_flight_bytes: int) -> None:
         self.backend = backend
         self.host = host
         self.counters = TransferCounters()
-        self.landed_bytes = 0
-        self.in_flight_bytes = 0
+        self.lock = threading.RLock()
         self.refill_below_bytes = 0
+        self.comes_soon: Callable[[Ticket], bool] = lambda ticket: False
         self._max_in_flight_bytes = max_in_flight_bytes
-        self._flights: deque[Flight] = deque()
-        self._homes: list[Stream] = [backend.current_stream()]
-        self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
+        self._flights = Flights()
+        self._landings = Landings()
+        self._homes: tuple[Stream, ...] = (backend.current_stream(),)
+        self._knows_all_homes = True
         self._waited: tuple[Event, Stream] | None = None
         self._of_graphs: list[HostCopy] = []
-        self._plain: list[tuple[Event, Sequence[Tensor]]] = []
-        self._lock = threading.Lock()
+        self._owner = current()
+
+    def check_process(self) -> None:
+        """Copies and files do not follow a fork: only the process that made it may use the engine.
+
+        Raises:
+            ForkedError: This is another one.
+        """
+        check(self._owner, "what was offloaded")
+
+    @property
+    def landed_bytes(self) -> int:
+        """Bytes on the device, or on their way there, that autograd has not asked for."""
+        return self._landings.nbytes
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes on the device that are kept for their copy to the host."""
+        return self._flights.nbytes
 
     def follow(self, stream: Stream) -> None:
         """What is offloaded may have been allocated on this compute stream."""
-        if stream is not self._homes[-1] and stream not in self._homes:
-            if not self.backend.is_capturing:
-                self._homes.append(stream)
+        homes = self._homes
+        if stream is homes[-1] or stream in homes or self.backend.is_capturing:
+            return
+        if len(homes) >= MAX_HOMES:
+            self._knows_all_homes = False
+        self._homes = (*homes, stream)[-MAX_HOMES:]
 
     def offload(self, tickets: Sequence[Ticket]) -> int:
         """Queue the copies of a group to the host; the sources are kept alive until they ran.
@@ -143,9 +156,15 @@ class TransferEngine:
         Raises:
             MemoryError: The host has no room. Nothing was queued; the tickets are as before.
         """
+        self.check_process()  # before the lock, which a thread that is not here may hold
+        with self.lock:
+            nbytes = self._offload(tickets)
+        self.keep_in_flight_bounded()
+        return nbytes
+
+    def _offload(self, tickets: Sequence[Ticket]) -> int:
         self.poll()
-        host = self.host
-        copies = [place(one, HostCopy(host, host.take(n, len(one)))) for one, n in packs(tickets)]
+        copies = [place(one, HostCopy(self.host.take(n, len(one)))) for one, n in packs(tickets)]
         return self._queue_offload(tickets, copies)
 
     def _queue_offload(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
@@ -171,61 +190,96 @@ class TransferEngine:
         for home in homes:
             self._d2h_waits_for_compute(home)
         self._d2h_waits_for_last_users(copies)
+        flight = self.begin_flight(sources, copies, homes, nbytes)
+        self._note_uses(copies, self.backend.d2h)
         self.backend.copy(self.backend.d2h, targets, parts, tickets[0].label)
         offloaded = self.backend.d2h.record_event()
         for copy in copies:
-            assert copy.buffer is not None, "it has no buffer"
-            copy.offloaded = copy.buffer.last_use = offloaded
-            copy.buffer.before = ()
+            copy.note_use(offloaded)
         if self.backend.is_capturing:
             self._of_graphs += copies  # their graph, launched again, copies to the same place
         if offloaded.query():
-            self.counters.bytes_offloaded += nbytes
+            self._flights.take_back(flight)
         else:
-            self._depart(tickets, copies, sources, offloaded, homes, nbytes)
+            self._lend(tickets, sources, homes[0])
+            flight.offloaded = offloaded
+        self.counters.bytes_offloaded += nbytes
         return nbytes
 
-    def _depart(
-        self,
-        tickets: Sequence[Ticket],
-        copies: Sequence[HostCopy],
-        sources: list[Tensor],
-        offloaded: Event,
-        homes: list[Stream],
-        nbytes: int,
-    ) -> None:
-        """The copies are queued: keep and watch their sources until they were made."""
+    def _lend(self, tickets: Sequence[Ticket], sources: Sequence[Tensor], home: Stream) -> None:
+        """The copies are queued: until they were made, sources can be had back, and are watched."""
         for ticket, source in zip(tickets, sources, strict=True):
             assert ticket.copy is not None
-            ticket.copy.lend(ticket.begin, source, homes[0])
+            ticket.copy.lend(ticket.begin, source, home)
             ticket.watch()
-        refs = [weakref.ref(copy) for copy in copies]
-        self.counters.bytes_offloaded += nbytes
-        self.in_flight_bytes += nbytes
+
+    def begin_flight(
+        self,
+        sources: list[Tensor],
+        copies: Sequence[HostCopy],
+        homes: Sequence[Stream],
+        nbytes: int,
+    ) -> Flight:
+        """Keep ``sources``, of which copies are about to be queued, until these were made.
+
+        Args:
+            sources: What is read.
+            copies: What is told when it was.
+            homes: The compute streams they may have been allocated on.
+            nbytes: Of the sources.
+
+        Returns:
+            A flight, whose event is to be set behind the copies. Then too much may be under way:
+            see :meth:`keep_in_flight_bounded`.
+        """
         for home in homes:
             self.follow(home)
-        self._keep_alive(Flight(sources, refs, offloaded, nbytes))
-        self._keep_in_flight_bounded()
+        return self._flights.begin(sources, copies, nbytes)
 
-    def reload(self, tickets: Sequence[Ticket]) -> None:
-        """Queue the copies back to the device. Data is valid once :meth:`deliver` returned it."""
-        self.poll()
-        self._copy_back(tickets)
+    def reload(self, tickets: Sequence[Ticket]) -> int:
+        """Queue the copies back to the device. Data is valid once :meth:`deliver` returned it.
 
-    def _copy_back(self, tickets: Sequence[Ticket]) -> None:
+        Returns:
+            How many payloads are copied; those that share bytes count once.
+        """
+        self.check_process()  # before the lock, which a thread that is not here may hold
+        with self.lock:
+            self.poll()
+            return self._copy_back(tickets)
+
+    def _copy_back(self, tickets: Sequence[Ticket]) -> int:
+        """Bring payloads from the buffers of their copies; see NOTE [ Brought once ]."""
+        num, live = 0, self.backend.current_stream()
+        for batch in self._distinct(tickets, live):
+            self._queue_reload(batch, live)
+            num += len(batch)
+        return num
+
+    def _distinct(self, tickets: Sequence[Ticket], live: Stream) -> Iterator[list[Ticket]]:
+        """Batches of tickets with bytes of their own; what has landed when it is asked for, shared.
+
+        There are two batches where tickets of the same batch have the same bytes: all but the first
+        of these find them landed behind the first batch, if they are still as they came.
+        """
+        left = list(tickets)
+        while left := [ticket for ticket in left if not self._landings.is_shared(ticket, live)]:
+            batch = list({ticket.where: ticket for ticket in reversed(left)}.values())[::-1]
+            yield batch
+            left = [ticket for ticket in left if ticket.landed is None]
+
+    def _queue_reload(self, tickets: Sequence[Ticket], home: Stream) -> None:
         """Copy from the buffers of their copies into new memory on the device."""
-        home = self.backend.current_stream()
         device = self.backend.device
         copies: list[HostCopy] = []
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        landing: list[Tensor] = []
+        landed: list[Arrived] = []
         for ticket in tickets:
             copy, source = ticket.copy, ticket.host_bytes
             assert copy is not None and source is not None, "reload before offload"
             copies.append(copy)
             target = torch.empty_like(source, device=device)
-            landing.append(target)
+            landed.append(self._land(ticket, target, home))
             if source.is_meta:
                 pieces = ticket.pieces()
                 sources += pieces
@@ -235,80 +289,115 @@ class TransferEngine:
                 targets.append(target)
         self._h2d_waits_for_compute(home)
         self._h2d_waits_for_offloaded(copies)
+        self._note_uses(copies, self.backend.h2d)
         self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
         reloaded = self.backend.h2d.record_event()
-        for copy in copies:
+        for copy in set(copies):
             assert copy.buffer is not None, "not in host memory"
             copy.buffer.last_use = reloaded
+        for arrived in landed:
+            arrived.reloaded = reloaded
         if self.backend.is_capturing:
             self._of_graphs += copies
-        self._land(tickets, landing, reloaded, home)
 
-    def _land(
-        self,
-        tickets: Sequence[Ticket],
-        targets: Sequence[Tensor],
-        reloaded: Event,
-        home: Stream,
-    ) -> None:
-        """The copies into ``targets`` are queued; they are done at ``reloaded``."""
-        nbytes = counted = 0
-        for ticket, target in zip(tickets, targets, strict=True):
-            assert ticket.landed is None, "it is there already"
-            ticket.landed = target
-            ticket.reloaded = reloaded
-            ticket.home = home
-            nbytes += ticket.nbytes
-            if ticket.reading:
-                ticket.reading = False
-                counted += ticket.nbytes  # when reading began
-        self.landed_bytes += nbytes - counted
-        self.counters.bytes_reloaded += nbytes
+    def _land(self, ticket: Ticket, target: Tensor, home: Stream) -> Arrived:
+        """A copy into ``target`` is about to be queued; its event is to be set behind it."""
+        self.counters.bytes_reloaded += ticket.nbytes
+        return self._landings.land(ticket, target, home)
 
     def prefetch(self, tickets: Sequence[Ticket]) -> None:
         """A reload ahead of its use."""
-        self.counters.prefetched_reloads += len(tickets)
-        self.reload(tickets)
+        with self.lock:
+            self.counters.prefetched_reloads += self.reload(tickets)
 
     def deliver(self, ticket: Ticket) -> Tensor:
         """The payload on the device, ready for the live compute stream.
 
         Reloads it now if nobody did before, or if it was reloaded for another stream, whose
         memory this one must not outlive. While the copy to the host is still to be made, its
-        source is there, and is taken back as it is.
+        source is there, and is taken back as it is. See NOTE [ One lock ].
 
         Raises:
             SavedTensorModifiedError: It was changed in place before it was copied.
+            ForkedError: It was offloaded before this process was forked.
         """
-        copy = ticket.copy
+        self.check_process()
+        live = self.backend.current_stream()
+        with self.lock:
+            found = self._find(ticket, live)
+        if isinstance(found, Tensor):
+            return found
+        if not found.is_there and found.reloaded is not None:
+            self._wait_once(live, found.reloaded)
+        with self.lock:
+            return self._give_out(ticket, found)
+
+    def _find(self, ticket: Ticket, live: Stream) -> Tensor | Arrived:
+        """The payload, if it never left; or where it lands, which has to be waited for."""
+        copy, landing = ticket.copy, ticket.landing
         if copy is not None and (copy.watched is not None or copy.modified):
             self._check_unmodified(ticket, copy)
-        live = self.backend.current_stream()
-        if ticket.landed is not None and ticket.home != live:
-            self.abandon(ticket)
+        if landing is not None and not self._is_good(landing, live):
+            self._landings.give_up(landing, self.backend.h2d)
         if ticket.num_waiting <= 0:  # another backward through the same graph
             ticket.num_waiting = ticket.num_members
         if ticket.landed is None:
             lent = ticket.lent
             if lent is not None and copy is not None and copy.home == live:
                 return self._take_back(ticket, lent)
-            if not ticket.reading:
-                self.counters.on_demand_reloads += 1
-            self.reload([ticket])
-        landed = ticket.landed
-        assert landed is not None
-        reloaded = ticket.reloaded
-        if reloaded is not None:
-            if self._waited is None or self._waited[0] is not reloaded or self._waited[1] != live:
-                self._compute_waits_for(live, reloaded)
-                self._waited = reloaded, live
-            ticket.reloaded = None
+            is_expected = ticket.landing is not None
+            num = self._reload_now(ticket)
+            self.counters.on_demand_reloads += 0 if is_expected else num
+        assert ticket.landing is not None and ticket.landing.arrived is not None
+        return ticket.landing.arrived
+
+    def _reload_now(self, ticket: Ticket) -> int:
+        """Queue the copy that brings a ticket, which has not landed."""
+        return self.reload([ticket])
+
+    def _is_good(self, landing: Landing, live: Stream) -> bool:
+        """Whether it belongs to the live stream, its copy was not interrupted, and nobody to whom
+        it was given, in place of this ticket, has changed it.
+        """
+        arrived = landing.arrived
+        if arrived is None:
+            return True  # a disk is read, which is of no stream yet
+        is_known = arrived.is_there or arrived.reloaded is not None
+        return is_known and arrived.home == live and (landing.is_used or arrived.is_as_it_came)
+
+    def _give_out(self, ticket: Ticket, arrived: Arrived) -> Tensor:
+        """Compute has waited for the copy: one use of the payload."""
+        arrived.is_there = True
+        landing = ticket.landing
+        if not arrived.is_as_it_came:
+            raise self._used_up(ticket, arrived)
+        arrived.version = arrived.tensor._version
         ticket.num_waiting -= 1
-        if ticket.num_waiting > 0 or ticket.version is not None:
-            self._check_not_used_up(ticket, landed)
-        if ticket.num_waiting <= 0:
-            self._drop_landed(ticket)
-        return landed
+        if landing is not None and landing.arrived is arrived:
+            landing.is_used = True
+            if ticket.num_waiting <= 0:
+                self._pass_on(ticket, arrived.home)
+                self._landings.give_up(landing, self.backend.h2d)
+        return arrived.shaped_for(ticket)
+
+    def _pass_on(self, ticket: Ticket, home: Stream) -> None:
+        """Before a ticket gives up what landed: who has the same bytes and comes soon, takes it."""
+        assert ticket.copy is not None, "reload before offload"
+        same = ticket.copy.tickets[ticket.begin]
+        for ref in reversed(same) if len(same) > 1 else ():  # saved later, so used earlier
+            other = ref()
+            if other is None or other is ticket or other.num_waiting <= 0 or other.is_coming:
+                continue
+            if self.comes_soon(other):
+                self._landings.is_shared(other, home)
+                return
+
+    def _give_up(self, tickets: Sequence[Ticket]) -> None:
+        """What came, or was to come, is not good."""
+        with self.lock:
+            for ticket in tickets:
+                if ticket.landing is not None:
+                    self._landings.give_up(ticket.landing, self.backend.h2d)
 
     def _take_back(self, ticket: Ticket, source: Tensor) -> Tensor:
         self.counters.taken_back += 1
@@ -319,17 +408,14 @@ class TransferEngine:
             return source
         return flat_bytes(source).view(shape.dtype).view(shape.shape)
 
-    def _check_not_used_up(self, ticket: Ticket, landed: Tensor) -> None:
-        """Of several users of a payload, one in backward may have changed it in place."""
-        if ticket.version is None:
-            ticket.version = landed._version
-        elif ticket.version != landed._version:
-            raise SavedTensorModifiedError(
-                f"one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor of group '{ticket.label}' with payload shape "
-                f"{tuple(landed.shape)}, saved several times, was changed by a backward that used "
-                "it before; use an out-of-place operation there"
-            )
+    def _used_up(self, ticket: Ticket, arrived: Arrived) -> SavedTensorModifiedError:
+        """Of several users of a payload, one in backward has changed it in place."""
+        return SavedTensorModifiedError(
+            f"one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a tensor of group '{ticket.label}' with payload shape "
+            f"{tuple(arrived.tensor.shape)}, saved several times, was changed by a backward that "
+            "used it before; use an out-of-place operation there"
+        )
 
     def _check_unmodified(self, ticket: Ticket, copy: HostCopy) -> None:
         copy.check_unmodified()
@@ -341,13 +427,6 @@ class TransferEngine:
                 "there, or mark the tensor with mark_not_offloadable and see the error autograd "
                 "raises for it"
             )
-
-    def abandon(self, ticket: Ticket) -> None:
-        """Give up a landed payload; its memory stays until the copy into it has run."""
-        landed, reloaded, home = ticket.landed, ticket.reloaded, ticket.home
-        self._drop_landed(ticket)
-        if landed is not None and reloaded is not None and home is not None:
-            self._abandoned.append((landed, reloaded, home))
 
     def homes(self, tickets: Sequence[Ticket]) -> list[Stream]:
         """The live compute stream, then others that saved these; see NOTE [ Side streams ]."""
@@ -370,80 +449,21 @@ class TransferEngine:
         for side in sides:
             side.wait_event(live.record_event())
 
-    def bring(self, sources: Sequence[Tensor], label: str) -> Arrival:
-        """Start copying host tensors to the device. See NOTE [ Plain copies ].
-
-        Args:
-            sources: At least one dense tensor on the host, none of which requires grad; not
-                written until the copies are settled.
-            label: For messages.
-
-        Returns:
-            Device tensors of the same shapes, dtypes and layouts.
-        """
-        home = self.backend.current_stream()
-        with self._lock:
-            self.poll()
-            with torch.inference_mode(False):  # a thread is not in it, and may write them
-                targets = [torch.empty_like(one, device=self.backend.device) for one in sources]
-            self._h2d_waits_for_compute(home)
-            self.backend.copy(self.backend.h2d, targets, list(sources), label)
-            arrival = Arrival(targets, self.backend.h2d.record_event(), home)
-            self._plain.append((arrival.event, [*sources, *targets]))
-            self.counters.bytes_reloaded += sum(one.nbytes for one in sources)
-        return arrival
-
-    def send(self, sources: Sequence[Tensor], label: str) -> Arrival:
-        """Start copying device tensors to new host memory. See NOTE [ Plain copies ].
-
-        Args:
-            sources: At least one strided tensor on the device; kept alive until they are copied.
-            label: For messages.
-
-        Returns:
-            Host tensors of the same shapes and dtypes, in one allocation.
-        """
-        home = self.backend.current_stream()
-        dense = [as_dense(source.detach()) for source in sources]
-        nbytes = sum(one.nbytes for one in dense)
-        with self._lock:
-            self.poll()
-            targets = host_room(dense, self.backend.allocate_host)
-            self._d2h_waits_for_compute(home)
-            self.backend.copy(self.backend.d2h, targets, dense, label)
-            arrival = Arrival(targets, self.backend.d2h.record_event(), home)
-            self.counters.bytes_offloaded += nbytes
-            self.in_flight_bytes += nbytes
-            self.follow(home)
-            self._keep_alive(Flight(dense, [], arrival.event, nbytes))
-            self._plain.append((arrival.event, targets))  # no stream's wait lets the host free them
-            self._keep_in_flight_bounded()
-        return arrival
-
-    def settle(self, arrival: Arrival) -> list[Tensor]:
-        """Block the host until the copies ran; the tensors, which hold their data now."""
-        arrival.event.synchronize()
-        with self._lock:
-            self.poll()
-        return arrival.tensors
-
     def after_copies(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the sources of the copies queued so far have been let go."""
-        self.poll()
-        if self._flights:
-            self._flights[-1].then.append(action)
-        else:
-            action()
+        with self.lock:
+            self.poll()
+            if self._flights:
+                self._flights.last.then.append(action)
+                return
+        action()
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
-        flights = self._flights
-        while flights and flights[0].offloaded.query():
-            self._arrive(flights.popleft())
-        while self._abandoned and self._abandoned[0][1].query():
-            self._abandoned.popleft()
-        if self._plain:
-            self._plain = [one for one in self._plain if not one[0].query()]
+        with self.lock:
+            while self._flights.is_first_over(self.backend.d2h):
+                self._arrive(self._flights.first)
+            self._landings.poll(self.backend.h2d)
 
     def join(self) -> None:
         """Make the live compute stream wait for all copies queued so far.
@@ -457,8 +477,25 @@ class TransferEngine:
         self.backend.joined()
 
     def fit(self) -> None:
-        """Between steps: make host memory as tight as what the steps needed."""
+        """Between steps: make host memory as tight as what the steps needed; waits for copies.
+
+        Not to be called with the lock held. Does nothing inside a capture, where nobody can wait.
+        """
+        self._tidy(self._fit)
+
+    def _tidy(self, act: Callable[[], None]) -> None:
+        if self.backend.is_capturing:
+            return
+        try:
+            when_finished(self.lock, act)
+        except OffloadError:
+            raise
+        except Exception as failure:  # who needs what a copy failed to bring hears of it
+            logger.debug("host memory stays as it is, for a copy failed: %s", failure)
+
+    def _fit(self) -> None:
         self.poll()
+        self._landings.count()
         for tier in self.host_tiers:
             tier.fit()
 
@@ -472,7 +509,14 @@ class TransferEngine:
         return DiskStatistics()
 
     def release_idle(self) -> None:
-        """Give host memory back to the system that no saved tensor needs; waits for copies."""
+        """Give host memory back to the system that no saved tensor needs; waits for copies.
+
+        Not to be called with the lock held. Does nothing inside a capture, where nobody can wait.
+        """
+        self._tidy(self._release_idle)
+
+    def _release_idle(self) -> None:
+        self.poll()
         for tier in self.host_tiers:
             tier.release_idle()
 
@@ -481,10 +525,15 @@ class TransferEngine:
         self.release_idle()
 
     def __del__(self) -> None:
-        """Host memory goes with it, and copies that nobody waits for may still read it."""
-        with suppress(RuntimeError):  # the process may be ending, and its driver gone
+        """Memory goes with it that copies may still use which nobody waits for.
+
+        It waits for its own copies alone: what another engine is about to queue on the same stream
+        may be further up on this very thread, where garbage was collected in the middle of that.
+        """
+        with suppress(Exception):  # a copy that failed is over; or the process ends, and its driver
             if not self.backend.is_capturing:
-                self.backend.synchronize()
+                for event in (*self._flights.events(), *self._landings.events()):
+                    event.synchronize()
 
     def close(self) -> None:
         """Finish all copies, then drop the host memory."""
@@ -506,8 +555,13 @@ class TransferEngine:
                 seen = copy.offloaded
                 self.backend.h2d.wait_event(seen)
 
-    def _keep_alive(self, flight: Flight) -> None:
-        self._flights.append(flight)
+    @staticmethod
+    def _note_uses(copies: Sequence[HostCopy], stream: Stream) -> None:
+        """Copies on ``stream``, which waits for the earlier uses, are about to use the buffers."""
+        queued = Queued(stream)
+        for copy in copies:
+            assert copy.buffer is not None, "not in host memory"
+            copy.buffer.last_use = queued
 
     def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
         seen: Event | None = None
@@ -516,55 +570,49 @@ class TransferEngine:
             assert buffer is not None, "it has no buffer"
             event = buffer.last_use
             if event is not None and event is not seen and not event.query():
-                self.backend.d2h.wait_event(event)
+                self.backend.d2h.wait_event(known(event))
             seen = event
             for event in buffer.before:
-                self.backend.d2h.wait_event(event)
+                self.backend.d2h.wait_event(known(event))
 
-    def _keep_in_flight_bounded(self) -> None:
-        while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:
-            flight = self._flights.popleft()
+    def keep_in_flight_bounded(self) -> None:
+        """Make compute wait for copies to the host until no more is under way than may be.
+
+        Not to be called with the lock held: it blocks where the device is the host.
+        """
+        while (flight := self._first_over_the_cap()) is not None:
+            assert flight.offloaded is not None
             for home in (self.backend.current_stream(), *self._homes):
                 home.wait_event(flight.offloaded)
-            self._arrive(flight)
-        while len(self._abandoned) > MAX_ABANDONED:
-            _, reloaded, home = self._abandoned[0]
-            with suppress(DiskTierError):  # nobody wants it
-                home.wait_event(reloaded)
-            self._abandoned.popleft()
+            if not self._knows_all_homes:  # memory may go back to a stream that did not wait
+                flight.offloaded.synchronize()
+            with self.lock:
+                self._arrive(flight)
+        self._landings.keep_few_abandoned()
         self.poll()
 
-    def _arrive(self, flight: Flight) -> None:
-        self.in_flight_bytes -= flight.nbytes
-        for ref in flight.copies:
-            copy = ref()
-            if copy is not None:
-                copy.arrive()
-        flight.payloads.clear()
-        for action in flight.then:
-            action()
+    def _first_over_the_cap(self) -> Flight | None:
+        with self.lock:
+            self.poll()
+            if self._flights.nbytes <= self._max_in_flight_bytes:
+                return None
+            return self._flights.first if self._flights else None
 
-    def _drop_landed(self, ticket: Ticket) -> None:
-        if ticket.is_coming:
-            self.landed_bytes -= ticket.nbytes
-        ticket.reading = False
-        ticket.landed = ticket.reloaded = ticket.home = ticket.version = None
+    def _arrive(self, flight: Flight) -> None:
+        flight.arrive()
+        self._flights.end(flight)
+
+    def _wait_once(self, live: Stream, reloaded: Event) -> None:
+        """Make the live stream wait; many payloads that came together share an event."""
+        waited = self._waited
+        if waited is None or waited[0] is not reloaded or waited[1] != live:
+            self._compute_waits_for(live, reloaded)
+            self._waited = reloaded, live
 
     def _compute_waits_for(self, stream: Stream, event: Event) -> None:
         start = time.perf_counter()
         stream.wait_event(event)
         self.counters.consumer_wait_ms += (time.perf_counter() - start) * 1e3
-
-
-def as_dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it if its elements are not all there in one piece of memory."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if is_dense(tensor) else tensor.clone()
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a strided tensor are all there in one piece of memory, each once."""
-    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
 def cut_like(pieces: Sequence[Tensor], tensor: Tensor) -> Sequence[Tensor]:
@@ -575,6 +623,11 @@ def cut_like(pieces: Sequence[Tensor], tensor: Tensor) -> Sequence[Tensor]:
 def record(stream: Stream) -> Event:
     """A new event on ``stream``."""
     return stream.record_event()
+
+
+def known(event: Event) -> Event:
+    """The backend's own event, also where an interrupt left none."""
+    return event.event if isinstance(event, Queued) else event
 
 
 def wait(stream: Stream, event: Event | None) -> None:

@@ -41,7 +41,6 @@ class Verifier:
 
     def __init__(self, transfer: TransferEngine) -> None:
         self._transfer = transfer
-        self._sums: weakref.WeakKeyDictionary[Ticket, int] = weakref.WeakKeyDictionary()
         self._watched: list[tuple[str, int, StorageRef]] = []
         self._said: set[str] = set()
 
@@ -64,7 +63,7 @@ class Verifier:
         tensor = self._transfer.deliver(ticket)
         if self._transfer.backend.is_capturing:
             return tensor  # nothing is there to compare
-        found, expected = checksum_of(tensor), self._sums.get(ticket)
+        found, expected = checksum_of(tensor), ticket.checksum
         if expected is not None and found != expected:
             raise VerifyError(
                 f"a tensor of group '{ticket.label}' with payload shape {tuple(tensor.shape)} came "
@@ -73,17 +72,13 @@ class Verifier:
             )
         return tensor
 
-    def abandon(self, ticket: Ticket) -> None:
-        """Give up a payload nobody will use."""
-        self._transfer.abandon(ticket)
-
     def watch(self, tickets: Sequence[Ticket]) -> None:
         """Remember what these tickets take, before they have handed over."""
         if self._transfer.backend.is_capturing:
             return
         with self._transfer.reading(tickets):
             for ticket in tickets:
-                self._sums[ticket] = checksum_of(ticket.source())
+                ticket.checksum = checksum_of(ticket.source())
         for ticket in tickets:
             if ticket.storage is not None:  # of one that others have parts of, they may need theirs
                 self._watched.append((ticket.label, ticket.nbytes, weakref.ref(ticket.storage)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import Backend, CpuBackend, default_backend
@@ -20,6 +21,17 @@ except ImportError:
 # Tests run side by side, and compute little: threads of their own would wait for each other.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples each time, whatever was found before and however slow the machine is; new ones
+# are for the fuzzer. A test that is not through after an hour hangs: pyproject.toml has the limit.
+settings.register_profile(
+    "anywhere",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+    derandomize=True,
+)
+settings.load_profile("anywhere")
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 BACKENDS = ["cpu", "cpu threads", "late", "eager", "random", CUDA]

@@ -235,7 +235,10 @@ def main() -> None:
     out, *cases = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {case: compare(case) for case in cases}
+    found = {}
+    for case in cases:
+        print(case, flush=True)  # a sign of life
+        found[case] = compare(case)
     PipelineOffloadManager.reset_instance()
     Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()

@@ -177,6 +177,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     found = {}
     for case in cases:
+        print(case, flush=True)  # a sign of life
         name, virtual, scale_grads, policy = case.split(":")
         found[case] = compare(name, int(virtual), scale_grads == "True", policy, out)
     Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))

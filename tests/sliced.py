@@ -187,7 +187,7 @@ def pair(
 def device_of(model: nn.Module) -> torch.device:
     """Where it computes."""
     if isinstance(model, OffloadModel):
-        return model._cache.transfer.backend.device
+        return model._cache.copies.transfer.backend.device
     return next(model.parameters()).device
 
 

@@ -11,9 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from toy import assert_idle, assert_no_hooks
 
+from pp_offload import (
+    FineGrainedActivationOffloadingInterface as off_interface,
+)
 from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, use_backend
 from pp_offload.pipelining import attach
+from pp_offload.policy import ChunkKey
+from pp_offload.split import Part
 
 WRAPPED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
@@ -73,6 +79,40 @@ def test_the_chunk_in_backward_is_known_before_its_first_gradient(schedule: Any)
     assert seen == [0, 1, 2, 3]
 
 
+def test_only_forwards_that_have_a_backward_are_chunks(schedule: Any) -> None:
+    """Not an evaluation, nor what runs between and behind the chunks of a step."""
+    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+        step(schedule)  # the first one runs the model to infer shapes
+        manager, seen, between = handle.manager, [], []
+        loss_fn = schedule._loss_fn
+
+        def loss(*args: Any) -> Tensor:
+            between.append(manager.cur_forward_chunk())
+            return loss_fn(*args)
+
+        schedule._loss_fn = loss
+        hook = schedule._stage.submod.register_forward_pre_hook(
+            lambda *args: seen.append(manager.cur_forward_chunk() is not None)
+        )
+        step(schedule)
+        assert seen == [True] * 4 and between == [None] * 4
+        x = torch.linspace(-1, 1, 64).view(8, 8).to(schedule._stage.device)
+        schedule.eval(x, target=x, losses=[])
+        hook.remove()
+    assert len(seen) >= 8 and not any(seen[4:])
+
+
+def test_a_step_that_raises_is_over_at_once(schedule: Any) -> None:
+    """And not when the next one begins, which may be never."""
+    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+        handles = [schedule._stage.submod[0].register_full_backward_hook(lambda *args: 1 // 0)]
+        with pytest.raises(RuntimeError):
+            step(schedule)
+        handles.pop().remove()
+        assert handle.manager.cur_backward_chunk() is None
+        assert handle.manager.cur_forward_chunk() is None
+
+
 def test_a_step_that_raises_leaves_the_next_one_whole(schedule: Any) -> None:
     expected = step(schedule)
     with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)):
@@ -91,6 +131,57 @@ def _failing(module: nn.Module) -> Any:
         raise ValueError("wrong")
 
     return module.register_forward_pre_hook(fail)
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt: PyTorch calls no hook at the end of a module's forward."""
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_an_interrupted_step_leaves_no_hook(schedule: Any, is_backward: bool) -> None:
+    expected = step(schedule)
+    middle = schedule._stage.submod[1]
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
+        step(schedule)
+        failing = (
+            middle[1].register_full_backward_pre_hook(interrupt)
+            if is_backward
+            else middle[1].register_forward_hook(interrupt)
+        )
+        with pytest.raises((Interrupt, RuntimeError)), failing:  # it wraps that of a backward
+            step(schedule)
+        assert handle.manager.cur_forward_chunk() is None
+        assert_no_hooks()
+        schedule._stage.clear_runtime_states()
+        schedule._internal_losses.clear()  # PyTorch keeps those of a step that did not end
+        assert same(expected, step(schedule))
+        assert_no_hooks()
+        assert_idle(handle.manager)
+
+
+@pytest.mark.parametrize("part", Part)
+def test_an_interrupted_part_of_a_backward_ends(
+    manager: PipelineOffloadManager, part: Part
+) -> None:
+    """What backward uses later is none of it, and nothing is learned from it."""
+    key = ChunkKey(0, 0)
+    x = torch.ones(30, device=manager.backend.device, requires_grad=True)
+    split = manager.services.split_backward(frozenset([key]), is_keeping=True)
+    manager.services.split = split
+    off_interface.init_chunk_handler(None, None, 1)
+    with off_interface(True, x, "g"):
+        y = x.sin()
+    y = off_interface.group_commit(y, name="g")
+    with pytest.raises(Interrupt), manager.backward_part(key, part):
+        raise Interrupt
+    y.sum().backward()
+    assert not split.foreseen(key, part)
+    split.end()
+    assert not split.foreseen(key, part)
 
 
 def test_two_schedules_share_a_manager(schedule: Any) -> None:

@@ -5,9 +5,11 @@ Or it passes through where that is right. Either way the next step works.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,18 +19,39 @@ from torch import Tensor, nn
 from toy import batches, make_model, run_step, same_bits
 
 from pp_offload import (
+    AcceleratorBackend,
+    ActivationCheckpointing,
+    ActivationCheckpointingVariants,
+    ActivationOffloadingMixin,
     ClosedError,
+    CpuBackend,
+    FullACParams,
+    GPUTensorPool,
     GroupStateError,
+    OffloadActivations,
     OffloadConfig,
     OffloadError,
+    OffloadModel,
     PipelineOffloadManager,
+    SavedTensorModifiedError,
+    SelectiveLayerACParams,
+    SelectiveOpACParams,
+    configure,
+    fine_grained_offloading_backward_record,
+    fine_grained_offloading_forward_record,
     fine_grained_offloading_group_start,
+    get_act_offloading_ctx_manager,
+    offload_modules,
     pipelining,
+    print_offload_summary_table,
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.chunk import ChunkOffloadHandler
+from pp_offload.left_out import leave_out
 from pp_offload.saved import Resident
+from pp_offload.testing import SimulatedBackend
+from pp_offload.tiers.disk import DiskTier
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +102,537 @@ def on_another_thread(action: Callable[[], object]) -> BaseException | None:
     return raised[0] if raised else None
 
 
+# Calls that cannot be right: nothing is changed, and the message has these words
+
+
+class Net(nn.Module):
+    """A model whose layers are in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+def layers() -> nn.Sequential:
+    return Net().layers
+
+
+def checkpointed(model: Any = None, name: Any = "layers", **options: Any) -> object:
+    params = options.pop("params", FullACParams())
+    return ActivationCheckpointing.apply_activation_checkpointing_(
+        ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING,
+        name,
+        Net() if model is None else model,
+        params,
+        **options,
+    )
+
+
+def init_with_microbatch(microbatch: Any) -> None:
+    PipelineOffloadManager.get_instance().init_model_chunk_offload_handler(
+        None, None, 1, microbatch=microbatch
+    )
+
+
+def use(backend: Any, **options: Any) -> None:
+    with use_backend(backend, **options):
+        pass
+
+
+class FakeTrainer:
+    """What the mixin calls in a trainer."""
+
+    def __init__(self, said: object = True) -> None:
+        self.args = SimpleNamespace(activation_offloading=said, device=torch.device("cpu"))
+        self.model = Net()
+
+    def compute_loss_context_manager(self) -> None: ...
+
+
+class MyTrainer(ActivationOffloadingMixin, FakeTrainer): ...
+
+
+def op_params(**options: Any) -> SelectiveOpACParams:
+    return SelectiveOpACParams(**{"save_ops_keys": ["ops.aten.mm.default"], **options})
+
+
+ONE_BACKEND = pytest.mark.parametrize("backend", ["late"], indirect=True)
+"""What is refused before anything is done is refused alike on all of them."""
+
+Case = tuple[Callable[[], object], type[Exception], Sequence[str]]
+
+CONFIGS: Mapping[str, Callable[[Any], object]] = {
+    "configure": configure,
+    "use_backend": lambda config: use(CpuBackend(), config=config),
+    "manager": lambda config: PipelineOffloadManager(config=config),
+    "OffloadActivations": lambda config: OffloadActivations(config=config),
+    "OffloadModel": lambda config: OffloadModel(layers(), "cpu", num_slices=1, config=config),
+    "FullACParams": lambda config: FullACParams(config=config),
+    "context of a model": lambda config: get_act_offloading_ctx_manager(Net(), config=config),
+}
+
+BACKENDS: Mapping[str, Callable[[Any], object]] = {
+    "use_backend": use,
+    "manager": lambda backend: PipelineOffloadManager(backend=backend),
+    "OffloadActivations": lambda backend: OffloadActivations(backend=backend),
+    "OffloadModel": lambda backend: OffloadModel(layers(), "cpu", num_slices=1, backend=backend),
+    "checkpoints": lambda backend: checkpointed(backend=backend),
+}
+
+COUNTS: Mapping[str, tuple[Callable[[Any], object], str]] = {
+    "vp_size": (lambda n: off_interface.init_chunk_handler(n, 0, 1), "vp_size {}.*vp_stage from 0"),
+    "vp_stage": (lambda n: off_interface.init_chunk_handler(2, n, 1), "vp_stage is {}"),
+    "min_offloaded_tensor_size": (
+        lambda n: off_interface.init_chunk_handler(None, None, n),
+        r"min_offloaded_tensor_size is {}, expected an integer of at least 0 \(elements\)",
+    ),
+    "of a chunk": (lambda n: ChunkOffloadHandler(n, None), "min_offloaded_tensor_size is {}"),
+    "microbatch": (init_with_microbatch, "microbatch is {}, expected an integer"),
+    "max_fwd_stash_size": (
+        lambda n: OffloadActivations(max_fwd_stash_size=n),
+        r"max_fwd_stash_size is {}, expected an integer of at least 1 \(tensors\)",
+    ),
+    "min_offload_size": (
+        lambda n: OffloadActivations(min_offload_size=n),
+        r"min_offload_size is {}, expected an integer of at least 0 \(bytes\)",
+    ),
+    "num_slices": (
+        lambda n: OffloadModel(layers(), "cpu", num_slices=n),
+        "num_slices is {}; expected 1 to 2, the number of layers, as an integer",
+    ),
+    "num_microbatches": (
+        lambda n: OffloadModel(layers(), "cpu", num_slices=1, num_microbatches=n),
+        "num_microbatches is {}, expected an integer of at least 1",
+    ),
+    "ac_freq": (lambda n: SelectiveLayerACParams(ac_freq=n), "ac_freq is {}, expected an integer"),
+    "of a checkpoint": (lambda n: FullACParams(min_offload_size=n), "min_offload_size is {}, expe"),
+    "recompute_every": (
+        lambda n: op_params(recompute_every={"ops.aten.mm.default": n}),
+        "recompute_every.*is {}, expected an integer of at least 1",
+    ),
+    "num_threads": (lambda n: DiskTier(None, n), "num_threads is {}, expected an integer"),
+    "inline_bytes": (lambda n: CpuBackend(inline_bytes=n), "inline_bytes is {}, expected an int"),
+}
+
+FLAGS: Mapping[str, Callable[[Any], object]] = {
+    "use_pin_memory": lambda flag: OffloadActivations(use_pin_memory=flag),
+    "use_streams": lambda flag: OffloadActivations(use_streams=flag),
+    "checkpoint_activation": lambda flag: OffloadModel(
+        layers(), "cpu", num_slices=1, checkpoint_activation=flag
+    ),
+    "enable_activation_offloading": lambda flag: get_act_offloading_ctx_manager(Net(), flag),
+    "warn_if_no_head": lambda flag: get_act_offloading_ctx_manager(Net(), warn_if_no_head=flag),
+    "offload_inputs": lambda flag: FullACParams(offload_inputs=flag),
+    "use_reentrant": lambda flag: FullACParams(use_reentrant=flag),
+    "preserve_rng_state": lambda flag: FullACParams(preserve_rng_state=flag),
+    "early_stop": lambda flag: FullACParams(early_stop=flag),
+    "missing_ok": lambda flag: offload_modules(Net(), {"a": "layers.0"}, missing_ok=flag),
+    "pin_memory": lambda flag: GPUTensorPool("cpu", flag),
+    "activation_offloading": lambda flag: MyTrainer(activation_offloading=flag),
+    "activation_offloading of the trainer's arguments": lambda flag: MyTrainer(flag),
+}
+
+CALLS: Mapping[str, Case] = {
+    "no options at all": (
+        lambda: configure(None),  # type: ignore[arg-type]
+        TypeError,
+        ["config is None", r"write OffloadConfig\(\)"],
+    ),
+    "a backend's name": (
+        lambda: use("late"),
+        TypeError,
+        ["backend is 'late'", r'SimulatedBackend\("late"\)'],
+    ),
+    "a backend's class": (lambda: use(CpuBackend), TypeError, [r"write CpuBackend\(\)"]),
+    "no schedule": (lambda: pipelining.attach(None), TypeError, ["schedule is None", "pipelining"]),
+    "a schedule's class": (
+        lambda: pipelining.attach(Net),
+        TypeError,
+        ["schedule is the class Net"],
+    ),
+    "no model": (
+        lambda: offload_modules(None, {"mlp": "*"}),  # type: ignore[arg-type]
+        TypeError,
+        ["model is None", "expected an nn.Module"],
+    ),
+    "no groups": (lambda: offload_modules(Net(), {}), ValueError, ["groups is empty", "leave it"]),
+    "a list of groups": (
+        lambda: offload_modules(Net(), ["layers.0"]),  # type: ignore[arg-type]
+        TypeError,
+        ["groups is the list", "a mapping of group names", '"mlp": "layers'],
+    ),
+    "no pattern": (
+        lambda: offload_modules(Net(), {"a": None}),  # type: ignore[dict-item]
+        TypeError,
+        ["pattern of group 'a' is None", "a module name", "leave the group out"],
+    ),
+    "no patterns": (
+        lambda: offload_modules(Net(), {"a": []}),
+        ValueError,
+        ["patterns of group 'a'", "at least one", "leave the group out"],
+    ),
+    "a pattern that is none": (
+        lambda: offload_modules(Net(), {"a": ["layers.0", None]}),  # type: ignore[list-item]
+        TypeError,
+        ["a pattern of group 'a' is None", "a module name"],
+    ),
+    "an empty pattern": (
+        lambda: offload_modules(Net(), {"a": ""}),
+        ValueError,
+        ["none of them em"],
+    ),
+    "a group's number": (
+        lambda: offload_modules(Net(), {3: "layers.0"}),  # type: ignore[dict-item]
+        TypeError,
+        ["the name of a group is 3", "expected a str"],
+    ),
+    "a group without a name": (
+        lambda: ChunkOffloadHandler(1, None).on_group_start_forward(None),  # type: ignore[arg-type]
+        TypeError,
+        ["start of a group whose name is None", "expected a str"],
+    ),
+    "nothing to mark": (
+        lambda: off_interface.mark_not_offloadable(None),  # type: ignore[arg-type]
+        TypeError,
+        ["tensor is None", "expected a tensor"],
+    ),
+    "a model to mark": (
+        lambda: off_interface.mark_not_offloadable(Net()),  # type: ignore[arg-type]
+        TypeError,
+        ["tensor is a Net", "each tensor on its own"],
+    ),
+    "no model to keep": (
+        lambda: OffloadActivations().keep_module(None),  # type: ignore[arg-type]
+        TypeError,
+        ["model is None", "expected an nn.Module"],
+    ),
+    "no model to make a context for": (
+        lambda: get_act_offloading_ctx_manager(None),  # type: ignore[arg-type]
+        TypeError,
+        ["model is None", "expected an nn.Module"],
+    ),
+    "a number as head": (
+        lambda: get_act_offloading_ctx_manager(Net(), head=3),
+        TypeError,
+        ["head is 3", "or its name"],
+    ),
+    "an empty name of a head": (
+        lambda: get_act_offloading_ctx_manager(Net(), head=""),
+        ValueError,
+        ["head is ''", "named_modules"],
+    ),
+    "the model as its head": (
+        lambda: get_act_offloading_ctx_manager(model := Net(), head=model),
+        ValueError,
+        ["head is the model itself", "a module inside"],
+    ),
+    "nothing to leave out": (
+        lambda: leave_out(None),  # type: ignore[arg-type]
+        TypeError,
+        ["module is None", "expected an nn.Module"],
+    ),
+    "no device": (
+        lambda: OffloadModel(layers(), None, num_slices=1),  # type: ignore[arg-type]
+        TypeError,
+        ["device is None", "torch.device"],
+    ),
+    "a device that is none": (
+        lambda: OffloadModel(layers(), "gpu:x", num_slices=1),
+        ValueError,
+        ["device is 'gpu:x'", "such as 'cpu'"],
+    ),
+    "no model to checkpoint": (
+        lambda: checkpointed(model=3),
+        TypeError,
+        ["model is 3", "expected an nn.Module"],
+    ),
+    "no layers to checkpoint": (
+        lambda: checkpointed(name=None),
+        TypeError,
+        ["layers_fqn is None", "the name of a container"],
+    ),
+    "a list of checkpoint options": (
+        lambda: checkpointed(params=["offload_inputs"]),
+        ValueError,
+        ["ac_fun_params is the list", "FullACParams"],
+    ),
+    "an unknown checkpoint option": (
+        lambda: FullACParams(offload_input=True),  # type: ignore[call-arg]
+        OffloadError,
+        [r"no option offload_input \(did you mean offload_inputs\?\)"],
+    ),
+    "one operator": (
+        lambda: op_params(save_ops_keys="ops.aten.mm.default"),
+        ValueError,
+        ["save_ops_keys is 'ops.aten", "expected a list of names"],
+    ),
+    "an operator without a name": (
+        lambda: op_params(save_ops_keys=[None]),
+        ValueError,
+        [r"save_ops_keys is the list \[None\]", "expected a list of names"],
+    ),
+    "a list of frequencies": (
+        lambda: op_params(recompute_every=[2]),
+        TypeError,
+        ["recompute_every is the list", "a mapping"],
+    ),
+    "a pool on no device": (
+        lambda: GPUTensorPool(None),  # type: ignore[arg-type]
+        TypeError,
+        ["device is None", "such as 'cpu'"],
+    ),
+    "a pool on a device that is none": (lambda: GPUTensorPool("gpu:x"), ValueError, ["'gpu:x'"]),
+    "a number as shape": (
+        lambda: GPUTensorPool("cpu").allocate(3),  # type: ignore[arg-type]
+        TypeError,
+        ["shape is 3", "a tuple of integers"],
+    ),
+    "a shape of floats": (
+        lambda: GPUTensorPool("cpu").allocate((2.5,)),  # type: ignore[arg-type]
+        TypeError,
+        [r"shape is the tuple \(2.5,\)", "a tuple of integers"],
+    ),
+    "a dtype's name": (
+        lambda: GPUTensorPool("cpu").allocate((2,), "float32"),  # type: ignore[arg-type]
+        TypeError,
+        ["dtype is 'float32'", "torch.float32"],
+    ),
+    "nothing to free": (
+        lambda: GPUTensorPool("cpu").free(None),  # type: ignore[arg-type]
+        TypeError,
+        ["tensor is None", "allocate"],
+    ),
+    "an unknown order": (lambda: SimulatedBackend("last"), ValueError, ["'last'", "'late'"]),
+    "no seed": (
+        lambda: SimulatedBackend("random", seed=None),  # type: ignore[arg-type]
+        ValueError,
+        ["seed is None", "expected an integer"],
+    ),
+    "a number as directory": (
+        lambda: DiskTier(3),  # type: ignore[arg-type]
+        TypeError,
+        ["directory is 3", "expected a path"],
+    ),
+    "a device's name": (
+        lambda: AcceleratorBackend("cuda"),  # type: ignore[arg-type]
+        TypeError,
+        ["device is 'cuda'", r"torch.device\("],
+    ),
+    "no bytes to print": (
+        lambda: print_offload_summary_table(None),  # type: ignore[arg-type]
+        TypeError,
+        ["total_offload_bytes is None", "by group name"],
+    ),
+    "no event": (
+        lambda: fine_grained_offloading_forward_record(None),  # type: ignore[arg-type]
+        TypeError,
+        ["event is None", "expected an event"],
+    ),
+    "no event for backward": (
+        lambda: fine_grained_offloading_backward_record(torch.ones(2, requires_grad=True), None),  # type: ignore[arg-type]
+        TypeError,
+        ["event is None", "expected an event"],
+    ),
+    "no chunk to queue": (
+        lambda: PipelineOffloadManager.get_instance().push(None),  # type: ignore[arg-type]
+        TypeError,
+        ["handler is None", "ChunkOffloadHandler"],
+    ),
+    "no commit to delay": (
+        lambda: PipelineOffloadManager.get_instance().push_offload_groups(None, None),  # type: ignore[arg-type]
+        TypeError,
+        ["group_hook is None", "expected a function"],
+    ),
+    "nothing to offload": (
+        lambda: ChunkOffloadHandler(1, None).offload(None),  # type: ignore[arg-type]
+        TypeError,
+        ["src_tensor is None", "expected a tensor"],
+    ),
+    "nothing to reload": (
+        lambda: ChunkOffloadHandler(1, None).reload(None),  # type: ignore[arg-type]
+        TypeError,
+        ["state is None", "what offload"],
+    ),
+    "an unknown option of a trainer": (
+        lambda: MyTrainer(activation_offloading={"heads": "layers"}),
+        ValueError,
+        [r"unknown options 'heads' \(did you mean head\?\)"],
+    ),
+}
+
+
+def refused(
+    manager: PipelineOffloadManager, call: Callable[[], object], kind: type[Exception], *parts: str
+) -> None:
+    """``call`` raises what it should, and the manager is as it was."""
+    chunk, config, enabled = (
+        manager.cur_forward_chunk(),
+        manager.config,
+        manager.services.is_enabled,
+    )
+    with pytest.raises(kind) as error:
+        call()
+    check(error.value, "expected", *parts)
+    assert "unexpected keyword" not in str(error.value)
+    assert PipelineOffloadManager.get_instance() is manager
+    assert manager.cur_forward_chunk() is chunk
+    assert manager.config is config
+    assert manager.services.is_enabled == enabled
+    assert not manager.services.delayed
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize("name", CALLS)
+def test_a_bad_call_says_what_was_expected(manager: PipelineOffloadManager, name: str) -> None:
+    refused(manager, *CALLS[name][:2], *CALLS[name][2])
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize("config", [{"prefetch_bytes": 1}, {}, "late", OffloadConfig, 0], ids=str)
+@pytest.mark.parametrize("where", CONFIGS)
+def test_options_that_are_no_config(
+    manager: PipelineOffloadManager, where: str, config: Any
+) -> None:
+    parts = ["config is ", "expected an OffloadConfig"]
+    if isinstance(config, dict):
+        parts.append(r"write OffloadConfig\(\*\*options\)")
+    refused(manager, lambda: CONFIGS[where](config), TypeError, *parts)
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize("wrong", ["late", "", 0, [], torch.device("cpu"), CpuBackend], ids=str)
+@pytest.mark.parametrize("where", BACKENDS)
+def test_a_backend_that_is_none(manager: PipelineOffloadManager, where: str, wrong: Any) -> None:
+    refused(manager, lambda: BACKENDS[where](wrong), TypeError, "backend is ", "expected a backe")
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize("value", [2.0, "1", True, [], -1], ids=repr)
+@pytest.mark.parametrize("where", COUNTS)
+def test_a_count_that_is_none(manager: PipelineOffloadManager, where: str, value: Any) -> None:
+    call, message = COUNTS[where]
+    found = "the list \\[\\]" if value == [] else re.escape(repr(value))
+    refused(manager, lambda: call(value), ValueError, message.format(found))
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize("value", ["yes", "", 0, []], ids=repr)
+@pytest.mark.parametrize("where", FLAGS)
+def test_a_flag_that_is_none(manager: PipelineOffloadManager, where: str, value: Any) -> None:
+    found = "the list \\[\\]" if value == [] else re.escape(repr(value))
+    refused(
+        manager,
+        lambda: FLAGS[where](value),
+        ValueError,
+        f"{where} is {found}, expected True, ?F|or F",
+    )
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize(
+    "groups", [{"a": "layers.0", "b": None}, {"a": "layers.0", 3: "layers.1"}, 5, {}], ids=str
+)
+def test_groups_that_are_none_leave_the_model_as_it_was(
+    manager: PipelineOffloadManager, groups: Any
+) -> None:
+    model = Net()
+    with pytest.raises((TypeError, ValueError)):
+        offload_modules(model, groups)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    offload_modules(model, {"a": "layers.0", "b": "layers.1"}).remove()
+
+
+NAMES: Mapping[str, object] = {"None": None, "a number": 3, "bytes": b"mlp", "a list": ["mlp"]}
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize("name", NAMES)
+def test_a_group_with_a_name_that_is_none(manager: PipelineOffloadManager, name: str) -> None:
+    wrong: Any = NAMES[name]
+    chunk, x = open_chunk(manager), ones(manager)
+    refused(manager, lambda: off_interface(True, x, wrong).__enter__(), TypeError, "a str")
+    if wrong is not None:
+        refused(manager, lambda: fine_grained_offloading_group_start(x, wrong), TypeError, "a str")
+    assert chunk.is_empty_chunk()
+    with off_interface(True, x, "mlp") as inside:
+        y = inside.exp()
+    refused(
+        manager, lambda: off_interface.group_commit(y, wrong), TypeError, "commit of a group whose"
+    )
+    off_interface.group_commit(y, "mlp").sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+RELEASED: Mapping[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a single tensor": (lambda x: x, r"a single tensor, expected a list of them; write \[tensor\]"),
+    "a single element": (lambda x: x[:1], r"write \[tensor\]"),
+    "a name": (lambda x: "x", "is 'x', expected a list of tensors, or None"),
+    "a number": (lambda x: 1, "is 1, expected a list of tensors, or None"),
+    "nothing in a list": (lambda x: [x, None], r"\[1\] is None, expected a tensor"),
+    "an empty name": (lambda x: "", "is '', expected a list of tensors, or None"),
+}
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("name", RELEASED)
+def test_forced_release_of_what_is_no_list_of_tensors(
+    manager: PipelineOffloadManager, name: str, delay: bool
+) -> None:
+    make, message = RELEASED[name]
+    chunk, x = open_chunk(manager), ones(manager)
+    with off_interface(True, x, "mlp") as inside:
+        y = inside.exp()
+    wrong = make(y.detach())
+    refused(
+        manager,
+        lambda: off_interface.group_commit(y, "mlp", wrong, delay),
+        TypeError,
+        f"forced_released_tensors.*{message}",
+    )
+    refused(
+        manager, lambda: chunk.on_group_commit_forward(wrong), TypeError, "forced_released_tensors"
+    )
+    assert [group.name for group in chunk.open_groups] == ["mlp"]
+    off_interface.group_commit(y, "mlp", []).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+@pytest.mark.parametrize("backend", ["cpu"], indirect=True)  # torch aborts in the watch of others
+def test_a_tensor_changed_in_place_is_said_whatever_its_kind(
+    manager: PipelineOffloadManager,
+) -> None:
+    """Nested tensors have no shape."""
+    parts = [torch.ones(2, 3), torch.ones(4, 3)]
+    leaf = torch.nested.nested_tensor(parts, device=manager.backend.device).requires_grad_()
+    open_chunk(manager)
+    with off_interface(True, leaf, "mlp") as x:
+        y = torch.tanh(x)
+    y = off_interface.group_commit(y, "mlp")
+    y.mul_(2)
+    with pytest.raises(SavedTensorModifiedError) as error:
+        y.to_padded_tensor(0.0).sum().backward()
+    check(error.value, "a nested tensor of shape unknown", "is at version 1, expected version 0")
+
+
+def test_a_group_never_committed_is_not_blamed_on_size(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_chunk(manager)
+    with off_interface(True, ones(manager), "mlp") as x:
+        x.exp()
+    with off_interface(True, ones(manager), "small") as x:
+        y = x + 1
+    off_interface.group_commit(y, "small")
+    with caplog.at_level(logging.WARNING):
+        manager.reset()
+    mlp, small = (record.getMessage() for record in caplog.records)
+    assert mlp.startswith("group 'mlp' offloaded nothing: it was started 1 times and never commit")
+    assert "group_commit(output, name)" in mlp
+    assert small.startswith("group 'small' offloaded nothing: none of its 1 groups saved a tensor")
+
+
 # Chunks
 
 
@@ -97,7 +651,7 @@ def test_a_stage_outside_its_size(
 def test_a_negative_minimum_size(manager: PipelineOffloadManager) -> None:
     with pytest.raises(ValueError) as error:
         off_interface.init_chunk_handler(None, None, -1)
-    check(error.value, "min_offloaded_tensor_size is -1", "expected at least 0")
+    check(error.value, "min_offloaded_tensor_size is -1", "expected an integer of at least 0")
 
 
 def test_a_wrong_stage_leaves_the_current_chunk(manager: PipelineOffloadManager) -> None:
@@ -203,7 +757,7 @@ def test_a_group_started_on_another_thread(manager: PipelineOffloadManager) -> N
     chunk, x = open_chunk(manager), ones(manager)
     error = on_another_thread(lambda: fine_grained_offloading_group_start(x, "mlp"))
     assert isinstance(error, GroupStateError)
-    check(error, "'mlp'", r"thread \d+", "belongs to thread", "init_chunk_handler")
+    check(error, "'mlp'", r"without a chunk on thread \d+", "init_chunk_handler")
     assert chunk.is_empty_chunk()
 
 
@@ -399,3 +953,26 @@ def test_attach_to_something_else(manager: PipelineOffloadManager) -> None:
     with pytest.raises(TypeError) as error:
         pipelining.attach(nn.Linear(2, 2))
     check(error.value, "Linear", "has no stages", "expected a schedule")
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"groups": 5}, ["groups is 5", "a mapping of group names"]),
+        ({"groups": {}}, ["groups is empty", "leave it out"]),
+        ({"groups": {"up": None}}, ["pattern of group 'up' is None"]),
+        ({"groups": {"up": "*.up"}, "config": {}}, ["config is the dict", r"OffloadConfig\(\*\*"]),
+        ({"config": {"prefetch_bytes": 1}}, ["config is the dict", r"OffloadConfig\(\*\*"]),
+    ],
+)
+def test_attach_with_bad_options_leaves_the_schedule_alone(
+    schedule: Any, manager: PipelineOffloadManager, options: Any, parts: list[str]
+) -> None:
+    before = dict(vars(schedule))
+    refused(
+        manager, lambda: pipelining.attach(schedule, **options), (TypeError, ValueError), *parts
+    )
+    assert vars(schedule) == before
+    assert not manager.num_attached
+    pipelining.attach(schedule, groups={"up": "*.up"}).detach()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from processes import run
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,12 +17,10 @@ def run_quick(name: str, tmp_path: Path) -> dict[str, Any]:
     """The figures of a short run."""
     out = tmp_path / "figures.json"
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
+    done = run(
         [sys.executable, str(ROOT / "benchmarks" / name), "--quick", "--json", str(out)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=300,
+        tmp_path,
+        {**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout

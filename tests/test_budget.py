@@ -91,13 +91,23 @@ def test_this_machine_has_memory() -> None:
 def test_two_budgets_share_one_count() -> None:
     limit = reserved_bytes() + 100
     first, second = HostBudget(limit), HostBudget(limit)
-    assert first.reserve(60)
+    held = first.reserve(60)
+    assert held is not None
     assert second.left_bytes == 40
-    assert not second.reserve(41)
-    assert second.reserve(40)
-    first.release(60)
+    assert second.reserve(41) is None
+    more = second.reserve(40)
+    assert more is not None and second.left_bytes == 0
+    del held
     assert second.left_bytes == 60
-    second.release(40)
+    del more
+    assert second.left_bytes == 100
+
+
+def test_more_than_the_limit_if_it_must_be() -> None:
+    budget = HostBudget(reserved_bytes() + 100)
+    held = budget.reserve(150, force=True)
+    assert held is not None and held.nbytes == 150
+    assert budget.left_bytes == 0
 
 
 def test_the_default_is_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -387,7 +387,7 @@ BAD = {
         FULL,
         "",
         {"offload": True},
-        r"has \['offload'\]; expected some of offload_in",
+        r"has offload \(did you mean offload_inputs\?\); expected some of offload_in",
     ),
     "too few layers": (
         EVERY_FEW,
@@ -402,7 +402,7 @@ BAD = {
         EVERY_FEW,
         "",
         params(ac_freq=0),
-        "ac_freq is 0; expected an integer of at least",
+        "ac_freq is 0, expected an integer of at least 1",
     ),
     "empty": (BY_OP, "", params(save_ops_keys=[]), "save_ops_keys is empty; expected .*mm.default"),
     "unknown op": (BY_OP, "", params(save_ops_keys=["mm"]), "unknown operator 'mm'; .*max.default"),
@@ -428,9 +428,12 @@ def test_bad_input_leaves_the_model_as_it_was(bad: str) -> None:
         ({"save_ops_keys": [OP], "offload_ops_keys": [OP]}, "expected in one"),
         ({"offload_ops_keys": ["ops.aten.view.default"]}, "returns memory of its arguments"),
         ({"save_ops_keys": [OP], "use_reentrant": True}, "only non-reentrant checkpoints"),
-        ({"save_ops_keys": [OP], "recompute_every": {OP: 0}}, "expected at least 1"),
+        ({"save_ops_keys": [OP], "recompute_every": {OP: 0}}, "expected an integer of at least 1"),
         ({"save_ops_keys": [OP], "determinism_check": "all"}, 'expected "default" or "none"'),
-        ({"save_ops_keys": [OP], "min_offload_size": -1}, "expected at least 0 bytes"),
+        (
+            {"save_ops_keys": [OP], "min_offload_size": -1},
+            r"expected an integer of at least 0 \(bytes\)",
+        ),
         ({"use_reentrant": True, "early_stop": False}, "expected one or the other"),
     ],
 )

@@ -200,3 +200,15 @@ def test_chunks_come_in_the_known_order_however_they_went_in(
     queue.know_order([ChunkKey(i % 2, i // 2) for i in backward])
     stage_all(queue, [chunk(i % 2, i // 2) for i in forward], 2)
     assert pop_all(queue) == [(i % 2, i // 2) for i in backward]
+
+
+def test_what_is_forgotten_leaves_no_number() -> None:
+    """But where the order waits for it."""
+    queue = ChunkQueue()
+    queue.know_order([ChunkKey(0, 0), ChunkKey(0, 1)], is_told=True)
+    for number in (0, *range(2, 9)):
+        queue.push(one := chunk(0, number))
+        queue.forget(one)
+    assert queue._begun == {ChunkKey(0, 0)}
+    queue.push(chunk(0, 1))
+    assert keys(queue.certain()) == [(0, 1)]

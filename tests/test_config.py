@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import math
+import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,13 +44,48 @@ def test_it_cannot_be_changed() -> None:
 
 
 def test_it_takes_keywords_only() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"given 1 without a name.*write OffloadConfig\(name=value"):
         OffloadConfig(1)  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"given the dict .*or OffloadConfig\(\*\*options\)"):
+        OffloadConfig({"prefetch_bytes": 1})  # type: ignore[misc]
 
 
-def test_an_unknown_option_is_an_error() -> None:
-    with pytest.raises(TypeError, match="prefetch_mib"):
-        OffloadConfig(prefetch_mib=1)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("host_budget", "host_budget_bytes"),
+        ("prefetch_mib", "prefetch_bytes"),
+        ("tier", "tiers"),
+        ("min_offload_size", "min_offloaded_tensor_size"),
+        ("numa", "numa_node"),
+    ],
+)
+def test_an_unknown_option_is_an_error_that_names_the_near_one(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        OffloadConfig(**{name: 1})
+    assert isinstance(error.value, TypeError)  # as Python's own
+    message = rf"no option {name} \(did you mean {meant}\?\); expected some of .*{meant}"
+    assert re.search(message, str(error.value))
+
+
+def test_an_option_like_no_other_has_no_near_one() -> None:
+    with pytest.raises(ConfigError) as error:
+        OffloadConfig(xyz=1)  # type: ignore[call-arg]
+    assert "no option xyz; expected some of min_offloaded_tensor_size, " in str(error.value)
+
+
+def test_unknown_options_and_wrong_values_are_in_one_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        OffloadConfig(host_budget=1, numa=0, prefetch_bytes=-5, verify="yes")  # type: ignore[call-arg, arg-type]
+    for word in ("host_budget_bytes?", "numa_node?", "prefetch_bytes is -5", "verify is 'yes'"):
+        assert word in str(error.value)
+
+
+def test_it_is_a_plain_dataclass_all_the_same() -> None:
+    config = OffloadConfig(prefetch_bytes=7)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert dataclasses.replace(config, verify=True).prefetch_bytes == 7
+    assert list(inspect.signature(OffloadConfig).parameters)[: len(FIELDS)] == FIELDS
 
 
 def test_equal_options_make_equal_configs() -> None:
@@ -115,9 +155,17 @@ def test_another_chain_is_an_error(tiers: Any) -> None:
 def test_a_directory_without_a_disk_tier_is_an_error() -> None:
     with pytest.raises(ConfigError, match="disk_dir is '/scratch'.*add \"disk\""):
         OffloadConfig(disk_dir="/scratch")
-    for wrong in (7, ""):
-        with pytest.raises(ConfigError, match="expected a path"):
-            OffloadConfig(tiers=("disk",), disk_dir=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [7, "", b"/scratch", True, ["/scratch"], "/scr\0atch"])
+def test_a_directory_that_is_no_path_is_an_error(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="disk_dir is .*expected a path"):
+        OffloadConfig(tiers=("disk",), disk_dir=wrong)
+
+
+def test_a_nul_byte_in_a_directory_is_said() -> None:
+    with pytest.raises(ConfigError, match="with a NUL byte inside"):
+        OffloadConfig(tiers=("disk",), disk_dir=Path("/scr\0atch"))
 
 
 def test_violations_of_the_chain_are_in_the_same_error() -> None:
@@ -133,7 +181,6 @@ def test_the_error_is_a_value_error_and_one_of_ours() -> None:
 
 def test_every_field_has_a_docstring() -> None:
     import ast
-    import inspect
 
     body = ast.parse(inspect.getsource(OffloadConfig)).body[0].body  # type: ignore[attr-defined]
     for before, after in zip(body, body[1:], strict=False):

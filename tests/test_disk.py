@@ -35,8 +35,8 @@ from pp_offload.disk_staged import StagedDiskEngine
 from pp_offload.disk_transfer import DiskTransferEngine
 from pp_offload.ticket import HostCopy, Ticket
 from pp_offload.tiers.budget import reserved_bytes
+from pp_offload.tiers.buffers import Loan
 from pp_offload.tiers.disk import NUM_THREADS, DiskTier
-from pp_offload.tiers.host import HostBuffer
 from pp_offload.transfer import TransferEngine
 
 on_backends = pytest.mark.parametrize("kind", BACKENDS)
@@ -69,13 +69,20 @@ class LateThreads:
     """Does what it was given only when somebody waits for it, and all that was given before."""
 
     def __init__(self) -> None:
-        self.queued: deque[LateFuture] = deque()
+        self.queued: deque[LatePiece] = deque()
 
-    def submit(self, work: Callable[[], object]) -> LateFuture:
-        self.queued.append(LateFuture(self, work))
-        return self.queued[-1]
+    def piece(self, work: Callable[[], object]) -> LatePiece:
+        return LatePiece(self, work)
 
-    def shutdown(self, wait: bool) -> None:
+    def queue(self, piece: LatePiece) -> None:
+        self.queued.append(piece)
+
+    def submit(self, work: Callable[[], object]) -> LatePiece:
+        piece = self.piece(work)
+        self.queue(piece)
+        return piece
+
+    def shutdown(self) -> None:
         while self.queued:
             self.queued.popleft().run()
 
@@ -83,14 +90,12 @@ class LateThreads:
 class EagerThreads(LateThreads):
     """Does it at once."""
 
-    def submit(self, work: Callable[[], object]) -> LateFuture:
-        future = LateFuture(self, work)
-        future.run()
-        return future
+    def queue(self, piece: LatePiece) -> None:
+        piece.run()
 
 
-class LateFuture:
-    """What a piece of work gives."""
+class LatePiece:
+    """A piece of work."""
 
     def __init__(self, threads: LateThreads, work: Callable[[], object]) -> None:
         self._threads, self._work = threads, work
@@ -99,6 +104,7 @@ class LateFuture:
     def run(self) -> None:
         if not self._is_done:
             self._value, self._is_done = self._work(), True
+            del self._work  # it may refer to what should go
 
     def done(self) -> bool:
         return self._is_done
@@ -332,8 +338,41 @@ def test_what_is_being_written_is_had_back_at_once(kind: str, tmp_path: Path) ->
 def test_a_directory_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = OffloadConfig(tiers=("disk",), disk_dir=tmp_path / "file")
-    with pytest.raises(DiskTierError, match="set disk_dir"):
+    with pytest.raises(DiskTierError, match="file': it is a file; set disk_dir to a directory"):
         PipelineOffloadManager(config=config, backend=make_backend("cpu"))
+    with pytest.raises(DiskTierError, match="null byte; set disk_dir to a directory"):
+        DiskTier("a\0b")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiers", "advice"),
+    [
+        ("late", ("host",), 'tiers=("host", "disk")'),
+        ("cpu", ("host",), 'tiers=("host", "disk")'),
+        ("late", ("host", "disk"), "passes through host memory"),
+        ("late", ("disk",), "passes through host memory"),
+    ],
+)
+def test_over_budget_the_advice_is_nothing_that_is_set(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    tiers: tuple[str, ...],
+    advice: str,
+) -> None:
+    config = OffloadConfig(
+        min_offloaded_tensor_size=1,
+        tiers=tiers,
+        disk_dir=tmp_path if "disk" in tiers else None,
+        host_budget_bytes=0,
+    )
+    with use_backend(make_backend(kind), config=config), caplog.at_level(logging.WARNING):
+        run_step(make_model(), batches(2))
+    said = [one.getMessage() for one in caplog.records if "over the budget" in one.getMessage()]
+    assert len(said) == 1
+    assert "raise host_budget_bytes" in said[0]
+    assert advice in said[0]
+    assert ("tiers=" in said[0]) == (tiers == ("host",))
 
 
 class WritesBeforeItArrived(StagedDiskEngine):
@@ -345,10 +384,10 @@ class WritesBeforeItArrived(StagedDiskEngine):
 
 
 class TakesBuffersStillReadInto(StagedDiskEngine):
-    def _stage(self, nbytes: int, *, may_wait: bool = True) -> HostBuffer:
-        buffer = self.staging.take(nbytes)
-        buffer.last_use, buffer.before = None, ()
-        return buffer
+    def _stage(self, nbytes: int) -> Loan:
+        loan = self.staging.take(nbytes)
+        loan.buffer.last_use, loan.buffer.before = None, ()
+        return loan
 
 
 class SendsOnBeforeItWasRead(StagedDiskEngine):
@@ -420,6 +459,51 @@ def test_more_reads_than_room_to_stage_them(tmp_path: Path) -> None:
         assert manager.statistics().bytes_reloaded_unused == 0
 
 
+def at_rest(manager: PipelineOffloadManager, *values: Tensor) -> list[Ticket]:
+    """Tickets of bytes that are on disk alone, one offloaded after the other."""
+    engine = manager.services.transfer
+    tickets = tickets_of(engine, values)
+    for ticket in tickets:
+        engine.offload([ticket])
+        manager.backend.synchronize()
+        settle(manager)
+    return tickets
+
+
+def test_a_buffer_is_read_into_when_its_last_copy_was_made(tmp_path: Path) -> None:
+    """That copy is late; the next group is read into the same buffer."""
+    with disk_manager("late", tmp_path) as manager:
+        engine = manager.services.transfer
+        assert isinstance(engine, StagedDiskEngine)
+        values = [torch.full((2**20,), float(i)) for i in range(2)]
+        tickets = at_rest(manager, *values)
+        engine.disk._threads = EagerThreads()  # type: ignore[assignment]
+        for ticket in tickets:
+            engine.prefetch([ticket])
+            engine.poll()  # it was read, and is copied from there
+        assert engine.staging.statistics().num_allocations == 1
+        assert all(torch.equal(engine.deliver(t), v) for t, v in zip(tickets, values, strict=True))
+
+
+def test_a_buffer_is_copied_into_when_no_thread_writes_it(tmp_path: Path) -> None:
+    """Nobody wants any more what a thread reads into it; the next group is copied there."""
+    with disk_manager("eager", tmp_path) as manager:
+        engine = manager.services.transfer
+        assert isinstance(engine, StagedDiskEngine)
+        dropped = at_rest(manager, torch.zeros(2**20))
+        engine.disk._threads = threads = LateThreads()  # type: ignore[assignment]
+        engine.prefetch(dropped)
+        del dropped
+        value = torch.ones(2**20)
+        (ticket,) = tickets_of(engine, [value])
+        engine.offload([ticket])
+        assert engine.staging.statistics().num_allocations == 1
+        threads.shutdown()
+        engine.poll()
+        assert ticket.copy is not None and ticket.copy.buffer is None, "it is at rest"
+        assert torch.equal(engine.deliver(ticket), value)
+
+
 def test_a_small_payload_brings_what_shares_its_extent(tmp_path: Path) -> None:
     with disk_manager("eager", tmp_path) as manager:
         engine = manager.services.transfer
@@ -470,7 +554,7 @@ def test_a_read_that_ends_while_it_is_asked_for_lands_once(tmp_path: Path) -> No
         settle(manager)
         engine.disk._threads = threads = LateThreads()  # type: ignore[assignment]
         engine.prefetch([ticket])
-        assert ticket.reading
+        assert ticket.is_coming and ticket.landed is None
         poll, polls = engine.poll, []
 
         def poll_late() -> None:

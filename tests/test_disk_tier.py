@@ -8,17 +8,18 @@ import os
 import resource
 import signal
 import stat
-import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import Run, run
 from torch import Tensor
 
 from pp_offload import ClosedError, DiskTierError
@@ -44,7 +45,7 @@ def read(tier: DiskTier, extent: DiskExtent) -> Tensor:
 
 
 def start_of(tier: DiskTier, extent: DiskExtent) -> int:
-    return tier._offset(extent)
+    return extent.place.start
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, (1 << 20) + 13])
@@ -61,7 +62,7 @@ def test_bytes_come_back(tmp_path: Path, nbytes: int) -> None:
 def test_the_file_has_no_name_and_is_its_owners_alone(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "made" / "when needed")
     assert list((tmp_path / "made" / "when needed").iterdir()) == []
-    status = os.fstat(tier._fd)
+    status = os.fstat(tier._file.fd)
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_nlink == 0
 
@@ -75,7 +76,6 @@ def test_a_read_comes_after_the_write_that_is_queued_before_it(tmp_path: Path) -
         target = torch.zeros(100_000, dtype=torch.uint8)
         tier.read(extent, target).synchronize()
         assert target.equal(data)
-        tier.give(extent)
 
 
 @settings(max_examples=40, deadline=None)
@@ -87,12 +87,10 @@ def test_no_extent_writes_into_another(
     live: list[tuple[DiskExtent, Tensor]] = []
     for seed, (is_take, size) in enumerate(moves):
         if is_take or not live:
-            extent, data = tier.take(size), some_bytes(size, seed)
-            tier.write(extent, data)
-            live.append((extent, data))
+            live.append((tier.take(size), some_bytes(size, seed)))
+            tier.write(*live[-1])
         else:
-            extent, _ = live.pop(size % len(live))
-            tier.give(extent)  # perhaps while it is being written
+            del live[size % len(live)]  # perhaps while it is being written
         assert tier.statistics().in_use == sum(extent.nbytes for extent, _ in live)
         assert tier.statistics().num_parts == len(live)
     for extent, data in live:
@@ -103,10 +101,9 @@ def test_no_extent_writes_into_another(
 def test_room_given_back_is_used_again(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path)
     for seed in range(50):
-        extent = write(tier, some_bytes(1 << 20, seed))
-        tier.give(extent)
+        write(tier, some_bytes(1 << 20, seed))
     assert tier.statistics().in_use == 0
-    assert os.fstat(tier._fd).st_size <= 4 << 20
+    assert os.fstat(tier._file.fd).st_size <= 4 << 20
 
 
 Step = Callable[[int, memoryview, int], int]
@@ -158,7 +155,7 @@ def test_a_write_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
 def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path)
     extent = write(tier, some_bytes(10_000))
-    os.ftruncate(tier._fd, 5000)
+    os.ftruncate(tier._file.fd, 5000)
     with pytest.raises(DiskTierError, match="the file ends 5000 bytes too early"):
         read(tier, extent)
 
@@ -170,10 +167,10 @@ def test_a_flipped_bit_is_an_error(tmp_path: Path, place: int, bit: int) -> None
     data = some_bytes(300_000)
     extent = write(tier, data)
     at = start_of(tier, extent) + place
-    os.pwrite(tier._fd, bytes([int(data[place]) ^ 1 << bit]), at)
+    os.pwrite(tier._file.fd, bytes([int(data[place]) ^ 1 << bit]), at)
     with pytest.raises(DiskTierError, match="checksum"):
         read(tier, extent)
-    os.pwrite(tier._fd, bytes([int(data[place])]), at)
+    os.pwrite(tier._file.fd, bytes([int(data[place])]), at)
     assert read(tier, extent).equal(data), "an error is not remembered"
 
 
@@ -208,7 +205,7 @@ def test_a_closed_tier_takes_nothing(tmp_path: Path) -> None:
     tier.close()
     with pytest.raises(ClosedError):
         tier.take(1)
-    tier.give(extent)
+    assert tier.statistics().in_use == extent.nbytes
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:
@@ -220,9 +217,10 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
     assert set(threading.enumerate()) <= before
 
 
-def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def run_python(code: str, *arguments: object) -> Run:
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+        return run(command, Path(folder))
 
 
 def test_a_full_file_system_is_noted_and_read_never(tmp_path: Path) -> None:
@@ -302,6 +300,6 @@ def test_a_file_system_without_unnamed_files_serves(
     tier = DiskTier(tmp_path)
     data = some_bytes(5000)
     assert read(tier, write(tier, data)).equal(data)
-    status = os.fstat(tier._fd)
+    status = os.fstat(tier._file.fd)
     assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
     assert list(tmp_path.iterdir()) == []

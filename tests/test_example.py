@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from processes import Run, run
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 SMALL = "--steps 4 --microbatches 4 --layers 4 --width 32 --context 32 --min-numel 1".split()
 
 
-def run_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+def run_command(command: list[str]) -> Run:
     """With this checkout's package, and no launcher's variables; the ranks end with it."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {key: value for key, value in os.environ.items() if key not in launcher}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True
-    ) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=120)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its workers on this one.
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    with TemporaryDirectory() as folder:
+        return run(command, Path(folder), env)
 
 
 def train(out: Path, *flags: str, launcher: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:

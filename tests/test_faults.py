@@ -18,7 +18,8 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, RaceError, use_backend
 from pp_offload.backends import Event, Stream
 from pp_offload.ticket import HostCopy, Ticket
-from pp_offload.transfer import Flight, TransferEngine
+from pp_offload.tiers.buffers import Loan
+from pp_offload.transfer import TransferEngine
 
 
 class CopiesBeforeComputeWroteIt(TransferEngine):
@@ -52,8 +53,8 @@ class WaitsOnAStreamCapturedOnce(TransferEngine):
 
 
 class DropsSources(TransferEngine):
-    def _keep_alive(self, flight: Flight) -> None:
-        self._arrive(flight)
+    def _lend(self, *args: object) -> None:
+        self._flights.last.arrive()
 
 
 class FreesHostBufferEarly(TransferEngine):
@@ -62,14 +63,14 @@ class FreesHostBufferEarly(TransferEngine):
         for copy in {ticket.copy for ticket in tickets}:
             assert copy is not None and copy.buffer is not None
             copy.buffer.last_use = None
-            self.host.give(copy.buffer)
+            copy.loan = Loan(copy.buffer)  # which the tier knows nothing of
         return nbytes
 
 
 class ReleasesSourcesWithoutWaiting(TransferEngine):
-    def _keep_in_flight_bounded(self) -> None:
-        while self._flights and self.in_flight_bytes > self._max_in_flight_bytes:
-            self._arrive(self._flights.popleft())
+    def keep_in_flight_bounded(self) -> None:
+        while (flight := self._first_over_the_cap()) is not None:
+            self._arrive(flight)
 
 
 SEEN_IN_ANY_ORDER = [

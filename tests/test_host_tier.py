@@ -8,12 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupts import interrupted
 
 from pp_offload import ClosedError
 from pp_offload.tiers.budget import HostBudget, reserved_bytes
-from pp_offload.tiers.host import ALIGNMENT, HostBuffer, HostTier, room_for
+from pp_offload.tiers.buffers import HostBuffer, Loan, room_for
+from pp_offload.tiers.host import ALIGNMENT, MAX_SIZES, HostTier
 from pp_offload.tiers.slabs import FINENESS
 from pp_offload.tiers.slabs import SMALLEST_BYTES as SLAB_BYTES
+from pp_offload.tiers.unfinished import Unfinished
 
 
 class System:
@@ -48,8 +51,8 @@ def spans(buffer: HostBuffer) -> list[tuple[int, int]]:
     return [(p.data_ptr(), p.data_ptr() + p.numel() - 1) for p in buffer.pieces]
 
 
-def overlap(buffers: list[HostBuffer]) -> bool:
-    every = sorted(span for buffer in buffers for span in spans(buffer))
+def overlap(loans: list[Loan]) -> bool:
+    every = sorted(span for loan in loans for span in spans(loan.buffer))
     return any(a[1] >= b[0] for a, b in zip(every, every[1:], strict=False))
 
 
@@ -60,7 +63,7 @@ def budget(nbytes: int) -> HostBudget:
 
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 1000, SLAB_BYTES])
 def test_a_buffer_has_the_bytes_asked_for(nbytes: int) -> None:
-    buffer = HostTier(System().allocate).take(nbytes)
+    buffer = HostTier(System().allocate).take(nbytes).buffer
     assert buffer.nbytes == sum(piece.numel() for piece in buffer.pieces) == nbytes
     assert all(piece.dtype is torch.uint8 for piece in buffer.pieces)
     assert buffer.last_use is None
@@ -78,7 +81,8 @@ def test_slabs_are_powers_of_two_and_not_small() -> None:
 
 def test_buffers_start_aligned_within_their_slab() -> None:
     tier = HostTier(System().allocate)
-    assert all(tier.take(n).ranges[0].offset % ALIGNMENT == 0 for n in (1, 7, 513, 4000))
+    taken = [tier.take(n) for n in (1, 7, 513, 4000)]
+    assert all(loan.buffer.ranges[0].offset % ALIGNMENT == 0 for loan in taken)
 
 
 def test_small_buffers_share_a_slab() -> None:
@@ -91,24 +95,21 @@ def test_small_buffers_share_a_slab() -> None:
 
 def test_a_returned_buffer_serves_the_next_of_its_size() -> None:
     tier = HostTier(System().allocate)
-    buffer = tier.take(1000)
-    tier.give(buffer)
-    assert tier.take(1000) is buffer
+    buffer = tier.take(1000).buffer  # nobody refers to the loan
+    assert tier.take(1000).buffer is buffer
 
 
 def test_a_reused_buffer_still_knows_its_last_use() -> None:
     tier, event = HostTier(System().allocate), LateEvent()
-    buffer = tier.take(1000)
-    buffer.last_use = event
-    tier.give(buffer)
-    assert tier.take(1000).last_use is event
+    tier.take(1000).buffer.last_use = event
+    assert tier.take(1000).buffer.last_use is event
 
 
 def test_bytes_of_other_sizes_are_reused_before_the_system_is_asked() -> None:
     system = System()
     tier = HostTier(system.allocate)
-    for buffer in [tier.take(SLAB_BYTES // 4) for _ in range(4)]:
-        tier.give(buffer)
+    taken = [tier.take(SLAB_BYTES // 4) for _ in range(4)]
+    taken.clear()
     tier.take(SLAB_BYTES)
     assert len(system.asked) == 1
 
@@ -116,35 +117,31 @@ def test_bytes_of_other_sizes_are_reused_before_the_system_is_asked() -> None:
 def test_bytes_carved_while_a_copy_uses_them_know_that_copy() -> None:
     system, event, other = System(), LateEvent(), LateEvent()
     tier = HostTier(system.allocate)
-    buffer = tier.take(SLAB_BYTES)
-    buffer.last_use = event
-    tier.give(buffer)
+    tier.take(SLAB_BYTES).buffer.last_use = event
     first = tier.take(SLAB_BYTES // 2)
     assert len(system.asked) == 1
-    assert list(first.last_uses()) == [event]
-    first.last_use, first.before = other, ()  # its own copy waited for the earlier one
-    assert list(first.last_uses()) == [other]
+    assert list(first.buffer.last_uses()) == [event]
+    first.buffer.last_use, first.buffer.before = other, ()  # its copy waited for the earlier one
+    assert list(first.buffer.last_uses()) == [other]
     second = tier.take(SLAB_BYTES // 2)
-    assert list(second.last_uses()) == [event], "it may have been the other half"
-    tier.give(second)
+    assert list(second.buffer.last_uses()) == [event], "it may have been the other half"
+    del second
     again = tier.take(SLAB_BYTES // 2)
-    assert list(again.last_uses()) == [event], "nobody has waited for it yet"
+    assert list(again.buffer.last_uses()) == [event], "nobody has waited for it yet"
     event.has_passed = True
-    tier.give(again)
-    tier.give(first)
-    assert not [e for e in tier.take(SLAB_BYTES).last_uses() if e is event]
+    del again, first
+    assert not [e for e in tier.take(SLAB_BYTES).buffer.last_uses() if e is event]
 
 
 def test_busy_bytes_are_carved_only_where_no_others_are_left() -> None:
     system, event = System(), LateEvent()
     tier = HostTier(system.allocate)
     busy, idle = tier.take(SLAB_BYTES), tier.take(SLAB_BYTES)
-    busy.last_use = event
-    tier.give(busy)
-    tier.give(idle)
-    assert not list(tier.take(SLAB_BYTES // 2).last_uses())
-    assert not list(tier.take(SLAB_BYTES // 2).last_uses())
-    assert list(tier.take(SLAB_BYTES // 2).last_uses()) == [event]
+    busy.buffer.last_use = event
+    del busy, idle
+    taken = [tier.take(SLAB_BYTES // 2) for _ in range(3)]
+    uses = [list(loan.buffer.last_uses()) for loan in taken]
+    assert uses == [[], [], [event]]
     assert len(system.asked) == 2
 
 
@@ -152,16 +149,16 @@ def test_statistics_count_what_is_in_use() -> None:
     tier = HostTier(System().allocate)
     first, second = tier.take(1000), tier.take(24)
     assert (tier.statistics().in_use, tier.statistics().num_buffers) == (1024, 2)
-    tier.give(first)
+    del first
     assert (tier.statistics().in_use, tier.statistics().num_buffers) == (24, 1)
-    tier.give(second)
+    del second
     statistics = tier.statistics()
     assert (statistics.in_use, statistics.num_buffers, statistics.peak) == (0, 0, 1024)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
 def test_a_buffer_takes_the_shape_of_its_payload(dtype: torch.dtype) -> None:
-    buffer = HostTier(System().allocate).take(240 * dtype.itemsize)
+    buffer = HostTier(System().allocate).take(240 * dtype.itemsize).buffer
     (begin, shaped) = buffer.shaped([(torch.Size((12, 20)), dtype)])[0]
     assert begin == 0
     assert (shaped.shape, shaped.dtype) == ((12, 20), dtype)
@@ -179,7 +176,7 @@ def test_parts_lie_one_behind_the_other() -> None:
     ]
     rooms = [room_for(size.numel() * dtype.itemsize) for size, dtype in parts]
     assert rooms == [64, 128, 64]
-    buffer = HostTier(System().allocate).take(sum(rooms))
+    buffer = HostTier(System().allocate).take(sum(rooms)).buffer
     places = buffer.shaped(parts)
     assert [begin for begin, _ in places] == [0, 64, 192]
     assert [(place.shape, place.dtype) for _, place in places] == parts
@@ -189,23 +186,26 @@ def test_parts_lie_one_behind_the_other() -> None:
 
 def test_running_out_raises_and_leaves_the_tier_as_it_was() -> None:
     tier = HostTier(System().allocate, budget(SLAB_BYTES))
-    buffer = tier.take(1000)
+    loan = tier.take(1000)
     before = tier.statistics()
     with pytest.raises(MemoryError, match="host_budget_bytes"):
         tier.take(2 * SLAB_BYTES)
     assert tier.statistics() == before
     assert tier.take(SLAB_BYTES - 1024).nbytes == SLAB_BYTES - 1024
-    tier.give(buffer)
-    assert tier.take(1000) is buffer
+    buffer = loan.buffer
+    del loan
+    assert tier.take(1000).buffer is buffer
 
 
 def test_a_closed_tier_says_what_to_do() -> None:
     tier = HostTier(System().allocate)
-    buffer = tier.take(1000)
+    loan = tier.take(1000)
     tier.close()
     with pytest.raises(ClosedError, match=r"closed; make a new manager"):
         tier.take(1000)
-    tier.give(buffer)
+    assert tier.statistics().in_use == 1000
+    del loan
+    assert tier.statistics().in_use == 0
     tier.close()
 
 
@@ -213,11 +213,7 @@ def test_buffers_may_come_back_from_any_thread() -> None:
     tier = HostTier(System().allocate)
     taken = [[tier.take(64) for _ in range(50)] for _ in range(4)]
 
-    def give_all(buffers: list[HostBuffer]) -> None:
-        for buffer in buffers:
-            tier.give(buffer)
-
-    threads = [threading.Thread(target=give_all, args=(own,)) for own in taken]
+    threads = [threading.Thread(target=own.clear) for own in taken]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -230,12 +226,12 @@ def test_buffers_may_come_back_from_any_thread() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * SLAB_BYTES // 2)), max_size=40))
 def test_live_buffers_never_overlap(actions: list[tuple[bool, int]]) -> None:
     tier = HostTier(System().allocate)
-    live: list[HostBuffer] = []
+    live: list[Loan] = []
     for is_take, number in actions:
         if is_take or not live:
             live.append(tier.take(number))
         else:
-            tier.give(live.pop(number % len(live)))
+            del live[number % len(live)]
         assert not overlap(live)
         assert tier.statistics().in_use == sum(buffer.nbytes for buffer in live)
 
@@ -244,8 +240,8 @@ def test_a_steady_step_asks_the_system_for_nothing() -> None:
     system = System()
     tier = HostTier(system.allocate)
     for step in range(5):
-        for buffer in [tier.take(n) for n in (1000, 70_000, 3000, SLAB_BYTES)]:
-            tier.give(buffer)
+        taken = [tier.take(n) for n in (1000, 70_000, 3000, SLAB_BYTES)]
+        taken.clear()
         if step == 0:
             after_first = len(system.asked)
     assert len(system.asked) == after_first
@@ -255,9 +251,9 @@ def test_a_buffer_is_made_of_pieces_where_no_range_is_long_enough() -> None:
     system = System()
     tier = HostTier(system.allocate)
     small = [tier.take(SLAB_BYTES // 4) for _ in range(4)]
-    tier.give(small[0])
-    tier.give(small[2])
-    split = tier.take(SLAB_BYTES // 2)
+    small = [small[1], small[3]]
+    loan = tier.take(SLAB_BYTES // 2)
+    split = loan.buffer
     assert len(split.pieces) == 2 and len(system.asked) == 1
     third = torch.Size((SLAB_BYTES // 6 // 64 * 64,))
     places = split.shaped([(third, torch.uint8)] * 3)
@@ -271,7 +267,7 @@ def test_a_buffer_is_made_of_pieces_where_no_range_is_long_enough() -> None:
         part = split.part(begin, place.nbytes)
         assert torch.cat(part).equal(values[begin : begin + place.nbytes])
         assert place.is_meta or place.equal(part[0])
-    assert not overlap([small[1], small[3], split])
+    assert not overlap([*small, loan])
 
 
 @settings(deadline=None)
@@ -282,12 +278,10 @@ def test_memory_follows_the_largest_step(steps: list[list[int]]) -> None:
     for sizes in steps:
         taken = [tier.take(nbytes) for nbytes in sizes]
         assert not overlap(taken)
-        largest = max(largest, sum(buffer.room_bytes for buffer in taken))
+        largest = max(largest, sum(loan.buffer.room_bytes for loan in taken))
         granule = max(SLAB_BYTES, largest // FINENESS)
         assert tier.statistics().reserved < largest + 2 * granule
-        for buffer in taken:
-            tier.give(buffer)
-        del taken, buffer
+        del taken
         tier.fit()
         assert tier.statistics().reserved < largest + granule
 
@@ -299,10 +293,8 @@ def test_fitting_makes_few_large_slabs_and_then_nothing() -> None:
     for step in range(4):
         taken = [tier.take(nbytes) for nbytes in sizes]
         if step:
-            assert sum(len(buffer.pieces) > 1 for buffer in taken) <= 3
-        for buffer in taken:
-            tier.give(buffer)
-        del taken, buffer
+            assert sum(len(loan.buffer.pieces) > 1 for loan in taken) <= 3
+        del taken
         tier.fit()
         if step == 0:
             after_first = len(system.asked)
@@ -314,14 +306,17 @@ def test_fitting_waits_for_copies_but_not_for_buffers_in_use() -> None:
     system, event = System(), LateEvent()
     tier = HostTier(system.allocate)
     first, second = tier.take(3 * SLAB_BYTES), tier.take(3 * SLAB_BYTES)
-    tier.give(first)
+    del first
     tier.fit()
     assert len(system.asked) == 4
-    second.last_use = event
-    tier.give(second)
-    del first, second
+    second.buffer.last_use = event
+    del second
+    with pytest.raises(Unfinished) as unfinished:  # or the system would get what is still read
+        tier.fit()
+    assert unfinished.value.events == (event,)
+    assert len(system.asked) == 4
+    event.synchronize()
     tier.fit()
-    assert event.has_passed, "or the system would get memory that is still read"
     assert len(system.asked) == 5
     assert tier.statistics().reserved == 6 * SLAB_BYTES
 
@@ -329,13 +324,13 @@ def test_fitting_waits_for_copies_but_not_for_buffers_in_use() -> None:
 def test_memory_of_a_dropped_tier_is_free_for_others() -> None:
     shared = budget(4 * SLAB_BYTES)
     first, second = HostTier(System().allocate, shared), HostTier(System().allocate, shared)
-    buffer = first.take(3 * SLAB_BYTES)
+    loan = first.take(3 * SLAB_BYTES)
     with pytest.raises(MemoryError, match="host_budget_bytes"):
         second.take(2 * SLAB_BYTES)
     del first
     with pytest.raises(MemoryError):
         second.take(2 * SLAB_BYTES)
-    del buffer
+    del loan
     assert second.take(2 * SLAB_BYTES).nbytes == 2 * SLAB_BYTES
 
 
@@ -365,27 +360,25 @@ def test_memory_that_cannot_be_pinned_at_all_is_ordinary_with_one_warning(
 def test_the_peak_counts_bytes_and_not_the_room_they_took() -> None:
     tier = HostTier(System().allocate, budget(2**30))
     held = [tier.take(1), tier.take(1)]  # 1024 bytes of room
-    for buffer in held:
-        tier.give(buffer)
-    tier.give(tier.take(1000))
+    held.clear()
+    tier.take(1000)
     assert tier.statistics().peak == 1000
 
 
 def test_fitting_asks_for_no_more_than_there_is() -> None:
     tier = HostTier(System().allocate, budget(70000))
-    tier.give(tier.take(66000))
+    tier.take(66000)
     reserved = tier.statistics().reserved
     tier.fit()
     assert tier.statistics().reserved <= reserved
-    tier.give(tier.take(66000))
+    tier.take(66000)
 
 
 def test_a_system_with_less_than_before_leaves_fewer_slabs() -> None:
     system = System()
     tier = HostTier(system.allocate, budget(2**30))
     held = [tier.take(3 * SLAB_BYTES), tier.take(5 * SLAB_BYTES)]
-    for buffer in held:
-        tier.give(buffer)
+    held.clear()
     system.limit_bytes = 0
     tier.fit()
     assert tier.statistics().reserved <= 8 * SLAB_BYTES
@@ -397,10 +390,10 @@ def test_idle_memory_goes_back_unless_a_buffer_is_in_use() -> None:
     held = tier.take(1000)
     tier.release_idle()
     assert tier.statistics().reserved > 0
-    tier.give(held)
+    del held
     tier.release_idle()
     assert tier.statistics().reserved == 0
-    tier.give(tier.take(1000))
+    tier.take(1000)
     assert len(system.asked) == 2
 
 
@@ -408,10 +401,7 @@ def test_whole_pieces_are_kept_by_fitting() -> None:
     system = System()
     tier = HostTier(system.allocate, budget(64 * SLAB_BYTES), may_split=False)
     for _ in range(3):
-        buffer = tier.take(33 * SLAB_BYTES)
-        assert len(buffer.pieces) == 1
-        tier.give(buffer)
-        del buffer
+        assert len(tier.take(33 * SLAB_BYTES).buffer.pieces) == 1
         tier.fit()
     assert system.asked == [64 * SLAB_BYTES]
 
@@ -424,14 +414,14 @@ def test_a_whole_piece_that_cannot_be_pinned_is_ordinary_memory() -> None:
         raise MemoryError("cannot pin")
 
     tier = HostTier(allocate, budget(2**30), may_split=False)
-    assert len(tier.take(3 * SLAB_BYTES).pieces) == 1
+    assert len(tier.take(3 * SLAB_BYTES).buffer.pieces) == 1
     assert asked == [4 * SLAB_BYTES], "in pieces it would be of no use"
 
 
 def test_what_cannot_fit_is_not_asked_for() -> None:
     system = System()
     tier = HostTier(system.allocate, budget(10 * SLAB_BYTES))
-    with pytest.raises(MemoryError, match=r'tiers=\("host", "disk"\)'):
+    with pytest.raises(MemoryError, match="over the budget.*raise host_budget_bytes"):
         tier.take(11 * SLAB_BYTES)
     assert not system.asked
 
@@ -447,6 +437,53 @@ def test_bytes_that_must_come_back_may_exceed_the_budget() -> None:
 def test_the_system_is_told_to_take_freed_memory_back() -> None:
     calls: list[int] = []
     tier = HostTier(System().allocate, budget(2**30), trim=lambda: calls.append(1))
-    tier.give(tier.take(1000))
+    tier.take(1000)
     tier.release_idle()
     assert calls
+
+
+def lines_of_a_take(num_sizes: int) -> int:
+    """Lines that run for 20 buffers of new sizes, behind others that nobody has any more."""
+    tier = HostTier(System().allocate)
+    tier.take(2**22)
+    for i in range(1, num_sizes):
+        tier.take(512 * i)
+    tier.take(2**22)
+    with interrupted(None) as lines:
+        for i in range(20):
+            tier.take(512 * (2000 + i))
+    assert tier._bins.num_sizes <= MAX_SIZES
+    return lines.count
+
+
+def test_what_a_take_costs_does_not_depend_on_the_sizes_ever_seen() -> None:
+    assert lines_of_a_take(1000) == lines_of_a_take(10)
+
+
+def test_what_a_take_costs_does_not_depend_on_how_many_buffers_wait() -> None:
+    """All of them busy: only the longest unused are looked at before they are carved anew."""
+
+    def lines(num_waiting: int) -> int:
+        tier = HostTier(System().allocate)
+        held = [tier.take(512 * (1 + i % 100)) for i in range(num_waiting)]
+        for loan in held:
+            loan.buffer.last_use = LateEvent()
+        del held, loan
+        tier.statistics()
+        with interrupted(None) as lines:
+            tier.take(512 * 1000)
+        return lines.count
+
+    assert lines(4000) <= 2 * lines(400)
+
+
+def test_there_are_never_more_bins_than_may_be() -> None:
+    event = LateEvent()
+    tier = HostTier(System().allocate)
+    held = [tier.take(512 * (1 + i)) for i in range(3 * MAX_SIZES)]
+    for loan in held:
+        loan.buffer.last_use = event
+    del held, loan
+    assert tier.statistics().in_use == 0
+    assert tier._bins.num_sizes == MAX_SIZES
+    assert list(tier.take(512).buffer.last_uses()) == [event], "it was carved anew"

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 from conftest import make_backend
+from processes import HANG_S
 from torch import Tensor, nn
 from toy import batches, make_model, run_step, same_bits
 
+import pp_offload
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import CpuBackend
+from pp_offload.chain import make_engine
+from pp_offload.ticket import HostCopy
+from pp_offload.tiers.bins import Bins
 from pp_offload.tiers.budget import reserved_bytes
+from pp_offload.tiers.disk import DiskTier
+from pp_offload.tiers.host import HostTier
+
+ROOT = str(Path(pp_offload.__file__).parent)
 
 
 def last_first(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -163,7 +177,7 @@ def test_the_threads_of_a_backend_end_with_it() -> None:
     gc.collect()
     started = [thread for thread in threading.enumerate() if thread not in before]
     for thread in started:
-        thread.join(timeout=60)
+        thread.join(timeout=HANG_S)
     assert not any(thread.is_alive() for thread in started)
 
 
@@ -199,3 +213,63 @@ def test_a_tensor_saved_on_another_stream_is_let_go_in_order(kind: str, is_delay
         manager.statistics()
         backend.check()
         del first, third
+
+
+@contextmanager
+def functions_called() -> Iterator[list[str]]:
+    """Those of the package, in Python."""
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and ROOT in frame.f_code.co_filename:
+            called.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("is_cycle", [False, True])
+def test_no_python_code_runs_where_bytes_are_given_back(tmp_path: Path, is_cycle: bool) -> None:
+    """What a signal handler raises in a destructor is lost, and autograd frees in backward."""
+    host, disk = HostTier(CpuBackend().allocate_host), DiskTier(tmp_path)
+    copy = HostCopy(host.take(1000), disk.take(1000))
+    copy.lent[0] = torch.zeros(3)
+    gc.collect()  # what other tests left behind
+    if is_cycle:
+        copy.modified.add(copy)  # type: ignore[arg-type]
+    before = reserved_bytes()
+    with functions_called() as called:
+        del copy
+        gc.collect()
+    assert called == []
+    assert (host.statistics().in_use, disk.statistics().in_use) == (0, 0)
+    (slab,) = host._slabs
+    host._slabs.clear()
+    host._carved.clear()
+    host._bins = Bins()
+    with functions_called() as called:
+        del slab
+    assert called == []
+    assert reserved_bytes() < before
+    disk.close()
+
+
+def test_an_engine_that_goes_waits_for_its_own_copies_alone() -> None:
+    """It may go where garbage is collected, in the middle of another one's queueing."""
+
+    class Collected(CpuBackend):
+        def synchronize(self) -> None:
+            raise AssertionError("what is about to be queued would be waited for, for ever")
+
+    backend = Collected(inline_bytes=0)
+    engine = make_engine(backend, OffloadConfig())
+    going = weakref.ref(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        failures: list[object] = []
+        patch.setattr("sys.unraisablehook", lambda one: failures.append(one.exc_value))
+        del engine
+        gc.collect()
+    assert going() is None and not failures

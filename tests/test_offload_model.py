@@ -659,7 +659,7 @@ def test_memory_exchanged_before_backward_is_an_error(backend) -> None:
         (mlp, {"num_slices": 0}, "num_slices is 0; expected 1 to 6, the number of layers"),
         (mlp, {"num_slices": 7}, "num_slices is 7; expected 1 to 6"),
         (nn.Sequential, {}, "num_slices is 3; expected 1 to 0"),
-        (mlp, {"num_microbatches": 0}, "num_microbatches is 0; expected at least 1"),
+        (mlp, {"num_microbatches": 0}, "num_microbatches is 0, expected an integer of at least 1"),
         (mlp, {"device": "meta"}, "device is meta, but the backend's is cpu"),
         (mlp, {"offload_device": "meta"}, "offload_device is meta; expected the host"),
     ],

@@ -229,6 +229,18 @@ def test_small_views_that_cover_half_together_move_as_the_storage(
         check_same(back, view)
 
 
+def test_views_that_do_not_reach_the_end_of_their_storage_move_alone(
+    manager: PipelineOffloadManager,
+) -> None:
+    """However much of it they cover: what lies behind them is somebody else's."""
+    x = whole(manager)
+    views = [x[:1400], x[:1300].view(13, 100)]
+    got, moved = offload_all(manager, views)
+    assert moved == 2700 * 4
+    for back, view in zip(got, views, strict=True):
+        check_same(back, view)
+
+
 def test_two_small_views_of_one_storage_move_alone(manager: PipelineOffloadManager) -> None:
     x = whole(manager)
     views = [x[:100], x.view(40, 60)[:, :3]]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from processes import start, watch
 
 WORKER = Path(__file__).with_name("pipeline_worker.py")
 
@@ -24,28 +24,31 @@ def run_ranks(
     world: int, cases: list[str], out: Path, worker: Path = WORKER
 ) -> list[dict[str, dict[str, Any]]]:
     """Run the worker on ``world`` processes; what each rank found, by case."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # The ranks meet at a store of this process: a port that was free may be taken by the time that
+    # a rank would listen on it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "PYTHONPATH": os.pathsep.join([*PATHS, *sys.path]),
+    }
+    logs = [out / f"{rank}.txt" for rank in range(world)]
     ranks = [
-        subprocess.Popen(
+        start(
             [sys.executable, str(worker), str(out), *cases],
-            env=os.environ
-            | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "PYTHONPATH": os.pathsep.join([*PATHS, *sys.path]),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            {**os.environ, **shared, "RANK": str(rank)},
+            log,
+            log.with_suffix(".err"),
         )
-        for rank in range(world)
+        for rank, log in enumerate(logs)
     ]
-    outputs = [process.communicate(timeout=600)[0] for process in ranks]
-    assert all(process.returncode == 0 for process in ranks), "\n".join(outputs)
+    is_well = watch(ranks, logs)  # a worker writes a line for each case
+    said = "\n".join(log.with_suffix(".err").read_text() for log in logs)
+    assert is_well, f"no rank came to its next case:\n{said}"
+    assert all(process.returncode == 0 for process in ranks), said
     return [pickle.loads((out / f"{rank}.pkl").read_bytes()) for rank in range(world)]
 
 

@@ -12,50 +12,54 @@ from conftest import make_backend
 
 from pp_offload import OffloadConfig, RaceError
 from pp_offload.chain import make_engine
+from pp_offload.plain_copies import Arrival, PlainCopies
 from pp_offload.tiers.room import ALIGNMENT, host_room
 from pp_offload.tiers.slabs import pageable
-from pp_offload.transfer import Arrival
 
 SHAPES = [(3, 5), (0, 2), (), (4, 1), (2, 3, 2, 2)]
 
 
 def test_there_and_back(backend) -> None:
     with backend.activate():
-        engine = make_engine(backend, OffloadConfig())
+        copies = PlainCopies(make_engine(backend, OffloadConfig()))
         sources = [torch.randn(shape).to(backend.device) for shape in SHAPES]
         sources[4] = sources[4].to(memory_format=torch.channels_last)
         sources.append(torch.randn(3, 1).to(backend.device).expand(3, 4))
         sources.append(torch.randn(3, dtype=torch.complex64).to(backend.device).conj())
         sources.append(torch.arange(5, device=backend.device)[::2])
-        sent = engine.settle(engine.send(sources, "gradients"))
+        sent = copies.settle(copies.send(sources, "gradients"))
         assert all(one.device.type == "cpu" for one in sent)
-        brought = engine.settle(engine.bring(sent, "parameters"))
+        brought = copies.settle(copies.bring(sent, "parameters"))
         for one, host, source in zip(brought, sent, sources, strict=True):
             assert one.device == backend.device and one.dtype == source.dtype
             assert torch.equal(one, source) and torch.equal(host, source.cpu())
         assert sent[4].stride() == sources[4].stride()
         assert brought[4].stride() == sources[4].stride()
         moved = sum(one.numel() * one.itemsize for one in sources)
-        assert engine.counters.bytes_offloaded == engine.counters.bytes_reloaded == moved
-        assert engine.in_flight_bytes == 0
+        assert (
+            copies.transfer.counters.bytes_offloaded
+            == copies.transfer.counters.bytes_reloaded
+            == moved
+        )
+        assert copies.transfer.in_flight_bytes == 0
 
 
 @pytest.mark.parametrize("kind", ["late", "cpu threads"])
 def test_sources_and_targets_live_until_the_copy_ran(kind: str) -> None:
     backend = make_backend(kind)
     with backend.activate():
-        engine = make_engine(backend, OffloadConfig())
+        copies = PlainCopies(make_engine(backend, OffloadConfig()))
         source = torch.randn(4)
-        arrival = engine.send([source], "gradients")
+        arrival = copies.send([source], "gradients")
         storages = [weakref.ref(t.untyped_storage()) for t in (source, arrival.tensors[0])]
         there = torch.randn(4)
-        coming = engine.bring([there], "parameters")
+        coming = copies.bring([there], "parameters")
         storages += [weakref.ref(t.untyped_storage()) for t in (there, coming.tensors[0])]
         del source, arrival, there, coming
         if kind == "late":
             assert all(storage() is not None for storage in storages)
         backend.synchronize()
-        engine.poll()
+        copies.poll()
         gc.collect()
         assert all(storage() is None for storage in storages)
     if kind == "late":
@@ -65,17 +69,17 @@ def test_sources_and_targets_live_until_the_copy_ran(kind: str) -> None:
 def test_not_waited_for_is_a_race() -> None:
     backend = make_backend("late")
     with backend.activate():
-        engine = make_engine(backend, OffloadConfig())
-        arrival = engine.bring([torch.ones(4)], "parameters")
+        copies = PlainCopies(make_engine(backend, OffloadConfig()))
+        arrival = copies.bring([torch.ones(4)], "parameters")
         with pytest.raises(RaceError):
             arrival.tensors[0].sum()
-        engine.settle(arrival)
+        copies.settle(arrival)
         assert arrival.tensors[0].sum() == 4
         source = torch.ones(4)
-        arrival = engine.send([source], "gradients")
+        arrival = copies.send([source], "gradients")
         with pytest.raises(RaceError):
             source.add_(1)
-        engine.settle(arrival)
+        copies.settle(arrival)
         source.add_(1)
 
 
@@ -93,20 +97,20 @@ class Spied:
 
 def test_the_host_waits_and_no_stream() -> None:
     backend = make_backend("late")
-    engine = make_engine(backend, OffloadConfig())
+    copies = PlainCopies(make_engine(backend, OffloadConfig()))
     event = Spied()
     tensors = [torch.ones(1)]
-    assert engine.settle(Arrival(tensors, event, backend.current_stream())) is tensors
+    assert copies.settle(Arrival(tensors, event, backend.current_stream())) is tensors
     assert event.waited
 
 
 def test_bytes_in_flight_are_bounded() -> None:
     backend = make_backend("late")
     with backend.activate():
-        engine = make_engine(backend, OffloadConfig(max_in_flight_bytes=64))
+        copies = PlainCopies(make_engine(backend, OffloadConfig(max_in_flight_bytes=64)))
         for _ in range(4):
-            engine.send([torch.ones(10)], "gradients")
-            assert engine.in_flight_bytes <= 64
+            copies.send([torch.ones(10)], "gradients")
+            assert copies.transfer.in_flight_bytes <= 64
         assert backend.pending == 1
 
 

@@ -43,7 +43,7 @@ class Bench:
         window_bytes: Of the prefetcher.
     """
 
-    def __init__(self, sizes: list[list[int]], window_bytes: int) -> None:
+    def __init__(self, sizes: list[list[int]], window_bytes: int | None) -> None:
         backend = CpuBackend()
         self.transfer = TransferEngine(backend, HostTier(backend.allocate_host), 2**30)
         self.upcoming = Backwards()
@@ -202,10 +202,19 @@ def test_fill_before_any_use_does_nothing() -> None:
     assert bench.landed() == []
 
 
+def test_a_window_of_no_said_size_holds_two_of_the_largest_group() -> None:
+    bench = Bench([[2**20], [2**20], [2**20]], None)
+    bench.transfer.backend.synchronize()
+    bench.transfer.poll()  # what is used now is had back without a copy until its copy was made
+    bench.groups[2].on_use()
+    assert bench.landed() == bench.backward_order()[:2]
+
+
 def test_after_reset_it_has_no_place_in_the_step() -> None:
     bench = Bench([[10], [10]], 10)
     bench.groups[1].on_use()
     bench.saved[1].clear()
+    bench.transfer.poll()  # the window is empty, so it would be filled
     bench.prefetcher.reset()
     bench.prefetcher.fill()
     assert bench.landed() == []

@@ -9,11 +9,22 @@ from torch.nn import Parameter
 
 from pp_offload import OffloadConfig
 from pp_offload.chain import make_engine
+from pp_offload.plain_copies import PlainCopies
 from pp_offload.slice_cache import Slice, SliceCache
+from pp_offload.testing import SimulatedBackend
 
 
 def slices_of(num: int) -> list[Slice]:
     return [Slice(f"slice {i}", (Parameter(torch.full((4,), float(i))),)) for i in range(num)]
+
+
+class User:
+    """Of slices, for a while."""
+
+
+def forget(cache: SliceCache, slices: list[Slice]) -> None:
+    """Who might have asked for them is gone."""
+    cache.serve(User(), slices)
 
 
 def values(cache: SliceCache, one: Slice) -> list[float]:
@@ -23,7 +34,7 @@ def values(cache: SliceCache, one: Slice) -> list[float]:
 
 def test_what_was_foreseen_is_used(backend) -> None:
     with backend.activate():
-        cache = SliceCache(make_engine(backend, OffloadConfig()))
+        cache = SliceCache(PlainCopies(make_engine(backend, OffloadConfig())))
         slices = slices_of(3)
         for one, following in zip(slices, [*slices[1:], None], strict=True):
             assert values(cache, one) == one.parameters[0].tolist()
@@ -31,7 +42,7 @@ def test_what_was_foreseen_is_used(backend) -> None:
                 cache.prefetch(following)
                 cache.prefetch(following)
             assert cache.nbytes == (16 if following is None else 32)
-        assert cache.transfer.counters.bytes_reloaded == 3 * 16
+        assert cache.copies.transfer.counters.bytes_reloaded == 3 * 16
         assert cache.peak_bytes == 32
         cache.drop()
         assert cache.nbytes == 0
@@ -50,7 +61,7 @@ def replace(parameter: Tensor) -> None:
 @pytest.mark.parametrize("is_foreseen", [True, False])
 def test_what_changed_is_brought_again(backend, is_foreseen: bool, change) -> None:
     with backend.activate():
-        cache = SliceCache(make_engine(backend, OffloadConfig()))
+        cache = SliceCache(PlainCopies(make_engine(backend, OffloadConfig())))
         first, second = slices_of(2)
         wanted = second if is_foreseen else first
         cache.use(first)
@@ -67,18 +78,33 @@ def test_what_changed_is_brought_again(backend, is_foreseen: bool, change) -> No
 
 def test_only_what_belongs_to_a_graph_is_forgotten(backend) -> None:
     with backend.activate():
-        cache = SliceCache(make_engine(backend, OffloadConfig()))
+        cache = SliceCache(PlainCopies(make_engine(backend, OffloadConfig())))
         first, second, third = slices_of(3)
         cache.use(first)
         cache.prefetch(second)
-        cache.forget([third])
+        forget(cache, [third])
         assert cache.nbytes == 32
-        cache.forget([second])
+        forget(cache, [second])
         assert cache.nbytes == 16
         same = Slice("of another forward", first.parameters)
         cache.use(same)
-        cache.forget([first])
+        forget(cache, [first])
         assert cache.nbytes == 16, "another forward has taken it over"
-        cache.forget([same])
+        forget(cache, [same])
         assert cache.nbytes == 0
-        assert cache.transfer.counters.bytes_reloaded == 2 * 16
+        assert cache.copies.transfer.counters.bytes_reloaded == 2 * 16
+
+
+def test_a_slice_on_one_stream_is_brought_again_for_another() -> None:
+    """Its memory returns to the stream that it belongs to, which does not wait for the other."""
+    backend = SimulatedBackend("late")
+    with backend.activate():
+        cache = SliceCache(PlainCopies(make_engine(backend, OffloadConfig())))
+        (one,) = slices_of(1)
+        first = cache.use(one).arrival
+        other = backend.new_stream("other")
+        with backend.stream(other):
+            second = cache.use(one).arrival
+            assert second.home is other and second.tensors[0] is not first.tensors[0]
+            assert second.tensors[0].add(1).eq(1).all()
+        backend.check()

@@ -18,6 +18,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.policy import ChunkKey, WeightPassKey
 from pp_offload.split import Part
+from pp_offload.ticket import Arrived
 from pp_offload.transfer import TransferEngine
 
 MICROBATCHES = 6
@@ -137,9 +138,10 @@ class Watched(TransferEngine):
 
     most_unused = 0
 
-    def _land(self, *args: Any) -> None:
-        super()._land(*args)
+    def _land(self, *args: Any) -> Arrived:
+        arrived = super()._land(*args)
         Watched.most_unused = max(Watched.most_unused, self.landed_bytes)
+        return arrived
 
 
 def pairs(seen: list[Any]) -> Iterator[tuple[Any, Any]]:

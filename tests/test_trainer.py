@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from toy import assert_no_hooks, same_bits
+from torch import Tensor
+from toy import assert_no_hooks, repeated, same_bits
 
 from pp_offload import ActivationOffloadingMixin, OffloadConfig
 
@@ -27,6 +28,7 @@ from tiny_llama import (
     imports_frozen,
     make_llama,
     make_trainer,
+    plain,
     train,
 )
 from transformers import Trainer, TrainingArguments
@@ -49,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_same_bits_with_the_options_of_a_trainer(options: dict[str, Any], tmp_path: Path) -> None:
     trainer = make_trainer(make_llama(), tmp_path, **options)
     got = train(trainer)
-    assert same_bits(got, train(make_trainer(make_llama(), tmp_path, kind=Trainer, **options)))
+    assert same_bits(got, plain(make_llama, tmp_path, **options))
     assert trainer.activation_offload.statistics().bytes_offloaded > 0
     assert_nothing_left(trainer)
 
@@ -58,7 +60,7 @@ def test_same_bits_with_the_options_of_a_trainer(options: dict[str, Any], tmp_pa
 def test_same_bits_with_the_options_of_a_model(more: dict[str, Any], tmp_path: Path) -> None:
     trainer = make_trainer(make_llama(**more), tmp_path)
     got = train(trainer)
-    assert same_bits(got, train(make_trainer(make_llama(**more), tmp_path, kind=Trainer)))
+    assert same_bits(got, plain(lambda: make_llama(**more), tmp_path))
     assert trainer.activation_offload.statistics().bytes_offloaded > 0
     assert_nothing_left(trainer)
 
@@ -84,17 +86,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_same_bits_with_other_models(name: str, tmp_path: Path) -> None:
-    kind = getattr(transformers, MODELS[name][0])
-    config = kind.config_class(**MODELS[name][1], decoder_start_token_id=0)
-    runs = []
-    for trainer_kind in (OffloadTrainer, Trainer):
+    def make_model() -> Any:
+        kind = getattr(transformers, MODELS[name][0])
         torch.manual_seed(5)
-        trainer = make_trainer(kind(config), tmp_path, kind=trainer_kind)
-        runs.append(train(trainer))
-        if trainer_kind is OffloadTrainer:
-            assert trainer.activation_offload.statistics().bytes_offloaded > 0
-            assert_nothing_left(trainer)
-    assert same_bits(*runs)
+        # A config of its own: a trainer writes use_cache=False to it, and without a cache the
+        # keys have other strides, so another kernel multiplies them: equal on some processors only.
+        return kind(kind.config_class(**MODELS[name][1], decoder_start_token_id=0))
+
+    expected = plain(make_model, tmp_path)
+    trainer = make_trainer(make_model(), tmp_path)
+    got = train(trainer)
+    assert trainer.activation_offload.statistics().bytes_offloaded > 0
+    assert_nothing_left(trainer)
+    assert same_bits(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ def test_same_bits_with_other_models(name: str, tmp_path: Path) -> None:
 def test_same_bits_with_other_adapters(lora: dict[str, Any], tmp_path: Path) -> None:
     trainer = make_trainer(make_llama(lora=lora), tmp_path)
     got = train(trainer)
-    assert same_bits(got, train(make_trainer(make_llama(lora=lora), tmp_path, kind=Trainer)))
+    assert same_bits(got, plain(lambda: make_llama(lora=lora), tmp_path))
     assert trainer.activation_offload.statistics().bytes_offloaded > 0
     assert_nothing_left(trainer)
 
@@ -127,7 +131,7 @@ def test_same_bits_with_other_adapters(lora: dict[str, Any], tmp_path: Path) -> 
 def test_same_bits_with_the_options_of_offload(offload: dict[str, Any], tmp_path: Path) -> None:
     trainer = make_trainer(make_llama(), tmp_path, offload=offload)
     got = train(trainer)
-    assert same_bits(got, train(make_trainer(make_llama(), tmp_path, kind=Trainer)))
+    assert same_bits(got, plain(make_llama, tmp_path))
     assert trainer.activation_offload.statistics().bytes_offloaded > 0
     assert_nothing_left(trainer)
 
@@ -149,7 +153,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
 
     trainer = make_trainer(make_llama(), tmp_path, kind=Ours)
     got = train(trainer)
-    assert same_bits(got, train(make_trainer(make_llama(), tmp_path, kind=Theirs)))
+    assert same_bits(got, plain(make_llama, tmp_path, kind=Theirs))
     assert trainer.activation_offload.statistics().bytes_offloaded > 0
     assert_nothing_left(trainer)
 
@@ -187,24 +191,25 @@ class FailsWithout(FailsOnce, Trainer):
 
 def test_an_error_in_the_loss_leaves_nothing(tmp_path: Path) -> None:
     """And the same trainer then trains as if there were no offload."""
-    runs = []
-    for kind in (FailsWithOffload, FailsWithout):
+
+    def run(kind: type[Trainer]) -> list[Tensor]:
         trainer = make_trainer(make_llama(), tmp_path, kind=kind)
         with pytest.raises(ValueError, match="in the loss"):
             trainer.train()
         trainer.model.zero_grad()
         if kind is FailsWithOffload:
             assert_nothing_left(trainer)
-        runs.append(train(trainer))
-    assert same_bits(*runs)
+        return train(trainer)
+
+    assert same_bits(run(FailsWithOffload), repeated(lambda: run(FailsWithout)))
 
 
 def test_training_again_goes_on(tmp_path: Path) -> None:
-    runs = []
-    for kind in (OffloadTrainer, Trainer):
+    def run(kind: type[Trainer]) -> list[Tensor]:
         trainer = make_trainer(make_llama(), tmp_path, kind=kind)
-        runs.append([*train(trainer), *train(trainer)])
-    assert same_bits(*runs)
+        return [*train(trainer), *train(trainer)]
+
+    assert same_bits(run(OffloadTrainer), repeated(lambda: run(Trainer)))
 
 
 def test_a_model_made_anew_has_a_context_of_its_own(tmp_path: Path) -> None:
@@ -281,10 +286,10 @@ def test_a_step_that_offloads_is_not_warned_of(tmp_path: Path) -> None:
     [
         (
             {"min_offload_bytes": 3},
-            r"unknown options \['min_offload_bytes'\]; expected some of use",
+            r"unknown options 'min_offload_bytes' \(did you mean min_offload_size\?\); expected",
         ),
-        ({"model": None}, r"unknown options \['model'\]"),
-        ({"max_fwd_stash_size": 0}, "expected at least 1 tensor"),
+        ({"model": None}, "unknown options 'model'"),
+        ({"max_fwd_stash_size": 0}, "max_fwd_stash_size is 0, expected an integer of at least 1"),
         ({"head": "tail"}, "head is 'tail', but the model has no module of that name"),
     ],
     ids=str,

@@ -112,8 +112,9 @@ def test_changed_in_place_raises(manager: PipelineOffloadManager, smallest: int,
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("is_inner", [False, True], ids=["wrapper", "inner tensor"])
 def test_changed_through_the_wrapper_between_two_groups(
-    manager: PipelineOffloadManager, kind: str
+    manager: PipelineOffloadManager, is_inner: bool, kind: str
 ) -> None:
     """Inside, no version tells of it; so the second group does not share the copy of the first."""
     device = manager.backend.device
@@ -121,13 +122,16 @@ def test_changed_through_the_wrapper_between_two_groups(
     def run(is_on: bool) -> list[Tensor]:
         (values,) = inputs(1, device)
         x = values.clone().requires_grad_()
-        wrapped = WRAPPERS[kind](values)
+        wrapped = WRAPPERS[kind]([row.clone() for row in values])
+        first_values = [t.clone() for t in leaves(wrapped)]
         h = x * 1
         if is_on:
             begin(manager)
-        first = in_group(is_on, h, lambda h: KeepsSaved.apply(h, wrapped))
+        saved = leaves(wrapped)[-1] if is_inner else wrapped
+        first = in_group(is_on, h, lambda h: KeepsSaved.apply(h, saved))
         manager.backend.synchronize()
         wrapped.mul_(3)
+        assert not same_bits(leaves(wrapped), first_values)
         second = in_group(is_on, h, lambda h: KeepsSaved.apply(h, wrapped))
         second.sum().backward()
         seen = KeepsSaved.seen.pop()

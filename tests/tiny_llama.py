@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from toy import assert_no_hooks
+from toy import assert_no_hooks, repeated
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -146,6 +146,18 @@ def train(trainer: Any) -> list[Tensor]:
     ]
     parameters = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     return [*losses, *gradients.found, *parameters]
+
+
+def plain(make_model: Callable[[], Any], folder: Path, **options: Any) -> Sequence[Tensor]:
+    """What the trainer comes to without offload, seen to be so twice in a row.
+
+    Args:
+        make_model: Makes a model with the same weights every time, of a config of its own.
+        folder: Where it may write.
+        options: Further arguments of :func:`make_trainer`.
+    """
+    kind = options.pop("kind", Trainer)
+    return repeated(lambda: train(make_trainer(make_model(), folder, kind=kind, **options)))
 
 
 def assert_nothing_left(trainer: Any) -> None:

@@ -10,8 +10,17 @@ from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager
+from pp_offload.backends import CpuBackend
 from pp_offload.saved import SavedActivation
 from pp_offload.ticket import HostCopy, Ticket
+
+
+class AwayBackend(CpuBackend):
+    """Threads that copy, for what is taken for an accelerator: a disk tier has to stage."""
+
+    def __init__(self) -> None:
+        super().__init__(inline_bytes=0)
+        self.is_host = False
 
 
 class Layer(nn.Module):
@@ -92,6 +101,31 @@ def same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return len(left) == len(right) and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         for a, b in zip(left, right, strict=True)
+    )
+
+
+def repeated(run: Callable[[], Sequence[Tensor]], *, most: int = 4) -> Sequence[Tensor]:
+    """What a plain run comes to, once two in a row agree bit for bit: what to compare with.
+
+    A model of another library may have state that outlives a run (a config that the trainer
+    writes to, a cache, a kernel chosen by a measurement). Then a plain run differs from the next
+    one, and a comparison with offload says nothing about offload.
+
+    Args:
+        run: One run without offload, from the same weights and seed each time.
+        most: Runs after which the model counts as one that does not repeat.
+    """
+    results = run()
+    for _ in range(most - 1):
+        before, results = results, run()
+        if same_bits(before, results):
+            return results
+    pairs = enumerate(zip(before, results, strict=False))
+    differ = [i for i, (a, b) in pairs if not same_bits([a], [b])]
+    raise AssertionError(
+        f"{most} runs without offload, no two in a row equal bit for bit: {len(differ)} of "
+        f"{len(results)} results differ in the last two, first result {differ[:1]}; nothing can be "
+        "compared with such a run. Look for state that the runs share."
     )
 
 

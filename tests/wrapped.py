@@ -49,7 +49,7 @@ class Scaled(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.detach.default:
             return cls(args[0].data8.detach(), args[0].scale.detach())
-        if func is aten.mul_.Scalar:
+        if func in (aten.mul_.Scalar, aten.mul_.Tensor):
             args[0].scale.mul_(args[1])
             return args[0]
         args, kwargs = tree_map_only(cls, lambda t: t.data8 * t.scale, (args, kwargs or {}))

@@ -8,6 +8,7 @@ from pp_offload.backends.accelerator import AcceleratorBackend
 from pp_offload.backends.base import Backend, Event, Stream
 from pp_offload.backends.cpu import CpuBackend
 from pp_offload.backends.graph_safe import GraphSafeBackend, bare
+from pp_offload.checks import said
 
 __all__ = [
     "AcceleratorBackend",
@@ -16,9 +17,43 @@ __all__ = [
     "Event",
     "GraphSafeBackend",
     "Stream",
+    "backend_or_default",
     "bare",
+    "check_backend",
     "default_backend",
 ]
+
+
+def check_backend(backend: object) -> None:
+    """A backend, and not its name or the class.
+
+    Raises:
+        TypeError: It is none.
+    """
+    # A class has the names as well; and no isinstance of the protocol, for it asks properties.
+    if isinstance(backend, type) or not hasattr(backend, "current_stream"):
+        raise TypeError(
+            f"backend is {_named(backend)}, expected a backend, such as CpuBackend(), "
+            'AcceleratorBackend() or pp_offload.testing.SimulatedBackend("late")'
+        )
+
+
+def backend_or_default(backend: Backend | None) -> Backend:
+    """A backend that may be left out.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if backend is None:
+        return default_backend()
+    check_backend(backend)
+    return backend
+
+
+def _named(backend: object) -> str:
+    if isinstance(backend, type):
+        return f"the class {backend.__name__}; write {backend.__name__}()"
+    return said(backend)
 
 
 def default_backend(device: torch.device | None = None) -> Backend:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pp_offload.backends.base import Stream
+from pp_offload.checks import check_kind
 
 
 class AcceleratorBackend:
@@ -24,6 +25,8 @@ class AcceleratorBackend:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
+        if device is not None:
+            check_kind("device", device, torch.device, "a torch.device", "write torch.device(...)")
         self.device = device or _current_device()
         self.name = str(self.device)
         self.is_host = False
@@ -71,9 +74,16 @@ class AcceleratorBackend:
     ) -> None:
         """Queue the copies; host memory must be pinned for them to be asynchronous."""
         assert isinstance(stream, torch.Stream)
-        with stream, torch.no_grad():
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+        before = torch.accelerator.current_stream(self.device)
+        # Not ``with stream``: it keeps on itself what to go back to, so that two threads inside at
+        # once would leave with each other's stream.
+        torch.accelerator.set_stream(stream)
+        try:
+            with torch.no_grad():
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+        finally:
+            torch.accelerator.set_stream(before)
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Pinned memory."""

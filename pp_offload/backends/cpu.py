@@ -10,9 +10,6 @@ torch's own CPU stream is a no-op, on which every program looks ordered; it is n
 
 from __future__ import annotations
 
-import queue
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,6 +18,9 @@ import torch
 from torch import Tensor
 
 from pp_offload.backends.base import Event, Stream
+from pp_offload.checks import check_count
+from pp_offload.processes import current
+from pp_offload.workers import Piece, Workers
 
 INLINE_BYTES = 256 * 1024
 """Batches up to this many bytes are copied by the calling thread."""
@@ -43,24 +43,16 @@ FINISHED = FinishedEvent()
 class ThreadEvent:
     """A point in a worker thread's queue."""
 
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._failure: BaseException | None = None
+    def __init__(self, piece: Piece) -> None:
+        self._piece = piece
 
     def query(self) -> bool:
         """Whether the worker has passed this point, and nothing failed before it."""
-        return self._done.is_set() and self._failure is None
+        return self._piece.done() and self._piece.failure is None
 
     def synchronize(self) -> None:
         """Block until the worker has passed this point; re-raise what failed before it."""
-        self._done.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def finish(self, failure: BaseException | None) -> None:
-        """Called by the worker."""
-        self._failure = failure
-        self._done.set()
+        self._piece.result()
 
 
 class ComputeStream:
@@ -75,50 +67,52 @@ class ComputeStream:
         return FINISHED
 
 
-Work = queue.SimpleQueue[Callable[[], object] | None]
-"""What a thread does in turn; None ends it."""
-
-
-def _serve(work: Work) -> None:
-    while (piece := work.get()) is not None:
-        piece()
-        del piece  # or it would be kept until the next
-
-
 class CopyStream:
-    """A queue served by one daemon thread, started when first needed."""
+    """A queue served by one daemon thread, started when first needed.
+
+    A forked process begins with an empty one: copies under way do not follow.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._queue: Work = queue.SimpleQueue()
+        self._workers = Workers(name)
+        self._begin()
+
+    def _begin(self) -> None:
         self._last: Event = FINISHED
-        self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._owner = current()
+
+    def _begin_if_forked(self) -> None:
+        if self._owner != current():
+            self._begin()
 
     def is_idle(self) -> bool:
         """Whether all that was queued has finished."""
+        self._begin_if_forked()
         return self._last.query()
 
     def submit(self, work: Callable[[], object]) -> None:
         """Queue ``work`` after all that is queued."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_serve, args=(self._queue,), name=f"pp_offload-{self.name}", daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
-        event = ThreadEvent()
+        self._begin_if_forked()
+        piece, before = self._workers.piece(partial(self._run, work)), self._last
+        try:
+            self._last = ThreadEvent(piece)
+            self._workers.queue(piece)
+        except BaseException:
+            if piece.call_off():  # or whoever waits for the event would wait for ever
+                self._last = before
+            raise
 
-        def run() -> None:
-            if self._failure is None:
-                try:
-                    work()
-                except BaseException as failure:
-                    self._failure = failure
-            event.finish(self._failure)
-
-        self._last = event
-        self._queue.put(run)
+    def _run(self, work: Callable[[], object]) -> None:
+        """In the thread. After a failure nothing is done, and all that follows has failed."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            work()
+        except BaseException as failure:
+            self._failure = failure
+            raise
 
     def wait_event(self, event: Event) -> None:
         """Queue a wait, unless ``event`` has passed or belongs to this very queue."""
@@ -127,10 +121,12 @@ class CopyStream:
 
     def record_event(self) -> Event:
         """The event of the last piece of work, since work ends in order."""
+        self._begin_if_forked()
         return FINISHED if self._last.query() and self._failure is None else self._last
 
     def synchronize(self) -> None:
         """Block until the queue is empty."""
+        self._begin_if_forked()
         self._last.synchronize()
 
 
@@ -148,6 +144,7 @@ class CpuBackend:
         self.d2h: Stream = CopyStream("d2h")
         self.h2d: Stream = CopyStream("h2d")
         self._compute = ComputeStream()
+        check_count("inline_bytes", inline_bytes)
         self._inline_bytes = inline_bytes
 
     @property

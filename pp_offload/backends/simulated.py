@@ -27,6 +27,7 @@ from pp_offload.backends.simulated_streams import (
     Timeline,
 )
 from pp_offload.backends.simulated_watch import Watch
+from pp_offload.checks import said
 
 
 class SimulatedBackend:
@@ -37,10 +38,12 @@ class SimulatedBackend:
         seed: Which legal order ``random`` takes; the same seed, the same order.
 
     Raises:
-        ValueError: ``order`` is none of the three.
+        ValueError: ``order`` is none of the three, or ``seed`` no integer.
     """
 
     def __init__(self, order: str = "late", seed: int = 0) -> None:
+        if not isinstance(seed, int):
+            raise ValueError(f"seed is {said(seed)}, expected an integer")
         self.order = order
         self.name = f"simulated {order}"
         self.is_host = False

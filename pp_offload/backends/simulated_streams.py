@@ -13,6 +13,7 @@ only when something waits for it (``late``), at once (``eager``), or when chance
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -20,6 +21,7 @@ from pp_offload.backends.base import Event
 from pp_offload.backends.happens_before import RaceDetector, StreamClock, VectorClock
 from pp_offload.backends.simulated_copies import QueuedCopy
 from pp_offload.errors import CaptureError
+from pp_offload.workers import is_worker
 
 ORDERS = ("late", "eager", "random")
 
@@ -43,9 +45,14 @@ class SimulatedEvent:
         In the order ``late`` an event of a compute stream is seen only by synchronizing.
         """
         timeline = self.stream.timeline
-        timeline.enter()
-        timeline.forbid_in_capture("an event is queried")
-        timeline.forbid_captured(self)
+        with timeline.lock:
+            timeline.enter()
+            timeline.forbid_in_capture("an event is queried")
+            timeline.forbid_captured(self)
+            return self._is_seen()
+
+    def _is_seen(self) -> bool:
+        timeline = self.stream.timeline
         host = timeline.detector.host
         if timeline.order == "late" and not self.stream.is_copy and not host.covers(self.known):
             return False
@@ -55,11 +62,19 @@ class SimulatedEvent:
         return False
 
     def synchronize(self) -> None:
-        """Run everything before this point; the host knows from now on."""
-        self.stream.timeline.enter()
-        self.stream.timeline.forbid_in_capture("an event is synchronized")
-        self.stream.timeline.forbid_captured(self)
-        self.finish()
+        """Run everything before this point; the host knows from now on.
+
+        What a thread of a tier waits for, the program does not know: it has yet to ask.
+        """
+        timeline = self.stream.timeline
+        with timeline.lock:
+            if is_worker():
+                timeline.force(self)
+                return
+            timeline.enter()
+            timeline.forbid_in_capture("an event is synchronized")
+            timeline.forbid_captured(self)
+            self.finish()
 
     def finish(self) -> None:
         """The same, for the simulator's own use."""
@@ -85,14 +100,15 @@ class SimulatedStream:
     def wait_event(self, event: Event) -> None:
         """Order all later work of this stream after ``event``; compute makes its copies run."""
         assert isinstance(event, SimulatedEvent)
-        self.timeline.enter()
-        self.timeline.join_capture(self, event)
-        self.clock.known.merge(event.known)
-        if not self.is_copy:
-            self.timeline.force(event)
-        elif not event.is_reached():
-            self.queue.append(event)
-            self.timeline.work_queued(self)
+        with self.timeline.lock:
+            self.timeline.enter()
+            self.timeline.join_capture(self, event)
+            self.clock.known.merge(event.known)
+            if not self.is_copy:
+                self.timeline.force(event)
+            elif not event.is_reached():
+                self.queue.append(event)
+                self.timeline.work_queued(self)
 
     def wait_stream(self, other: SimulatedStream) -> None:
         """Order all later work of this stream after all that ``other`` has now."""
@@ -100,8 +116,9 @@ class SimulatedStream:
 
     def record_event(self) -> SimulatedEvent:
         """A new event after everything queued so far."""
-        self.timeline.enter()
-        return self.last_event()
+        with self.timeline.lock:
+            self.timeline.enter()
+            return self.last_event()
 
     def last_event(self) -> SimulatedEvent:
         """The same, for the simulator's own use."""
@@ -132,6 +149,9 @@ class Timeline:
         order: ``late``, ``eager`` or ``random``.
         seed: Which legal order ``random`` takes; the same seed, the same order.
 
+    Attributes:
+        lock: Held while queues change: one thread computes, but those of a tier wait for events.
+
     Raises:
         ValueError: ``order`` is none of the three.
     """
@@ -145,6 +165,7 @@ class Timeline:
         self.capture = 0
         self._num_captures = 0
         self._random = random.Random(seed)
+        self.lock = threading.RLock()
 
     def begin_capture(self, stream: SimulatedStream) -> None:
         """From now on ``stream``, and each that waits for it, is captured."""
@@ -206,8 +227,11 @@ class Timeline:
     def enter(self) -> None:
         """Every call begins here: raise what is due, and in ``random`` run what chance says."""
         self.detector.raise_fault()
-        if self.order != "random":
-            return
+        if self.order == "random":
+            with self.lock:
+                self._run_some()
+
+    def _run_some(self) -> None:
         while self._random.random() < 0.5:
             ready = [s for s in self.streams.values() if s.queue and s.blocker() is None]
             if not ready:
@@ -216,11 +240,12 @@ class Timeline:
 
     def queue_copies(self, stream: SimulatedStream, copies: Iterable[QueuedCopy]) -> None:
         """Queue ``copies``; spoil each target unless another queued copy still needs it."""
-        for copy in copies:
-            if not any(queued.touches(copy.target) for queued in self.queued_copies()):
-                copy.spoil_target()
-            stream.queue.append(copy)
-        self.work_queued(stream)
+        with self.lock:
+            for copy in copies:
+                if not any(queued.touches(copy.target) for queued in self.queued_copies()):
+                    copy.spoil_target()
+                stream.queue.append(copy)
+            self.work_queued(stream)
 
     def work_queued(self, stream: SimulatedStream) -> None:
         """Called when ``stream`` has new work."""
@@ -241,9 +266,10 @@ class Timeline:
 
     def synchronize(self) -> None:
         """Run everything; the host knows of it from now on."""
-        self.enter()
-        for stream in self.streams.values():
-            stream.last_event().finish()
+        with self.lock:
+            self.enter()
+            for stream in self.streams.values():
+                stream.last_event().finish()
 
     def queued_copies(self) -> Iterator[QueuedCopy]:
         """The copies that have not run yet."""

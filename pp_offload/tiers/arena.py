@@ -12,7 +12,7 @@ here. The arena holds numbers only, which lets one allocator serve memory, files
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -69,6 +69,7 @@ class Arena:
 
     Search is a bisection of the free ranges ordered by (size, slab, offset), so equal fits go to
     the oldest slab and the lowest offset, and the same calls give the same ranges on every run.
+    Interrupted in the middle of a call, it is of no use any more: see :meth:`of`.
 
     Args:
         grow: Called with the rounded size when nothing fits. It acquires a slab, and returns its
@@ -94,8 +95,29 @@ class Arena:
         self._reserved_bytes = 0
         self._peak_reserved_bytes = 0
 
-    def add_slab(self, nbytes: int) -> int:
+    @classmethod
+    def of(cls, slabs: Sequence[int], live: Iterable[Range], alignment: int = 512) -> Arena:
+        """The books made anew from what is really there, after an interrupt in the middle of them.
+
+        Args:
+            slabs: Sizes, in the order they were added.
+            live: Ranges somebody has.
+            alignment: As it was.
+        """
+        taken: dict[int, list[Range]] = {}
+        for one in live:
+            taken.setdefault(one.slab, []).append(one)
+        arena = cls(alignment=alignment)
+        for slab, nbytes in enumerate(slabs):
+            arena.add_slab(nbytes, taken.get(slab, ()))
+        return arena
+
+    def add_slab(self, nbytes: int, taken: Sequence[Range] = ()) -> int:
         """Make a slab's bytes available; a tail shorter than the alignment stays unused.
+
+        Args:
+            nbytes: Its size.
+            taken: What is in use of it already.
 
         Returns:
             The slab's index, counting from 0 in the order of the calls.
@@ -109,7 +131,14 @@ class Arena:
         slab = len(self._slab_starts)
         self._slab_starts.append(self._capacity_bytes)
         self._capacity_bytes += usable
-        self._insert_free(slab, 0, usable)
+        at = 0
+        for one in sorted(taken, key=lambda one: one.offset):
+            if at < one.offset:
+                self._insert_free(slab, at, one.offset)
+            self._count(one)
+            at = one.end
+        if at < usable:
+            self._insert_free(slab, at, usable)
         return slab
 
     def allocate(self, nbytes: int) -> Range | None:
@@ -198,11 +227,14 @@ class Arena:
         if size > reserved:
             self._insert_free(slab, offset + reserved, offset + size)
         taken = Range(slab, offset, reserved, requested)
-        self._live[slab, offset] = taken
-        self._requested_bytes += requested
-        self._reserved_bytes += reserved
-        self._peak_reserved_bytes = max(self._peak_reserved_bytes, self._reserved_bytes)
+        self._count(taken)
         return taken
+
+    def _count(self, taken: Range) -> None:
+        self._live[taken.slab, taken.offset] = taken
+        self._requested_bytes += taken.requested_nbytes
+        self._reserved_bytes += taken.nbytes
+        self._peak_reserved_bytes = max(self._peak_reserved_bytes, self._reserved_bytes)
 
     def _absorb_neighbours(self, freed: Range) -> tuple[int, int]:
         """Take the free ranges on both sides out of the books; the merged start and end."""

@@ -4,9 +4,9 @@ What is really available is the least of what the kernel, and every cgroup above
 still give. The default budget is a share of that, divided among the ranks of the host.
 
     budget = HostBudget(limit_bytes=2**30)
-    if budget.reserve(nbytes):   # else stay below it: keep the tensor, or go to the next tier
+    reserved = budget.reserve(nbytes)   # counted for as long as somebody refers to it
+    if reserved is None:                # stay below it: keep the tensor, or go to the next tier
         ...
-        budget.release(nbytes)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,15 +34,52 @@ UNLIMITED = 2**60
 """cgroup v1 writes a number of this size where there is no limit."""
 
 
-class _InUse:
-    """Bytes reserved in this process, by all budgets together."""
+RAISE_IT = "raise host_budget_bytes"
+"""What always helps when a budget is not enough."""
+
+
+class Reserved:
+    """Bytes counted as used for as long as anybody refers to this object."""
+
+    __slots__ = ("__weakref__", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class _Process:
+    """What all budgets of this process reserved together.
+
+    It is added up when asked for: nothing is subtracted that an interrupt could leave out, and no
+    Python code runs where a reservation ends.
+    """
 
     def __init__(self) -> None:
-        self.nbytes = 0
-        self.lock = threading.RLock()
+        self._reserved: list[weakref.ref[Reserved]] = []
+        self._lock = threading.RLock()  # managers of several threads share the count
+
+    @property
+    def nbytes(self) -> int:
+        """Exact at the call."""
+        return sum(one.nbytes for ref in self._reserved if (one := ref()) is not None)
+
+    def reserve(self, nbytes: int, limit: int) -> Reserved | None:
+        """None, and nothing counted, if that were over the limit."""
+        with self._lock:
+            if self.nbytes + nbytes > limit:
+                return None
+            reserved = Reserved(nbytes)
+            live = [ref for ref in self._reserved if ref() is not None]
+            self._reserved = [*live, weakref.ref(reserved)]
+            return reserved
+
+    def begin_anew(self) -> None:
+        """In a forked process: the lock may be held by a thread that is not there."""
+        self._lock = threading.RLock()
 
 
-_PROCESS = _InUse()
+_PROCESS = _Process()
+os.register_at_fork(after_in_child=_PROCESS.begin_anew)
 
 
 class HostBudget:
@@ -50,9 +88,11 @@ class HostBudget:
     Args:
         limit_bytes: For this process; None for this rank's part of :data:`SHARE` of what is
             available when the first bytes are reserved.
+        advice: What to do when it is not enough, which depends on who draws on it.
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None, advice: str = RAISE_IT) -> None:
+        self.advice = advice
         self._limit_bytes = limit_bytes
 
     @property
@@ -65,31 +105,24 @@ class HostBudget:
 
     def but_for(self, share: int) -> HostBudget:
         """A budget that leaves one part in ``share`` of this one, as it is now, to others."""
-        return HostBudget(self.limit_bytes - self.limit_bytes // share)
+        return HostBudget(self.limit_bytes - self.limit_bytes // share, self.advice)
 
     @property
     def left_bytes(self) -> int:
         """What may still be reserved; never negative."""
         return max(0, self.limit_bytes - _PROCESS.nbytes)
 
-    def reserve(self, nbytes: int, *, force: bool = False) -> bool:
-        """Count ``nbytes`` as used; False, and nothing counted, if they are over the limit.
+    def reserve(self, nbytes: int, *, force: bool = False) -> Reserved | None:
+        """Count ``nbytes`` as used; None, and nothing counted, if they are over the limit.
 
         Args:
             nbytes: Zero or more.
             force: Count them even then.
-        """
-        limit = self.limit_bytes
-        with _PROCESS.lock:
-            if _PROCESS.nbytes + nbytes > limit and not force:
-                return False
-            _PROCESS.nbytes += nbytes
-            return True
 
-    def release(self, nbytes: int) -> None:
-        """Count ``nbytes`` as free again. Safe in a destructor."""
-        with _PROCESS.lock:
-            _PROCESS.nbytes -= nbytes
+        Returns:
+            To be kept for as long as they are used.
+        """
+        return _PROCESS.reserve(nbytes, UNLIMITED if force else self.limit_bytes)
 
 
 def reserved_bytes() -> int:

@@ -7,7 +7,11 @@ however they end. Every extent has a checksum, compared when it is read. Only it
     written = tier.write(extent, data)   # data must stay unchanged until the event; then see
     extent.failure                       # what went wrong, if anything
     read = tier.read(extent, target)     # after the write, whoever asks
-    tier.give(extent)                    # from any thread, also from a destructor
+    del extent                           # on any thread: what was not written yet never is
+
+What is there is told by the extents and places that somebody refers to; the arena and the counts
+are books, made anew after an interrupt as in ``host.py``. A forked process has the parent's file
+open as well, and must not touch it: there the tier raises.
 """
 
 from __future__ import annotations
@@ -15,9 +19,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections import deque
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +29,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pp_offload.backends import Event
+from pp_offload.checks import check_count, said
 from pp_offload.errors import ClosedError, DiskTierError
+from pp_offload.processes import check, current
 from pp_offload.tiers.arena import Arena, Range
 from pp_offload.tiers.checksum import PART_BYTES, Checksum
+from pp_offload.tiers.loans import Loans
+from pp_offload.tiers.unfinished import wait_for
+from pp_offload.workers import Piece, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -49,46 +58,129 @@ Step = Callable[[int, memoryview, int], int]
 
 
 class DiskEvent:
-    """The end of some work of the tier's threads."""
+    """The end of some work of the tier's threads. Without any it has ended."""
 
-    __slots__ = ("_futures",)
+    __slots__ = ("_pieces",)
 
-    def __init__(self, futures: Sequence[Future[DiskTierError | None]]) -> None:
-        self._futures = futures
+    def __init__(self, pieces: Sequence[Piece] = ()) -> None:
+        self._pieces = pieces
 
     @classmethod
     def all_of(cls, events: Sequence[DiskEvent]) -> DiskEvent:
         """The end of all of them."""
-        return cls([future for event in events for future in event._futures])
+        return cls([piece for event in events for piece in event._pieces])
+
+    def follow(self, piece: Piece) -> None:
+        """It ends with this, which is about to be queued."""
+        self._pieces = (piece,)
 
     def query(self) -> bool:
         """Whether it has ended, well or not."""
-        return all(future.done() for future in self._futures)
+        return all(piece.done() for piece in self._pieces)
 
     def synchronize(self) -> None:
         """Block until it has ended.
 
         Raises:
             DiskTierError: It was reading, and that failed.
+            ForkedError: It was queued before this process was forked.
         """
-        failures = [future.result() for future in self._futures]
+        failures = [piece.result() for piece in self._pieces]
         for failure in filter(None, failures):
             raise DiskTierError(str(failure))  # a new one: its traceback holds graphs
 
 
-class DiskExtent:
-    """A range of the file, what was found when it was written, and the work that used it last."""
+class _Place:
+    """A range of the file, and what was found when it was written.
 
-    __slots__ = ("checksum", "failure", "last_use", "nbytes", "num_parts", "range", "tier")
+    An extent refers to it, and so does a thread while it works on it. Nobody else gets the range
+    before both are done.
+    """
 
-    def __init__(self, tier: DiskTier, nbytes: int, num_parts: int, range_: Range) -> None:
-        self.tier = tier
+    __slots__ = ("__weakref__", "checksum", "failure", "nbytes", "range", "start")
+
+    def __init__(self, nbytes: int, range_: Range, start: int) -> None:
         self.nbytes = nbytes
-        self.num_parts = num_parts
         self.range = range_
+        self.start = start
         self.checksum: int | None = None
         self.failure: DiskTierError | None = None
+
+
+class DiskExtent:
+    """Room in the file for as long as anybody refers to this object.
+
+    Attributes:
+        place: Where it is.
+        last_use: The work that was queued last.
+    """
+
+    __slots__ = ("__weakref__", "last_use", "place")
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
         self.last_use: DiskEvent | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What was asked for."""
+        return self.place.nbytes
+
+    @property
+    def checksum(self) -> int | None:
+        """Of what was written; None before."""
+        return self.place.checksum
+
+    @property
+    def failure(self) -> DiskTierError | None:
+        """Why it could not be written."""
+        return self.place.failure
+
+    @property
+    def was_sent(self) -> bool:
+        """Whether it is being written, or was, well or not."""
+        under_way = self.last_use is not None and not self.last_use.query()
+        return under_way or self.checksum is not None or self.failure is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Of one extent, or of several."""
+
+    nbytes: int
+    num_parts: int
+
+    def plus(self, other: _Size) -> _Size:
+        return _Size(self.nbytes + other.nbytes, self.num_parts + other.num_parts)
+
+    def minus(self, other: _Size) -> _Size:
+        return _Size(self.nbytes - other.nbytes, self.num_parts - other.num_parts)
+
+
+class _File:
+    """A file without a name, open for as long as anybody refers to this object.
+
+    The tier's threads do, so one of them closes it if it was ever written: what a signal handler
+    raises in a destructor is lost, and signals are handled on the main thread.
+    """
+
+    __slots__ = ("_fds",)
+
+    def __init__(self, fd: int) -> None:
+        self._fds = [fd]
+
+    @property
+    def fd(self) -> int:
+        """For system calls; an error once it is closed."""
+        return self._fds[0]
+
+    def close(self) -> None:
+        """Twice is fine."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def __del__(self) -> None:
+        self.close()
 
 
 @dataclass(frozen=True)
@@ -96,7 +188,7 @@ class DiskStatistics:
     """What a disk tier holds and did. In bytes, but for the count."""
 
     in_use: int = 0
-    """In extents that were taken and not given back."""
+    """In extents that somebody has."""
 
     peak: int = 0
     """The most that was ever in use."""
@@ -108,7 +200,7 @@ class DiskStatistics:
     """Queued to be read since the tier was made."""
 
     num_parts: int = 0
-    """Payloads in extents that were taken and not given back."""
+    """Payloads in extents that somebody has."""
 
 
 class DiskTier:
@@ -121,20 +213,28 @@ class DiskTier:
 
     Raises:
         DiskTierError: The file cannot be made there.
+        TypeError: ``directory`` is no path.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, num_threads: int = NUM_THREADS
     ) -> None:
-        self.directory = Path(directory or tempfile.gettempdir())
-        self._fd = _unnamed_file(self.directory)
-        self._arena = Arena(alignment=ALIGNMENT)
-        self._returned: deque[DiskExtent] = deque()
-        self._busy: list[DiskExtent] = []
-        self._in_use = self._peak = self._num_parts = 0
+        check_count("num_threads", num_threads, least=1)
+        self.directory = _directory(directory)
+        self._file = _File(_unnamed_file(self.directory))
+        self._threads = Workers("disk", num_threads, keep=self._file)
+        self._owner = current()
         self._written = self._read = 0
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pp_offload-disk")
         self._is_closed = False
+        # What is there
+        self._slabs: list[int] = []
+        self._extents = Loans[_Size]()
+        self._places = Loans[Range]()
+        # The books
+        self._is_suspect = False
+        self._arena = Arena(alignment=ALIGNMENT)
+        self._in_use = _Size(0, 0)
+        self._peak = 0
 
     def take(self, nbytes: int, num_parts: int = 1) -> DiskExtent:
         """An extent of ``nbytes``. That the file system has room is known only after the write.
@@ -143,89 +243,107 @@ class DiskTier:
             nbytes: At least one.
             num_parts: How many payloads share it; only counted.
 
+        Returns:
+            It is taken for as long as anybody refers to this object.
+
         Raises:
             ClosedError: The tier was closed.
+            ForkedError: The tier is that of another process.
         """
         self._check_open()
-        self._collect()
-        found = self._arena.allocate(nbytes)
-        if found is None:
-            self._arena.add_slab(max(GROWTH_BYTES, -(-nbytes // ALIGNMENT) * ALIGNMENT))
-            found = self._arena.allocate(nbytes)
-        assert found is not None
-        self._in_use += nbytes
-        self._num_parts += num_parts
-        self._peak = max(self._peak, self._in_use)
-        return DiskExtent(self, nbytes, num_parts, found)
+        self._settle()
+        self._is_suspect = True
+        range_, size = self._range(nbytes), _Size(nbytes, num_parts)
+        place = _Place(nbytes, range_, self._arena.slab_start(range_.slab) + range_.offset)
+        self._places.add(place, range_)
+        extent = DiskExtent(place)
+        self._extents.add(extent, size)
+        self._in_use = self._in_use.plus(size)
+        self._peak = max(self._peak, self._in_use.nbytes)
+        self._is_suspect = False
+        return extent
 
-    def give(self, extent: DiskExtent) -> None:
-        """Hand an extent back. Safe in a destructor: it is only noted, and filed later."""
-        self._returned.append(extent)
-
-    def write(self, extent: DiskExtent, data: Tensor) -> DiskEvent:
+    def write(self, extent: DiskExtent, data: Tensor, ended: DiskEvent | None = None) -> DiskEvent:
         """Queue writing ``data``, a flat ``uint8`` host tensor of the extent's size.
+
+        It is not written any more when nobody refers to the extent.
+
+        Args:
+            extent: Where.
+            data: What; it must not change until it was written.
+            ended: An event that nobody waits for yet; then who uses the memory of ``data`` next can
+                know it before anything is queued.
 
         Returns:
             An event, which never raises: ``extent.failure`` says what went wrong.
 
         Raises:
             ClosedError: The tier was closed.
+            ForkedError: The tier is that of another process.
         """
-        self._written += extent.nbytes
-        source = data.numpy()
+        source, place, owner = data.numpy(), extent.place, weakref.ref(extent)
 
         def run() -> DiskTierError | None:
             total = Checksum()
-            failure = self._transfer(extent, source, self._pwrite, total)
+            failure = self._transfer(place, source, self._pwrite, total, owner)
             if failure is None:
-                extent.checksum = total.value()
+                place.checksum = total.value()
             else:
-                extent.failure = failure
+                place.failure = failure
             return None  # the bytes are still where they were
 
-        return self._queue(extent, run)
+        event = self._queue(extent, run, ended)
+        self._written += extent.nbytes
+        return event
 
-    def read(self, extent: DiskExtent, target: Tensor) -> DiskEvent:
+    def read(
+        self,
+        extent: DiskExtent,
+        target: Tensor,
+        ended: DiskEvent | None = None,
+        after: Sequence[Event] = (),
+    ) -> DiskEvent:
         """Queue reading into ``target``, a flat ``uint8`` host tensor of the extent's size.
+
+        Args:
+            extent: From where.
+            target: Garbage until it was read.
+            ended: As for :meth:`write`.
+            after: Earlier uses of the target, which the thread waits for.
 
         Returns:
             An event. Its ``synchronize`` raises what went wrong; then the target is garbage.
 
         Raises:
             ClosedError: The tier was closed.
+            ForkedError: The tier is that of another process.
         """
-        self._read += extent.nbytes
-        into = target.numpy()
+        into, place = target.numpy(), extent.place
 
         def run() -> DiskTierError | None:
-            if extent.checksum is None:
-                return extent.failure or self._error(extent, "it was never written")
+            if place.checksum is None:
+                return place.failure or self._error(place, "it was never written")
             total = Checksum()
-            failure = self._transfer(extent, into, self._pread, total)
-            if failure is None and total.value() != extent.checksum:
-                return self._error(extent, "its checksum is not that of what was written")
+            failure = self._transfer(place, into, self._pread, total)
+            if failure is None and total.value() != place.checksum:
+                return self._error(place, "its checksum is not that of what was written")
             return failure
 
-        return self._queue(extent, run)
+        event = self._queue(extent, run, ended, after)
+        self._read += extent.nbytes
+        return event
 
     def statistics(self) -> DiskStatistics:
         """Exact at the call."""
-        self._collect()
-        return DiskStatistics(self._in_use, self._peak, self._written, self._read, self._num_parts)
+        self._settle()
+        now = self._in_use
+        return DiskStatistics(now.nbytes, self._peak, self._written, self._read, now.num_parts)
 
     def close(self) -> None:
-        """Finish what is queued and drop the file. Twice is fine."""
-        self._close(wait=True)
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # also when the file could not be made
-            self._close(wait=False)
-
-    def _close(self, *, wait: bool) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._threads.shutdown(wait=wait)
-            os.close(self._fd)
+        """Finish what is queued and wanted, and drop the file. Twice is fine."""
+        self._is_closed = True
+        self._threads.shutdown()
+        self._file.close()
 
     # What a test of a failing file system replaces
 
@@ -235,81 +353,122 @@ class DiskTier:
     def _pread(self, fd: int, into: memoryview, offset: int) -> int:
         return os.preadv(fd, [into], offset)
 
-    def _queue(self, extent: DiskExtent, work: Callable[[], DiskTierError | None]) -> DiskEvent:
+    def _queue(
+        self,
+        extent: DiskExtent,
+        work: Callable[[], DiskTierError | None],
+        ended: DiskEvent | None,
+        after: Sequence[Event] = (),
+    ) -> DiskEvent:
         self._check_open()
         # Threads take work in the order it is queued, so what comes before is running at least.
         before = extent.last_use
+        earlier = after if before is None else (before, *after)
 
         def run() -> DiskTierError | None:
-            if before is not None:
-                with suppress(DiskTierError):
-                    before.synchronize()
+            wait_for(earlier)
             return work()
 
-        extent.last_use = DiskEvent([self._threads.submit(run)])
-        return extent.last_use
+        event = DiskEvent() if ended is None else ended
+        piece = self._threads.piece(run)
+        try:
+            extent.last_use = event
+            event.follow(piece)
+            self._threads.queue(piece)
+        except BaseException:
+            if piece.call_off():  # or whoever waits for the event would wait for ever
+                extent.last_use = before
+            raise
+        return event
 
     def _transfer(
-        self, extent: DiskExtent, data: NDArray[np.uint8], step: Step, total: Checksum
+        self,
+        place: _Place,
+        data: NDArray[np.uint8],
+        step: Step,
+        total: Checksum,
+        owner: Callable[[], object] = lambda: True,
     ) -> DiskTierError | None:
-        """Write or read all of ``data``; what went wrong, if anything.
+        """Write or read all of ``data``, while it has an owner; what went wrong, if anything.
 
         It is not raised here: it is kept, and its traceback would keep the data alive. Every block
         is summed while it is in the cache.
         """
         try:
             for begin in range(0, len(data), BLOCK_BYTES):
+                if owner() is None:
+                    return self._error(place, "nobody needs it any more")
                 block = data[begin : begin + BLOCK_BYTES]
-                failure = self._transfer_block(extent, begin, block.data, step)
+                failure = self._transfer_block(place, begin, block.data, step)
                 if failure is not None:
                     return failure
                 total.update(block)
         except Exception as error:  # whatever it is, the bytes are not where they should be
-            return self._error(extent, f"{type(error).__name__}: {error}")
+            return self._error(place, f"{type(error).__name__}: {error}")
         return None
 
     def _transfer_block(
-        self, extent: DiskExtent, begin: int, rest: memoryview, step: Step
+        self, place: _Place, begin: int, rest: memoryview, step: Step
     ) -> DiskTierError | None:
         """Go on until it is done, however short the steps are."""
-        start, at = self._offset(extent), begin
+        at = begin
         while rest:
             try:
-                done = step(self._fd, rest, start + at)
+                done = step(self._file.fd, rest, place.start + at)
             except OSError as failure:
-                return self._error(extent, f"{failure.strerror} [errno {failure.errno}]")
+                return self._error(place, f"{failure.strerror} [errno {failure.errno}]")
             if done <= 0:
-                return self._error(extent, f"the file ends {extent.nbytes - at} bytes too early")
+                return self._error(place, f"the file ends {place.nbytes - at} bytes too early")
             rest, at = rest[done:], at + done
         return None
 
     def _check_open(self) -> None:
+        check(self._owner, f"the disk tier's file in {self.directory}")
         if self._is_closed:
             raise ClosedError("the disk tier is closed; make a new manager to go on")
 
-    def _offset(self, extent: DiskExtent) -> int:
-        return self._arena.slab_start(extent.range.slab) + extent.range.offset
-
-    def _error(self, extent: DiskExtent, cause: str) -> DiskTierError:
+    def _error(self, place: _Place, cause: str) -> DiskTierError:
         return DiskTierError(
-            f"disk tier, unnamed file in {self.directory}: {extent.nbytes} bytes at offset "
-            f"{self._offset(extent)}: {cause}; check that file system, or set disk_dir to a "
+            f"disk tier, unnamed file in {self.directory}: {place.nbytes} bytes at offset "
+            f"{place.start}: {cause}; check that file system, or set disk_dir to a "
             "directory on another"
         )
 
-    def _collect(self) -> None:
-        """File what was handed back; what a thread still works on is not to be taken yet."""
-        while self._returned:
-            extent = self._returned.popleft()
-            self._in_use -= extent.nbytes
-            self._num_parts -= extent.num_parts
-            self._busy.append(extent)
-        busy, self._busy = self._busy, []
-        for extent in busy:
-            if extent.last_use is None or extent.last_use.query():
-                self._arena.free(extent.range)
-            else:
-                self._busy.append(extent)
+    def _range(self, nbytes: int) -> Range:
+        found = self._arena.allocate(nbytes)
+        if found is None:
+            self._slabs.append(max(GROWTH_BYTES, -(-nbytes // ALIGNMENT) * ALIGNMENT))
+            self._arena.add_slab(self._slabs[-1])
+            found = self._arena.allocate(nbytes)
+        assert found is not None
+        return found
+
+    def _settle(self) -> None:
+        """File what nobody has any more; first make the books anew if need be."""
+        if self._is_suspect:
+            self._make_books()
+        self._is_suspect = True
+        for size in self._extents.ended():
+            self._in_use = self._in_use.minus(size)
+        for range_ in self._places.ended():
+            self._arena.free(range_)
+        self._is_suspect = False
+
+    def _make_books(self) -> None:
+        """From what is there, after an interrupt in the middle of them."""
+        self._in_use = _Size(0, 0)
+        for size in self._extents.audit():
+            self._in_use = self._in_use.plus(size)
+        self._arena = Arena.of(self._slabs, self._places.audit(), ALIGNMENT)
+
+
+def _directory(given: object) -> Path:
+    if given is None:
+        return Path(tempfile.gettempdir())
+    path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise TypeError(f"directory is {said(given)}, expected a path, or None")
+    return Path(path)
 
 
 def _unnamed_file(directory: Path) -> int:
@@ -320,9 +479,10 @@ def _unnamed_file(directory: Path) -> int:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         fd, name = tempfile.mkstemp(prefix="pp_offload-", dir=directory)  # mode 0600
         os.unlink(name)
-    except OSError as failure:
+    except (OSError, ValueError) as failure:  # the latter is of a NUL byte in the path
+        found = "it is a file" if directory.is_file() else failure
         raise DiskTierError(
-            f"disk tier: no file can be made in {directory}: {failure}; set disk_dir to a "
+            f"disk tier: no file can be made in {str(directory)!r}: {found}; set disk_dir to a "
             "directory this process may write to"
         ) from failure
     return fd

@@ -1,30 +1,36 @@
 """Host memory for offloaded bytes: slabs from the backend, carved by an arena, kept for reuse.
 
-A step needs the sizes the last one needed, so a freed buffer waits in a bin of its size and the
-next request of that size takes it: no search, no system allocation. Before new memory is asked for,
-the bins go back to the arena, where neighbours become one range again; and where no range is long
-enough, a buffer is made of several. So the slabs need not hold more than was live at the peak.
-Not even copies that still read what was freed make it ask: the next user's copy waits for them.
+A step needs the sizes the last one needed, so a buffer that nobody has waits for the next request
+of its size: no search, no system allocation. Before new memory is asked for, waiting buffers go
+back to the arena, where neighbours become one range again; and where no range is long enough, a
+buffer is made of several. So the slabs need not hold more than was live at the peak. Not even
+copies that still read what was freed make it ask: the next user's copy waits for them.
 
-    buffer = tier.take(nbytes)   # its last_uses must have finished before it is written
-    tier.give(buffer)            # from any thread, also from a destructor
+    loan = tier.take(nbytes)   # loan.buffer: its last_uses must have finished before it is written
+    del loan                   # on any thread; then the buffer is the tier's again
+
+NOTE [ Ground truth ]
+    An interrupt may come between any two lines. What is there is told by the slabs, by the loans
+    that somebody refers to, and by the buffers that were carved with the copies that used them.
+    All else is books: the arena, the bins, the counts. They are out of order while they are
+    changed; a call that finds them so, since the last one was interrupted, makes them anew.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
-import torch
-from torch import Tensor
-
 from pp_offload.backends import Event
 from pp_offload.errors import ClosedError
 from pp_offload.tiers.arena import Arena, Range
+from pp_offload.tiers.bins import Bins
 from pp_offload.tiers.budget import HostBudget
+from pp_offload.tiers.buffers import HostBuffer, Loan
+from pp_offload.tiers.loans import Loans
 from pp_offload.tiers.slabs import (
     Allocate,
     Slab,
@@ -32,96 +38,13 @@ from pp_offload.tiers.slabs import (
     granule_for,
     powers_of_two,
 )
+from pp_offload.tiers.unfinished import Unfinished, check_finished
 
 ALIGNMENT = 512
 """Of buffers in a slab. In bytes."""
 
-PART_ALIGNMENT = 64
-"""Of parts in a buffer. In bytes."""
-
-Part = tuple[torch.Size, torch.dtype]
-"""A contiguous tensor that a buffer is to hold."""
-
-Place = tuple[int, Tensor]
-"""Its first byte in the buffer, and the tensor there."""
-
-
-class HostBuffer:
-    """Host memory in one piece or several, and the copies that used it last.
-
-    Attributes:
-        last_use: By a stream.
-        before: Other uses of the same memory until something waited for them: what was under way
-            when it was carved, and a thread that writes it to disk.
-    """
-
-    __slots__ = (
-        "_parts",
-        "_slabs",
-        "_places",
-        "before",
-        "last_use",
-        "nbytes",
-        "num_parts",
-        "pieces",
-        "ranges",
-        "room_bytes",
-    )
-
-    def __init__(self, nbytes: int, ranges: list[Range], slabs: list[Slab]) -> None:
-        self.nbytes = nbytes
-        self.num_parts = 1
-        self.ranges = ranges
-        self.room_bytes = sum(one.nbytes for one in ranges)
-        self.pieces: list[Tensor] = []
-        self.last_use: Event | None = None
-        self.before: tuple[Event, ...] = ()
-        self._slabs = [slabs[one.slab] for one in ranges]
-        left = nbytes
-        for one, slab in zip(ranges, self._slabs, strict=True):
-            self.pieces.append(slab.data[one.offset : one.offset + min(left, one.nbytes)])
-            left -= one.nbytes
-        self._parts: list[Part] = []
-        self._places: list[Place] = []
-
-    def last_uses(self) -> Iterator[Event]:
-        """What must have finished before the memory is written."""
-        yield from self.before
-        if self.last_use is not None:
-            yield self.last_use
-
-    def shaped(self, parts: list[Part]) -> list[Place]:
-        """Where contiguous tensors lie, one behind the other. Made once for the same parts.
-
-        One that a single piece does not hold is a tensor without bytes, on the ``meta`` device.
-        """
-        if self._parts != parts:
-            self._parts, self._places = parts, []
-            begin = 0
-            for size, dtype in parts:
-                nbytes = size.numel() * dtype.itemsize
-                held = self.part(begin, nbytes)
-                if len(held) == 1:
-                    self._places.append((begin, held[0].view(dtype).view(size)))
-                else:
-                    self._places.append((begin, torch.empty(size, dtype=dtype, device="meta")))
-                begin += room_for(nbytes)
-        return self._places
-
-    def part(self, begin: int, nbytes: int) -> list[Tensor]:
-        """The ``nbytes`` from byte ``begin`` on, as flat ``uint8`` tensors."""
-        held: list[Tensor] = []
-        for piece in self.pieces:
-            if begin < piece.numel() and nbytes > 0:
-                held.append(piece[begin : begin + nbytes])
-                nbytes -= held[-1].numel()
-            begin = max(0, begin - piece.numel())
-        return held
-
-
-def room_for(nbytes: int) -> int:
-    """What a part of ``nbytes`` takes of a buffer that holds several."""
-    return -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
+MAX_SIZES = 256
+"""So many sizes may wait for the next request of their size."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +52,7 @@ class HostStatistics:
     """What a host tier holds. In bytes, but for the counts."""
 
     in_use: int
-    """In buffers that were taken and not given back."""
+    """In buffers that somebody has."""
 
     peak: int
     """The most that was ever in use."""
@@ -138,7 +61,7 @@ class HostStatistics:
     """Asked from the system and not returned."""
 
     num_buffers: int
-    """Buffers that were taken and not given back."""
+    """Buffers that somebody has."""
 
     num_parts: int
     """Payloads in them."""
@@ -147,8 +70,39 @@ class HostStatistics:
     """How often the system was asked."""
 
 
+class _InUse:
+    """What the buffers hold that somebody has, and the most they ever held."""
+
+    def __init__(self, buffers: Iterable[HostBuffer] = (), before: _InUse | None = None) -> None:
+        self.nbytes = self.room = self.num_buffers = self.num_parts = 0
+        self.peak: int = 0 if before is None else before.peak
+        self.peak_room: int = 0 if before is None else before.peak_room
+        for buffer in buffers:
+            self.add(buffer)
+
+    def add(self, buffer: HostBuffer) -> None:
+        """Somebody has it now."""
+        self.nbytes += buffer.nbytes
+        self.room += buffer.room_bytes
+        self.num_buffers += 1
+        self.num_parts += buffer.num_parts
+        if self.nbytes > self.peak:
+            self.peak = self.nbytes
+        if self.room > self.peak_room:
+            self.peak_room = self.room
+
+    def remove(self, buffer: HostBuffer) -> None:
+        """Nobody has it any more."""
+        self.nbytes -= buffer.nbytes
+        self.room -= buffer.room_bytes
+        self.num_buffers -= 1
+        self.num_parts -= buffer.num_parts
+
+
 class HostTier:
     """Bounded by what was live at the peak, not by all sizes ever seen.
+
+    Loans may end on any thread. The rest is for one thread at a time.
 
     Args:
         allocate: Gives a flat ``uint8`` host tensor of a number of bytes, or raises MemoryError.
@@ -168,16 +122,20 @@ class HostTier:
         self.source = SlabSource(allocate, budget or HostBudget())
         self._may_split = may_split
         self._trim = trim
+        # What is there: see NOTE [ Ground truth ]
         self._slabs: list[Slab] = []
-        self._arena = Arena(alignment=ALIGNMENT)
-        self._bins: defaultdict[int, list[HostBuffer]] = defaultdict(list)
-        self._returned: deque[HostBuffer] = deque()
-        self._in_use = self._peak = self._num_taken = self._num_parts = 0
-        self._room = self._peak_room = self._fitted_to = 0
+        self._loans = Loans[HostBuffer]()
+        self._carved: set[HostBuffer] = set()
         self._unfinished: list[Event] = []
         self._is_closed = False
+        # The books
+        self._is_suspect = False
+        self._arena = Arena(alignment=ALIGNMENT)
+        self._bins = Bins()
+        self._in_use = _InUse()
+        self._fitted_to = 0
 
-    def take(self, nbytes: int, num_parts: int = 1, *, force: bool = False) -> HostBuffer:
+    def take(self, nbytes: int, num_parts: int = 1, *, force: bool = False) -> Loan:
         """A buffer of ``nbytes``; wait for its ``last_uses`` before writing.
 
         Args:
@@ -185,123 +143,166 @@ class HostTier:
             num_parts: How many payloads share it; only counted.
             force: Take it also over the budget, for bytes that must come back; in one piece.
 
+        Returns:
+            It is taken for as long as anybody refers to this object.
+
         Raises:
             MemoryError: It would be over the budget, or the host has no more to give.
+            Unfinished: Slabs must go for it that copies still use. Nothing was begun.
             ClosedError: The tier was closed.
         """
         if self._is_closed:
             raise ClosedError("the host tier is closed; make a new manager to go on")
-        if self._returned:
-            self._collect()
-        ready = self._bins.get(nbytes)
-        buffer = ready.pop() if ready else self._carve(nbytes, force)
-        self._in_use += nbytes
-        self._room += buffer.room_bytes
-        self._num_taken += 1
-        self._num_parts += num_parts
+        if self._is_suspect or self._loans.has_ended:
+            self._settle()
+        self._is_suspect = True
+        try:
+            buffer = self._bins.pop(nbytes) or self._carve(nbytes, force)
+        except (MemoryError, Unfinished):
+            self._is_suspect = False  # nothing was begun
+            raise
         buffer.num_parts = num_parts
-        if self._in_use > self._peak:
-            self._peak = self._in_use
-        if self._room > self._peak_room:
-            self._peak_room = self._room
-        return buffer
-
-    def give(self, buffer: HostBuffer) -> None:
-        """Hand a buffer back. Safe in a destructor: it is only noted, and filed later."""
-        self._returned.append(buffer)
+        loan = Loan(buffer)
+        self._loans.add(loan, buffer)
+        self._in_use.add(buffer)
+        self._is_suspect = False
+        return loan
 
     def fit(self) -> None:
         """Between steps: make the slabs as few and as large as hold the peak so far.
 
-        Does nothing while a buffer is in use, or if nothing changed since the last time; else it
-        waits for the copies under way. Never asks for more than there is; if the system has less
-        than before, fewer slabs are left. A tier of whole pieces keeps the slabs it has.
+        Does nothing while a buffer is in use, or if nothing changed since the last time. Never asks
+        for more than there is; if the system has less than before, fewer slabs are left. A tier of
+        whole pieces keeps the slabs it has.
+
+        Raises:
+            Unfinished: Copies still use the slabs.
         """
-        self._collect()
-        if not self._may_split:
+        self._settle()
+        peak = self._in_use.peak_room
+        if not self._may_split or self._is_closed:
             return
-        if self._num_taken or self._is_closed or self._peak_room == self._fitted_to:
+        if self._in_use.num_buffers or peak == self._fitted_to:
             return
-        self._fitted_to = self._peak_room
-        sizes = list(powers_of_two(self._peak_room, granule_for(self._peak_room)))
+        sizes = list(powers_of_two(peak, granule_for(peak)))
         if sum(sizes) <= self._reserved_bytes():
-            self._wait_for_copies()
-            self._unfinished.clear()
-            self._bins.clear()
+            check_finished(self._last_uses())
+            self._is_suspect = True
             with suppress(MemoryError):
-                self._rebuild(sizes)
+                self._replace_slabs(sizes)
+            self._is_suspect = False
+        self._fitted_to = peak
 
     def release_idle(self) -> None:
-        """Give all slabs back to the system, unless a buffer is in use; waits for copies."""
-        self._collect()
-        if not self._num_taken:
-            self._wait_for_copies()
-            self._unfinished.clear()
-            self._bins.clear()
-            self._slabs.clear()
-            self._arena = Arena(alignment=ALIGNMENT)
-            self._fitted_to = 0
-            self._trim()
+        """Give all slabs back to the system, unless a buffer is in use.
+
+        Raises:
+            Unfinished: Copies still use them.
+        """
+        self._settle()
+        if not self._in_use.num_buffers:
+            check_finished(self._last_uses())
+        self._is_suspect = True
+        self._drop_slabs()
+        self._is_suspect = False
 
     def statistics(self) -> HostStatistics:
         """Exact at the call."""
-        self._collect()
+        self._settle()
+        in_use = self._in_use
         return HostStatistics(
-            self._in_use,
-            self._peak,
+            in_use.nbytes,
+            in_use.peak,
             self._reserved_bytes(),
-            self._num_taken,
-            self._num_parts,
+            in_use.num_buffers,
+            in_use.num_parts,
             self.source.num_allocations,
         )
 
     def close(self) -> None:
         """Drop all memory that no buffer in use needs, once the copies that use it are done."""
         self._is_closed = True
-        self._collect()
         self._wait_for_copies()
-        self._bins.clear()
-        self._slabs.clear()
+        self._is_suspect = True  # the books are of slabs that are gone
+        self._carved = set(self._loans.audit())
+        self._slabs = []
+        self._settle()
 
     def __del__(self) -> None:
         with suppress(Exception):
             self._wait_for_copies()
 
     def _wait_for_copies(self) -> None:
-        """The system may give freed memory to anybody, who knows nothing of our streams."""
-        buffers = chain(self._returned, *self._bins.values())
-        for event in chain(self._unfinished, *(buffer.last_uses() for buffer in buffers)):
+        for event in self._last_uses():
             with suppress(Exception):  # a copy that failed is done as well
                 event.synchronize()
 
-    def _collect(self) -> None:
-        while self._returned:
-            buffer = self._returned.popleft()
-            self._in_use -= buffer.nbytes
-            self._room -= buffer.room_bytes
-            self._num_taken -= 1
-            self._num_parts -= buffer.num_parts
-            self._bins[buffer.nbytes].append(buffer)
+    def _last_uses(self) -> Iterator[Event]:
+        """The system may give freed memory to anybody, who knows nothing of our streams."""
+        return chain(self._unfinished, *(buffer.last_uses() for buffer in self._carved))
+
+    # The books
+
+    def _settle(self) -> None:
+        """File what nobody has any more; first make the books anew if need be."""
+        if self._is_suspect:
+            self._make_books()
+        self._is_suspect = True
+        for buffer in self._loans.ended():
+            self._in_use.remove(buffer)
+            self._bins.add(buffer)
+        while self._bins.num_sizes > MAX_SIZES and not self._is_closed:
+            self._free(self._bins.longest_unused()[:1])
+        self._is_suspect = False
+
+    def _make_books(self) -> None:
+        """From what is there. Whoever gets memory from now on waits for all earlier uses of it."""
+        live = self._loans.audit()
+        self._note_uses(self._carved.difference(live))
+        self._carved = set(live)
+        ranges = [] if self._is_closed else [one for buffer in live for one in buffer.ranges]
+        self._arena = Arena.of([slab.nbytes for slab in self._slabs], ranges, ALIGNMENT)
+        self._bins = Bins()
+        self._in_use = _InUse(live, self._in_use)
+
+    def _note_uses(self, buffers: Iterable[HostBuffer]) -> None:
+        """These are carved anew. In one statement, before they are forgotten."""
+        uses = {id(event): event for event in self._unfinished}
+        for buffer in buffers:
+            uses |= {id(event): event for event in buffer.last_uses() if not event.query()}
+        self._unfinished = list(uses.values())
+
+    def _free(self, buffers: list[HostBuffer]) -> None:
+        """Give the ranges of waiting buffers to the arena."""
+        self._note_uses(buffers)
+        for buffer in buffers:
+            self._bins.remove(buffer)
+            self._carved.discard(buffer)
+            for one in buffer.ranges:
+                self._arena.free(one)
+
+    # Inside what follows they are out of order
 
     def _carve(self, nbytes: int, force: bool) -> HostBuffer:
         buffer = HostBuffer(nbytes, self._ranges(nbytes, force), self._slabs)
         if self._unfinished:
             self._unfinished = [event for event in self._unfinished if not event.query()]
             buffer.before = tuple(self._unfinished)
+        self._carved.add(buffer)
         return buffer
 
     def _ranges(self, nbytes: int, force: bool) -> list[Range]:
         room = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        for make_room in (None, self._empty_bins, self._empty_busy_bins):
+        for make_room in (None, self._free_idle, self._free_busy):
             if make_room is not None:
-                make_room()
+                make_room(room)
             found = self._arena.allocate(nbytes)
             if found is not None:
                 return [found]
             if self._may_split and make_room is not None and self._arena.free_bytes >= room:
                 return self._in_pieces(nbytes)
         if force or not self._may_split:
-            self.release_idle()  # nothing there is long enough
+            self._drop_slabs()  # nothing there is long enough
             self._add(self.source.acquire_whole(nbytes, force=force))
             whole = self._arena.allocate(nbytes)
             assert whole is not None
@@ -319,25 +320,23 @@ class HostTier:
             nbytes -= found.nbytes
         return ranges
 
-    def _empty_bins(self) -> None:
-        """Free the ranges of buffers whose last use has finished."""
-        for nbytes, buffers in list(self._bins.items()):
-            busy = [b for b in buffers if not all(event.query() for event in b.last_uses())]
-            for buffer in buffers:
-                if buffer not in busy:
-                    for one in buffer.ranges:
-                        self._arena.free(one)
-            self._bins[nbytes] = busy
+    def _free_idle(self, room: int) -> None:
+        """Free buffers whose last use has finished, until there is room; see :data:`FEW`.
 
-    def _empty_busy_bins(self) -> None:
-        """Free the others as well; whoever gets memory from now on waits for their uses."""
-        uses = {id(event): event for event in self._unfinished}
-        for buffer in chain(*self._bins.values()):
-            uses |= {id(event): event for event in buffer.last_uses()}
-            for one in buffer.ranges:
-                self._arena.free(one)
-        self._bins.clear()
-        self._unfinished = list(uses.values())
+        Where none of the longest unused has finished, the others are not looked at: what was given
+        back after them is hardly done before.
+        """
+        while self._arena.largest_free_bytes < room:
+            few = self._bins.longest_unused()
+            idle = [b for b in few if all(event.query() for event in b.last_uses())]
+            if not idle:
+                return
+            self._free(idle)
+
+    def _free_busy(self, room: int) -> None:
+        """Free others as well; whoever gets memory from now on waits for their uses."""
+        while self._arena.largest_free_bytes < room and (few := self._bins.longest_unused()):
+            self._free(few)
 
     def _grow(self, nbytes: int) -> None:
         granule = granule_for(self._reserved_bytes() + nbytes)
@@ -346,21 +345,27 @@ class HostTier:
         for slab in self.source.acquire(nbytes, granule):
             self._add(slab)
 
-    def _rebuild(self, sizes: list[int]) -> None:
+    def _drop_slabs(self) -> None:
+        if not self._in_use.num_buffers:
+            check_finished(self._last_uses())
+            self._keep([])
+            self._fitted_to = 0
+            self._trim()
+
+    def _replace_slabs(self, sizes: list[int]) -> None:
         """Slabs of exactly these sizes, keeping those there are where theirs serve."""
         wanted = Counter(sizes)
-        before, self._slabs = self._slabs, []
-        self._arena = Arena(alignment=ALIGNMENT)
-        while before:
-            slab = before.pop()
-            if wanted[slab.nbytes] > 0:
-                wanted[slab.nbytes] -= 1
-                self._add(slab)
-        del slab  # its budget, if it was not kept
+        self._keep(list(_among(wanted, self._slabs)))
         self._trim()
         for size in wanted.elements():
             for slab in self.source.acquire(size, size):
                 self._add(slab)
+
+    def _keep(self, slabs: list[Slab]) -> None:
+        """Of all slabs these, when nobody has a buffer and all copies are done."""
+        self._carved, self._unfinished, self._slabs = set(), [], slabs
+        self._bins = Bins()
+        self._arena = Arena.of([slab.nbytes for slab in slabs], (), ALIGNMENT)
 
     def _reserved_bytes(self) -> int:
         return sum(slab.nbytes for slab in self._slabs)
@@ -368,3 +373,11 @@ class HostTier:
     def _add(self, slab: Slab) -> None:
         self._slabs.append(slab)
         self._arena.add_slab(slab.nbytes)
+
+
+def _among(wanted: Counter[int], slabs: list[Slab]) -> Iterator[Slab]:
+    """Slabs of wanted sizes, which are wanted no more; the newest first."""
+    for slab in reversed(slabs):
+        if wanted[slab.nbytes] > 0:
+            wanted[slab.nbytes] -= 1
+            yield slab

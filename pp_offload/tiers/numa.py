@@ -54,8 +54,8 @@ def on_node(node: int, allocate: Allocate, root: Path = Path("/")) -> Allocate:
 def running_on(processors: set[int]) -> Iterator[None]:
     """Move the calling thread to these processors, and back."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, processors)
     try:
+        os.sched_setaffinity(0, processors)
         yield
     finally:
         os.sched_setaffinity(0, before)

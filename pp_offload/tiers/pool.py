@@ -13,14 +13,18 @@ arena, so that what one shape needs no more another can have.
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from pp_offload.checks import check_flag, check_kind, described, said
+from pp_offload.tensors import has_storage
 from pp_offload.tiers.arena import Arena, Range
 from pp_offload.tiers.slabs import whole_slab_bytes
 
@@ -35,8 +39,12 @@ class _Slab:
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
-        self.arena = Arena(alignment=ALIGNMENT)
-        self.arena.add_slab(data.numel())
+        self.make_books(())
+
+    def make_books(self, taken: Iterable[Range | None]) -> None:
+        """In which these ranges are in use."""
+        live = [one for one in taken if one is not None]
+        self.arena = Arena.of([self.data.numel()], live, ALIGNMENT)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +114,7 @@ class GPUTensorPool:
 
     Raises:
         ValueError: There is no such device, or ``pin_memory`` was asked for device memory.
+        TypeError: ``device`` is none.
 
     Source: Megatron-LM ``GPUTensorPool``.
     """
@@ -116,7 +125,9 @@ class GPUTensorPool:
         self._free: dict[_Key, deque[_Lease]] = {}
         self._keys: dict[_Key, _Key] = {}
         self._num_freed = 0
+        self._is_suspect = False
         self.device = _usable_device(device)
+        check_flag("pin_memory", pin_memory)
         if pin_memory and self.device.type != "cpu":
             raise ValueError(f"pin_memory=True, device={device!r}; pinned memory is host memory")
         self.pin_memory = pin_memory and torch.accelerator.is_available()
@@ -126,10 +137,13 @@ class GPUTensorPool:
 
         Raises:
             ValueError: A dimension is negative.
+            TypeError: ``shape`` is no tuple of integers, or ``dtype`` no dtype.
         """
         key = self._get_pool_key(shape, dtype)
+        self._begin()
         lease = self._pop_free(key) if key in self._free else self._make(key)
         self._in_use[id(lease.tensor)] = lease
+        self._is_suspect = False
         return lease.tensor
 
     def free(self, tensor: Tensor) -> None:
@@ -138,9 +152,15 @@ class GPUTensorPool:
         Raises:
             ValueError: The tensor is not in use here: it is already free, is not of this pool, or
                 the pool was cleared since it was handed out.
+            TypeError: It is no tensor.
         """
+        self._begin()
         lease = self._in_use.pop(id(tensor), None)
-        self._recycle(self._lease_of_view(tensor) if lease is None else lease)
+        if lease is None:
+            self._is_suspect = False  # or asking for a wrong tensor would count as an interrupt
+            lease = self._lease_of_view(tensor)
+        self._recycle(lease)
+        self._is_suspect = False
 
     def get_pool_status(
         self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
@@ -168,9 +188,10 @@ class GPUTensorPool:
 
         Whoever still uses one shares its bytes with the next to get it.
         """
-        for lease in self._in_use.values():
-            self._recycle(lease)
-        self._in_use.clear()
+        for identity in list(self._in_use):
+            self._begin()
+            self._recycle(self._in_use.pop(identity))
+            self._is_suspect = False
 
     def clear(self) -> None:
         """Let go of every tensor and give device memory back to the driver.
@@ -185,14 +206,29 @@ class GPUTensorPool:
         self._forget_all()
 
     def _get_pool_key(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Key:
-        dimensions = tuple(map(int, shape))
+        try:
+            dimensions = tuple(map(operator.index, shape))
+        except TypeError as failure:
+            raise TypeError(
+                f"shape is {said(shape)}, expected a tuple of integers; write (n,) for one"
+            ) from failure
         if dimensions and min(dimensions) < 0:
             raise ValueError(f"shape {dimensions} has a negative dimension; pass zero or more")
+        check_kind("dtype", dtype, torch.dtype, "a torch.dtype, such as torch.float32")
         return dimensions, dtype
 
     @staticmethod
     def _calculate_memory_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return math.prod(shape) * dtype.itemsize
+
+    def _begin(self) -> None:
+        """A change begins. If an interrupt ended the last one, its bytes are found again."""
+        if self._is_suspect:
+            self._free = {key: queue for key, queue in self._free.items() if queue}
+            leases = [*self._in_use.values(), *chain(*self._free.values())]
+            for slab in self._slabs:
+                slab.make_books(lease.place for lease in leases if lease.slab is slab)
+        self._is_suspect = True
 
     # Where bytes come from: see NOTE [ Footprint ]
 
@@ -251,12 +287,18 @@ class GPUTensorPool:
 
     def _lease_of_view(self, tensor: Tensor) -> _Lease:
         """Whose bytes a view begins in; it is in use no more."""
+        check_kind("tensor", tensor, Tensor, "one that allocate() gave")
+        if not has_storage(tensor):
+            raise self._foreign(tensor)
         for identity, lease in self._in_use.items():
             if lease.holds(tensor):
                 return self._in_use.pop(identity)
         if any(lease.holds(tensor) for queue in self._free.values() for lease in queue):
             raise ValueError(f"{_describe(tensor)} is already free; free each tensor once")
-        raise ValueError(
+        raise self._foreign(tensor)
+
+    def _foreign(self, tensor: Tensor) -> ValueError:
+        return ValueError(
             f"{_describe(tensor)} does not belong to this pool; free it where it was allocated."
             " If this pool was cleared since, drop the tensor instead"
         )
@@ -285,8 +327,12 @@ class GPUTensorPool:
         return sum(self._calculate_memory_size(*key) for key in keys)
 
 
-def _usable_device(name: str) -> torch.device:
-    device = torch.device(name)
+def _usable_device(name: object) -> torch.device:
+    check_kind("device", name, (str, torch.device), "the name of a device, such as 'cpu'")
+    try:
+        device = torch.device(name)  # type: ignore[call-overload]
+    except RuntimeError as failure:
+        raise ValueError(f"device={name!r}, expected one such as 'cpu': {failure}") from failure
     if device.type == "cuda" and not torch.accelerator.is_available():
         raise ValueError(f"device={name!r}, and torch finds no CUDA device; pass device='cpu'")
     return device
@@ -299,4 +345,4 @@ def _tensor_at(slab: _Slab, place: Range, key: _Key) -> Tensor:
 
 
 def _describe(tensor: Tensor) -> str:
-    return f"tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
+    return f"{described(tensor)} on {tensor.device}"

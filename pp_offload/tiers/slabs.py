@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pp_offload.errors import NotWhileCapturingError
-from pp_offload.tiers.budget import HostBudget
+from pp_offload.tiers.budget import HostBudget, Reserved
 
 logger = logging.getLogger(__name__)
 
@@ -27,17 +27,14 @@ Allocate = Callable[[int], Tensor]
 
 
 class Slab:
-    """Host memory counted in a budget for as long as anybody refers to this object."""
+    """Host memory, counted in a budget for as long as anybody refers to this object."""
 
-    __slots__ = ("_budget", "data", "nbytes")
+    __slots__ = ("_reserved", "data", "nbytes")
 
-    def __init__(self, data: Tensor, budget: HostBudget) -> None:
+    def __init__(self, data: Tensor, reserved: Reserved) -> None:
         self.data = data
         self.nbytes = data.numel()
-        self._budget = budget
-
-    def __del__(self) -> None:
-        self._budget.release(self.nbytes)
+        self._reserved = reserved
 
 
 class SlabSource:
@@ -71,9 +68,9 @@ class SlabSource:
             raise self._over_budget(sum(sizes))
         while sizes:
             size = sizes.pop()
-            data = self._tensor(size)
-            if data is not None:
-                slabs.append(Slab(data, self.budget))
+            slab = self._slab(size)
+            if slab is not None:
+                slabs.append(slab)
             elif size > SMALLEST_BYTES:
                 sizes += [size // 2, size // 2]
             else:
@@ -92,35 +89,34 @@ class SlabSource:
             MemoryError: It would be over the budget, or the system has no more.
         """
         size = whole_slab_bytes(nbytes)
-        data = self._tensor(size, force=force)
-        if data is None:
+        slab = self._slab(size, force=force)
+        if slab is None:
             self._fall_back(size)
-            data = self._tensor(size, force=force)
-        assert data is not None
-        return Slab(data, self.budget)
+            slab = self._slab(size, force=force)
+        assert slab is not None
+        return slab
 
     def _over_budget(self, nbytes: int) -> MemoryError:
         return MemoryError(
             f"{nbytes} more bytes of host memory would be over the budget of this process: "
-            f"{self.budget.left_bytes} of {self.budget.limit_bytes} bytes are left; raise "
-            'host_budget_bytes, or let the disk take the rest with tiers=("host", "disk")'
+            f"{self.budget.left_bytes} of {self.budget.limit_bytes} bytes are left; "
+            f"{self.budget.advice}"
         )
 
-    def _tensor(self, nbytes: int, *, force: bool = False) -> Tensor | None:
+    def _slab(self, nbytes: int, *, force: bool = False) -> Slab | None:
         """None if it cannot be pinned."""
-        if not self.budget.reserve(nbytes, force=force):
+        reserved = self.budget.reserve(nbytes, force=force)
+        if reserved is None:
             raise self._over_budget(nbytes)
+        self.num_allocations += 1
         try:
-            self.num_allocations += 1
-            return pageable(nbytes) if self._is_pageable else self._allocate(nbytes)
+            data = pageable(nbytes) if self._is_pageable else self._allocate(nbytes)
         except MemoryError as failure:
-            self.budget.release(nbytes)
+            del reserved  # or the traceback would keep it counted
             if self._is_pageable or isinstance(failure, NotWhileCapturingError):
                 raise
             return None
-        except BaseException:
-            self.budget.release(nbytes)
-            raise
+        return Slab(data, reserved)
 
     def _fall_back(self, nbytes: int) -> None:
         self._is_pageable = True

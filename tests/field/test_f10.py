@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import BACKENDS, make_backend
 from field_checks import make_inputs
+from processes import HANG_S
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_work
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
@@ -130,7 +131,7 @@ class SavesUnread(torch.autograd.Function):
 @pytest.fixture
 def ranks() -> Iterator[list[Any]]:
     """Both ranks of a gloo group, in this process: a collective ends when the second joins."""
-    store, timeout = dist.HashStore(), timedelta(seconds=20)
+    store, timeout = dist.HashStore(), timedelta(seconds=HANG_S)
     with ThreadPoolExecutor(2) as threads:
         yield list(threads.map(lambda r: dist.ProcessGroupGloo(store, r, 2, timeout), range(2)))
 

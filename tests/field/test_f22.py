@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from field_checks import Chain, make_inputs, run_moves, schedule
+from processes import HANG_S
 
 from pp_offload import (
     CpuBackend,
@@ -19,13 +20,11 @@ from pp_offload import (
     use_backend,
 )
 
-TIMEOUT_S = 40
 
-
-def run_rank(rank: int, port: int, has_groups: bool, num_steps: int, result: Connection) -> None:
+def run_rank(rank: int, store: str, has_groups: bool, num_steps: int, result: Connection) -> None:
     """One rank: its steps, then both tables."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     config = OffloadConfig(min_offloaded_tensor_size=1)
     with use_backend(CpuBackend(), config=config) as manager:
         model = Chain(("core", "mlp"), 2, is_on=has_groups)
@@ -43,16 +42,13 @@ def run_rank(rank: int, port: int, has_groups: bool, num_steps: int, result: Con
     ids=["a rank without groups", "other iterations"],
 )
 def test_f22_summary_does_not_hang(
-    has_groups: tuple[bool, bool], num_steps: tuple[int, int]
+    has_groups: tuple[bool, bool], num_steps: tuple[int, int], tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     ranks, ends = [], []
     for rank in range(2):
         mine, theirs = context.Pipe(duplex=False)
-        args = (rank, port, has_groups[rank], num_steps[rank], theirs)
+        args = (rank, str(tmp_path / "store"), has_groups[rank], num_steps[rank], theirs)
         ranks.append(context.Process(target=run_rank, args=args, daemon=True))
         ends.append(mine)
     try:
@@ -60,10 +56,10 @@ def test_f22_summary_does_not_hang(
             process.start()
         got = []
         for rank, end in enumerate(ends):
-            assert end.poll(TIMEOUT_S), f"rank {rank} hangs"
+            assert end.poll(HANG_S), f"rank {rank} hangs"
             got.append(end.recv())
         for process in ranks:
-            process.join(TIMEOUT_S)
+            process.join(HANG_S)
             assert process.exitcode == 0
     finally:
         for process in ranks:

@@ -5,6 +5,7 @@ All through ``Trainer.train()``: two microbatches a step, and an evaluation afte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,9 +28,9 @@ from tiny_llama import (
     imports_frozen,
     make_llama,
     make_trainer,
+    plain,
     train,
 )
-from transformers import Trainer
 
 __all__ = ["imports_frozen"]
 
@@ -63,12 +64,11 @@ def build(lora: str, checkpoint: str, is_tied: bool) -> Any:
 
 
 @cache
-def plain(use_cpu: bool, lora: str, checkpoint: str, is_tied: bool) -> list[Tensor]:
+def expected(use_cpu: bool, lora: str, checkpoint: str, is_tied: bool) -> Sequence[Tensor]:
     """What the trainer comes to without offload."""
-    model = build(lora, checkpoint, is_tied)
     with TemporaryDirectory() as folder:
         options = {**CHECKPOINTS[checkpoint], "use_cpu": use_cpu}
-        return train(make_trainer(model, Path(folder), kind=Trainer, **options))
+        return plain(lambda: build(lora, checkpoint, is_tied), Path(folder), **options)
 
 
 @ties
@@ -79,11 +79,11 @@ def test_f46_same_bits(
     kind: str, lora: str, checkpoint: str, is_tied: bool, tmp_path: Path
 ) -> None:
     backend = make_backend(kind)
-    expected = plain(backend.device.type == "cpu", lora, checkpoint, is_tied)
+    wanted = expected(backend.device.type == "cpu", lora, checkpoint, is_tied)
     with backend.activate():
         model = build(lora, checkpoint, is_tied)
         trainer = make_trainer(model, tmp_path, backend=backend, **CHECKPOINTS[checkpoint])
         got = train(trainer)
-        assert same_bits(got, expected)
+        assert same_bits(got, wanted)
         assert trainer.activation_offload.statistics().bytes_offloaded > 0
         assert_nothing_left(trainer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from conftest import make_backend
 from field_checks import Chain, make_inputs, run_moves, schedule
 from naive import NaiveManager, installed
 from naive_run import NOT_SHOWN, REASONS, REASONS_IF_IT_WAITS, is_shown
+from processes import run
 from toy import assert_idle, assert_no_hooks, batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as Interface
@@ -21,7 +21,6 @@ from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.testing.field import find_rows, row_of
 
 FIELD = Path(__file__).parent
-TIMEOUT_S = 300
 ROWS = {row.name for row in find_rows(FIELD)}
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 
@@ -30,14 +29,18 @@ def failures(report: Path, kind: str) -> dict[str, str]:
     """What the field tests say of a naive engine, by test."""
     command = [sys.executable, "-m", "pytest", str(FIELD), f"--ignore={__file__}"]
     command += [f"--naive={kind}", "-p", "naive_run", "-p", "no:cacheprovider", "--tb=line"]
-    command += ["-n", "2", "--dist", "loadfile", f"--junitxml={report}"]
+    command += [
+        f"--rootdir={FIELD.parents[1]}",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        f"--junitxml={report}",
+    ]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     env["OMP_NUM_THREADS"] = "1"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(FIELD), env.get("PYTHONPATH"))))
-    root = FIELD.parents[1]
-    done = subprocess.run(
-        command, cwd=root, env=env, timeout=TIMEOUT_S, capture_output=True, text=True, check=False
-    )
+    done = run(command, report.parent, env, FIELD.parents[1])
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout[-4000:] + done.stderr
     return {
         case.get("name", ""): failure.get("message", "")

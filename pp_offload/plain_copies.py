@@ -1,0 +1,114 @@
+"""Copies of what is no payload of a group, such as parameters and their gradients.
+
+They are ordered as the transfer engine orders its own. But the host, not a stream, waits for them:
+who writes the host side afterwards is the program, which knows of no event.
+
+    coming = copies.bring(parameters, "slice 0")  # to the device
+    going = copies.send(gradients, "slice 0")     # to the host
+    tensors = copies.settle(coming)               # the host waits; they hold their data
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pp_offload.backends import Event, Stream
+from pp_offload.tensors import as_dense
+from pp_offload.tiers.room import host_room
+from pp_offload.transfer import TransferEngine, record, wait
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Copies under way."""
+
+    tensors: list[Tensor]
+    """They hold no data until :meth:`PlainCopies.settle` has returned."""
+
+    event: Event
+    """Behind the copies."""
+
+    home: Stream
+    """The compute stream it was asked for on; on the device, the tensors belong to it."""
+
+
+class PlainCopies:
+    """Brings and sends tensors; two threads of a backward may ask at once.
+
+    Args:
+        transfer: Counts them, and keeps what is in flight bounded. Its lock is used.
+    """
+
+    def __init__(self, transfer: TransferEngine) -> None:
+        self.transfer = transfer
+        self._kept: list[tuple[Event, Sequence[Tensor]]] = []
+
+    def bring(self, sources: Sequence[Tensor], label: str) -> Arrival:
+        """Start copying host tensors to the device.
+
+        Args:
+            sources: At least one dense tensor on the host, none of which requires grad; not
+                written until the copies are settled.
+            label: For messages.
+
+        Returns:
+            Device tensors of the same shapes, dtypes and layouts.
+        """
+        backend = self.transfer.backend
+        home = backend.current_stream()
+        with self.transfer.lock:
+            self._let_go()
+            with torch.inference_mode(False):  # a thread is not in it, and may write them
+                targets = [torch.empty_like(one, device=backend.device) for one in sources]
+            wait(backend.h2d, record(home))
+            backend.copy(backend.h2d, targets, list(sources), label)
+            arrival = Arrival(targets, record(backend.h2d), home)
+            self._kept.append((arrival.event, [*sources, *targets]))
+            self.transfer.counters.bytes_reloaded += sum(one.nbytes for one in sources)
+        return arrival
+
+    def send(self, sources: Sequence[Tensor], label: str) -> Arrival:
+        """Start copying device tensors to new host memory.
+
+        Args:
+            sources: At least one strided tensor on the device; kept alive until they are copied.
+            label: For messages.
+
+        Returns:
+            Host tensors of the same shapes and dtypes, in one allocation.
+        """
+        backend = self.transfer.backend
+        home = backend.current_stream()
+        dense = [as_dense(source.detach()) for source in sources]
+        with self.transfer.lock:
+            self._let_go()
+            targets = host_room(dense, backend.allocate_host)
+            wait(backend.d2h, record(home))
+            nbytes = sum(one.nbytes for one in dense)
+            flight = self.transfer.begin_flight(dense, (), [home], nbytes)
+            backend.copy(backend.d2h, targets, dense, label)
+            arrival = Arrival(targets, record(backend.d2h), home)
+            flight.offloaded = arrival.event
+            self._kept.append((arrival.event, targets))  # no stream's wait lets the host free them
+            self.transfer.counters.bytes_offloaded += nbytes
+        self.transfer.keep_in_flight_bounded()
+        return arrival
+
+    def settle(self, arrival: Arrival) -> list[Tensor]:
+        """Block the host until the copies ran; the tensors, which hold their data now."""
+        arrival.event.synchronize()
+        self.poll()
+        return arrival.tensors
+
+    def poll(self) -> None:
+        """Let go of what finished copies kept alive. Never blocks."""
+        with self.transfer.lock:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.transfer.poll()
+        self._kept = [one for one in self._kept if not one[0].query()]

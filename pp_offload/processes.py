@@ -1,0 +1,43 @@
+"""Which process this is: threads, copies under way and open files do not follow a fork.
+
+What has them remembers the process it was made in, and looks before it relies on them.
+
+    owner = current()
+    ...
+    check(owner, "this saved tensor")   # raises in a process forked since
+"""
+
+from __future__ import annotations
+
+import os
+
+from pp_offload.errors import ForkedError
+
+_IDS = [os.getpid()]
+"""The number of this process. Asking the system each time would cost a call per tensor."""
+
+
+def _after_fork() -> None:
+    _IDS[0] = os.getpid()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def current() -> int:
+    """The number of this process."""
+    return _IDS[0]
+
+
+def check(owner: int, what: str) -> None:
+    """Only in the process numbered ``owner`` can ``what`` be had.
+
+    Raises:
+        ForkedError: This is another one.
+    """
+    if owner != _IDS[0]:
+        raise ForkedError(
+            f"{what} belongs to process {owner}, and this is process {_IDS[0]}, forked from it: "
+            "its copies and its file do not follow; run forward and backward in the same process, "
+            "and fork (or start workers) when no graph is needed on the other side"
+        )

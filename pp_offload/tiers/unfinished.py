@@ -1,0 +1,61 @@
+"""What must end before memory can be had: a tier says it, and who holds no lock waits.
+
+def take() -> Loan: ...                # raises Unfinished; then nothing was begun
+loan = when_finished(lock, take)       # with the lock held, but for the waits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, TypeVar
+
+from pp_offload.backends import Event
+from pp_offload.errors import DiskTierError
+
+T = TypeVar("T")
+
+
+class Unfinished(Exception):
+    """Copies or threads still use the memory. To be caught and waited for: see the module."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        super().__init__("copies or threads still use the memory")
+        self.events = tuple(events)
+
+
+def check_finished(events: Iterable[Event]) -> None:
+    """Raise :class:`Unfinished` for those that have not ended."""
+    left = [event for event in events if not event.query()]
+    if left:
+        raise Unfinished(left)
+
+
+def wait_for(events: Iterable[Event]) -> None:
+    """Block until all have ended; raises what a copy raised, which would never be seen to end."""
+    for event in events:
+        with suppress(DiskTierError):  # who needs these bytes hears of it
+            event.synchronize()
+
+
+def when_finished(lock: AbstractContextManager[Any], act: Callable[[], T]) -> T:
+    """Do it with the lock held; what it has to wait for is waited for without, before each new try.
+
+    Not to be called with the lock held already.
+    """
+    done: list[T] = []
+    while not done:
+        wait_for(_try_once(lock, act, done))
+    return done[0]
+
+
+def _try_once(
+    lock: AbstractContextManager[Any], act: Callable[[], T], done: list[T]
+) -> Sequence[Event]:
+    """What has to end before the next try. Nobody keeps the error, whose frames hold tensors."""
+    try:
+        with lock:
+            done.append(act())
+    except Unfinished as unfinished:
+        return unfinished.events
+    return ()

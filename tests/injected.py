@@ -1,0 +1,136 @@
+"""An exception at any line of chosen files, as a signal's handler may raise it there.
+
+    points = points_in(files("transfer", "ticket"), run)      # where it could be
+    with interrupt_at(points[7].number, files("transfer", "ticket")) as it:
+        run()                                                 # raises Injected
+    print(it.at)
+
+Lines are counted as they are run, so the same line may have many numbers. Only the thread that
+enters the context is watched, for only the main thread of a program runs handlers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from interrupts import leaves_a_with
+
+import pp_offload
+
+ROOT = Path(pp_offload.__file__).parent
+
+
+class Injected(BaseException):
+    """Expected by nobody: neither an error of the program nor one of the engine."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A line that is about to run."""
+
+    number: int
+    """How many lines of these files ran before it."""
+
+    file: str
+    """Its module, from the root of the package on."""
+
+    line: int
+    """Its number there."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} (number {self.number})"
+
+
+class Interrupt:
+    """What :func:`interrupt_at` did."""
+
+    def __init__(self) -> None:
+        self.at: Point | None = None
+
+
+def files(*names: str) -> frozenset[str]:
+    """Paths of modules of the package: ``transfer``, ``tiers/host``.
+
+    Raises:
+        FileNotFoundError: There is no such module.
+    """
+    paths = [ROOT / f"{name}.py" for name in names]
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(f"there is no {missing}; expected modules as in {ROOT}")
+    return frozenset(map(str, paths))
+
+
+@contextmanager
+def _each_line(paths: Collection[str], visit: Callable[[Point], None]) -> Iterator[None]:
+    """Call ``visit`` before every line of ``paths`` that this thread runs."""
+    number = -1
+
+    def line(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal number
+        if event == "line" and not leaves_a_with(frame):
+            number += 1
+            path = Path(frame.f_code.co_filename)
+            name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+            visit(Point(number, name.as_posix(), frame.f_lineno))
+        return line
+
+    def call(frame: FrameType, event: str, _: object) -> Any:
+        return line if frame.f_code.co_filename in paths else None
+
+    before = sys.gettrace()  # that of a debugger, or of a measurement of coverage
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextmanager
+def interrupt_at(number: int, paths: Collection[str]) -> Iterator[Interrupt]:
+    """Raise :class:`Injected` instead of the line with this number; it passes on.
+
+    Args:
+        number: Counted from 0, from here on.
+        paths: From :func:`files`; others are fine as well.
+    """
+    done = Interrupt()
+
+    def visit(point: Point) -> None:
+        if point.number == number and done.at is None:
+            done.at = point
+            raise Injected(str(point))
+
+    with _each_line(paths, visit):
+        yield done
+
+
+def points_in(paths: Collection[str], run: Callable[[], object]) -> list[Point]:
+    """The lines of ``paths`` that ``run`` runs, in order."""
+    found: list[Point] = []
+    with _each_line(paths, found.append):
+        run()
+    return found
+
+
+def num_lines(paths: Collection[str], run: Callable[[], object]) -> int:
+    """How many lines of ``paths`` ``run`` runs."""
+    return len(points_in(paths, run))
+
+
+def chosen(points: Sequence[Point], *, every: int) -> list[Point]:
+    """Of all distinct lines in the order in which they first run, every so many; of each, one time.
+
+    Which of the times it runs differs from line to line, for the first is seldom the worst.
+    """
+    times: dict[tuple[str, int], list[Point]] = {}
+    for point in points:
+        times.setdefault((point.file, point.line), []).append(point)
+    lines = list(times.values())[::every]
+    return [runs[(5 * place) % len(runs)] for place, runs in enumerate(lines)]
