@@ -1,0 +1,112 @@
+"""The lock is held for bookkeeping: whoever waits for a copy or a thread does not hold it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_backend
+from test_disk import LatePiece, LateThreads, disk_of, steps_are_equal
+from toy import AwayBackend, assert_idle
+
+from pp_offload import OffloadConfig, PipelineOffloadManager
+from pp_offload.backends import Backend, CpuBackend
+from pp_offload.backends.simulated_streams import SimulatedEvent
+from pp_offload.session import use_backend
+from pp_offload.workers import Piece, is_worker
+
+TIERS = [("host",), ("disk",), ("host", "disk")]
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "cpu": CpuBackend,
+    "copy threads": lambda: CpuBackend(inline_bytes=0),
+    "away": AwayBackend,
+    "late": lambda: make_backend("late"),
+    "eager": lambda: make_backend("eager"),
+}
+
+
+def is_free(lock: threading.RLock) -> bool:
+    """Whether another thread could have it."""
+    found: list[bool] = []
+
+    def ask() -> None:
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@contextmanager
+def waits_seen(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[bool]]:
+    """For each time that this program blocks, whether the lock was free."""
+    lock, seen = manager.services.transfer.lock, []
+
+    def watched(wait: Callable[[Any], Any], has_ended: Callable[[Any], bool]) -> Any:
+        def look_and_wait(self: Any) -> Any:
+            if not is_worker() and not has_ended(self):
+                seen.append(is_free(lock))
+            return wait(self)
+
+        return look_and_wait
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Piece, "wait", watched(Piece.wait, Piece.done))
+        patch.setattr(LatePiece, "result", watched(LatePiece.result, LatePiece.done))
+        synchronize = watched(SimulatedEvent.synchronize, SimulatedEvent.is_reached)
+        patch.setattr(SimulatedEvent, "synchronize", synchronize)
+        yield seen
+
+
+@pytest.mark.parametrize("cap", [3000, 40_000])
+@pytest.mark.parametrize("tiers", TIERS, ids="+".join)
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_nobody_waits_with_the_lock_held(
+    kind: str,
+    tiers: tuple[str, ...],
+    cap: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = OffloadConfig(
+        min_offloaded_tensor_size=1,
+        tiers=tiers,
+        disk_dir=tmp_path if "disk" in tiers else None,
+        max_in_flight_bytes=cap,
+        host_budget_bytes=2**16 if len(tiers) > 1 else None,
+    )
+    with use_backend(BACKENDS[kind](), config=config) as manager:
+        with waits_seen(manager, monkeypatch) as seen:
+            assert steps_are_equal(manager)
+            manager.reset()
+            manager.release_idle_memory()
+        assert all(seen)
+        assert_idle(manager)
+
+
+@pytest.mark.parametrize("kind", ["away", "late", "eager"])
+def test_waits_for_a_disk_that_is_late_are_seen(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads work only when waited for, so there is a wait wherever there can be one."""
+    config = OffloadConfig(
+        min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=3000
+    )
+    with use_backend(BACKENDS[kind](), config=config) as manager:
+        disk_of(manager)._threads = LateThreads()  # type: ignore[assignment]
+        with waits_seen(manager, monkeypatch) as seen:
+            assert steps_are_equal(manager)
+            manager.reset()
+        assert len(seen) > 50
+        assert all(seen)
+        assert_idle(manager)
