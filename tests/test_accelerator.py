@@ -1,0 +1,78 @@
+"""The accelerator's backend, as far as it can be seen without one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from pp_offload.backends import AcceleratorBackend
+
+
+class Current(threading.local):
+    """What PyTorch keeps for each thread: its current stream."""
+
+    def __init__(self) -> None:
+        self.stream: object = f"compute of {threading.get_ident()}"
+
+
+class Meeting(torch.Tensor):
+    """A tensor whose copy waits for that of another thread."""
+
+    barrier: threading.Barrier
+    inside: list[object]
+
+    def copy_(self, *args: object, **kwargs: object) -> torch.Tensor:  # type: ignore[override]
+        Meeting.barrier.wait()
+        Meeting.inside.append(torch.accelerator.current_stream(None))
+        return self
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> Current:
+    """In place of what PyTorch keeps."""
+    current = Current()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current.stream)
+    monkeypatch.setattr(
+        torch.accelerator, "set_stream", lambda stream: setattr(current, "stream", stream)
+    )
+    return current
+
+
+def backend_without_a_device() -> AcceleratorBackend:
+    """All that a copy asks of it."""
+    backend = AcceleratorBackend.__new__(AcceleratorBackend)
+    backend.device = torch.device("cpu")
+    return backend
+
+
+def test_threads_that_copy_at_once_keep_their_streams(current: Current) -> None:
+    """Both are inside the same copy stream at a time, and each goes back to its own."""
+    backend = backend_without_a_device()
+    shared = torch.Stream(device="cpu")
+    Meeting.barrier, Meeting.inside = threading.Barrier(2, timeout=100), []
+    seen: list[bool] = []
+
+    def copy() -> None:
+        mine = current.stream
+        target = torch.zeros(1).as_subclass(Meeting)
+        for _ in range(20):
+            backend.copy(shared, [target], [torch.zeros(1)], "group")
+            seen.append(current.stream is mine)
+
+    threads = [threading.Thread(target=copy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 40
+    assert len(Meeting.inside) == 40 and all(one is shared for one in Meeting.inside)
+
+
+def test_a_copy_that_fails_leaves_the_stream(current: Current) -> None:
+    backend = backend_without_a_device()
+    mine = current.stream
+    with pytest.raises(RuntimeError):
+        backend.copy(torch.Stream(device="cpu"), [torch.zeros(2)], [torch.zeros(3)], "group")
+    assert current.stream is mine
