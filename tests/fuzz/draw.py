@@ -30,6 +30,7 @@ from programs import (
     Part,
     Peek,
     Program,
+    Region,
     Step,
     Switch,
     Synchronize,
@@ -37,6 +38,7 @@ from programs import (
 )
 
 BACKENDS = ["late", "random", "eager", "cpu", "cpu threads"]
+CHECKPOINTS = ["torch", "torch", "torch", "ours", "ours", "stash", "reentrant"]
 HOWS = ["whole", "retain", "input", "weight", "stage input", "stage weight", "double", "together"]
 
 picks = st.integers(0, 3)
@@ -56,21 +58,29 @@ def often(usual: SearchStrategy, *others: SearchStrategy, share: int = 6) -> Sea
     )
 
 
-lines = often(computes, changes, st.builds(Free, picks), st.builds(Mark, picks), share=9)
-bodies_of_groups = st.lists(lines, min_size=1, max_size=4)
+def flat(found: list[list[Part]]) -> Body:
+    return tuple(chain.from_iterable(found))
+
+
+frees, marks = st.builds(Free, picks), st.builds(Mark, picks)
+lines = often(computes, changes, frees, marks, share=9)
+again = [kind for kind in COMPUTES if kind != "reads twice"]  # which a checkpoint refuses
+calm_lines = often(st.builds(Compute, st.sampled_from(again), picks, picks), frees, marks, share=9)
+"""Lines that a checkpoint may run again."""
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> list[Part]:
+def groups(draw: st.DrawFn, lines: SearchStrategy[Part]) -> list[Part]:
     """A group as it should be."""
     name = draw(names)
+    inside = draw(st.lists(lines, min_size=1, max_size=4))
     between = draw(st.lists(lines, max_size=1)) if draw(seldom) else []
     commit = Commit(name, draw(seldom), draw(picks) if draw(seldom) else None)
-    return [Enter(name, draw(seldom)), *draw(bodies_of_groups), Exit(), *between, commit]
+    return [Enter(name, draw(seldom)), *inside, Exit(), *between, commit]
 
 
 @st.composite
-def crossed(draw: st.DrawFn) -> list[Part]:
+def crossed(draw: st.DrawFn, lines: SearchStrategy[Part]) -> list[Part]:
     """Two groups, one begun in the other, committed in any order; or not at all."""
     first, second = draw(names), draw(names)
     commits = [Commit(first), Commit(second, draw(seldom))]
@@ -78,9 +88,9 @@ def crossed(draw: st.DrawFn) -> list[Part]:
         commits.pop()
     return [
         Enter(first, draw(seldom)),
-        *draw(bodies_of_groups),
+        *draw(st.lists(lines, min_size=1, max_size=4)),
         Enter(second, draw(seldom)),
-        *draw(bodies_of_groups),
+        *draw(st.lists(lines, min_size=1, max_size=4)),
         Exit(),
         *draw(st.lists(lines, max_size=1)),
         Exit(),
@@ -88,10 +98,25 @@ def crossed(draw: st.DrawFn) -> list[Part]:
     ]
 
 
-pieces = often(groups(), crossed(), lines.map(lambda line: [line]), share=3)
-bodies: SearchStrategy[Body] = st.lists(pieces, min_size=1, max_size=4).map(
-    lambda found: tuple(chain.from_iterable(found))
-)
+def pieces_of(
+    lines: SearchStrategy[Part], *others: SearchStrategy[Part]
+) -> SearchStrategy[list[Part]]:
+    """Mostly groups."""
+    single = [one.map(lambda part: [part]) for one in (lines, *others)]
+    return often(groups(lines), crossed(lines), *single, share=3)
+
+
+def regions_of(pieces: SearchStrategy[list[Part]]) -> SearchStrategy[Part]:
+    """A checkpoint around them."""
+    body = st.lists(pieces, min_size=1, max_size=3).map(flat)
+    return st.builds(Region, body, st.sampled_from(CHECKPOINTS), st.booleans())
+
+
+around_groups = regions_of(pieces_of(calm_lines))
+nested = regions_of(pieces_of(often(calm_lines, around_groups, share=4), around_groups))
+regions = often(around_groups, nested, share=4)
+pieces = pieces_of(often(lines, regions, share=12), regions)
+bodies: SearchStrategy[Body] = st.lists(pieces, min_size=1, max_size=4).map(flat)
 stages = st.lists(st.lists(bodies, min_size=1, max_size=2).map(tuple), min_size=1, max_size=3)
 
 numels = st.sampled_from([1, 1, 1, 0, 9, 10**6])

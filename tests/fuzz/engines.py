@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Self
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -36,7 +36,9 @@ from pp_offload import (
 )
 from pp_offload.errors import GroupStateError
 from pp_offload.policy import ChunkKey
+from pp_offload.recompute import Recompute
 from pp_offload.split import Part
+from pp_offload.stash import ActivationStash
 from pp_offload.testing import SimulatedBackend
 from pp_offload.transfer import TransferEngine
 
@@ -84,6 +86,10 @@ class Plain:
     def commit(self, name: str, is_delayed: bool, released: Sequence[Tensor]) -> None:
         """A group is committed."""
 
+    def recompute(self, stops: bool) -> Callable[..., Tensor]:
+        """A checkpoint of ours whose inputs leave."""
+        return Recompute(early_stop=stops)
+
     def flush(self) -> None:
         """Delayed commits are done."""
 
@@ -123,6 +129,9 @@ class Offload(Plain):
         if program.options.is_fine:
             self._stack.enter_context(fine_thresholds())
         self._streams = {0: self.backend.current_stream()}
+        self._inputs = ActivationStash(
+            "inputs", config_of(program.options), min_offload_size=1, backend=self.backend
+        )
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -149,22 +158,34 @@ class Offload(Plain):
         with no_dispatch() if isinstance(self.backend, SimulatedBackend) else nullcontext():
             how(tensor)
 
+    def recompute(self, stops: bool) -> Callable[..., Tensor]:
+        return Recompute(self._inputs, early_stop=stops)
+
+    def in_use(self) -> dict[str, int]:
+        """What is held of forwards; nothing if no graph is alive."""
+        inputs = {f"{n} of inputs": k for n, k in in_use(self._inputs.statistics()).items()}
+        return in_use(self.statistics()) | inputs
+
     def synchronize(self) -> None:
+        inputs = self._inputs._services.transfer
         for _ in range(2):  # to the host, and from there to the disk
             self.backend.synchronize()
-            for flight in list(self.transfer._flights):
-                flight.offloaded.synchronize()
+            for engine in (self.transfer, inputs):
+                while engine._flights:
+                    engine._flights.first.offloaded.synchronize()
+                    engine.poll()
             self.statistics()
+            self._inputs.statistics()
 
     def check_left(self, is_empty: bool) -> None:
         assert_no_hooks()
         if not is_empty:
             return
-        if in_use(self.statistics()):
+        if self.in_use():
             self.synchronize()
             forget_failed_backward()
             gc.collect()
-            left = in_use(self.statistics())
+            left = self.in_use()
             assert not left, f"in use though no graph is alive: {left}"
 
     def finish(self) -> OffloadStatistics:
@@ -292,6 +313,15 @@ class Witness(Plain):
             return nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
 
+    def recompute(self, stops: bool) -> Callable[..., Tensor]:
+        inner = Recompute(early_stop=stops)
+
+        def run(*args: Any) -> Tensor:
+            with self._hooks():
+                return inner(*args)
+
+        return run
+
     def commit(self, name: str, is_delayed: bool, released: Sequence[Tensor]) -> None:
         self._look()
 
@@ -368,7 +398,7 @@ def fine_thresholds() -> Iterator[None]:
     with (
         patch("pp_offload.ticket.PACK_BYTES", 128),
         patch("pp_offload.prefetch.SMALL_BYTES", 64),
-        patch("pp_offload.transfer.MAX_ABANDONED", 1),
+        patch("pp_offload.landings.MAX_ABANDONED", 1),
         patch("pp_offload.tensors.MAX_PADDING_BYTES", 8),
         patch("pp_offload.tiers.slabs.SMALLEST_BYTES", 1024),
     ):

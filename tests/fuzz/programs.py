@@ -80,7 +80,22 @@ class Mark(Record):
     a: int = 0
 
 
-Part = Compute | Change | Enter | Exit | Commit | Free | Mark
+@dataclass(frozen=True, repr=False)
+class Region(Record):
+    """Run parts under a checkpoint, which runs them again in backward; adds what they made last.
+
+    The parts work on a list of their own, which begins with the tensors that there are. They do
+    not change any in place, for then PyTorch would compute something else when it runs them again.
+    """
+
+    body: Body = ()
+    by: str = "torch"
+    """Whose checkpoint: PyTorch's, its older one, ours, or ours with a stash for inputs."""
+    stops: bool = True
+    """Whether it stops as soon as backward has what it needs; the older one cannot."""
+
+
+Part = Compute | Change | Enter | Exit | Commit | Free | Mark | Region
 Body = tuple[Part, ...]
 
 # What a step does.

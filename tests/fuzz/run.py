@@ -37,6 +37,7 @@ from programs import (
     Peek,
     Program,
     Record,
+    Region,
     Step,
     Switch,
     Synchronize,
@@ -45,9 +46,11 @@ from programs import (
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils.checkpoint import checkpoint
 
 from pp_offload import OffloadStatistics, RaceError, SavedTensorModifiedError
 from pp_offload.policy import ChunkKey
+from pp_offload.recompute import Recompute
 from pp_offload.split import Part
 from pp_offload.tensors import flat_bytes
 
@@ -129,6 +132,8 @@ class Frame:
 
     tensors: list[Tensor]
     weights: list[Tensor]
+    lent: Sequence[Tensor] = ()
+    """Those that others need, and need whole."""
     groups: list[str] = field(default_factory=list)
     scopes: list[AbstractContextManager[object]] = field(default_factory=list)
     released: list[Tensor] = field(default_factory=list)
@@ -169,7 +174,8 @@ def do_commit(part: Commit, frame: Frame, engine: Plain) -> None:
     if part.name not in frame.groups:
         return
     frame.groups.remove(part.name)
-    released = [] if part.release is None else [frame.pick(part.release)]
+    wanted = [] if part.release is None else [frame.pick(part.release)]
+    released = [t for t in wanted if not any(t is one for one in frame.lent)]
     left = [t for t in frame.tensors if not any(t is one for one in released)]
     if not left:
         released, left = [], frame.tensors
@@ -187,6 +193,74 @@ def do_mark(part: Mark, frame: Frame, engine: Plain) -> None:
     engine.mark(frame.pick(part.a))
 
 
+def do_region(part: Region, frame: Frame, engine: Plain) -> None:
+    again = Again(part, len(frame.tensors), engine)
+    # Weights are handed over, too: if one is changed, autograd is to notice.
+    y = CHECKPOINTS[part.by](engine, part.stops)(again, *frame.tensors, *frame.weights)
+    inner, again.first = again.first, None
+    assert inner is not None
+    if part.by != "reentrant":  # it runs without grad first, where groups are not opened
+        frame.groups += inner.groups
+    frame.released += inner.released
+    if not any(y is one for one in frame.tensors):
+        frame.tensors.append(y)
+
+
+class Again:
+    """A region's parts as a function, which may be called any number of times.
+
+    Attributes:
+        first: The frame of the first call, until somebody takes it away.
+    """
+
+    def __init__(self, part: Region, num_tensors: int, engine: Plain) -> None:
+        self.first: Frame | None = None
+        self._part = part
+        self._num_tensors = num_tensors
+        self._engine = engine
+        self._is_first = True
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        tensors, weights = given[: self._num_tensors], given[self._num_tensors :]
+        frame = Frame(list(tensors), list(weights), tensors)
+        is_first, self._is_first = self._is_first, False
+        try:
+            for part in self._part.body:
+                PARTS[type(part)](part, frame, self._engine)
+        finally:
+            frame.close()
+        if is_first:
+            # Not before: after an error nobody would take it away, and the graph that it is in
+            # knows this function, a cycle that no collector sees.
+            self.first = frame
+        return frame.tensors[-1]
+
+
+def torchs(engine: Plain, stops: bool) -> Callable[..., Tensor]:
+    return partial(checkpoint, use_reentrant=False, early_stop=stops)
+
+
+def torchs_reentrant(engine: Plain, stops: bool) -> Callable[..., Tensor]:
+    return partial(checkpoint, use_reentrant=True)
+
+
+def ours(engine: Plain, stops: bool) -> Callable[..., Tensor]:
+    return Recompute(early_stop=stops)
+
+
+def ours_with_stash(engine: Plain, stops: bool) -> Callable[..., Tensor]:
+    """Its inputs leave."""
+    return engine.recompute(stops)
+
+
+CHECKPOINTS: dict[str, Callable[[Plain, bool], Callable[..., Tensor]]] = {
+    "torch": torchs,
+    "ours": ours,
+    "stash": ours_with_stash,
+    "reentrant": torchs_reentrant,
+}
+
+
 PARTS: dict[type[Record], Callable[[Any, Frame, Plain], None]] = {
     Compute: do_compute,
     Change: do_change,
@@ -195,6 +269,7 @@ PARTS: dict[type[Record], Callable[[Any, Frame, Plain], None]] = {
     Commit: do_commit,
     Free: do_free,
     Mark: do_mark,
+    Region: do_region,
 }
 
 

@@ -11,8 +11,9 @@ import pytest
 from campaign import Failure, explore
 from conftest import BACKENDS, CUDA
 from draw import BACKENDS as DRAWN
-from draw import HOWS
-from programs import Commit, Compute, Enter, Exit, Forward, Options, Program, Step, script
+from draw import CHECKPOINTS, HOWS
+from programs import Commit, Compute, Enter, Exit, Forward, Options, Program, Region, Step, script
+from run import CHECKPOINTS as KNOWN_CHECKPOINTS
 from run import HOWS as KNOWN_HOWS
 
 from pp_offload.testing import __main__ as command
@@ -34,15 +35,17 @@ def test_programs_agree(seed: int) -> None:
     assert totals.offloading > NUM_PROGRAMS / 3
 
 
-def test_every_backend_and_every_kind_of_backward_is_drawn() -> None:
+def test_every_kind_is_drawn() -> None:
+    """Of backends, of backward, and of checkpoints."""
     assert set(DRAWN) == {kind for kind in BACKENDS if kind is not CUDA}
     assert set(HOWS) == set(KNOWN_HOWS)
+    assert set(CHECKPOINTS) == set(KNOWN_CHECKPOINTS)
 
 
 def test_a_program_is_printed_as_code_that_runs(tmp_path: Path) -> None:
     group = (Enter("b"), Compute("linear"), Compute("mul", 0, 3), Exit(), Commit("b", release=2))
     program = Program(
-        stages=(((Compute("tanh"), *group, *group),), ((Compute("sin", 1),), group)),
+        stages=(((Compute("tanh"), *group, Region(group)),), ((Compute("sin", 1),), group)),
         steps=(Step((Forward(), Forward(1, is_held=True)), "lifo"), Step((Forward(rows=5),))),
         options=Options(prefetch_bytes=64),
     )

@@ -11,7 +11,8 @@ from programs import size
 from run import check
 from torch import Tensor
 
-from pp_offload.saved import Resident, SavedActivation
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload.saved import Resident, SavedActivation, is_in_backward
 from pp_offload.tensors import Geometry
 from pp_offload.ticket import HostCopy, Ticket
 from pp_offload.transfer import TransferEngine
@@ -32,15 +33,15 @@ def uses_tensor_before_it_is_back(patch: Patch) -> None:
 
 
 def gives_buffer_back_when_reload_is_queued(patch: Patch) -> None:
-    land = TransferEngine._land
+    copy_back = TransferEngine._copy_back
 
-    def give_back(self: TransferEngine, tickets: Sequence[Ticket], *args: Any) -> None:
-        land(self, tickets, *args)
+    def give_back(self: TransferEngine, tickets: Sequence[Ticket]) -> None:
+        copy_back(self, tickets)
         for copy in {ticket.copy for ticket in tickets}:
             if copy is not None and copy.buffer is not None:
                 copy.buffer.last_use = None
 
-    patch.setattr(TransferEngine, "_land", give_back)
+    patch.setattr(TransferEngine, "_copy_back", give_back)
 
 
 def compares_no_versions(patch: Patch) -> None:
@@ -69,6 +70,15 @@ def forgets_where_a_view_began(patch: Patch) -> None:
     patch.setattr(Geometry, "on_storage_of", at_the_begin)
 
 
+def does_nothing_when_it_runs_again(patch: Patch) -> None:
+    enter = off_interface.__enter__
+
+    def only_in_forward(self: off_interface) -> Tensor:
+        return self.tensor if is_in_backward() else enter(self)
+
+    patch.setattr(off_interface, "__enter__", only_in_forward)
+
+
 FAULTS: list[tuple[Callable[[Patch], None], int]] = [
     (reads_host_before_it_was_written, 12),
     (uses_tensor_before_it_is_back, 12),
@@ -76,6 +86,7 @@ FAULTS: list[tuple[Callable[[Patch], None], int]] = [
     (compares_no_versions, 25),
     (takes_a_tensor_once, 12),
     (forgets_where_a_view_began, 20),
+    (does_nothing_when_it_runs_again, 20),
 ]
 """With the most records that the smallest program may have."""
 
