@@ -1,0 +1,121 @@
+"""The list of planted faults fits the sources, and what runs it says what became of each."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from faults import MUTANTS
+from runner import Mutant, Outcome, Runner, first_failure, main, planted
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_mutant_applies(mutant: Mutant) -> None:
+    text = (ROOT / mutant.file).read_text()
+    changed = ast.parse(planted(mutant, text))
+    assert ast.dump(changed) != ast.dump(ast.parse(text)), "it changes no code"
+    for test in mutant.tests:
+        file, *names = test.split("::")
+        assert not names or f"def {names[-1].partition('[')[0]}(" in (ROOT / file).read_text()
+
+
+def test_mutants_have_names_of_their_own() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names)
+
+
+ADDS = Mutant("adds", "code.py", "a - b", "a + b", "sums", ("test_code.py",))
+SAME = replace(ADDS, name="same", old="a - b", new="a - 1 * b", why="nothing differs")
+GONE = replace(ADDS, name="gone", old="a / b")
+TWICE = replace(ADDS, name="twice", old="a")
+BROKEN = replace(ADDS, name="broken", new="a b")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """One with a function and a test."""
+    root = tmp_path / "checkout"
+    root.mkdir()
+    (root / "code.py").write_text("def minus(a, b):\n    return a - b\n")
+    (root / "test_code.py").write_text(
+        "import importlib.util\n"
+        "spec = importlib.util.spec_from_file_location('code', 'code.py')\n"
+        "code = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(code)\n\n\n"
+        "def test_minus():\n    assert code.minus(3, 1) == 2\n"
+    )
+    return root
+
+
+def test_each_gets_its_verdict(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mutants = [ADDS, SAME, GONE, TWICE, BROKEN]
+    before = (checkout / "code.py").read_text()
+    verdicts = Runner(checkout, tmp_path / "copies").run(mutants, jobs=2)
+    assert [verdict.outcome for verdict in verdicts] == [
+        Outcome.CAUGHT,
+        Outcome.SURVIVED,
+        Outcome.NOT_THERE,
+        Outcome.NOT_THERE,
+        Outcome.UNDECIDED,
+    ]
+    assert verdicts[0].by == "test_code.py::test_minus"
+    assert "0 times in code.py" in verdicts[2].by and "times in code.py" in verdicts[3].by
+    assert (checkout / "code.py").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("mutants", "status"), [([ADDS], 0), ([ADDS, SAME], 1), ([GONE], 1), ([BROKEN], 1)]
+)
+def test_the_status_says_whether_all_were_caught(
+    mutants: list[Mutant], status: int, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(mutants, ["--root", str(checkout)]) == status
+    printed = capsys.readouterr().out
+    assert all(f"{mutant.name} " in printed for mutant in mutants)
+    assert f"{len(mutants) - status} of {len(mutants)} caught" in printed
+
+
+def test_tests_that_fail_anyway_catch_nothing(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "code.py").write_text("def minus(a, b):\n    return a - b - 1\n")
+    (verdict,) = Runner(checkout, tmp_path / "copies").run([ADDS])
+    assert verdict.outcome is Outcome.UNDECIDED and not verdict.is_caught
+
+
+def test_what_its_own_tests_let_pass_the_suite_may_catch(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "test_other.py").write_text("def test_nothing():\n    pass\n")
+    mutant = replace(ADDS, tests=("test_other.py",))
+    assert Runner(checkout, tmp_path / "a").run([mutant])[0].outcome is Outcome.SURVIVED
+    (verdict,) = Runner(checkout, tmp_path / "b", suite=True).run([mutant])
+    assert verdict.is_caught and verdict.by == "test_code.py::test_minus"
+
+
+def test_only_those_that_are_named(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([ADDS, SAME], ["--list", "--only", "same"]) == 0
+    assert capsys.readouterr().out == "same: code.py: nothing differs\n"
+    assert main([ADDS], ["--only", "other"]) == 2
+    assert "no mutant is named ['other']" in capsys.readouterr().err
+
+
+def test_a_fault_in_the_engine_itself_is_caught(tmp_path: Path) -> None:
+    mutant = Mutant(
+        "round trip",
+        "pp_offload/tiers/checksum.py",
+        "self._sums += part",
+        "pass",
+        "no part counts",
+        ("tests/test_disk_tier.py::test_the_checksum_sees_blocks_that_changed_places",),
+    )
+    (verdict,) = Runner(ROOT, tmp_path / "copies").run([mutant])
+    assert verdict.is_caught, verdict.by
+
+
+def test_the_first_failure_is_the_one_that_is_told() -> None:
+    summary = "FAILED tests/a.py::b[c d] - assert x - y\nFAILED tests/a.py::e\n"
+    assert first_failure(summary) == "tests/a.py::b[c d]"
+    assert first_failure("Traceback ...\n") == "Traceback ..."
