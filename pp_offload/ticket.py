@@ -37,8 +37,8 @@ from pp_offload.tiers.disk import DiskEvent, DiskExtent
 PACK_BYTES = 2**20
 """Payloads that fit into so much together share a buffer, and give it back together."""
 
-Watched = tuple[Tensor, int, int]
-"""An alias of a saved tensor, its version when it was saved, and its first byte in the copy."""
+Watched = tuple[Tensor, int]
+"""An alias of a saved tensor, and its version when it was saved."""
 
 Restore = Callable[[Tensor], Tensor]
 """Makes a saved tensor of the payload that holds it."""
@@ -57,6 +57,8 @@ class HostCopy:
     Attributes:
         tickets: Whose bytes it holds, by the first byte, those saved first first. They are several
             where groups saved the same tensor.
+        watched: What was saved of the payload at a first byte, until the copy was made. One that is
+            asked for before is looked at alone, for a pack holds thousands.
     """
 
     __slots__ = (
@@ -79,7 +81,7 @@ class HostCopy:
         self.reading: DiskEvent | None = None
         self.home: Stream | None = None
         self.lent: dict[int, Tensor] = {}
-        self.watched: list[Watched] | None = None
+        self.watched: dict[int, list[Watched]] | None = None
         self.modified: set[int] = set()
         self.tickets: dict[int, list[weakref.ref[Ticket]]] = {}
 
@@ -109,7 +111,8 @@ class HostCopy:
 
     def arrive(self) -> None:
         """The copy was made; or the disk failed, and then what was lent is all there is."""
-        self.check_unmodified()
+        for begin in self.watched or ():
+            self.check_unmodified(begin)
         self.watched = None
         if self.buffer is None and self.extent is not None and self.extent.failure is not None:
             self.drop_extent()
@@ -124,10 +127,10 @@ class HostCopy:
         """The bytes are not on disk."""
         self.extent = None
 
-    def check_unmodified(self) -> None:
+    def check_unmodified(self, begin: int) -> None:
         """See NOTE [ Modified while queued ]."""
-        for alias, version, begin in self.watched or ():
-            if alias._version != version:
+        if self.watched is not None:
+            if any(alias._version != version for alias, version in self.watched.get(begin, ())):
                 self.modified.add(begin)
 
 
@@ -345,13 +348,12 @@ class Ticket:
 
     def watch(self) -> None:
         """Have the copy watch its members until it was made."""
-        copy, begin = self.copy, self.begin
+        copy = self.copy
         assert copy is not None, "it has no copy"
         if copy.watched is None:
-            copy.watched = []
-        for one in self.members:
-            if one.source is not None:
-                copy.watched.append((one.source, one.version, begin))
+            copy.watched = {}
+        saved = [(one.source, one.version) for one in self.members if one.source is not None]
+        copy.watched.setdefault(self.begin, []).extend(saved)
 
     def pieces(self) -> list[Tensor]:
         """Its bytes on the host as flat ``uint8`` tensors, where one cannot hold them."""

@@ -418,7 +418,7 @@ class TransferEngine:
         )
 
     def _check_unmodified(self, ticket: Ticket, copy: HostCopy) -> None:
-        copy.check_unmodified()
+        copy.check_unmodified(ticket.begin)
         if ticket.begin in copy.modified and ticket.host_bytes is not None:
             raise SavedTensorModifiedError(
                 f"a tensor of group '{ticket.label}' with payload shape "
