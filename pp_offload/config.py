@@ -28,7 +28,7 @@ COUNTS = (
 )
 """Options that are integers of at least zero."""
 
-OPTIONAL_COUNTS = ("prefetch_bytes", "host_budget_bytes", "numa_node")
+OPTIONAL_COUNTS = ("max_in_flight_bytes", "prefetch_bytes", "host_budget_bytes", "numa_node")
 """Those of them that may be None."""
 
 
@@ -50,8 +50,9 @@ class OffloadConfig:
     activation_offload_fraction: float = 1.0
     """Of the groups of a chunk that may be offloaded, the share that is; the last ones stay."""
 
-    max_in_flight_bytes: int = 512 * MIB
-    """Device bytes that may wait for their copy; beyond it compute waits.
+    max_in_flight_bytes: int | None = None
+    """Device bytes that may wait for their copy; beyond it compute waits, but never for the group
+    that was offloaded last, unless this is 0. None means twice the largest group, at least 512 MiB.
 
     Also the host bytes that may be on the way to and from the disk, behind an accelerator.
     """

@@ -44,7 +44,7 @@ class StagedDiskEngine(DiskTransferEngine):
         self,
         backend: Backend,
         host: HostTier | None,
-        max_in_flight_bytes: int,
+        max_in_flight_bytes: int | None,
         disk: DiskTier,
         staging: HostTier,
     ) -> None:

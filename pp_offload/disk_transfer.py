@@ -42,7 +42,7 @@ class DiskTransferEngine(TransferEngine):
         self,
         backend: Backend,
         host: HostTier | None,
-        max_in_flight_bytes: int,
+        max_in_flight_bytes: int | None,
         disk: DiskTier,
     ) -> None:
         super().__init__(backend, host or HostTier(backend.allocate_host), max_in_flight_bytes)
@@ -75,7 +75,7 @@ class DiskTransferEngine(TransferEngine):
         if near:
             with self.lock:
                 total += self._queue_offload(near, near_copies)
-        self.keep_in_flight_bounded()
+        self.keep_in_flight_bounded(total)
         return total
 
     def _offload_far(self, batch: list[Ticket], nbytes: int) -> int:

@@ -95,7 +95,7 @@ class PlainCopies:
             flight.offloaded = arrival.event
             self._kept.append((arrival.event, targets))  # no stream's wait lets the host free them
             self.transfer.counters.bytes_offloaded += nbytes
-        self.transfer.keep_in_flight_bounded()
+        self.transfer.keep_in_flight_bounded(nbytes)
         return arrival
 
     def settle(self, arrival: Arrival) -> list[Tensor]:

@@ -69,6 +69,9 @@ from pp_offload.tiers.unfinished import when_finished
 
 logger = logging.getLogger(__name__)
 
+IN_FLIGHT_BYTES = 2**29
+"""On their way to the host, where nobody says how much may be."""
+
 MAX_HOMES = 32
 """Compute streams that are remembered; PyTorch hands out so many, again and again."""
 
@@ -93,7 +96,9 @@ class TransferEngine:
     Args:
         backend: Streams, events and copies of the device.
         host: Where the bytes go.
-        max_in_flight_bytes: Device bytes that may wait for their copy to the host.
+        max_in_flight_bytes: Device bytes that may wait for their copy to the host, beside those
+            that were sent last; None for twice the largest group, at least :data:`IN_FLIGHT_BYTES`.
+            0 means that compute waits for each copy.
 
     Attributes:
         lock: See NOTE [ One lock ].
@@ -101,14 +106,17 @@ class TransferEngine:
         comes_soon: Whether backward will ask for a ticket within the window; who prefetches knows.
     """
 
-    def __init__(self, backend: Backend, host: HostTier, max_in_flight_bytes: int) -> None:
+    def __init__(self, backend: Backend, host: HostTier, max_in_flight_bytes: int | None) -> None:
         self.backend = backend
         self.host = host
         self.counters = TransferCounters()
         self.lock = threading.RLock()
         self.refill_below_bytes = 0
         self.comes_soon: Callable[[Ticket], bool] = lambda ticket: False
-        self._max_in_flight_bytes = max_in_flight_bytes
+        self._follows_groups = max_in_flight_bytes is None
+        self._max_in_flight_bytes = max_in_flight_bytes or 0
+        if self._follows_groups:
+            self._max_in_flight_bytes = IN_FLIGHT_BYTES
         self._flights = Flights()
         self._landings = Landings()
         self._homes: tuple[Stream, ...] = (backend.current_stream(),)
@@ -159,7 +167,7 @@ class TransferEngine:
         self.check_process()  # before the lock, which a thread that is not here may hold
         with self.lock:
             nbytes = self._offload(tickets)
-        self.keep_in_flight_bounded()
+        self.keep_in_flight_bounded(nbytes)
         return nbytes
 
     def _offload(self, tickets: Sequence[Ticket]) -> int:
@@ -575,12 +583,20 @@ class TransferEngine:
             for event in buffer.before:
                 self.backend.d2h.wait_event(known(event))
 
-    def keep_in_flight_bounded(self) -> None:
+    def keep_in_flight_bounded(self, last_bytes: int) -> None:
         """Make compute wait for copies to the host until no more is under way than may be.
 
+        Not for those queued last: their sources were there while they were computed, so it would
+        take time and lower no peak.
+
         Not to be called with the lock held: it blocks where the device is the host.
+
+        Args:
+            last_bytes: Of what was queued last.
         """
-        while (flight := self._first_over_the_cap()) is not None:
+        if self._follows_groups:
+            self._max_in_flight_bytes = max(self._max_in_flight_bytes, 2 * last_bytes)
+        while (flight := self._first_to_wait_for(last_bytes)) is not None:
             assert flight.offloaded is not None
             for home in (self.backend.current_stream(), *self._homes):
                 home.wait_event(flight.offloaded)
@@ -591,10 +607,11 @@ class TransferEngine:
         self._landings.keep_few_abandoned()
         self.poll()
 
-    def _first_over_the_cap(self) -> Flight | None:
+    def _first_to_wait_for(self, last_bytes: int) -> Flight | None:
+        cap = self._max_in_flight_bytes
         with self.lock:
             self.poll()
-            if self._flights.nbytes <= self._max_in_flight_bytes:
+            if self._flights.nbytes <= (max(cap, last_bytes) if cap else 0):
                 return None
             return self._flights.first if self._flights else None
 

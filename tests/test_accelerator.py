@@ -44,6 +44,7 @@ def backend_without_a_device() -> AcceleratorBackend:
     """All that a copy asks of it."""
     backend = AcceleratorBackend.__new__(AcceleratorBackend)
     backend.device = torch.device("cpu")
+    backend._index = None
     return backend
 
 
@@ -76,3 +77,21 @@ def test_a_copy_that_fails_leaves_the_stream(current: Current) -> None:
     with pytest.raises(RuntimeError):
         backend.copy(torch.Stream(device="cpu"), [torch.zeros(2)], [torch.zeros(3)], "group")
     assert current.stream is mine
+
+
+def test_a_stream_is_asked_for_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking by device takes ten times as long, and it is asked twice for each tensor."""
+    asked: list[object] = []
+    stream = torch.Stream(device="cpu")
+
+    def current_stream(device: object) -> torch.Stream:
+        asked.append(device)
+        return stream
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
+    backend = AcceleratorBackend(torch.device("cpu", 0))
+    asked.clear()
+    assert backend.current_stream() is stream
+    backend.copy(backend.d2h, [torch.zeros(1)], [torch.ones(1)], "group")
+    assert asked == [0, 0]

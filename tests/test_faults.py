@@ -68,8 +68,8 @@ class FreesHostBufferEarly(TransferEngine):
 
 
 class ReleasesSourcesWithoutWaiting(TransferEngine):
-    def keep_in_flight_bounded(self) -> None:
-        while (flight := self._first_over_the_cap()) is not None:
+    def keep_in_flight_bounded(self, last_bytes: int) -> None:
+        while (flight := self._first_to_wait_for(last_bytes)) is not None:
             self._arrive(flight)
 
 

@@ -30,6 +30,7 @@ class AcceleratorBackend:
         self.device = device or _current_device()
         self.name = str(self.device)
         self.is_host = False
+        self._index = self.device.index  # a tenth of the time that asking by device takes
         self.d2h = cast(Stream, torch.Stream(device=self.device))
         self.h2d = cast(Stream, torch.Stream(device=self.device))
         module = torch.get_device_module(self.device)
@@ -67,14 +68,14 @@ class AcceleratorBackend:
 
     def current_stream(self) -> Stream:
         """The live stream of the calling thread; inside backward, that of the running node."""
-        return cast(Stream, torch.accelerator.current_stream(self.device))
+        return cast(Stream, torch.accelerator.current_stream(self._index))
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:
         """Queue the copies; host memory must be pinned for them to be asynchronous."""
         assert isinstance(stream, torch.Stream)
-        before = torch.accelerator.current_stream(self.device)
+        before = torch.accelerator.current_stream(self._index)
         # Not ``with stream``: it keeps on itself what to go back to, so that two threads inside at
         # once would leave with each other's stream.
         torch.accelerator.set_stream(stream)

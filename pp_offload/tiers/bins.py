@@ -1,7 +1,7 @@
 """Buffers that nobody has, to be found by size, or by how long nobody had them.
 
 bins.add(buffer)
-bins.pop(nbytes)       # the one of that size that came last: it is in the cache
+bins.pop(nbytes)       # of that size; one that nobody uses, if that is soon found
 bins.longest_unused()  # the few to be carved anew first
 """
 
@@ -29,19 +29,25 @@ class Bins:
         self._oldest_first[buffer] = None
 
     def pop(self, nbytes: int) -> HostBuffer | None:
-        """One of that size."""
+        """One of that size: the last if no copy uses it any more, for it is in the cache; else the
+        first, whose copies end before those of all others.
+        """
         same = self._by_size.get(nbytes)
         if not same:
             return None
-        buffer, _ = same.popitem()
-        self._forget(buffer, same)
+        buffer = next(reversed(same))
+        if not all(event.query() for event in buffer.last_uses()):
+            buffer = next(iter(same))
+        self.remove(buffer)
         return buffer
 
     def remove(self, buffer: HostBuffer) -> None:
-        """It is carved anew."""
+        """It is somebody's, or carved anew."""
         same = self._by_size[buffer.nbytes]
         del same[buffer]
-        self._forget(buffer, same)
+        del self._oldest_first[buffer]
+        if not same:  # or there would be a bin for each size ever seen
+            del self._by_size[buffer.nbytes]
 
     def longest_unused(self) -> list[HostBuffer]:
         """A few, the longest unused first; none if there are none."""
@@ -51,8 +57,3 @@ class Bins:
     def num_sizes(self) -> int:
         """How many sizes there are."""
         return len(self._by_size)
-
-    def _forget(self, buffer: HostBuffer, same: dict[HostBuffer, None]) -> None:
-        del self._oldest_first[buffer]
-        if not same:  # or there would be a bin for each size ever seen
-            del self._by_size[buffer.nbytes]

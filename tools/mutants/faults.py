@@ -150,7 +150,7 @@ MUTANTS = [
     Mutant(
         "in flight without bound",
         "pp_offload/transfer.py",
-        "self._flights.nbytes <= self._max_in_flight_bytes",
+        "self._flights.nbytes <= (max(cap, last_bytes) if cap else 0)",
         "True",
         "the device runs full of what is on its way out",
         ("tests/test_activations.py::test_device_memory_is_arithmetic",),
@@ -222,16 +222,16 @@ MUTANTS = [
     Mutant(
         "versions never compared",
         "pp_offload/ticket.py",
-        "if alias._version != version:",
-        "if False:",
+        "alias._version != version for",
+        "False for",
         "what was changed while its copy was queued is taken for what was saved",
         ("tests/field/test_f03.py::test_f03_changed_while_the_copy_is_queued",),
     ),
     Mutant(
         "arrival looks at nothing",
         "pp_offload/ticket.py",
-        "        self.check_unmodified()\n        self.watched = None",
-        "        self.watched = None",
+        "            self.check_unmodified(begin)\n        self.watched = None",
+        "            pass\n        self.watched = None",
         "a source changed before its copy ran goes unnoticed once it is let go",
         (
             "tests/test_hazards.py::test_a_change_ahead_of_the_copy_is_remembered_when_the_source_is_let_go",

@@ -1,0 +1,123 @@
+"""What is on its way to the host: how much may be, who waits, and what looking at it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from conftest import make_backend
+from interrupts import interrupted
+from test_disk import tickets_of
+from test_hazards import late_engine, ticket_for
+from test_host_tier import LateEvent, System
+
+from pp_offload import OffloadConfig, use_backend
+from pp_offload.testing import SimulatedBackend
+from pp_offload.tiers.host import HostTier
+from pp_offload.transfer import IN_FLIGHT_BYTES, TransferEngine
+
+SIZE = 4096
+
+
+def engine_with(cap: int | None) -> tuple[SimulatedBackend, TransferEngine]:
+    """Copies as late as the program permits."""
+    backend = SimulatedBackend("late")
+    return backend, TransferEngine(backend, HostTier(backend.allocate_host), cap)
+
+
+def offload(engine: TransferEngine, nbytes: Sequence[int]) -> None:
+    """A group of payloads."""
+    tickets = tickets_of(engine, [torch.ones(n // 4) for n in nbytes])
+    engine.offload(tickets)
+    for ticket in tickets:
+        ticket.hand_over()
+
+
+@pytest.mark.parametrize("cap", [1, SIZE - 1, SIZE, 2 * SIZE - 1])
+def test_compute_waits_for_older_groups_and_not_for_the_last(cap: int) -> None:
+    backend, engine = engine_with(cap)
+    for number in range(4):
+        offload(engine, [SIZE // 2, SIZE // 2])
+        assert engine.in_flight_bytes == SIZE, "that of the last group alone"
+        assert backend.pending == 2, f"group {number} was waited for"
+
+
+def test_more_groups_may_be_on_their_way_where_there_is_room() -> None:
+    backend, engine = engine_with(2 * SIZE)
+    for number in range(4):
+        offload(engine, [SIZE])
+        assert engine.in_flight_bytes == SIZE * min(number + 1, 2)
+
+
+def test_nothing_is_on_its_way_where_nothing_may_be() -> None:
+    backend, engine = engine_with(0)
+    offload(engine, [SIZE])
+    assert (engine.in_flight_bytes, backend.pending) == (0, 0)
+
+
+def test_a_small_group_behind_a_large_one_waits_for_that() -> None:
+    _, engine = engine_with(SIZE)
+    offload(engine, [8 * SIZE])
+    assert engine.in_flight_bytes == 8 * SIZE
+    offload(engine, [SIZE])
+    assert engine.in_flight_bytes == SIZE
+
+
+def test_the_default_is_twice_the_largest_group() -> None:
+    _, engine = engine_with(None)
+    large = IN_FLIGHT_BYTES // 2 + 4
+    values = [torch.empty(large, dtype=torch.uint8, device="meta")]
+    assert engine._max_in_flight_bytes == IN_FLIGHT_BYTES
+    engine.keep_in_flight_bounded(values[0].nbytes)
+    assert engine._max_in_flight_bytes == 2 * large
+    engine.keep_in_flight_bounded(4)
+    assert engine._max_in_flight_bytes == 2 * large, "it does not shrink"
+
+
+def test_none_is_the_default_and_a_number_is_kept() -> None:
+    assert OffloadConfig().max_in_flight_bytes is None
+    with use_backend(make_backend("late"), config=OffloadConfig(max_in_flight_bytes=17)) as manager:
+        engine = manager.services.transfer
+        engine.keep_in_flight_bounded(1000)
+        assert engine._max_in_flight_bytes == 17
+
+
+def lines_of_delivers(num_tensors: int) -> int:
+    """Lines for 20 payloads of a group whose copies to the host are all still to be made."""
+    backend, engine = late_engine()
+    with backend.activate():
+        pairs = [ticket_for(engine, torch.full((8,), float(i))) for i in range(num_tensors)]
+        engine.offload([ticket for _, ticket in pairs])
+        for _, ticket in pairs:
+            ticket.hand_over()
+        assert backend.pending == num_tensors
+        with interrupted(None) as lines:
+            for i in range(20):
+                assert engine.deliver(pairs[i][1]).eq(i).all()
+    assert engine.counters.taken_back == 20
+    return lines.count
+
+
+def test_what_a_deliver_costs_does_not_depend_on_what_shares_its_pack() -> None:
+    assert lines_of_delivers(400) == lines_of_delivers(40) > 0
+
+
+# Whose copies are done is taken before what was just given back
+
+
+def test_a_buffer_that_nobody_uses_is_taken_before_one_just_given_back() -> None:
+    tier = HostTier(System().allocate)
+    held = [tier.take(SIZE) for _ in range(3)]
+    buffers, events = [loan.buffer for loan in held], [LateEvent() for _ in held]
+    for buffer, event in zip(buffers, events, strict=True):
+        buffer.last_use = event
+        del held[0]
+        tier.statistics()
+    events[0].synchronize()
+    first = tier.take(SIZE)
+    assert first.buffer is buffers[0], "its copies were made"
+    for event in events:
+        event.synchronize()
+    second = tier.take(SIZE)
+    assert second.buffer is buffers[2], "all were made, and this one is in the cache"
