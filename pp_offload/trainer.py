@@ -26,11 +26,21 @@ from torch.nn import Module
 
 from pp_offload.activations import OffloadActivations
 from pp_offload.backends import CpuBackend, default_backend
-from pp_offload.checks import check_flag, near, said
+from pp_offload.checks import near, said
+from pp_offload.config import OffloadConfig
 from pp_offload.heads import get_lora_act_offloading_ctx_manager
 
 OPTIONS = tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)[1:]
 """What ``activation_offloading`` may contain."""
+
+MODES: dict[str, Mapping[str, Any] | bool] = {
+    "off": False,
+    "disk": {"config": OffloadConfig(tiers=("disk",))},
+}
+"""Other trainers' words for it, and what they are here."""
+
+OF_CHECKPOINTS = ("legacy", "hidden_states")
+"""Their words for what is no matter of a trainer here: only the inputs of checkpoints leave."""
 
 CONTEXT = "compute_loss_context_manager"
 """A class that has it is a trainer."""
@@ -46,13 +56,14 @@ class ActivationOffloadingMixin:
             Where the ``TrainingArguments`` have an ``activation_offloading`` of their own, that one
             says whether anything is offloaded; options, True or False here beat it. TRL's trainers
             begin an offload of their own where theirs is True: leave it False, and say it here.
+            axolotl's ``"disk"`` and ``"off"`` are understood, here and there.
         kwargs: The trainer's.
 
     Raises:
         ImportError: No trainer is among the bases, and there is no ``transformers`` to have one of.
         TypeError: No trainer is among the bases, or only before this one.
         ValueError: An option is unknown, or its value cannot be right; or what says whether
-            anything is offloaded is neither True nor False.
+            anything is offloaded is neither True nor False, nor one of :data:`MODES`.
 
     Source: axolotl ``ActivationOffloadingMixin``.
     """
@@ -68,7 +79,7 @@ class ActivationOffloadingMixin:
     def __init__(
         self,
         *args: Any,
-        activation_offloading: Mapping[str, Any] | bool | None = None,
+        activation_offloading: Mapping[str, Any] | bool | str | None = None,
         **kwargs: Any,
     ) -> None:
         if not _has_trainer(type(self)):
@@ -111,17 +122,13 @@ class _Offloading:
         is_checked: Whether it was looked at if anything is offloaded.
     """
 
-    def __init__(self, wanted: Mapping[str, Any] | bool | None) -> None:
+    def __init__(self, wanted: Mapping[str, Any] | bool | str | None) -> None:
+        wanted = _meant("activation_offloading", wanted)
         options = wanted if isinstance(wanted, Mapping) else {}
         if unknown := [f"{one!r}{near(one, OPTIONS)}" for one in options if one not in OPTIONS]:
             raise ValueError(
                 f"activation_offloading has unknown options {', '.join(unknown)}; expected some of "
                 f"{', '.join(OPTIONS)}"
-            )
-        if not isinstance(wanted, Mapping | bool | None):
-            raise ValueError(
-                f"activation_offloading is {said(wanted)}, expected True, False, or a mapping of "
-                "options; leave it out to follow the trainer's arguments"
             )
         self.is_on = True if isinstance(wanted, Mapping) else wanted
         self.options = dict(options)
@@ -133,9 +140,11 @@ class _Offloading:
         """The context of the model that ``trainer`` has now."""
         is_on = self.is_on
         if is_on is None:
-            is_on = getattr(trainer.args, "activation_offloading", True)
-            if is_on is not None:  # some leave it open, which is none
-                check_flag("activation_offloading of the trainer's arguments", is_on)
+            name = "activation_offloading of the trainer's arguments"
+            meant = _meant(name, getattr(trainer.args, "activation_offloading", True))
+            if isinstance(meant, Mapping):
+                self.options = {**meant, **self.options}
+            is_on = bool(meant)
         if not is_on or trainer.model is None:
             return None
         if trainer.model is not self.model:
@@ -160,6 +169,29 @@ class _Offloading:
                 "(DataParallel); pass activation_offloading=False to do without",
                 stacklevel=3,
             )
+
+
+def _meant(name: str, wanted: object) -> Mapping[str, Any] | bool | None:
+    """Options, or whether anything is offloaded; None where that is left open.
+
+    Raises:
+        ValueError: It is none of these, and no word for one.
+    """
+    if isinstance(wanted, str) and wanted in MODES:
+        return MODES[wanted]
+    if isinstance(wanted, Mapping | bool | None):
+        return wanted
+    if isinstance(wanted, str) and wanted in OF_CHECKPOINTS:
+        raise ValueError(
+            f"{name} is {wanted!r}, which offloads the inputs of checkpointed layers; that is done "
+            "to the model, by ActivationCheckpointing.apply_activation_checkpointing_, or with "
+            f"'off' here; expected True, False, {', '.join(map(repr, MODES))} or a mapping of "
+            "options"
+        )
+    raise ValueError(
+        f"{name} is {said(wanted)}, expected True, False, {', '.join(map(repr, MODES))} or a "
+        "mapping of options; leave it out to follow the trainer's arguments"
+    )
 
 
 def _has_trainer(kind: type) -> bool:

@@ -245,6 +245,60 @@ def test_who_says_whether_it_is_on(said: bool | None, wanted: Any, tmp_path: Pat
     assert_no_hooks()
 
 
+@dataclass
+class Modes(TrainingArguments):
+    """As those of axolotl, where it is a word as well."""
+
+    activation_offloading: Any = False
+
+
+@pytest.mark.parametrize("place", ["trainer", "arguments"])
+@pytest.mark.parametrize("word", ["disk", "off"])
+def test_words_of_other_trainers_mean_what_they_mean_there(
+    word: str, place: str, tmp_path: Path
+) -> None:
+    def run(word: Any) -> tuple[Any, list[Tensor]]:
+        trainer = make_trainer(
+            make_llama(),
+            tmp_path,
+            arguments=Modes,
+            trainer={"activation_offloading": word if place == "trainer" else None},
+            activation_offloading=word if place == "arguments" else False,
+        )
+        return trainer, train(trainer)
+
+    trainer, trained = run(word)
+    assert same_bits(trained, repeated(lambda: run(False)[1]))
+    offload = trainer.activation_offload
+    assert (offload is None) == (word == "off")
+    if offload is not None:
+        statistics = offload.statistics()
+        assert statistics.disk_bytes_written == statistics.bytes_offloaded > 0
+
+
+@pytest.mark.parametrize("place", ["trainer", "arguments"])
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("legacy", "inputs of checkpointed layers.*ActivationCheckpointing"),
+        ("hidden_states", "inputs of checkpointed layers.*ActivationCheckpointing"),
+        ("yes", "expected True, False, 'off', 'disk' or a mapping"),
+        (1, "expected True, False, 'off', 'disk' or a mapping"),
+    ],
+)
+def test_a_word_that_means_nothing_here_is_refused(
+    word: Any, advice: str, place: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"activation_offloading.* is {word!r}.*{advice}"):
+        make_trainer(
+            make_llama(),
+            tmp_path,
+            arguments=Modes,
+            trainer={"activation_offloading": word if place == "trainer" else None},
+            activation_offloading=word if place == "arguments" else False,
+        )
+
+
 SILENT: dict[str, Callable[[Path], Any]] = {
     "too small": lambda folder: make_trainer(
         make_llama(), folder, offload={"min_offload_size": 2**30}
