@@ -15,6 +15,7 @@ A decoder's output head is best left out: what it saves is large, and needed at 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
@@ -36,6 +37,8 @@ from pp_offload.left_out import forget_left_out, is_left_out
 from pp_offload.saved import Packed, Resident, unpack
 from pp_offload.stash import ActivationStash
 from pp_offload.statistics import OffloadStatistics
+
+logger = logging.getLogger(__name__)
 
 
 class OffloadActivations(saved_tensors_hooks, ContextDecorator):
@@ -85,9 +88,25 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             use_pin_memory=use_pin_memory,
             backend=backend,
         )
+        self._say_if_nothing_leaves(config)
         self._knows_model = False
         self._here = _OfThread()
         super().__init__(_unless_left_out(self.stash.pack), unpack)
+
+    has_said_that_it_copies = False
+
+    def _say_if_nothing_leaves(self, config: OffloadConfig) -> None:
+        """Once in a process: it may be a comparison, or a machine whose accelerator is not seen."""
+        backend = self.stash.backend
+        is_of_use = not backend.is_host or "disk" in config.tiers
+        if not is_of_use and not OffloadActivations.has_said_that_it_copies:
+            OffloadActivations.has_said_that_it_copies = True
+            logger.warning(
+                "OffloadActivations on %s, where the device is the host: tensors are copied from "
+                "host memory to host memory, which takes time and frees none; use it on an "
+                'accelerator, or with config=OffloadConfig(tiers=("disk",))',
+                backend.name,
+            )
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
         """Begin the forward of a microbatch; where one runs again, its tensors stay."""

@@ -54,6 +54,9 @@ class ActivationStash:
         max_tensors: As many are sent without being told to; None for no limit.
         use_pin_memory: Offload to memory that copies need to run beside compute.
         backend: Device to work on; the accelerator where there is one, else the CPU.
+
+    Attributes:
+        backend: That device.
     """
 
     def __init__(
@@ -69,8 +72,8 @@ class ActivationStash:
         self.name = name
         self.min_offload_size = min_offload_size
         self.max_tensors = max_tensors
-        backend, config = backend_or_default(backend), config_or_default(config)
-        self._engine = partial(_services, backend, config, use_pin_memory=use_pin_memory)
+        self.backend, config = backend_or_default(backend), config_or_default(config)
+        self._engine = partial(_services, self.backend, config, use_pin_memory=use_pin_memory)
         self._inherited: Services | None = None
         self._start()
 

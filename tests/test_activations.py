@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -389,3 +391,25 @@ def test_sparse_and_nested_tensors_stay() -> None:
     (y.sum() + torch.nested.to_padded_tensor(nested, 0).sum()).backward()
     assert torch.equal(x.grad, torch.ones(3, 3).cos())
     assert all(torch.equal(part.grad, torch.ones_like(part)) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiers", "is_said"),
+    [("cpu", ("host",), True), ("cpu", ("disk",), False), ("late", ("host",), False)],
+)
+def test_that_it_only_copies_is_said_once(
+    kind: str,
+    tiers: tuple[str, ...],
+    is_said: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OffloadActivations, "has_said_that_it_copies", False)
+    config = OffloadConfig(tiers=tiers, disk_dir=tmp_path if "disk" in tiers else None)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            OffloadActivations(config=config, backend=make_backend(kind))
+    said = [one.getMessage() for one in caplog.records if "frees none" in one.getMessage()]
+    assert len(said) == is_said
+    assert not said or 'tiers=("disk",)' in said[0]
