@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     """Offload what autograd saves inside.
 
+    The two sizes are given by name: torchtune and TRL have them in a different order.
+
     Args:
         use_pin_memory: Put it in pinned memory, which copies need to run beside compute.
         use_streams: Let them; otherwise compute waits for every copy, and none is made ahead,
@@ -65,9 +67,9 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self,
         use_pin_memory: bool = True,
         use_streams: bool = True,
+        *,
         min_offload_size: int = 1024,
         max_fwd_stash_size: int = 5,
-        *,
         config: OffloadConfig | None = None,
         backend: Backend | None = None,
     ) -> None:

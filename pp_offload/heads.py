@@ -67,10 +67,10 @@ def get_lora_act_offloading_ctx_manager(
     model: Module,
     use_pin_memory: bool = True,
     use_streams: bool = True,
+    *,
     min_offload_size: int = 1024,
     max_fwd_stash_size: int = 5,
     warn_if_no_head: bool = True,
-    *,
     head: Module | str | None = None,
     config: OffloadConfig | None = None,
     backend: Backend | None = None,
@@ -103,8 +103,8 @@ def get_lora_act_offloading_ctx_manager(
     offload = OffloadActivations(
         use_pin_memory,
         use_streams,
-        min_offload_size,
-        max_fwd_stash_size,
+        min_offload_size=min_offload_size,
+        max_fwd_stash_size=max_fwd_stash_size,
         config=config,
         backend=backend,
     )

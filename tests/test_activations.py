@@ -413,3 +413,17 @@ def test_that_it_only_copies_is_said_once(
     said = [one.getMessage() for one in caplog.records if "frees none" in one.getMessage()]
     assert len(said) == is_said
     assert not said or 'tiers=("disk",)' in said[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda *sizes: OffloadActivations(True, True, *sizes),
+        lambda *sizes: get_lora_act_offloading_ctx_manager(nn.Linear(2, 2), True, True, *sizes),
+    ],
+    ids=["context", "lora"],
+)
+def test_sizes_without_a_name_are_refused(make: Callable[..., object]) -> None:
+    """torchtune has the stash before the smallest size, TRL behind it."""
+    with pytest.raises(TypeError, match="positional arguments but"):
+        make(5, 1024)
