@@ -56,8 +56,8 @@ def forward(step=0):
 
 written = []
 def slow(fd, data, offset):
-    written.append(1)
     os.write(1, b"written\\n")  # one call, so that no other thread writes in between
+    written.append(1)
     gate.wait(20)
     return os.pwrite(fd, data, offset)
 gate = threading.Event()
