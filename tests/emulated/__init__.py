@@ -1,0 +1,144 @@
+"""An accelerator made of threads: streams that are really late, on a machine without one.
+
+Importing this does nothing. ``load()`` builds the device (once for each version of its source and
+of PyTorch, 30 s on two cores; after that 0.1 s) and registers it for the rest of the process.
+
+    emulated = load()
+    emulated.set_delays(kernel_us=200)
+    with emulated.hold(torch.accelerator.current_stream()) as gate:
+        ...                              # queued behind the gate
+        gate.release()
+
+What load() changes in a process, and why tests load it in a process of their own:
+
+- ``torch.accelerator.current_accelerator()`` is ``emulated``, so ``default_backend()`` takes it.
+- ``pin_memory=True`` gives memory of this device's allocator, which without one is an error.
+- A backward that ran before has started autograd's device threads, and none for this device: load()
+  must come first, and raises where it cannot tell. There is no way back.
+- Random numbers come from the generator of the CPU, so a seed gives the same on both.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+NAME = "emulated"
+SOURCES = ("queues.cpp", "memory.cpp", "operators.cpp", "device.cpp")
+_HERE = Path(__file__).parent
+
+
+class EmulatedDeviceError(RuntimeError):
+    """The emulated device cannot be built here, or not be loaded any more."""
+
+
+def why_not() -> str | None:
+    """Why :func:`load` would raise here; None where it would not."""
+    found = torch._C._get_privateuse1_backend_name()
+    if found not in ("privateuseone", NAME):
+        return f"another device has PyTorch's free place: found {found!r}, expected none"
+    if not sys.platform.startswith("linux"):
+        return f"found {sys.platform}, expected Linux"
+    if _library().exists():
+        return None
+    compiler = os.environ.get("CXX", "c++")
+    missing = [tool for tool in (compiler, "ninja") if shutil.which(tool) is None]
+    if missing:
+        return (
+            f"no {' and no '.join(missing)} found on PATH, expected a C++ compiler and ninja; "
+            "install g++ and ninja"
+        )
+    return None
+
+
+def load() -> ModuleType:
+    """The module ``torch.emulated``; builds and registers the device when called first.
+
+    Raises:
+        EmulatedDeviceError: It cannot be built; it says what is missing.
+    """
+    loaded = sys.modules.get(f"torch.{NAME}")
+    if loaded is not None:
+        return loaded
+    reason = why_not()
+    if reason is not None:
+        raise EmulatedDeviceError(f"the emulated device cannot be loaded: {reason}")
+    native = _import(_built())
+    return _register(native)
+
+
+def _library() -> Path:
+    return _folder() / f"{NAME}_device.so"
+
+
+def _folder() -> Path:
+    """By what it is built from, so that a checkout never loads what another one built."""
+    key = hashlib.sha256(f"{torch.__version__} {torch.__file__} {sys.version}".encode())
+    for path in sorted(_HERE.glob("*.cpp")) + sorted(_HERE.glob("*.h")):
+        key.update(path.read_bytes())
+    return Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}-{key.hexdigest()[:16]}"
+
+
+def _built() -> Path:
+    """The library; processes that want it at once wait for the first of them to build it."""
+    library = _library()
+    library.parent.mkdir(mode=0o700, exist_ok=True)
+    if library.parent.stat().st_uid != os.getuid():
+        raise EmulatedDeviceError(f"{library.parent} belongs to somebody else; remove it")
+    with (library.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _build(library)
+    return library
+
+
+def _build(library: Path) -> None:
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        try:
+            cpp_extension.load(
+                library.stem,
+                [str(_HERE / source) for source in SOURCES],
+                extra_cflags=["-O1", "-g0"],
+                build_directory=scratch,
+                is_python_module=False,
+                is_standalone=False,
+            )
+        except (OSError, RuntimeError) as failure:
+            raise EmulatedDeviceError(
+                f"the emulated device was not built: {failure}; expected a C++17 compiler, and the "
+                "headers of Python and of this PyTorch"
+            ) from failure
+        os.replace(Path(scratch) / library.name, library)  # whole, or not there
+
+
+def _import(library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(library.stem, library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _register(native: ModuleType) -> ModuleType:
+    from .module import make_module
+
+    torch.utils.rename_privateuse1_backend(NAME)
+    module = make_module(f"torch.{NAME}", native)
+    torch._register_device_module(NAME, module)
+    sys.modules[module.__name__] = module
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    # Threads of the device must not run into an interpreter that is torn down.
+    atexit.register(native.synchronize)
+    return module

@@ -1,0 +1,229 @@
+// An accelerator made of threads: what PyTorch asks of a device, and the module for Python.
+#include <Python.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "memory.h"
+#include "operators.h"
+#include "queues.h"
+
+namespace emulated {
+
+namespace {
+
+// An event is the last mark it was recorded as: who waited for an earlier one still does.
+struct Event {
+  std::mutex mutex;
+  MarkPtr mark;
+  bool has_time = false;
+
+  MarkPtr last() {
+    std::lock_guard<std::mutex> guard(mutex);
+    return mark;
+  }
+};
+
+Event& event_of(void* event) {
+  return *static_cast<Event*>(event);
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override {
+    return c10::DeviceType::PrivateUse1;
+  }
+  c10::Device exchangeDevice(c10::Device to) const override {
+    setDevice(to);
+    return device();
+  }
+  c10::Device getDevice() const override {
+    return device();
+  }
+  void setDevice(c10::Device to) const override {
+    TORCH_CHECK(to.index() <= 0, "there is one emulated device, not ", to);
+  }
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return 1;
+  }
+
+  c10::Stream getStream(c10::Device) const override {
+    return as_stream(current());
+  }
+  c10::Stream getDefaultStream(c10::Device) const override {
+    return as_stream(0);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+    return as_stream(next_of_pool());
+  }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    return as_stream(next_of_pool());
+  }
+  c10::Stream exchangeStream(c10::Stream to) const override {
+    return as_stream(exchange_current(id_of(to)));
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    return is_idle(id_of(stream));
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    synchronize(id_of(stream));
+  }
+  void synchronizeDevice(c10::DeviceIndex) const override {
+    synchronize_all();
+  }
+
+  void record(
+      void** event, const c10::Stream& stream, c10::DeviceIndex,
+      c10::EventFlag flag) const override {
+    if (*event == nullptr) {
+      *event = new Event();
+      event_of(*event).has_time = flag == c10::EventFlag::BACKEND_DEFAULT;
+    }
+    std::lock_guard<std::mutex> guard(event_of(*event).mutex);
+    event_of(*event).mark = emulated::record(id_of(stream));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) {
+      wait_for(id_of(stream), event_of(event).last());
+    }
+  }
+  bool queryEvent(void* event) const override {
+    return event == nullptr || event_of(event).last()->is_set();
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) {
+      await(*event_of(event).last());
+      throw_failure();
+    }
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+  double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
+    TORCH_CHECK(first != nullptr && second != nullptr, "both events must be recorded");
+    TORCH_CHECK(
+        event_of(first).has_time && event_of(second).has_time,
+        "both events must be made with enable_timing=True");
+    const MarkPtr from = event_of(first).last(), to = event_of(second).last();
+    TORCH_CHECK(from->is_set() && to->is_set(), "both events must have happened: synchronize first");
+    return std::chrono::duration<double, std::milli>(to->when() - from->when()).count();
+  }
+
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    device_allocator()->recordStream(data, stream);
+  }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return true;
+  }
+  bool hasPrimaryContext(c10::DeviceIndex) const override {
+    return true;
+  }
+  c10::DeviceIndex deviceCount() const override {
+    return 1;
+  }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return 0;
+  }
+  void setCurrentDevice(c10::DeviceIndex index) const override {
+    TORCH_CHECK(index <= 0, "there is one emulated device, not number ", index);
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    setCurrentDevice(index);
+    return 0;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override {
+    return 0;
+  }
+  // One generator for the host and the device: the same seed gives the same bits on both.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override {
+    return at::detail::createCPUGenerator();
+  }
+  c10::Device getDeviceFromPtr(void*) const override {
+    return device();
+  }
+  bool isPinnedPtr(const void* address) const override {
+    return is_pinned(address);
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    return pinned_allocator();
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    resize(storage, nbytes);
+  }
+};
+
+const bool are_hooks_registered [[maybe_unused]] = [] {
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  return true;
+}();
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+// A task that stops its stream until Python lets it go on.
+class Gate {
+ public:
+  explicit Gate(int stream)
+      : reached_(std::make_shared<Mark>()), released_(std::make_shared<Mark>()) {
+    push(stream, Work::order, [reached = reached_, released = released_] {
+      reached->set();
+      released->wait();
+    });
+  }
+  ~Gate() {
+    release(); // a test that failed leaves no stream stopped
+  }
+  void release() {
+    if (!released_->is_set()) {
+      released_->set();
+    }
+  }
+  bool is_reached() const {
+    return reached_->is_set();
+  }
+  void wait_until_reached() const {
+    await(*reached_);
+  }
+
+ private:
+  const MarkPtr reached_, released_;
+};
+
+} // namespace
+
+} // namespace emulated
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace emulated;
+  namespace py = pybind11;
+  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate")
+      .def("release", &Gate::release)
+      .def("wait_until_reached", &Gate::wait_until_reached)
+      .def_property_readonly("is_reached", &Gate::is_reached)
+      .def("__enter__", [](std::shared_ptr<Gate> self) { return self; })
+      .def("__exit__", [](Gate& self, const py::args&) { self.release(); });
+  m.def("hold", [](int stream) { return std::make_shared<Gate>(stream); });
+  m.def(
+      "set_delays",
+      [](int64_t kernel, int64_t h2d, int64_t d2h, int64_t d2d, int64_t jitter, uint64_t seed) {
+        set_delays({kernel, h2d, d2h, d2d, jitter, seed});
+      });
+  m.def("num_queued", [] {
+    return std::map<std::string, int64_t>{
+        {"kernel", num_queued(Work::kernel)}, {"h2d", num_queued(Work::h2d)},
+        {"d2h", num_queued(Work::d2h)}, {"d2d", num_queued(Work::d2d)}};
+  });
+  m.def("run_at_once", &run_at_once_counts);
+  m.def("synchronize", &synchronize_all);
+}

@@ -1,0 +1,258 @@
+#include <Python.h>
+
+#include <array>
+#include <atomic>
+#include <deque>
+#include <exception>
+#include <random>
+#include <thread>
+
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Exception.h>
+
+#include "queues.h"
+
+namespace emulated {
+
+void Mark::set() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  is_set_ = true;
+  when_ = Clock::now();
+  changed_.notify_all();
+}
+
+bool Mark::is_set() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return is_set_;
+}
+
+void Mark::wait() const {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return is_set_; });
+}
+
+Clock::time_point Mark::when() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return when_;
+}
+
+namespace {
+
+struct Task {
+  Work kind;
+  std::function<void()> run;
+};
+
+struct Settings {
+  std::mutex mutex;
+  Delays delays;
+  uint64_t epoch = 0; // changes with the settings, so that each stream seeds anew
+};
+
+struct Failures {
+  std::mutex mutex;
+  std::exception_ptr first;
+};
+
+// All of these are leaked: threads still use them while the process ends.
+Settings& settings() {
+  static auto* one = new Settings();
+  return *one;
+}
+
+Failures& failures() {
+  static auto* one = new Failures();
+  return *one;
+}
+
+std::array<std::atomic<int64_t>, 5>& counts() {
+  static auto* one = new std::array<std::atomic<int64_t>, 5>();
+  return *one;
+}
+
+class Queue {
+ public:
+  explicit Queue(int stream) : stream_(stream) {}
+
+  void push(Task task) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (!is_started_) {
+      is_started_ = true;
+      std::thread([this] { work(); }).detach();
+    }
+    tasks_.push_back(std::move(task));
+    arrived_.notify_one();
+  }
+
+  bool is_idle() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return tasks_.empty() && !is_busy_;
+  }
+
+ private:
+  [[noreturn]] void work() {
+    at::init_num_threads(); // as many as torch.set_num_threads said, so that sums are the same bits
+    at::AutoDispatchBelowADInplaceOrView no_autograd;
+    while (true) {
+      Task task = next();
+      delay(task.kind);
+      try {
+        task.run();
+      } catch (...) {
+        std::lock_guard<std::mutex> guard(failures().mutex);
+        if (!failures().first) {
+          failures().first = std::current_exception();
+        }
+      }
+      task.run = nullptr; // before it counts as done: what it holds goes first
+      std::lock_guard<std::mutex> guard(mutex_);
+      is_busy_ = false;
+    }
+  }
+
+  Task next() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    arrived_.wait(lock, [this] { return !tasks_.empty(); });
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    is_busy_ = true;
+    return task;
+  }
+
+  void delay(Work kind) {
+    if (kind == Work::order) {
+      return;
+    }
+    int64_t us = 0;
+    {
+      std::lock_guard<std::mutex> guard(settings().mutex);
+      const Delays& delays = settings().delays;
+      if (epoch_ != settings().epoch) {
+        epoch_ = settings().epoch;
+        random_.seed(delays.seed * 1000003 + stream_);
+      }
+      us = kind == Work::kernel ? delays.kernel_us
+          : kind == Work::h2d   ? delays.h2d_us
+          : kind == Work::d2h   ? delays.d2h_us
+                                : delays.d2d_us;
+      if (delays.jitter_us > 0) {
+        us += random_() % (delays.jitter_us + 1);
+      }
+    }
+    if (us > 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(us));
+    }
+  }
+
+  const int stream_;
+  std::mutex mutex_;
+  std::condition_variable arrived_;
+  std::deque<Task> tasks_;
+  bool is_started_ = false;
+  bool is_busy_ = false;
+  uint64_t epoch_ = ~uint64_t(0);
+  std::mt19937_64 random_;
+};
+
+Queue& queue(int stream) {
+  static auto* all = [] {
+    auto* made = new std::array<Queue*, POOL_SIZE + 1>();
+    for (int i = 0; i <= POOL_SIZE; ++i) {
+      (*made)[i] = new Queue(i);
+    }
+    return made;
+  }();
+  TORCH_CHECK(
+      stream >= 0 && stream <= POOL_SIZE, "stream ", stream, " of the emulated device, there are ",
+      POOL_SIZE + 1);
+  return *(*all)[stream];
+}
+
+thread_local int current_stream = 0;
+
+} // namespace
+
+void push(int stream, Work kind, std::function<void()> task) {
+  ++counts()[static_cast<size_t>(kind)];
+  queue(stream).push({kind, std::move(task)});
+}
+
+MarkPtr record(int stream) {
+  auto mark = std::make_shared<Mark>();
+  push(stream, Work::order, [mark] { mark->set(); });
+  return mark;
+}
+
+void wait_for(int stream, MarkPtr mark) {
+  push(stream, Work::order, [mark = std::move(mark)] { mark->wait(); });
+}
+
+bool is_idle(int stream) {
+  return queue(stream).is_idle();
+}
+
+int next_of_pool() {
+  static std::atomic<unsigned> next{0};
+  return 1 + static_cast<int>(next++ % POOL_SIZE);
+}
+
+int current() {
+  return current_stream;
+}
+
+int exchange_current(int stream) {
+  queue(stream); // checks that there is one
+  return std::exchange(current_stream, stream);
+}
+
+void await(const Mark& mark) {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    Py_BEGIN_ALLOW_THREADS;
+    mark.wait();
+    Py_END_ALLOW_THREADS;
+  } else {
+    mark.wait();
+  }
+}
+
+void throw_failure() {
+  std::exception_ptr first;
+  {
+    std::lock_guard<std::mutex> guard(failures().mutex);
+    std::swap(first, failures().first);
+  }
+  if (first) {
+    std::rethrow_exception(first);
+  }
+}
+
+void synchronize(int stream) {
+  await(*record(stream));
+  throw_failure();
+}
+
+void synchronize_all() {
+  std::vector<MarkPtr> marks;
+  for (int stream = 0; stream <= POOL_SIZE; ++stream) {
+    if (!is_idle(stream)) {
+      marks.push_back(record(stream));
+    }
+  }
+  for (const auto& mark : marks) {
+    await(*mark);
+  }
+  throw_failure();
+}
+
+void set_delays(const Delays& delays) {
+  std::lock_guard<std::mutex> guard(settings().mutex);
+  settings().delays = delays;
+  ++settings().epoch;
+}
+
+int64_t num_queued(Work kind) {
+  return counts()[static_cast<size_t>(kind)];
+}
+
+} // namespace emulated
