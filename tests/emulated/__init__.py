@@ -14,7 +14,7 @@ What load() changes in a process, and why tests load it in a process of their ow
 - ``torch.accelerator.current_accelerator()`` is ``emulated``, so ``default_backend()`` takes it.
 - ``pin_memory=True`` gives memory of this device's allocator, which without one is an error.
 - A backward that ran before has started autograd's device threads, and none for this device: load()
-  must come first, and raises where it cannot tell. There is no way back.
+  raises then. It runs a backward itself, so that these threads are there. There is no way back.
 - Random numbers come from the generator of the CPU, so a seed gives the same on both.
 """
 
@@ -141,4 +141,16 @@ def _register(native: ModuleType) -> ModuleType:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     # Threads of the device must not run into an interpreter that is torn down.
     atexit.register(native.synchronize)
+    _start_autograd()
     return module
+
+
+def _start_autograd() -> None:
+    """Start autograd's thread for the device, which a process does once, at its first backward."""
+    try:
+        torch.zeros((), device=NAME, requires_grad=True).clone().backward()
+    except RuntimeError as failure:
+        raise EmulatedDeviceError(
+            "a backward ran in this process before the device was loaded, so autograd has no "
+            "thread for it; load it first, or in a process of its own"
+        ) from failure

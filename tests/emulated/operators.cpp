@@ -174,6 +174,9 @@ class Call {
   }
 
   Stack run() {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), name(),
+        " has no kernel of the CPU, which the emulated device would run");
     if (must_run_at_once() || !queue()) {
       run_at_once();
     }
@@ -349,8 +352,9 @@ class Call {
   static Tensor view(const c10::Storage& base, const Tensor& like) {
     Tensor made = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(base), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), like.dtype());
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(
-        like.sizes(), like.strides(), like.storage_offset());
+    auto* impl = made.unsafeGetTensorImpl();
+    impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+    mark_like(impl, like);
     return made;
   }
 
@@ -638,8 +642,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl(
       "convolution_backward_overrideable",
       torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
-  // These have a kernel of the CPU beside one made of other operators, whose bits are others.
-  for (const char* name : {"native_layer_norm", "native_group_norm"}) {
+  // These have a kernel of the CPU beside one made of other operators, whose bits may be others.
+  for (const char* name :
+       {"native_layer_norm", "native_group_norm", "native_channel_shuffle", "silu_backward",
+        "mish_backward", "addr", "addr.out", "linalg__powsum"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }

@@ -1,0 +1,151 @@
+"""The engine on a device whose streams are really late: the same bits, and faults that are seen."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from toy import assert_idle, batches, make_model, run_step, same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload.backends import AcceleratorBackend, GraphSafeBackend, default_backend
+from pp_offload.flights import Flights
+from pp_offload.transfer import TransferEngine
+
+WIDTH = 32
+DELAYS: dict[str, dict[str, int]] = {
+    "none": {},
+    "late compute": {"kernel_us": 300},
+    "late d2h": {"d2h_us": 2000},
+    "late h2d": {"h2d_us": 2000},
+    "late copies": {"d2h_us": 1500, "h2d_us": 1500},
+    "by chance": {"jitter_us": 1500, "seed": 3},
+    "by another chance": {"kernel_us": 50, "jitter_us": 800, "seed": 4},
+}
+OPTIONS: dict[str, dict[str, object]] = {
+    "host": {},
+    "host, few in flight": {"max_in_flight_bytes": 40_000},
+    "disk": {"tiers": ("disk",), "max_in_flight_bytes": 40_000},
+    "host and disk": {"tiers": ("host", "disk"), "host_budget_bytes": 1_000_000},
+}
+
+
+@contextmanager
+def manager_of(directory: Path, options: dict[str, object]) -> Iterator[PipelineOffloadManager]:
+    if "tiers" in options:
+        options = {**options, "disk_dir": directory}
+    config = OffloadConfig(min_offloaded_tensor_size=1, **options)  # type: ignore[arg-type]
+    with use_backend(AcceleratorBackend(), config=config) as manager:
+        yield manager
+
+
+def steps_are_equal(num: int = 3) -> bool:
+    """Steps of changing length, against the same without offload."""
+    on = make_model(width=WIDTH, device="emulated")
+    off = make_model(width=WIDTH, groups=(), device="emulated")
+    for step in range(num):
+        inputs = [x.to("emulated") for x in batches(5, WIDTH, step, length=9 + step)]
+        got = run_step(on, inputs, in_flight=3)
+        if not same_bits(got, run_step(off, inputs, in_flight=3, offload=False)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("delays", DELAYS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_steps_with_and_without_offload_have_the_same_bits(
+    emulated: ModuleType, options: str, delays: str, tmp_path: Path
+) -> None:
+    emulated.set_delays(**DELAYS[delays])
+    with manager_of(tmp_path, OPTIONS[options]) as manager:
+        assert steps_are_equal()
+        counters = manager.services.transfer.counters
+        assert counters.bytes_offloaded > 0 and counters.bytes_reloaded > 0
+        gc.collect()
+        assert_idle(manager)
+
+
+def test_it_is_the_backend_that_is_taken_by_default() -> None:
+    backend = default_backend()
+    assert isinstance(backend, GraphSafeBackend)
+    assert backend.device == torch.device("emulated", 0)
+    assert not backend.is_capturing
+
+
+@pytest.mark.parametrize("delays", ["none", "late compute", "late copies"])
+def test_the_default_backend_has_the_same_bits(emulated: ModuleType, delays: str) -> None:
+    emulated.set_delays(**DELAYS[delays])
+    with use_backend(default_backend(), config=OffloadConfig(min_offloaded_tensor_size=1)):
+        assert steps_are_equal()
+
+
+def held_after_forward(groups: tuple[str, ...]) -> int:
+    """Bytes that are on the device between forward and backward, beside the weights."""
+    model = make_model(6, 64, groups, device="emulated")
+    x = torch.ones(200, 64, device="emulated")
+    config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=0)
+    with use_backend(AcceleratorBackend(), config=config):
+        run_step(model, [x])  # after which the chunk is known
+        off_interface.reset()
+        off_interface.init_chunk_handler(None, None, 1)
+        before = torch.accelerator.memory_allocated()
+        y = model(x)
+        torch.accelerator.synchronize()
+        held = torch.accelerator.memory_allocated() - before
+        y.sum().backward()
+    return held
+
+
+@pytest.mark.parametrize("delays", ["none", "late compute", "late d2h"])
+def test_memory_on_the_device_becomes_less(emulated: ModuleType, delays: str) -> None:
+    emulated.set_delays(**DELAYS[delays])
+    assert held_after_forward(("mix", "mlp")) < 0.6 * held_after_forward(())
+
+
+def nothing(*args: object, **kwargs: object) -> None:
+    """In place of a wait."""
+
+
+FAULTS = {
+    "d2h does not wait for compute": ("_d2h_waits_for_compute", "late compute"),
+    "h2d does not wait for compute": ("_h2d_waits_for_compute", "late compute"),
+    "h2d does not wait for the offload": ("_h2d_waits_for_offloaded", "late d2h"),
+    "compute does not wait for the reload": ("_compute_waits_for", "late h2d"),
+}
+"""The wait, and what has to be late for its absence to be seen.
+
+Not among them: d2h waiting for the last users of a buffer. In steps that run to their end, compute
+has waited for these, and d2h waits for compute.
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wait_left_out_comes_out_wrong(
+    emulated: ModuleType, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    method, delays = FAULTS[fault]
+    monkeypatch.setattr(TransferEngine, method, nothing)
+    emulated.set_delays(**DELAYS[delays])
+    with manager_of(tmp_path, {}):
+        assert not steps_are_equal()
+
+
+def test_sources_let_go_early_come_out_wrong(
+    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begin: Callable[..., object] = Flights.begin
+
+    def forgets(self: Flights, payloads: list, copies: object, nbytes: int) -> object:
+        return begin(self, [], copies, nbytes)
+
+    monkeypatch.setattr(Flights, "begin", forgets)
+    monkeypatch.setattr(TransferEngine, "_lend", nothing)
+    emulated.set_delays(d2h_us=2000)
+    with manager_of(tmp_path, {}):
+        assert not steps_are_equal()

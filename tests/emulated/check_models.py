@@ -1,0 +1,173 @@
+"""Models train on the emulated device with the bits of the CPU, however late its kernels are.
+
+Attention is computed by the same kernel on both: PyTorch has none but the plain one for a device
+that it does not know.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+DELAYS = [{}, {"kernel_us": 200, "h2d_us": 500, "d2h_us": 500, "jitter_us": 200}]
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "adamw in lists": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "adamw in one": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+}
+
+
+class Block(nn.Module):
+    """An embedding, attention and an MLP, with norms and dropout."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embed = nn.Embedding(11, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(-3)
+        with sdpa_kernel(SDPBackend.MATH):
+            mixed = nn.functional.scaled_dot_product_attention(
+                *(part.transpose(1, 2) for part in parts), is_causal=True
+            )
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        x = x + self.dropout(self.down(nn.functional.gelu(self.up(self.norms[1](x)))))
+        return nn.functional.cross_entropy(x.flatten(0, 1), tokens.flatten())
+
+
+def trained(device: str, optimizer: str, steps: int = 3) -> list[Tensor]:
+    """Losses, gradients and weights, from the same seed each time."""
+    torch.manual_seed(0)
+    model, tokens = Block().to(device), torch.randint(0, 11, (2, 6))
+    optimize = OPTIMIZERS[optimizer](model.parameters())
+    results = []
+    for _ in range(steps):
+        loss = model(tokens.to(device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        results += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        optimize.step()
+        optimize.zero_grad()
+    return [one.cpu() for one in (*results, *(p.detach() for p in model.parameters()))]
+
+
+def assert_same_bits(left: list[Tensor], right: list[Tensor]) -> None:
+    assert [a.equal(b) for a, b in zip(left, right, strict=True)] == [True] * len(left)
+
+
+@pytest.mark.parametrize("delays", DELAYS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_has_the_bits_of_the_cpu(
+    emulated: ModuleType, optimizer: str, delays: dict[str, int]
+) -> None:
+    emulated.set_delays(**delays)
+    at_once = emulated.run_at_once()
+    assert_same_bits(trained("emulated", optimizer), trained("cpu", optimizer))
+    drained = {k for k, v in emulated.run_at_once().items() if v > at_once.get(k, 0)}
+    assert drained == {"aten::native_dropout"}, "all else is queued"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_training_has_the_bits_of_the_cpu(use_reentrant: bool) -> None:
+    def gradients(device: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 8)).to(device)
+        x = torch.randn(3, 8).to(device).requires_grad_()
+        checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
+        return [x.grad.cpu(), *(p.grad.cpu() for p in model.parameters())]
+
+    assert_same_bits(gradients("emulated"), gradients("cpu"))
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "conv2d": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 8, 8)),
+    "conv_transpose1d": (lambda: nn.ConvTranspose1d(4, 3, 2), (2, 4, 6)),
+    "batch_norm": (lambda: nn.BatchNorm1d(4), (5, 4)),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), (5, 4)),
+    "rms_norm": (lambda: nn.RMSNorm(4), (5, 4)),
+    "softmax": (lambda: nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Softmax(-1)), (5, 4)),
+    "upsampled": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (1, 2, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_have_the_bits_of_the_cpu(layer: str) -> None:
+    make, shape = LAYERS[layer]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    results = []
+    for device in ("cpu", "emulated"):
+        on, leaf = copy.deepcopy(model).to(device), x.to(device, copy=True).requires_grad_()
+        y = on(leaf)
+        y.square().sum().backward()
+        results.append(
+            [t.detach().cpu() for t in (y, leaf.grad, *(p.grad for p in on.parameters()))]
+        )
+    assert_same_bits(*results)
+
+
+OPERATORS: dict[str, Callable[[Tensor], object]] = {
+    "views": lambda x: x.t()[1:].reshape(-1).unfold(0, 2, 1).expand(2, -1, -1) + 1,
+    "bytes": lambda x: x.contiguous().view(torch.uint8),
+    "in place": lambda x: x.clone().mul_(2).t_().add_(1),
+    "out": lambda x: torch.add(x, 1, out=torch.empty(0, device=x.device)),
+    "lists": lambda x: torch.cat([*torch._foreach_mul([x, x], [2.0, 3.0]), *x.chunk(2)]),
+    "scalar of the host": lambda x: x * torch.tensor(2.0) + 1,
+    "mask": lambda x: x[x > 0],
+    "indices": lambda x: x[torch.tensor([0, 2])].index_add(
+        0, torch.tensor([0, 1], device=x.device), x[:2]
+    ),
+    "put": lambda x: x.clone().index_put_((x > 0,), torch.tensor(9.0, device=x.device)),
+    "sort": lambda x: torch.cat([part.float() for part in (*x.sort(), *x.topk(2))], 1),
+    "conjugate": lambda x: (torch.view_as_complex(x).conj() * 2j + 1).conj(),
+    "kept conjugate": lambda x: torch.view_as_complex(x).conj(),
+    "dtypes": lambda x: x.to(torch.bfloat16).double(),
+    "unusual strides": lambda x: x.t(),
+    "number": lambda x: torch.tensor(x.std().item()),
+    "equal": lambda x: torch.tensor(torch.equal(x, x.clone()) and not torch.equal(x, x + 1)),
+    "random": lambda x: torch.rand(3, device=x.device) + torch.randn_like(x[0, :1]),
+    "resized": lambda x: x.clone().resize_(2, 2),
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operators_have_the_bits_of_the_cpu(emulated: ModuleType, operator: str) -> None:
+    emulated.set_delays(kernel_us=100)
+    compute = OPERATORS[operator]
+    x = torch.randn(4, 2)
+    torch.manual_seed(1)
+    expected = compute(x)
+    torch.manual_seed(1)
+    result = compute(x.to("emulated"))
+    assert isinstance(result, Tensor) and isinstance(expected, Tensor)
+    assert result.cpu().equal(expected)
+    assert result.stride() == expected.stride()
+
+
+KNOWN_GAPS: dict[str, Callable[[], object]] = {
+    "a fused LSTM cell": lambda: nn.LSTM(2, 2).to("emulated")(torch.ones(1, 1, 2).to("emulated")),
+    "sparse tensors": lambda: torch.eye(2, device="emulated").to_sparse(),
+    "Parameter.data across devices": lambda: setattr(
+        nn.Parameter(torch.ones(1)), "data", torch.ones(1, device="emulated")
+    ),
+}
+
+
+@pytest.mark.parametrize("gap", KNOWN_GAPS)
+def test_what_it_cannot_do_raises(gap: str) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        KNOWN_GAPS[gap]()
