@@ -60,8 +60,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
       stats_.reserved_bytes[0].increase(nbytes);
       stats_.segment[0].increase(1);
     } else {
-      address = free.back();
-      free.pop_back();
+      address = *free.begin(); // the lowest, as CUDA's does
+      free.erase(free.begin());
     }
     blocks_[address] = Block{nbytes, stream, {}};
     stats_.allocation[0].increase(1);
@@ -85,7 +85,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
 
   void emptyCache(c10::MempoolId_t) override {
-    std::map<std::pair<int, size_t>, std::vector<void*>> gone;
+    std::map<std::pair<int, size_t>, std::set<void*>> gone;
     {
       std::lock_guard<std::mutex> guard(mutex_);
       collect_used_elsewhere();
@@ -163,7 +163,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     const size_t nbytes = block.nbytes;
     push(block.stream, Work::order, [=] { std::memset(address, POISON, nbytes); });
     stats_.active_bytes[0].decrease(nbytes);
-    free_[{block.stream, nbytes}].push_back(address);
+    free_[{block.stream, nbytes}].insert(address);
   }
 
   void collect_used_elsewhere() {
@@ -195,7 +195,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   std::mutex mutex_;
   std::unordered_map<void*, Block> blocks_;
-  std::map<std::pair<int, size_t>, std::vector<void*>> free_;
+  std::map<std::pair<int, size_t>, std::set<void*>> free_;
   std::vector<Pending> pending_;
   DeviceStats stats_;
 };
