@@ -113,3 +113,19 @@ def test_pinned_memory_that_went_back_is_poisoned() -> None:
     del pinned
     torch.accelerator.empty_host_cache()
     assert alias.isnan().all()
+
+
+def test_poison_comes_behind_a_wait_that_comes_behind_the_free(emulated: ModuleType) -> None:
+    """As a backward over several streams does: the owner waits before it launches anything."""
+    given, side = some(N), torch.Stream(device="emulated")
+    x, result = given.to("emulated"), torch.zeros(N, device="emulated")
+    compute().synchronize()
+    with emulated.hold(side) as gate:
+        with side:
+            torch.add(x, 0, out=result)
+        del x
+        compute().wait_event(side.record_event())
+        torch.zeros(N, device="emulated")
+        gate.release()
+    emulated.synchronize()
+    assert result.cpu().equal(given)

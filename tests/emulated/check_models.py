@@ -97,6 +97,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv2d": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 8, 8)),
     "conv_transpose1d": (lambda: nn.ConvTranspose1d(4, 3, 2), (2, 4, 6)),
     "batch_norm": (lambda: nn.BatchNorm1d(4), (5, 4)),
+    "batch_norm in eval": (lambda: nn.BatchNorm1d(4).eval(), (5, 4)),
     "group_norm": (lambda: nn.GroupNorm(2, 4), (5, 4)),
     "rms_norm": (lambda: nn.RMSNorm(4), (5, 4)),
     "softmax": (lambda: nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Softmax(-1)), (5, 4)),

@@ -62,6 +62,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     } else {
       address = *free.begin(); // the lowest, as CUDA's does
       free.erase(free.begin());
+      queue_deferred(stream, address);
     }
     blocks_[address] = Block{nbytes, stream, {}};
     stats_.allocation[0].increase(1);
@@ -158,10 +159,12 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   static void give_back(void* address);
 
-  // The poison is queued before the block can be found: its next owner writes later.
+  // Poison comes as early as the next owner could write: with the next kernel of the stream, or
+  // when the block is given out, for a copy on another stream. Not at once: what comes first may be
+  // a wait for who still reads, as in a backward over several streams.
   void make_free(void* address, const Block& block) {
     const size_t nbytes = block.nbytes;
-    push(block.stream, Work::order, [=] { std::memset(address, POISON, nbytes); });
+    defer(block.stream, address, [=] { std::memset(address, POISON, nbytes); });
     stats_.active_bytes[0].decrease(nbytes);
     free_[{block.stream, nbytes}].insert(address);
   }

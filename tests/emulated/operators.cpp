@@ -277,7 +277,9 @@ class Call {
       op.callBoxed(args);
       const std::vector<Tensor> made = not_written(op.schema(), args);
       for (size_t i = 0; i < targets.size(); ++i) {
-        if (targets[i].defined() && made.at(i).defined()) {
+        // Of some results Meta knows the shape and the kernel gives none, such as the statistics
+        // of a batch_norm in eval(): nobody reads these, and they stay poison.
+        if (targets[i].defined() && made.at(i).defined() && made[i].numel() > 0) {
           targets[i].copy_(made[i]);
         }
       }

@@ -6,6 +6,8 @@
 #include <exception>
 #include <random>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -77,12 +79,31 @@ class Queue {
 
   void push(Task task) {
     std::lock_guard<std::mutex> guard(mutex_);
-    if (!is_started_) {
-      is_started_ = true;
-      std::thread([this] { work(); }).detach();
+    if (task.kind != Work::order) {
+      add_deferred();
     }
-    tasks_.push_back(std::move(task));
-    arrived_.notify_one();
+    add(std::move(task));
+  }
+
+  void defer(const void* key, std::function<void()> task) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    deferred_.emplace_back(key, std::move(task));
+  }
+
+  void push_deferred() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    add_deferred();
+  }
+
+  void push_deferred(const void* key) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (auto one = deferred_.begin(); one != deferred_.end(); ++one) {
+      if (one->first == key) {
+        add({Work::order, std::move(one->second)});
+        deferred_.erase(one);
+        return;
+      }
+    }
   }
 
   bool is_idle() {
@@ -91,6 +112,22 @@ class Queue {
   }
 
  private:
+  void add(Task task) {
+    if (!is_started_) {
+      is_started_ = true;
+      std::thread([this] { work(); }).detach();
+    }
+    tasks_.push_back(std::move(task));
+    arrived_.notify_one();
+  }
+
+  void add_deferred() {
+    for (auto& one : deferred_) {
+      add({Work::order, std::move(one.second)});
+    }
+    deferred_.clear();
+  }
+
   [[noreturn]] void work() {
     at::init_num_threads(); // as many as torch.set_num_threads said, so that sums are the same bits
     at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -149,6 +186,7 @@ class Queue {
   std::mutex mutex_;
   std::condition_variable arrived_;
   std::deque<Task> tasks_;
+  std::vector<std::pair<const void*, std::function<void()>>> deferred_;
   bool is_started_ = false;
   bool is_busy_ = false;
   uint64_t epoch_ = ~uint64_t(0);
@@ -176,6 +214,14 @@ thread_local int current_stream = 0;
 void push(int stream, Work kind, std::function<void()> task) {
   ++counts()[static_cast<size_t>(kind)];
   queue(stream).push({kind, std::move(task)});
+}
+
+void defer(int stream, const void* key, std::function<void()> task) {
+  queue(stream).defer(key, std::move(task));
+}
+
+void queue_deferred(int stream, const void* key) {
+  queue(stream).push_deferred(key);
 }
 
 MarkPtr record(int stream) {
@@ -228,6 +274,7 @@ void throw_failure() {
 }
 
 void synchronize(int stream) {
+  queue(stream).push_deferred();
   await(*record(stream));
   throw_failure();
 }
@@ -235,6 +282,7 @@ void synchronize(int stream) {
 void synchronize_all() {
   std::vector<MarkPtr> marks;
   for (int stream = 0; stream <= POOL_SIZE; ++stream) {
+    queue(stream).push_deferred();
     if (!is_idle(stream)) {
       marks.push_back(record(stream));
     }

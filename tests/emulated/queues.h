@@ -52,6 +52,10 @@ struct Delays {
 constexpr int POOL_SIZE = 32;
 
 void push(int stream, Work kind, std::function<void()> task);
+// Queued before the next kernel or copy of the stream, the next time somebody waits for the stream,
+// or by queue_deferred(): whatever comes first. Event records and waits still go ahead of it.
+void defer(int stream, const void* key, std::function<void()> task);
+void queue_deferred(int stream, const void* key);
 MarkPtr record(int stream);
 void wait_for(int stream, MarkPtr mark);
 bool is_idle(int stream);
