@@ -1,7 +1,8 @@
 """An accelerator made of threads: streams that are really late, on a machine without one.
 
 Importing this does nothing. ``load()`` builds the device (once for each version of its source and
-of PyTorch, up to a minute on two cores; after that 0.1 s) and registers it for the rest of the process.
+of PyTorch, up to a minute on two cores; after that 0.1 s) and registers it for the rest of the
+process.
 
     emulated = load()
     emulated.set_delays(kernel_us=200)
