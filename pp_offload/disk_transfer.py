@@ -75,7 +75,7 @@ class DiskTransferEngine(TransferEngine):
         if near:
             with self.lock:
                 total += self._queue_offload(near, near_copies)
-        self.keep_in_flight_bounded(total)
+        self._sent(total)
         return total
 
     def _offload_far(self, batch: list[Ticket], nbytes: int) -> int:

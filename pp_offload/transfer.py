@@ -167,8 +167,13 @@ class TransferEngine:
         self.check_process()  # before the lock, which a thread that is not here may hold
         with self.lock:
             nbytes = self._offload(tickets)
-        self.keep_in_flight_bounded(nbytes)
+        self._sent(nbytes)
         return nbytes
+
+    def _sent(self, group_bytes: int) -> None:
+        if self._follows_groups:
+            self._max_in_flight_bytes = max(self._max_in_flight_bytes, 2 * group_bytes)
+        self.keep_in_flight_bounded(group_bytes)
 
     def _offload(self, tickets: Sequence[Ticket]) -> int:
         self.poll()
@@ -594,8 +599,6 @@ class TransferEngine:
         Args:
             last_bytes: Of what was queued last.
         """
-        if self._follows_groups:
-            self._max_in_flight_bytes = max(self._max_in_flight_bytes, 2 * last_bytes)
         while (flight := self._first_to_wait_for(last_bytes)) is not None:
             assert flight.offloaded is not None
             for home in (self.backend.current_stream(), *self._homes):
