@@ -269,7 +269,13 @@ def test_no_op_inside() -> None:
 def test_options(kind: str, use_streams: bool, use_pin_memory: bool) -> None:
     backend = make_backend(kind)
     with backend.activate():
-        offload = OffloadActivations(use_pin_memory, use_streams, 1, 2, backend=backend)
+        offload = OffloadActivations(
+            use_pin_memory,
+            use_streams,
+            min_offload_size=1,
+            max_fwd_stash_size=2,
+            backend=backend,
+        )
         on, off = pair(offload)
         runs = []
         for model, context in ((on, offload), (off, None)):
