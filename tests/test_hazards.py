@@ -141,6 +141,30 @@ def test_memory_is_not_given_up_while_a_copy_of_a_dead_tensor_is_queued() -> Non
         backend.check()
 
 
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_a_buffer_is_idle_when_its_own_copies_were_made(way: str) -> None:
+    """Not only when all are that were queued since: who gets it would wait for those as well."""
+    backend, engine = late_engine()
+    with backend.activate():
+        pairs = [ticket_for(engine, torch.full((SLAB_BYTES // 4,), float(i))) for i in range(2)]
+        tickets = [ticket for _, ticket in pairs]
+        for ticket in tickets:
+            engine.offload([ticket])
+        if way == "back":
+            backend.synchronize()
+            engine.poll()
+            for ticket in tickets:
+                ticket.hand_over()
+                engine.reload([ticket])
+        copy = tickets[0].copy
+        assert copy is not None and copy.buffer is not None and copy.offloaded is not None
+        copy.offloaded.synchronize()
+        if way == "back":
+            engine.deliver(tickets[0])
+        assert all(event.query() for event in copy.buffer.last_uses())
+        assert backend.pending == 1, "the other one's"
+
+
 def being_written() -> tuple[HostTier, LateEvent]:
     """Of a buffer nobody has, a thread writes to disk: no stream's copy, so it is no last use."""
     tier, event = HostTier(lambda n: torch.empty(n, dtype=torch.uint8)), LateEvent()
