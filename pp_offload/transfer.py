@@ -114,9 +114,9 @@ class TransferEngine:
         self.refill_below_bytes = 0
         self.comes_soon: Callable[[Ticket], bool] = lambda ticket: False
         self._follows_groups = max_in_flight_bytes is None
-        self._max_in_flight_bytes = max_in_flight_bytes or 0
-        if self._follows_groups:
-            self._max_in_flight_bytes = IN_FLIGHT_BYTES
+        self._max_in_flight_bytes = (
+            IN_FLIGHT_BYTES if max_in_flight_bytes is None else max_in_flight_bytes
+        )
         self._flights = Flights()
         self._landings = Landings()
         self._homes: tuple[Stream, ...] = (backend.current_stream(),)

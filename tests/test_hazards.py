@@ -715,13 +715,17 @@ def cut_behind_the_copy(backend: Backend) -> Iterator[None]:
         type(backend.d2h).record_event = record
 
 
+def offload_cut_off(backend: Backend, engine: TransferEngine) -> None:
+    """Of 400 bytes that nobody has any more afterwards."""
+    tickets = tickets_of(engine, [torch.ones(100)])
+    with cut_behind_the_copy(backend):
+        engine.offload(tickets)
+
+
 def test_sources_outlive_a_copy_that_was_cut_off() -> None:
     backend, engine = late_engine()
     with backend.activate():
-        tickets = tickets_of(engine, [torch.ones(100)])
-        with cut_behind_the_copy(backend):
-            engine.offload(tickets)
-        del tickets
+        offload_cut_off(backend, engine)
         engine.poll()
         assert engine.in_flight_bytes == 400
         backend.synchronize()  # it raises if a copy reads what was freed
@@ -744,10 +748,7 @@ def test_a_target_outlives_a_copy_that_was_cut_off() -> None:
 def test_a_buffer_outlives_a_copy_that_was_cut_off() -> None:
     backend, engine = late_engine()
     with backend.activate():
-        tickets = tickets_of(engine, [torch.ones(100)])
-        with cut_behind_the_copy(backend):
-            engine.offload(tickets)
-        del tickets
+        offload_cut_off(backend, engine)
         engine.release_idle()
         backend.synchronize()  # it raises if a copy writes what was freed
         backend.check()

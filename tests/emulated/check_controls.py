@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulated.helpers import compute, some
+from emulated.helpers import compute, late, some
 
 N = 4096
 with_and_without = pytest.mark.parametrize("waits", [False, True])
@@ -82,14 +82,11 @@ def test_a_copy_to_the_device_waits_for_the_offload(
 ) -> None:
     given, host = some(N), pinned()
     x, target = given.to("emulated"), torch.zeros(N, device="emulated")
-    compute().synchronize()
-    with emulated.hold(d2h) as gate:
-        offloaded = copy(d2h, host, x)
+    with late(emulated, d2h, lambda: host.copy_(x, non_blocking=True)) as gate:
         if waits:
-            h2d.wait_event(offloaded)
+            h2d.wait_event(d2h.record_event())
             gate.release()
         copy(h2d, target, host).synchronize()
-    d2h.synchronize()
     assert target.cpu().equal(given) is waits
 
 
@@ -97,15 +94,12 @@ def test_a_copy_to_the_device_waits_for_the_offload(
 def test_compute_waits_for_the_reload(emulated: ModuleType, h2d: torch.Stream, waits: bool) -> None:
     given = some(N)
     host, target = pinned(given), torch.zeros(N, device="emulated")
-    compute().synchronize()
-    with emulated.hold(h2d) as gate:
-        reloaded = copy(h2d, target, host)
+    with late(emulated, h2d, lambda: target.copy_(host, non_blocking=True)) as gate:
         if waits:
-            compute().wait_event(reloaded)
+            compute().wait_event(h2d.record_event())
             gate.release()
         result = target * 2
         compute().synchronize()
-    h2d.synchronize()
     assert result.cpu().equal(given * 2) is waits
 
 
@@ -114,16 +108,13 @@ def test_sources_live_until_they_are_copied(
     emulated: ModuleType, d2h: torch.Stream, waits: bool
 ) -> None:
     given, host = some(N), pinned()
-    x = given.to("emulated")
-    compute().synchronize()
-    with emulated.hold(d2h) as gate:
-        offloaded = copy(d2h, host, x)
+    sources = [given.to("emulated")]
+    with late(emulated, d2h, lambda: host.copy_(sources[0], non_blocking=True)) as gate:
         if waits:
-            compute().wait_event(offloaded)
+            compute().wait_event(d2h.record_event())
             gate.release()
-        del x
+        sources.clear()
         compute().synchronize()
-    d2h.synchronize()
     assert host.equal(given) is waits
     assert bool(host.isnan().all()) is not waits
 
@@ -134,14 +125,11 @@ def test_a_pinned_buffer_is_used_again_when_its_copy_is_through(
 ) -> None:
     given = some(N)
     host, target = pinned(given), torch.zeros(N, device="emulated")
-    compute().synchronize()
-    with emulated.hold(h2d) as gate:
-        reloaded = copy(h2d, target, host)
+    with late(emulated, h2d, lambda: target.copy_(host, non_blocking=True)) as gate:
         if waits:
             gate.release()
-            reloaded.synchronize()
+            h2d.synchronize()
         host.copy_(some(N))
-    h2d.synchronize()
     assert target.cpu().equal(given) is waits
 
 
@@ -151,12 +139,9 @@ def test_the_host_reads_when_the_copy_is_through(
 ) -> None:
     given, host = some(N), pinned()
     x = given.to("emulated")
-    compute().synchronize()
-    with emulated.hold(d2h) as gate:
-        offloaded = copy(d2h, host, x)
+    with late(emulated, d2h, lambda: host.copy_(x, non_blocking=True)) as gate:
         if waits:
             gate.release()
-            offloaded.synchronize()
+            d2h.synchronize()
         seen = host.clone()
-    d2h.synchronize()
     assert seen.equal(given) is waits

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from emulated.helpers import compute, some
+from emulated.helpers import compute, late, some
 
 N = 4096
 
@@ -18,17 +18,14 @@ def test_freed_memory_is_poisoned_in_the_order_of_its_stream(
     emulated: ModuleType, keeps: str
 ) -> None:
     given, side = some(N), torch.Stream(device="emulated")
-    x, result = given.to("emulated"), torch.zeros(N, device="emulated")
-    compute().synchronize()
-    with emulated.hold(side) as gate:
-        with side:
-            torch.add(x, 0, out=result)
+    xs, result = [given.to("emulated")], torch.zeros(N, device="emulated")
+    with late(emulated, side, lambda: torch.add(xs[0], 0, out=result)) as gate:
         if keeps == "a wait":
             compute().wait_event(side.record_event())
             gate.release()
         if keeps == "record_stream":
-            x.record_stream(side)
-        del x
+            xs[0].record_stream(side)
+        xs.clear()
         compute().synchronize()
     emulated.synchronize()
     assert result.cpu().equal(given) is (keeps != "nothing")
@@ -118,12 +115,9 @@ def test_pinned_memory_that_went_back_is_poisoned() -> None:
 def test_poison_comes_behind_a_wait_that_comes_behind_the_free(emulated: ModuleType) -> None:
     """As a backward over several streams does: the owner waits before it launches anything."""
     given, side = some(N), torch.Stream(device="emulated")
-    x, result = given.to("emulated"), torch.zeros(N, device="emulated")
-    compute().synchronize()
-    with emulated.hold(side) as gate:
-        with side:
-            torch.add(x, 0, out=result)
-        del x
+    xs, result = [given.to("emulated")], torch.zeros(N, device="emulated")
+    with late(emulated, side, lambda: torch.add(xs[0], 0, out=result)) as gate:
+        xs.clear()
         compute().wait_event(side.record_event())
         torch.zeros(N, device="emulated")
         gate.release()

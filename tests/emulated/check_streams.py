@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emulated.helpers import compute, some
+from emulated.helpers import compute, late, some
 
 N = 1000
 
@@ -18,17 +18,13 @@ N = 1000
 def test_another_stream_is_late_unless_it_is_waited_for(emulated: ModuleType, waits: bool) -> None:
     given, side = some(N), torch.Stream(device="emulated")
     source, result = given.to("emulated"), torch.zeros(N, device="emulated")
-    compute().synchronize()
-    with emulated.hold(side) as gate:
-        with side:
-            torch.mul(source, 2, out=result)
+    with late(emulated, side, lambda: torch.mul(source, 2, out=result)) as gate:
         if waits:
             compute().wait_event(side.record_event())
             gate.release()
         seen = result + 0
         compute().synchronize()
     assert seen.cpu().equal(given * 2) is waits
-    side.synchronize()
     assert result.cpu().equal(given * 2)
 
 
