@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 
+import emulated
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -33,8 +34,18 @@ settings.register_profile(
 )
 settings.load_profile("anywhere")
 
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-BACKENDS = ["cpu", "cpu threads", "late", "eager", "random", CUDA]
+ON_THE_HOST = ["cpu", "cpu threads", "late", "eager", "random"]
+ACCELERATORS = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("emulated", marks=pytest.mark.emulated),
+]
+BACKENDS = [*ON_THE_HOST, *ACCELERATORS]
+DELAYS: dict[str, dict[str, int]] = {
+    "fast": {},
+    "slow-d2h": {"d2h_us": 2000},
+    "slow-h2d": {"h2d_us": 2000},
+}
+"""Of the emulated accelerator; so long that what comes next never waits by luck."""
 
 
 def make_backend(kind: str, seed: int = 0) -> Backend:
@@ -43,6 +54,8 @@ def make_backend(kind: str, seed: int = 0) -> Backend:
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
         return default_backend()
+    if kind == "emulated":
+        return default_backend(torch.device("emulated", 0))
     if kind.startswith("cpu"):
         return CpuBackend(inline_bytes=0 if kind == "cpu threads" else 256 * 1024)
     return SimulatedBackend(kind, seed=seed)
@@ -57,6 +70,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("all faults", "waits"),
         help="run tests/field on the engine of tests/field/naive.py; 'waits' takes a fault away",
     )
+    parser.addoption(
+        "--emulated",
+        choices=DELAYS,
+        help="build the accelerator of tests/emulated, and run what takes a backend on it alone",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the emulated accelerator where it is asked for, which is before any backward."""
+    delays = config.getoption("emulated")
+    if delays is not None:
+        emulated.load().set_delays(**DELAYS[delays])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With it loaded, the default backend is another one: its tests and the others never mix."""
+    is_loaded = config.getoption("emulated") is not None
+    kept = [one for one in items if bool(one.get_closest_marker("emulated")) is is_loaded]
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +135,9 @@ def little_to_collect() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_manager_left() -> Iterator[None]:
-    """A test leaves no manager to the next."""
+def no_manager_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test leaves no manager to the next, and nothing queued."""
     yield
     PipelineOffloadManager.reset_instance()
+    if request.node.get_closest_marker("emulated"):
+        torch.get_device_module("emulated").synchronize()

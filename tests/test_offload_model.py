@@ -51,10 +51,9 @@ def cases() -> Iterator[Any]:
         is_whole = kind in ("cpu threads", "late")
         turn = ORDERS[(number + again) % len(ORDERS)]
         for order in ORDERS if is_whole else [turn]:
-            words = [kind if isinstance(kind, str) else "cuda", name(make), name(order)]
-            marks = () if isinstance(kind, str) else kind.marks
-            values = (words[0], make, again, order)
-            yield pytest.param(*values, id="-".join([*words, "again" * again]), marks=marks)
+            one, marks = (kind, ()) if isinstance(kind, str) else (kind.values[0], kind.marks)
+            words = [one, name(make), name(order), "again" * again]
+            yield pytest.param(one, make, again, order, id="-".join(words), marks=marks)
 
 
 @pytest.mark.parametrize(("kind", "make", "again", "order"), list(cases()))
@@ -201,7 +200,7 @@ def test_two_models_in_turn(kind: str, is_shared: bool) -> None:
     backend = make_backend(kind)
     with backend.activate():
         others = [backend, backend if is_shared else CpuBackend()]
-        if kind == "cuda" and not is_shared:
+        if kind in ("cuda", "emulated") and not is_shared:
             pytest.skip("one device")
         plain = [mlp().to(backend.device), norms().to(backend.device)]
         models = [

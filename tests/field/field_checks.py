@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload.testing import SimulatedBackend
 
 
 class Chain(nn.Module):
@@ -42,6 +44,18 @@ def part(name: str, x: Tensor, weight: Tensor, is_on: bool) -> Tensor:
     with off_interface(is_on, x, name) as x:
         y = torch.tanh(x @ weight).sin()
     return off_interface.group_commit(y, name=name) if is_on else y
+
+
+def side_stream(backend: Any, name: str = "side") -> Any:
+    """Another stream of the device for compute."""
+    if isinstance(backend, SimulatedBackend):
+        return backend.new_stream(name)
+    return torch.Stream(device=backend.device)
+
+
+def on_stream(backend: Any, stream: Any) -> AbstractContextManager[object]:
+    """What is launched inside is queued on ``stream``."""
+    return backend.stream(stream) if isinstance(backend, SimulatedBackend) else stream
 
 
 class Move(NamedTuple):

@@ -5,15 +5,14 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import pytest
-import torch
 from conftest import BACKENDS, make_backend
-from field_checks import Chain, make_inputs
+from field_checks import Chain, make_inputs, on_stream, side_stream
 from torch import Tensor
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, use_backend
-from pp_offload.backends import Backend
+from pp_offload.backends import Backend, bare
 
 ON_STREAMS = [kind for kind in BACKENDS if not str(kind).startswith("cpu")]
 
@@ -23,19 +22,11 @@ class SideStreams:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.main = backend.current_stream()
-        if backend.device.type == "cuda":
-            self.sides = [torch.cuda.Stream(), torch.cuda.Stream()]
-        else:
-            self.sides = [backend.new_stream("side 0"), backend.new_stream("side 1")]
+        self.main = bare(backend.current_stream())
+        self.sides = [side_stream(backend, name) for name in ("side 0", "side 1")]
 
     def on(self, index: int) -> AbstractContextManager[object]:
-        side = self.sides[index]
-        return (
-            torch.cuda.stream(side)
-            if self.backend.device.type == "cuda"
-            else (self.backend.stream(side))
-        )
+        return on_stream(self.backend, self.sides[index])
 
     def fork(self) -> None:
         """The side streams wait for all that was done elsewhere."""

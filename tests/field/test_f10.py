@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKENDS, make_backend
-from field_checks import make_inputs
+from conftest import BACKENDS, ON_THE_HOST, make_backend
+from field_checks import make_inputs, on_stream, side_stream
 from processes import HANG_S
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_work
@@ -21,10 +21,9 @@ from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, RaceError, use_backend
-from pp_offload.backends import Backend
+from pp_offload.backends import Backend, bare
 
 ON_STREAMS = [kind for kind in BACKENDS if not str(kind).startswith("cpu")]
-ON_THE_HOST = [kind for kind in BACKENDS if isinstance(kind, str)]
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 
 
@@ -33,14 +32,11 @@ class SideStream:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.compute: Any = backend.current_stream()
-        is_cuda = backend.device.type == "cuda"
-        self.stream: Any = torch.cuda.Stream() if is_cuda else backend.new_stream("side")
+        self.compute: Any = bare(backend.current_stream())
+        self.stream: Any = side_stream(backend)
 
     def inside(self) -> AbstractContextManager[object]:
-        if self._backend.device.type == "cuda":
-            return torch.cuda.stream(self.stream)
-        return self._backend.stream(self.stream)
+        return on_stream(self._backend, self.stream)
 
 
 def microbatch(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import BACKENDS, make_backend
+from conftest import ON_THE_HOST, make_backend
 from field_checks import make_inputs
 from torch import Tensor, nn
 from toy import assert_idle, same_bits
@@ -62,7 +62,7 @@ KINDS = [
     on_a_shared_storage,
 ]
 
-on_the_host = pytest.mark.parametrize("kind", [kind for kind in BACKENDS if isinstance(kind, str)])
+on_the_host = pytest.mark.parametrize("kind", ON_THE_HOST)
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_backend
+from conftest import ACCELERATORS, make_backend
 from field_checks import Chain, make_inputs
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -29,7 +29,7 @@ COMPILERS = [
         "inductor", marks=pytest.mark.skipif(which("g++") is None, reason="no C++ compiler")
     ),
 ]
-REAL = ["cpu", "cpu threads", pytest.param("cuda", marks=pytest.mark.gpu)]
+REAL = ["cpu", "cpu threads", *ACCELERATORS]
 """Nothing is compiled while a simulated device watches every operation."""
 
 

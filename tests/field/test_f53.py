@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import BACKENDS, make_backend
+from conftest import ACCELERATORS, ON_THE_HOST, make_backend
 from field_checks import hook_depth, make_inputs
 from regions import (
     ORDERS,
@@ -53,16 +53,17 @@ from pp_offload.pipelining import attach
 from pp_offload.testing import SimulatedBackend
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
-KINDS = [kind for kind in BACKENDS if isinstance(kind, str)]
 
 
 def cases() -> Iterator[object]:
-    """Those on "late" are repeated on a GPU."""
-    for case in covering(KINDS):
+    """Those on "late" are repeated on accelerators."""
+    for case in covering(ON_THE_HOST):
         yield pytest.param(case, case.kind, id=str(case))
         if case.kind == "late":
-            name = str(case).replace("late", "cuda")
-            yield pytest.param(case, "cuda", id=name, marks=pytest.mark.gpu)
+            for accelerator in ACCELERATORS:
+                (kind,) = accelerator.values
+                name = str(case).replace("late", kind)
+                yield pytest.param(case, kind, id=name, marks=accelerator.marks)
 
 
 @pytest.fixture
