@@ -61,6 +61,15 @@ def make_backend(kind: str, seed: int = 0) -> Backend:
     return SimulatedBackend(kind, seed=seed)
 
 
+NO_SPARSE = "PyTorch has no sparse tensors of such a device"
+
+
+def skip_on_emulated(backend: Backend, reason: str) -> None:
+    """Where PyTorch or that device cannot do something, with offload or without."""
+    if backend.device.type == "emulated":
+        pytest.skip(reason)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The field tests can be run on an engine on which they must fail."""
     parser.addoption(
@@ -81,7 +90,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Load the emulated accelerator where it is asked for, which is before any backward."""
     delays = config.getoption("emulated")
     if delays is not None:
-        emulated.load().set_delays(**DELAYS[delays])
+        try:
+            emulated.load().set_delays(**DELAYS[delays])
+        except emulated.EmulatedDeviceError as failure:
+            raise pytest.UsageError(str(failure)) from None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from checkpointed import BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, apply, make, params, results
-from conftest import BACKENDS, make_backend
+from conftest import BACKENDS, NO_SPARSE, make_backend, skip_on_emulated
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointError,
@@ -541,6 +541,8 @@ class Sparse(nn.Module):
 @pytest.mark.parametrize("kind", [Fills, Remembers, Switched, Sparse])
 def test_what_layers_may_do(backend, kind: type[nn.Module], by_op: bool) -> None:
     """A list is filled once, shared buffers stay shared, modes may be switched in between."""
+    if kind is Sparse:
+        skip_on_emulated(backend, NO_SPARSE)
     policy = SelectiveOpACParams(offload_ops_keys=["ops.aten.addmm.default"]).policy()
     found = []
     for is_on in (False, True):

@@ -35,7 +35,7 @@ from types import ModuleType
 import torch
 
 NAME = "emulated"
-SOURCES = ("queues.cpp", "memory.cpp", "operators.cpp", "device.cpp")
+SOURCES = ("queues.cpp", "memory.cpp", "operators.cpp", "autocast.cpp", "device.cpp")
 _HERE = Path(__file__).parent
 
 
