@@ -13,7 +13,7 @@ setup(
     python_requires=">=3.11",
     install_requires=["torch>=2.13,<2.14", "numpy"],
     extras_require={
-        "test": ["pytest", "pytest-xdist", "hypothesis"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "ninja"],
         "examples": ["tqdm", *HF],
         "hf": HF,
         "dev": ["ruff", "mypy"],

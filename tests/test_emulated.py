@@ -1,8 +1,8 @@
-"""What runs on the emulated accelerator, each file of it in a process of its own.
+"""How the emulated accelerator is loaded; what runs on it is in tests/emulated and everywhere.
 
 In a process of its own, because a device cannot be unloaded: with it there, ``default_backend()``
 is another one, and ``pin_memory=True`` means something, for every test that follows. And because
-autograd starts its device threads once, at the first backward, which here ran long ago.
+autograd starts its device threads once, at the first backward.
 """
 
 from __future__ import annotations
@@ -16,29 +16,13 @@ import pytest
 import torch
 from processes import run
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("PP_OFFLOAD_EMULATED"),
-    reason="builds a device of 1,700 lines of C++; set PP_OFFLOAD_EMULATED=1 to run it",
-)
-
-FOLDER = Path(__file__).with_name("emulated")
-FILES = sorted(file.name for file in FOLDER.glob("check_*.py"))
+TESTS = Path(__file__).parent
 
 
-def environment() -> dict[str, str]:
+def environment(**changed: str) -> dict[str, str]:
     """Without what a pytest that runs this one may have set."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_on_the_emulated_device(name: str, tmp_path: Path) -> None:
-    reason = emulated.why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = run([*command, str(FOLDER / name)], tmp_path, environment(), FOLDER.parent.parent)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "passed" in done.stdout and "skipped" not in done.stdout, done.stdout
+    own = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    return {**own, **changed}
 
 
 def test_nothing_is_loaded_by_importing_it() -> None:
@@ -52,19 +36,26 @@ def test_without_a_compiler_it_says_what_is_missing(
     monkeypatch.setattr(emulated.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(emulated.EmulatedDeviceError, match="no c.. and no ninja .* install"):
+    with pytest.raises(emulated.EmulatedDeviceError, match="no c.. .* install"):
         emulated.load()
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_a_compiler_pytest_says_what_is_missing(tmp_path: Path) -> None:
+    options = ["--emulated", "fast", str(TESTS / "test_emulated.py")]
+    command = [sys.executable, "-m", "pytest", *options]
+    without = environment(TMPDIR=str(tmp_path), PATH=str(tmp_path), CXX="no-such-compiler")
+    done = run(command, tmp_path, without, TESTS.parent)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "no no-such-compiler" in done.stderr, done.stderr
+
+
+@pytest.mark.emulated
 def test_it_is_loaded_before_the_first_backward(tmp_path: Path) -> None:
-    reason = emulated.why_not()
-    if reason is not None:
-        pytest.skip(reason)
     code = (
         "import emulated, torch; torch.ones(1, requires_grad=True).sum().backward(); "
         "emulated.load()"
     )
-    done = run([sys.executable, "-c", code], tmp_path, environment(), FOLDER.parent)
+    done = run([sys.executable, "-c", code], tmp_path, environment(), TESTS)
     assert done.returncode == 1
     assert "load it first, or in a process of its own" in done.stderr, done.stderr

@@ -31,6 +31,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 
@@ -53,7 +54,7 @@ def why_not() -> str | None:
     if _library().exists():
         return None
     compiler = os.environ.get("CXX", "c++")
-    missing = [tool for tool in (compiler, "ninja") if shutil.which(tool) is None]
+    missing = [tool for tool in (compiler, "ninja") if shutil.which(tool, path=_path()) is None]
     if missing:
         return (
             f"no {' and no '.join(missing)} found on PATH, expected a C++ compiler and ninja; "
@@ -76,6 +77,11 @@ def load() -> ModuleType:
         raise EmulatedDeviceError(f"the emulated device cannot be loaded: {reason}")
     native = _import(_built())
     return _register(native)
+
+
+def _path() -> str:
+    """Where to look for tools: beside this Python first, for an environment need not be entered."""
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
 
 
 def _library() -> Path:
@@ -106,7 +112,8 @@ def _built() -> Path:
 def _build(library: Path) -> None:
     from torch.utils import cpp_extension
 
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    path = mock.patch.dict(os.environ, PATH=_path())
+    with path, tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         try:
             cpp_extension.load(
                 library.stem,

@@ -1,4 +1,4 @@
-"""For the files beside it, which run in a process of their own: see tests/test_emulated.py."""
+"""For the files beside it: they make late what they want late."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+from conftest import DELAYS
 
-from emulated import load, why_not
+from emulated import load
 
 
 @pytest.fixture(autouse=True)
-def emulated() -> Iterator[ModuleType]:
+def emulated(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """The device, without delays, and with nothing queued before or after."""
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
+    delays = request.config.getoption("emulated")
+    if delays != "fast":
+        pytest.skip("this sets delays of its own; run it with --emulated fast")
     device = load()
     device.set_delays()
     yield device
-    device.set_delays()
+    device.set_delays(**DELAYS[delays])
     device.synchronize()

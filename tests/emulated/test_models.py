@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.emulated
+
 DELAYS = [{}, {"kernel_us": 200, "h2d_us": 500, "d2h_us": 500, "jitter_us": 200}]
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from emulated.helpers import compute, late, some
 
+pytestmark = pytest.mark.emulated
+
 N = 4096
 with_and_without = pytest.mark.parametrize("waits", [False, True])
 

@@ -10,6 +10,8 @@ import torch
 
 from emulated.helpers import compute, late, some
 
+pytestmark = pytest.mark.emulated
+
 N = 4096
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from emulated.helpers import compute, late, some
 
+pytestmark = pytest.mark.emulated
+
 N = 1000
 
 

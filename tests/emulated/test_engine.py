@@ -18,6 +18,8 @@ from pp_offload.backends import AcceleratorBackend, GraphSafeBackend, default_ba
 from pp_offload.flights import Flights
 from pp_offload.transfer import TransferEngine
 
+pytestmark = pytest.mark.emulated
+
 WIDTH = 32
 DELAYS: dict[str, dict[str, int]] = {
     "none": {},
