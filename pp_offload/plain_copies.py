@@ -11,6 +11,7 @@ who writes the host side afterwards is the program, which knows of no event.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +109,13 @@ class PlainCopies:
         """Let go of what finished copies kept alive. Never blocks."""
         with self.transfer.lock:
             self._let_go()
+
+    def __del__(self) -> None:
+        """Memory goes with it that copies may still write, for which no stream waits."""
+        with suppress(Exception):  # a copy that failed is over; or the process ends, and its driver
+            if not self.transfer.backend.is_capturing:
+                for event, _ in self._kept:
+                    event.synchronize()
 
     def _let_go(self) -> None:
         self.transfer.poll()

@@ -66,6 +66,21 @@ def test_sources_and_targets_live_until_the_copy_ran(kind: str) -> None:
         backend.check()
 
 
+@pytest.mark.parametrize("way", ["bring", "send"])
+def test_copies_under_way_are_waited_for_when_all_is_let_go(way: str) -> None:
+    """As with a model that goes while its next slice comes."""
+    backend = make_backend("late")
+    with backend.activate():
+        copies = PlainCopies(make_engine(backend, OffloadConfig()))
+        getattr(copies, way)([torch.ones(4)], "parameters")
+        assert backend.pending == 1
+        del copies
+        gc.collect()
+        assert backend.pending == 0
+        backend.synchronize()  # it raises if a copy uses what was freed
+        backend.check()
+
+
 def test_not_waited_for_is_a_race() -> None:
     backend = make_backend("late")
     with backend.activate():
