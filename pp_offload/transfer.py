@@ -577,6 +577,13 @@ class TransferEngine:
             copy.buffer.last_use = queued
 
     def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
+        """A copy that still reads a buffer is done before another one writes it.
+
+        Of a host tier on one compute stream, this is so without a wait: nobody has the buffer, so
+        compute has waited for what was read from it, or nobody will use that; and d2h waits for
+        compute. The wait is for a forward on a stream of its own, beside that backward; and for
+        staging buffers, free as soon as the copy is queued that takes what was read ahead.
+        """
         seen: Event | None = None
         for copy in copies:
             buffer = copy.buffer
