@@ -5,6 +5,7 @@ python examples/train_gpt.py --schedule interleaved1f1b --virtual-stages 3
 python examples/train_gpt.py --schedule zbv                   # backward in two parts
 python examples/train_gpt.py --schedule order.csv             # actions of your own
 python examples/train_gpt.py --tier disk --disk-dir /scratch  # to disk instead of host memory
+python examples/train_gpt.py --stages 1 --device emulated     # one process, no GPU, real streams
 torchrun --nproc-per-node 2 examples/train_gpt.py             # the same under torchrun
 """
 
@@ -52,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps", type=int, default=30)
     add("--groups", default="attn,mlp", help="parts of a layer to offload, comma separated")
     add("--mark", choices=["modules", "markers"], default="modules", help="who marks the groups")
-    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--device", choices=["cpu", "cuda", "emulated"], default="cpu", help="see docs/emulated.md")
     add("--min-numel", type=int, default=1024, help="smaller tensors stay on the device")
     add("--tier", choices=["host", "disk", "host+disk"], default="host", help="where they go")
     add("--host-budget-mib", type=int, help="host memory a rank may take for them")
@@ -72,6 +73,8 @@ def parse_arguments() -> argparse.Namespace:
     if options.mark == "markers" and set(options.groups) - {"attn", "mlp"}:
         parser.error("with --mark markers the layers mark only attn and mlp")
     check_schedule(parser, options)
+    if options.device == "emulated" and options.stages != 1:
+        parser.error("--device emulated needs --stages 1: nothing sends its tensors to a process")
     if options.disk_dir and "disk" not in options.tier:
         parser.error(f"--disk-dir needs --tier disk or host+disk, not {options.tier}")
     if options.text and not options.text.is_file():
@@ -333,6 +336,8 @@ def work(options: argparse.Namespace) -> int:
         torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
     else:
         torch.set_num_threads(1)
+        if options.device == "emulated":
+            load_emulated()
         if "disk" in options.tier:
             return_freed_memory()
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
@@ -355,6 +360,14 @@ def work(options: argparse.Namespace) -> int:
         return 1 if found["bitwise_equal"] is False else 0
     finally:
         dist.destroy_process_group()
+
+
+def load_emulated() -> None:
+    """The accelerator made of threads that the tests have, in a checkout."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    import emulated
+
+    emulated.load()
 
 
 def documentation() -> bytes:

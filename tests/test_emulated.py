@@ -15,6 +15,7 @@ import emulated
 import pytest
 import torch
 from processes import run
+from test_example import train
 
 TESTS = Path(__file__).parent
 
@@ -23,6 +24,17 @@ def environment(**changed: str) -> dict[str, str]:
     """Without what a pytest that runs this one may have set."""
     own = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     return {**own, **changed}
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_example_has_the_same_bits_on_it(tier: str, tmp_path: Path) -> None:
+    figures, output = train(
+        tmp_path / "figures.json", *f"--stages 1 --device emulated --tier {tier}".split()
+    )
+    assert figures["bitwise_equal"] is True and "equal bit for bit" in output
+    assert min(figures["offloaded_bytes"]) > 0
+    assert min(figures["disk_peak_bytes"]) > 0 or tier == "host"
+    assert 0 < figures["device_bytes_peak_on"][0] < figures["device_bytes_peak_off"][0]
 
 
 def test_nothing_is_loaded_by_importing_it() -> None:

@@ -120,6 +120,7 @@ def test_reads_another_text(tmp_path: Path) -> None:
         ("--schedule 2f2b", "none of gpipe, 1f1b, interleaved1f1b"),
         ("--text no/such/file", "is not a file"),
         ("--disk-dir /tmp", "needs --tier disk"),
+        ("--device emulated", "needs --stages 1"),
         ("--mark markers --groups mlp_norm", "mark only attn and mlp"),
     ],
 )
