@@ -1,0 +1,98 @@
+"""Copy streams come from a pool of 32, in turn: what it means when one is somebody else's as well.
+
+CUDA has such a pool too. The bytes stay right, for who shares a stream only waits longer. What is
+lost is that copies run beside that other work.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from emulated.check_engine import DELAYS, OPTIONS, manager_of, steps_are_equal
+from emulated.helpers import compute, some
+from emulated.programs import N, brings, side_stream, ticket_of
+from pp_offload import OffloadConfig
+from pp_offload.backends import AcceleratorBackend
+from pp_offload.chain import make_engine
+from pp_offload.transfer import TransferEngine
+
+POOL = 32
+NUM_MANAGERS = 40
+
+
+def engines(num: int = NUM_MANAGERS) -> list[TransferEngine]:
+    """Each with a backend of its own, as managers have."""
+    return [make_engine(AcceleratorBackend(), OffloadConfig()) for _ in range(num)]
+
+
+def test_sixteen_managers_have_all_streams_of_the_pool() -> None:
+    pairs = [(engine.backend.d2h, engine.backend.h2d) for engine in engines()]
+    assert len({stream for pair in pairs for stream in pair}) == POOL
+    assert len(set(pairs)) == POOL // 2 and pairs[0] == pairs[POOL // 2]
+    assert all(d2h != h2d for d2h, h2d in pairs), "of one manager they are two"
+    assert all(compute() not in pair for pair in pairs), "the default stream is not of the pool"
+
+
+def is_copied_beside(emulated: ModuleType, engine: TransferEngine, stream: torch.Stream) -> bool:
+    """Whether a copy that waits for nothing runs while ``stream`` stands still."""
+    given = some(N)
+    x = given.to("emulated")
+    emulated.synchronize()
+    with emulated.hold(stream):
+        ticket = ticket_of(engine, x)
+        offloaded = ticket.copy.offloaded
+        if engine.backend.d2h != stream:
+            offloaded.synchronize()
+        is_through = offloaded.query()
+    assert brings(engine, ticket, given)
+    return is_through
+
+
+def test_copies_run_beside_another_stream_unless_it_is_theirs(emulated: ModuleType) -> None:
+    for engine in engines():
+        assert is_copied_beside(emulated, engine, side_stream(engine))
+        assert not is_copied_beside(emulated, engine, engine.backend.d2h)
+
+
+def test_a_manager_waits_for_the_compute_of_one_that_shares_its_copy_stream(
+    emulated: ModuleType,
+) -> None:
+    """With another compute stream of its own, it would not have to."""
+    first, *_, last = engines(POOL // 2 + 1)
+    side = side_stream(first)
+    given = [some(N), some(N)]
+    x, y = (one.to("emulated") for one in given)
+    emulated.synchronize()
+    with emulated.hold(side):
+        with side:
+            held = ticket_of(first, x)
+        ticket = ticket_of(last, y)
+        assert not ticket.copy.offloaded.query()
+    assert brings(first, held, given[0]) and brings(last, ticket, given[1])
+
+
+@pytest.mark.parametrize("options", ["host", "disk"])
+@pytest.mark.parametrize("stream", ["d2h", "h2d"])
+def test_compute_on_a_copy_stream_has_the_same_bits(
+    emulated: ModuleType, stream: str, options: str, tmp_path: Path
+) -> None:
+    emulated.set_delays(**DELAYS["late copies"])
+    with manager_of(tmp_path, OPTIONS[options]) as manager:
+        before = compute()
+        torch.accelerator.set_stream(getattr(manager.backend, stream))
+        try:
+            assert steps_are_equal(2)
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+def test_the_fortieth_manager_has_the_same_bits(emulated: ModuleType, tmp_path: Path) -> None:
+    others = engines(NUM_MANAGERS - 1)
+    emulated.set_delays(**DELAYS["late copies"])
+    with manager_of(tmp_path, OPTIONS["host"]):
+        assert steps_are_equal(2)
+    del others
