@@ -210,6 +210,14 @@ MUTANTS = [
         ("tests/test_disk.py::test_steps_are_equal_bit_for_bit",),
     ),
     Mutant(
+        "what is brought is not waited for when all goes",
+        "pp_offload/plain_copies.py",
+        "for event, _ in self._kept:\n                    event.synchronize()",
+        "pass",
+        "a parameter is copied into memory that is somebody else's by now",
+        ("tests/test_plain_copies.py::test_copies_under_way_are_waited_for_when_all_is_let_go",),
+    ),
+    Mutant(
         "capture ends without its copies",
         "pp_offload/transfer.py",
         "            side.wait_event(live.record_event())\n            live.wait_event(side.record_event())",
