@@ -13,12 +13,12 @@ from processes import run
 ROOT = Path(__file__).parent.parent
 
 
-def run_quick(name: str, tmp_path: Path) -> dict[str, Any]:
+def run_quick(name: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
     """The figures of a short run."""
     out = tmp_path / "figures.json"
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = run(
-        [sys.executable, str(ROOT / "benchmarks" / name), "--quick", "--json", str(out)],
+        [sys.executable, str(ROOT / "benchmarks" / name), "--quick", "--json", str(out), *flags],
         tmp_path,
         {**os.environ, "PYTHONPATH": path},
     )
@@ -67,3 +67,26 @@ def test_activations_writes_its_figures(tmp_path: Path) -> None:
             figures[key]
         )
     assert figures["held_bytes"]["ours, checkpoints"] < figures["held_bytes"]["none"]
+
+
+def check_in_flight_caps(figures: dict[str, Any]) -> None:
+    assert list(figures) == ["none", "0.025 MiB", "0.05 MiB", "0.2 MiB", "default"]
+    assert all(one["step_ms"] > 0 and one["bitwise_equal"] for one in figures.values())
+    assert figures.pop("none")["offloaded_bytes"] == 0
+    assert all(one["offloaded_bytes"] > 0 for one in figures.values())
+
+
+def test_in_flight_caps_writes_its_figures(tmp_path: Path) -> None:
+    check_in_flight_caps(run_quick("in_flight_caps.py", tmp_path))
+
+
+def check_disk_step(figures: dict[str, Any], trace: Path) -> None:
+    assert figures["step_ms"] > 0 and figures["step_ms_none"] > 0
+    assert 0 < figures["read_bytes"] <= figures["written_bytes"]
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"forward", "backward", "aten::mm"} <= names
+
+
+def test_disk_step_writes_its_figures_and_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    check_disk_step(run_quick("disk_step.py", tmp_path, "--trace", str(trace)), trace)
