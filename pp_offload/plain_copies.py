@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pp_offload.backends import Event, Stream
+from pp_offload.flights import Queued
 from pp_offload.tensors import as_dense
 from pp_offload.tiers.room import host_room
 from pp_offload.transfer import TransferEngine, record, wait
@@ -66,9 +67,8 @@ class PlainCopies:
             with torch.inference_mode(False):  # a thread is not in it, and may write them
                 targets = [torch.empty_like(one, device=backend.device) for one in sources]
             wait(backend.h2d, record(home))
-            backend.copy(backend.h2d, targets, list(sources), label)
-            arrival = Arrival(targets, record(backend.h2d), home)
-            self._kept.append((arrival.event, [*sources, *targets]))
+            arrived = self._copy(backend.h2d, targets, sources, [*sources, *targets], label)
+            arrival = Arrival(targets, arrived, home)
             self.transfer.counters.bytes_reloaded += sum(one.nbytes for one in sources)
         return arrival
 
@@ -91,13 +91,30 @@ class PlainCopies:
             wait(backend.d2h, record(home))
             nbytes = sum(one.nbytes for one in dense)
             flight = self.transfer.begin_flight(dense, (), [home], nbytes)
-            backend.copy(backend.d2h, targets, dense, label)
-            arrival = Arrival(targets, record(backend.d2h), home)
-            flight.offloaded = arrival.event
-            self._kept.append((arrival.event, targets))  # no stream's wait lets the host free them
+            # Its targets are kept here: no stream's wait lets the host free them
+            flight.offloaded = self._copy(backend.d2h, targets, dense, targets, label)
+            arrival = Arrival(targets, flight.offloaded, home)
             self.transfer.counters.bytes_offloaded += nbytes
         self.transfer.keep_in_flight_bounded(nbytes)
         return arrival
+
+    def _copy(
+        self,
+        stream: Stream,
+        targets: list[Tensor],
+        sources: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        label: str,
+    ) -> Event:
+        """Queue copies on ``stream``, and keep what they use, also if an interrupt comes next.
+
+        See NOTE [ Torn bookkeeping ].
+        """
+        self._kept.append((Queued(stream), kept))
+        self.transfer.backend.copy(stream, targets, list(sources), label)
+        event = record(stream)
+        self._kept[-1] = event, kept
+        return event
 
     def settle(self, arrival: Arrival) -> list[Tensor]:
         """Block the host until the copies ran; the tensors, which hold their data now."""

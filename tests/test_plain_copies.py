@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from conftest import make_backend
+from test_hazards import cut_behind_the_copy
 
 from pp_offload import OffloadConfig, RaceError
 from pp_offload.chain import make_engine
@@ -78,6 +79,20 @@ def test_copies_under_way_are_waited_for_when_all_is_let_go(way: str) -> None:
         gc.collect()
         assert backend.pending == 0
         backend.synchronize()  # it raises if a copy uses what was freed
+        backend.check()
+
+
+@pytest.mark.parametrize("way", ["bring", "send"])
+def test_memory_outlives_a_copy_that_was_cut_off(way: str) -> None:
+    backend = make_backend("late")
+    with backend.activate():
+        copies = PlainCopies(make_engine(backend, OffloadConfig()))
+        with cut_behind_the_copy(backend):
+            getattr(copies, way)([torch.ones(4)], "parameters")
+        copies.poll()
+        backend.synchronize()  # it raises if a copy uses what was freed
+        copies.poll()
+        assert copies._kept == []
         backend.check()
 
 

@@ -151,7 +151,7 @@ CASES: dict[str, Case] = {
     ),
     "plain: a target nobody wants is kept until it is written": (
         programs.plain_target_nobody_wants,
-        Fault(f"{PLAIN}.bring", "self._kept.append((arrival.event, [*sources, *targets]))"),
+        Fault(f"{PLAIN}.bring", "[*sources, *targets]", "sources"),
         Fault(f"{PLAIN}._let_go", "if not one[0].query()", "if False"),
     ),
     "plain: copies that go are waited for": (

@@ -210,6 +210,14 @@ MUTANTS = [
         ("tests/test_disk.py::test_steps_are_equal_bit_for_bit",),
     ),
     Mutant(
+        "what is copied is kept only when it is queued",
+        "pp_offload/plain_copies.py",
+        "        self._kept.append((Queued(stream), kept))\n",
+        "",
+        "after an interrupt a copy uses memory that was freed",
+        ("tests/test_plain_copies.py::test_memory_outlives_a_copy_that_was_cut_off",),
+    ),
+    Mutant(
         "what is brought is not waited for when all goes",
         "pp_offload/plain_copies.py",
         "for event, _ in self._kept:\n                    event.synchronize()",
@@ -792,8 +800,8 @@ MUTANTS = [
     Mutant(
         "host side freed under the copy",
         "pp_offload/plain_copies.py",
-        "self._kept.append((arrival.event, targets))",
-        "pass",
+        "self._copy(backend.d2h, targets, dense, targets, label)",
+        "self._copy(backend.d2h, targets, dense, (), label)",
         "a copy writes into host memory that was freed",
         ("tests/test_plain_copies.py::test_sources_and_targets_live_until_the_copy_ran",),
     ),
