@@ -15,8 +15,6 @@ import emulated
 import pytest
 import torch
 from processes import run
-from test_benchmarks import check_disk_step, check_in_flight_caps, run_quick
-from test_example import train
 
 TESTS = Path(__file__).parent
 
@@ -25,28 +23,6 @@ def environment(**changed: str) -> dict[str, str]:
     """Without what a pytest that runs this one may have set."""
     own = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     return {**own, **changed}
-
-
-@pytest.mark.parametrize("tier", ["host", "disk"])
-def test_the_example_has_the_same_bits_on_it(tier: str, tmp_path: Path) -> None:
-    figures, output = train(
-        tmp_path / "figures.json", *f"--stages 1 --device emulated --steps 2 --tier {tier}".split()
-    )
-    assert figures["bitwise_equal"] is True and "equal bit for bit" in output
-    assert min(figures["offloaded_bytes"]) > 0
-    assert min(figures["disk_peak_bytes"]) > 0 or tier == "host"
-    assert 0 < figures["device_bytes_peak_on"][0] < figures["device_bytes_peak_off"][0]
-
-
-def test_what_is_meant_for_a_gpu_runs_on_it(tmp_path: Path) -> None:
-    on_it = ("--device", "emulated")
-    figures = run_quick("in_flight_caps.py", tmp_path, *on_it)
-    assert 0 < figures["0.025 MiB"]["peak_bytes"] < figures["none"]["peak_bytes"]
-    check_in_flight_caps(figures)
-    trace = tmp_path / "trace.json"
-    figures = run_quick("disk_step.py", tmp_path, *on_it, "--trace", str(trace))
-    assert figures["host_peak_bytes"] > 0, "bytes pass through staging memory"
-    check_disk_step(figures, trace)
 
 
 def test_nothing_is_loaded_by_importing_it() -> None:

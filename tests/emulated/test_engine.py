@@ -122,7 +122,7 @@ FAULTS = {
 }
 """The wait, and what has to be late for its absence to be seen in whole steps.
 
-All others, and these again, are in check_waits.py, each in a program of its own.
+All others, and these again, are in test_waits.py, each in a program of its own.
 """
 
 

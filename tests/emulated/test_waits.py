@@ -20,6 +20,8 @@ from emulated import programs
 from emulated.faults import Fault
 from emulated.programs import Program
 
+pytestmark = pytest.mark.emulated
+
 ENGINE, STAGED = "transfer:TransferEngine", "disk_staged:StagedDiskEngine"
 LANDINGS, PLAIN = "landings:Landings", "plain_copies:PlainCopies"
 

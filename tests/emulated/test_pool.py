@@ -12,13 +12,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from emulated.check_engine import DELAYS, OPTIONS, manager_of, steps_are_equal
 from emulated.helpers import compute, some
 from emulated.programs import N, brings, side_stream, ticket_of
+from emulated.test_engine import DELAYS, OPTIONS, manager_of, steps_are_equal
 from pp_offload import OffloadConfig
 from pp_offload.backends import AcceleratorBackend
 from pp_offload.chain import make_engine
 from pp_offload.transfer import TransferEngine
+
+pytestmark = pytest.mark.emulated
 
 POOL = 32
 NUM_MANAGERS = 40

@@ -1,0 +1,33 @@
+"""The example, and benchmarks that are meant for a GPU, each in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_benchmarks import check_disk_step, check_in_flight_caps, run_quick
+from test_example import train
+
+pytestmark = pytest.mark.emulated
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_example_has_the_same_bits_on_it(tier: str, tmp_path: Path) -> None:
+    figures, output = train(
+        tmp_path / "figures.json", *f"--stages 1 --device emulated --steps 2 --tier {tier}".split()
+    )
+    assert figures["bitwise_equal"] is True and "equal bit for bit" in output
+    assert min(figures["offloaded_bytes"]) > 0
+    assert min(figures["disk_peak_bytes"]) > 0 or tier == "host"
+    assert 0 < figures["device_bytes_peak_on"][0] < figures["device_bytes_peak_off"][0]
+
+
+def test_what_is_meant_for_a_gpu_runs_on_it(tmp_path: Path) -> None:
+    on_it = ("--device", "emulated")
+    figures = run_quick("in_flight_caps.py", tmp_path, *on_it)
+    assert 0 < figures["0.025 MiB"]["peak_bytes"] < figures["none"]["peak_bytes"]
+    check_in_flight_caps(figures)
+    trace = tmp_path / "trace.json"
+    figures = run_quick("disk_step.py", tmp_path, *on_it, "--trace", str(trace))
+    assert figures["host_peak_bytes"] > 0, "bytes pass through staging memory"
+    check_disk_step(figures, trace)
