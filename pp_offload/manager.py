@@ -33,8 +33,8 @@ from pp_offload.checkpoint_regions import (
 from pp_offload.checks import check_count, check_kind, checked_tensors, said
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.chunk_queue import ChunkQueue
-from pp_offload.config import OffloadConfig, config_or_default
-from pp_offload.errors import GroupStateError
+from pp_offload.config import OffloadConfig, check_config, config_or_default
+from pp_offload.errors import GroupStateError, OffloadError
 from pp_offload.hook_scopes import Caller, HookScope, leave_all
 from pp_offload.policy import ChunkKey
 from pp_offload.prefetch import Prefetcher
@@ -96,19 +96,8 @@ class PipelineOffloadManager:
         self, *, config: OffloadConfig | None = None, backend: Backend | None = None
     ) -> None:
         self.config = config_or_default(config)
-        backend = backend_or_default(backend)
-        transfer = make_engine(backend, self.config)
         self.step = StepRecord(ChunkQueue())
-        self._prefetcher = Prefetcher(transfer, self.step, self.config.prefetch_bytes)
-        self.services = Services(
-            transfer,
-            Eligibility(backend.device, StorageSet()),
-            self._prefetcher,
-            self.step.queue,
-            verifier=Verifier(transfer) if self.config.verify else None,
-            on_change=self.step.change,
-            number_chunk=self._add_chunk,
-        )
+        self.services = self._services(self.config, backend_or_default(backend), self.step)
         self.num_attached = 0
         self.activity = ActivityWatch()
         self._was_disabled = False
@@ -116,6 +105,18 @@ class PipelineOffloadManager:
         self._forward = _Forward()
         self._contexts = _Contexts()
         self._pool: GPUTensorPool | None = None
+
+    def _services(self, config: OffloadConfig, backend: Backend, step: StepRecord) -> Services:
+        transfer = make_engine(backend, config)
+        return Services(
+            transfer,
+            Eligibility(backend.device, StorageSet()),
+            Prefetcher(transfer, step, config.prefetch_bytes),
+            step.queue,
+            verifier=Verifier(transfer) if config.verify else None,
+            on_change=step.change,
+            number_chunk=self._add_chunk,
+        )
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
@@ -141,20 +142,46 @@ class PipelineOffloadManager:
     def take_over(self, old: PipelineOffloadManager) -> None:
         """Go on in its place: what was marked stays marked, what was disabled disabled."""
         self.activity = old.activity
-        self.services.eligibility.kept = old.services.eligibility.kept
-        if not old.services.is_enabled:
-            self.disable_offload()
+        self.services.go_on_as(old.services)
+        self._was_disabled = not self.services.is_enabled
+
+    def configure(self, config: OffloadConfig) -> None:
+        """Go on with these options, between steps; see :func:`pp_offload.session.configure`.
+
+        Raises:
+            OffloadError: A schedule is attached with other options, and nothing has changed.
+            TypeError: ``config`` is no :class:`OffloadConfig`.
+        """
+        check_config(config)
+        if config == self.config:
+            return
+        if self.num_attached:
+            raise OffloadError(
+                f"a schedule is attached with {self.config}, expected the same and not {config}; "
+                "detach() it first, or give both the same config"
+            )
+        step = StepRecord(ChunkQueue())
+        services = self._services(config, self.backend, step)  # first, for a disk may not be there
+        services.go_on_as(self.services)
+        self.retire()
+        self.config, self.step, self.services = config, step, services
+        self._forward = _Forward()  # of every thread, or one goes on with a chunk of the old step
 
     def release_idle_memory(self) -> None:
         """Give host memory back to the system that no saved tensor needs; waits for copies."""
         self.services.transfer.release_idle()
 
     def retire(self) -> None:
-        """Another manager takes over: forget the step, and keep only what living graphs need."""
+        """Something else takes over: forget the step, and keep only what living graphs need."""
         self.abort()
         self.services.transfer.retire()
 
     # What it is made of
+
+    @property
+    def _prefetcher(self) -> Prefetcher:
+        assert self.services.prefetcher is not None  # of a manager there is one
+        return self.services.prefetcher
 
     @property
     def backend(self) -> Backend:

@@ -28,7 +28,6 @@ from pp_offload.modules import (
     offload_modules,
 )
 from pp_offload.policy import ChunkKey, WeightPassKey
-from pp_offload.session import successor
 from pp_offload.split import Part, SplitBackward
 
 _ATTACHED = "_pp_offload_handle"
@@ -43,7 +42,7 @@ def attach(
         schedule: Any schedule of ``torch.distributed.pipelining``.
         groups: Module name patterns by group name, for each stage's module; None if the model
             marks its groups itself. A pattern must match on one of this rank's stages.
-        config: Options; those of the current manager when None. A new config makes a new manager.
+        config: Options; those of the current manager when None; see :func:`pp_offload.configure`.
 
     Returns:
         A handle, also a context manager; ``detach()`` restores schedule and modules.
@@ -64,26 +63,16 @@ def attach(
             f"{type(schedule).__name__} is attached already; detach() its handle first, or keep "
             "using that one"
         )
-    old = PipelineOffloadManager.get_instance()
-    manager = old if config is None else successor(old, config)
-    PipelineOffloadManager.OFFLOAD_MGR = manager
-    try:
-        attached = AttachedSchedule(schedule, manager, groups)
-    except BaseException:
-        PipelineOffloadManager.OFFLOAD_MGR = old
-        raise
-    if manager is not old:
-        old.retire()
-    return attached
+    return AttachedSchedule(schedule, groups, config)
 
 
 class AttachedSchedule:
     """A schedule whose stages offload; made by :func:`attach`."""
 
     def __init__(
-        self, schedule: Any, manager: PipelineOffloadManager, groups: Patterns | None
+        self, schedule: Any, groups: Patterns | None, config: OffloadConfig | None
     ) -> None:
-        self.manager = manager
+        self.manager = PipelineOffloadManager.get_instance()
         self._schedule = schedule
         self._stages = _stages(schedule)
         self._wrapped: list[tuple[Any, str, Any]] = []
@@ -91,20 +80,22 @@ class AttachedSchedule:
         _check_free(self._stages)
         self._order = backward_order(schedule, self._stages)
         self._split: SplitBackward | None = None
-        if self._order.split:
-            is_keeping = manager.config.split_backward == "keep"
-            self._split = manager.services.split_backward(self._order.split, is_keeping=is_keeping)
         self._is_attached = False
         try:
-            self._attach(groups)
+            self._attach(groups, config)
         except BaseException:
             self.detach()
             raise
 
-    def _attach(self, groups: Patterns | None) -> None:
+    def _attach(self, groups: Patterns | None, config: OffloadConfig | None) -> None:
         manager = self.manager
         setattr(self._schedule, _ATTACHED, self)
         self._mark_modules(groups)
+        if config is not None:
+            manager.configure(config)  # behind what may fail, for it forgets the old options
+        if self._order.split:
+            is_keeping = manager.config.split_backward == "keep"
+            self._split = manager.services.split_backward(self._order.split, is_keeping=is_keeping)
         manager.num_attached += 1
         self._is_attached = True
         for vp_stage, stage in enumerate(self._stages):

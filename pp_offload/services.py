@@ -71,6 +71,11 @@ class Services:
         inner = self.verifier or self.transfer
         return SplitBackward(inner, self.transfer.backend, chunks, is_keeping=is_keeping)
 
+    def go_on_as(self, old: Services) -> None:
+        """In place of ``old``: what was marked stays marked, what was disabled disabled."""
+        self.eligibility.kept = old.eligibility.kept
+        self.is_enabled = old.is_enabled
+
     @classmethod
     def alone(cls) -> Services:
         """For a chunk without a manager."""

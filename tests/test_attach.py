@@ -14,9 +14,15 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from toy import assert_idle, assert_no_hooks
 
 from pp_offload import (
+    DiskTierError,
+    OffloadConfig,
+    OffloadError,
+    PipelineOffloadManager,
+    use_backend,
+)
+from pp_offload import (
     FineGrainedActivationOffloadingInterface as off_interface,
 )
-from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, use_backend
 from pp_offload.pipelining import attach
 from pp_offload.policy import ChunkKey
 from pp_offload.split import Part
@@ -228,11 +234,38 @@ def test_tensors_marked_before_a_new_config_stay_marked(schedule: Any) -> None:
 
 def test_attaching_that_fails_leaves_the_manager_as_it_was(schedule: Any) -> None:
     before = PipelineOffloadManager.get_instance()
-    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with attach(schedule, {"layer": "*"}):
+        step(schedule)
+        before.reset()
+    options, summary = before.config, before.offload_summary_bytes
     with pytest.raises(ValueError, match="matches no module"):
-        attach(schedule, {"layer": "nowhere"}, config)
+        attach(schedule, {"layer": "nowhere"}, OffloadConfig(prefetch_bytes=0))
     assert PipelineOffloadManager.get_instance() is before
+    assert before.config == options
+    assert before.offload_summary_bytes == summary != {}
     assert "step" not in vars(schedule)
+
+
+def test_attaching_with_other_options_keeps_the_manager(schedule: Any) -> None:
+    before = PipelineOffloadManager.get_instance()
+    config = OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=0)
+    with attach(schedule, {"layer": "*"}, config) as handle:
+        assert handle.manager is before is PipelineOffloadManager.get_instance()
+        assert before.config == config
+        step(schedule)
+        assert before.statistics().bytes_offloaded > 0
+
+
+def test_options_that_cannot_be_had_leave_the_schedule_as_it_was(
+    schedule: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "no-directory").touch()
+    config = OffloadConfig(tiers=("disk",), disk_dir=tmp_path / "no-directory")
+    with pytest.raises(DiskTierError, match="no-directory"):
+        attach(schedule, {"layer": "*"}, config)
+    assert not any(name.endswith("_handle") for name in vars(schedule))
+    with attach(schedule, {"layer": "*"}):
+        step(schedule)
 
 
 def test_the_old_disk_tier_still_serves_after_attaching_failed(

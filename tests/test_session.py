@@ -1,0 +1,144 @@
+"""``configure`` and ``use_backend``: one manager stays the manager, whatever its options become."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from toy import assert_idle, batches, make_model, run_step, same_bits
+
+from pp_offload import (
+    CpuBackend,
+    DiskTierError,
+    GroupStateError,
+    OffloadConfig,
+    PipelineOffloadManager,
+    configure,
+    offload_modules,
+    use_backend,
+)
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload.backends import Backend
+from pp_offload.tiers.budget import reserved_bytes
+
+SMALL = OffloadConfig(min_offloaded_tensor_size=1)
+OTHER = OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=0)
+
+
+def device_of(manager: PipelineOffloadManager) -> str:
+    return str(manager.backend.device)
+
+
+def step(manager: PipelineOffloadManager) -> list[torch.Tensor]:
+    device = device_of(manager)
+    return run_step(make_model(device=device), [x.to(device) for x in batches(3)])
+
+
+def test_the_manager_of_a_context_is_the_one_that_is_configured(backend: Backend) -> None:
+    with use_backend(backend) as manager:
+        assert configure(OTHER) is manager
+        assert PipelineOffloadManager.get_instance() is manager
+        assert manager.config == OTHER
+        step(manager)
+        assert manager.statistics().bytes_offloaded > 0
+        assert_idle(manager)
+
+
+def test_steps_begin_anew(manager: PipelineOffloadManager) -> None:
+    expected = step(manager)
+    moved = manager.statistics().bytes_offloaded
+    assert same_bits(step(manager), expected)
+    assert manager.statistics().bytes_offloaded < 2 * moved, "the plan keeps the last groups"
+    configure(OTHER)
+    assert manager.statistics().bytes_offloaded == 0
+    assert same_bits(step(manager), expected)
+    assert manager.statistics().bytes_offloaded == moved, "there is no plan yet"
+
+
+def test_the_same_options_change_nothing(manager: PipelineOffloadManager) -> None:
+    step(manager)
+    manager.reset()
+    summary, before = manager.offload_summary_bytes, manager.statistics()
+    configure(OffloadConfig(min_offloaded_tensor_size=1))
+    assert manager.offload_summary_bytes == summary != {}
+    assert manager.statistics() == before
+
+
+def test_a_graph_of_before_stays_good(manager: PipelineOffloadManager) -> None:
+    x = torch.linspace(-1, 1, 40).to(manager.backend.device).requires_grad_()
+    (expected,) = torch.autograd.grad((x * 1).sin().sum(), x)
+    off_interface.init_chunk_handler(None, None, 1)
+    h = x * 1
+    with off_interface(True, h, "g"):
+        y = h.sin()
+    loss = off_interface.group_commit(y, name="g").sum()
+    del h, y
+    configure(OTHER)
+    step(manager)
+    assert same_bits([expected], torch.autograd.grad(loss, x))
+
+
+def test_a_forward_that_runs_does_not_go_on_with_the_old_options(
+    manager: PipelineOffloadManager,
+) -> None:
+    """Neither on the thread that changes them nor on another."""
+    off_interface.init_chunk_handler(None, None, 1)
+    other = threading.Thread(target=configure, args=(OTHER,))
+    other.start()
+    other.join()
+    x = torch.ones(4, device=manager.backend.device)
+    with pytest.raises(GroupStateError, match="without a chunk"), off_interface(True, x, "g"):
+        pass
+    assert manager.cur_forward_chunk() is None
+
+
+def test_what_was_said_of_tensors_and_groups_stays_said(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    marked = torch.ones(30, device=manager.backend.device)
+    manager.mark_not_offloadable(marked)
+    manager.disable_offload()
+    with offload_modules(torch.nn.Sequential(torch.nn.Tanh()), {"idle": "0"}):
+        configure(OTHER)
+        assert not manager.services.eligibility.admits(marked, 1)
+        step(manager)
+        assert manager.statistics().bytes_offloaded == 0
+        manager.enable_offload()
+        manager.reset()
+        step(manager)
+        manager.reset()
+    assert [record.getMessage()[:24] for record in caplog.records] == ["group 'idle' never ran: "]
+
+
+def test_inside_its_own_context_it_may_be_configured(manager: PipelineOffloadManager) -> None:
+    with manager:
+        configure(OTHER)
+        step(manager)
+    assert_idle(manager)
+
+
+def test_the_memory_of_the_old_options_goes_back() -> None:
+    before = reserved_bytes()
+    with use_backend(CpuBackend(), config=SMALL) as manager:
+        step(manager)
+        assert reserved_bytes() > before
+        configure(OTHER)
+        assert reserved_bytes() == before
+        step(manager)
+    assert reserved_bytes() == before
+
+
+def test_options_that_cannot_be_had_leave_all_as_it_was(
+    manager: PipelineOffloadManager, tmp_path
+) -> None:
+    step(manager)
+    manager.reset()
+    summary, before = manager.offload_summary_bytes, manager.config
+    (tmp_path / "no-directory").touch()
+    with pytest.raises(DiskTierError, match="no-directory"):
+        configure(OffloadConfig(tiers=("disk",), disk_dir=tmp_path / "no-directory"))
+    assert manager.config == before
+    assert manager.offload_summary_bytes == summary != {}
+    step(manager)
+    assert manager.statistics().bytes_offloaded > 0
