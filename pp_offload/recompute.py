@@ -162,7 +162,7 @@ class Recompute:
         return tree_unflatten(outputs, trees[0])
 
     def _kept_outputs(self) -> KeptOutputs | None:
-        if self._policy is None:
+        if self._policy is None or not self._policy.kept:
             return None
         preserve = self._options["preserve_rng_state"]
         return KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)

@@ -1,14 +1,10 @@
 """What a checkpoint keeps of the operators inside: outputs saved, offloaded, or computed again.
 
-PyTorch's selective checkpointing saves and recomputes. Beside it stand two modes: in forward one
-that sends what was chosen for offload to a stash, in recomputation one that brings it.
-
-            forward                                recomputation
-    op -> [sends] -> [PyTorch's: saves] -> run     op -> [PyTorch's: saved?] -> [brings] -> run
-
-PyTorch is told that an offloaded output is to be computed again, so its own mode lets that call
-through, and the one behind answers it. Calls are counted for each forward and each recomputation
-apart.
+PyTorch's selective checkpointing saves and recomputes, in one mode for the forward and one for the
+recomputation. It asks what is to become of an output when that is there; one that is to be
+offloaded goes to a stash then, and PyTorch is told that it is to be computed again. Where
+something was offloaded, or drew random numbers, PyTorch's mode for the recomputation is one that
+brings it. Where nothing is ever kept there is no mode, for each costs time at every operator.
 
 NOTE [ Numbers not drawn ]
     An operator with dropout in it, such as attention, draws random numbers. Where its output is
@@ -19,18 +15,22 @@ NOTE [ Numbers not drawn ]
 from __future__ import annotations
 
 import enum
-from collections import Counter, defaultdict
+import functools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+)
 
 from pp_offload.random_state import RandomState
 from pp_offload.saved import Packed, Resident
@@ -68,11 +68,16 @@ class OpPolicy:
             return Choice.OFFLOAD
         return Choice.SAVE if op in self.save else Choice.RECOMPUTE
 
-    @property
+    @functools.cached_property
+    def kept(self) -> frozenset[OpOverload]:
+        """Operators of which some output is kept, if they are called often enough."""
+        return frozenset(op for op in self.save | self.offload if self.recompute_every.get(op) != 1)
+
+    @functools.cached_property
     def kept_that_draw(self) -> frozenset[OpOverload]:
-        """Operators that may draw random numbers, of those that may be kept."""
+        """Those of them that may draw random numbers."""
         drawing = torch.Tag.nondeterministic_seeded
-        return frozenset(op for op in self.save | self.offload if drawing in op.tags)
+        return frozenset(op for op in self.kept if drawing in op.tags)
 
 
 @dataclass
@@ -101,6 +106,26 @@ class CheckpointCounts:
     """Bytes of these, shared ones counted each time."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A call whose output is not computed again."""
+
+    packed: Any = None
+    """Its output, if that was offloaded; else PyTorch has it."""
+
+    drawn: RandomState | None = None
+    """What it left of the generators, if it may have drawn. See NOTE [ Numbers not drawn ]."""
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether PyTorch alone cannot answer it."""
+        return self.packed is not None or self.drawn is not None
+
+
+_Calls = dict[OpOverload, list[_Kept | None]]
+"""Of each operator that may be kept, its calls in the forward; None for one computed again."""
+
+
 class KeptOutputs:
     """Of one forward, the outputs that are not computed again.
 
@@ -119,66 +144,48 @@ class KeptOutputs:
         *,
         preserve_rng_state: bool,
     ) -> None:
+        self._policy = policy
         self._stash = stash
         self._counts = counts
-        self._choices = choices = _Choices(policy)
-        self._passed: defaultdict[OpOverload, list[Any]] = defaultdict(list)
-        self._num_answered: Counter[OpOverload] = Counter()
-        self._saves, self._saved = create_selective_checkpoint_contexts(choices.ask)
         self._draws = policy.kept_that_draw if preserve_rng_state else frozenset()
-        self._drawn: list[RandomState | None] = []
-        self._num_drawn = 0
+        self._calls: _Calls = {op: [] for op in policy.kept}
+        self._saved: defaultdict[Any, dict[int, Any]] = defaultdict(dict)
+        self._is_brought = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """What the forward runs in."""
-        with self._saves, _Calls(self._send):
+        with _Saves(self._choose, self._saved):
             yield
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """What a recomputation runs in; there may be several."""
-        self._choices.begin_again()
-        self._num_answered.clear()
-        self._num_drawn = 0
-        draws = _Calls(self._draw_as_before) if self._draws else nullcontext()
-        with _Calls(self._answer), self._saved, draws:
-            yield
+        mode = _Brings(self._saved, self._calls) if self._is_brought else _Answers(self._saved)
+        try:
+            with mode:
+                yield
+        finally:
+            self._counts.recomputed_ops += mode.num_run(self._calls)
 
-    def _send(self, op: Any, args: Any, kwargs: Any) -> Any:
-        choices = self._choices
-        choices.last = None
-        outputs = op(*args, **kwargs)  # PyTorch asks meanwhile, about those it handles
-        if choices.last is Choice.RECOMPUTE:
-            self._passed[op].append(None)
-        elif choices.last is Choice.OFFLOAD:
-            self._passed[op].append(tree_map_only(Tensor, self._pack, outputs))
-        elif choices.last is Choice.SAVE:
-            tree_map_only(Tensor, self._count_saved, outputs)
-        if op in self._draws:
-            is_kept = choices.last is not Choice.RECOMPUTE
-            self._drawn.append(RandomState.after(outputs) if is_kept else None)
-        return outputs
+    def _choose(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Whether PyTorch is to save an output, which is there."""
+        calls = self._calls.get(op)
+        if calls is None:  # of most operators
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        choice = self._policy.choose(op, len(calls) + 1)
+        kept = None if choice is Choice.RECOMPUTE else self._keep(op, choice, context.op_output)
+        calls.append(kept)
+        self._is_brought = self._is_brought or (kept is not None and kept.is_brought)
+        return _ANSWERS[choice]
 
-    def _draw_as_before(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """See NOTE [ Numbers not drawn ]."""
-        outputs = op(*args, **kwargs)
-        if op in self._draws and self._num_drawn < len(self._drawn):
-            state = self._drawn[self._num_drawn]
-            self._num_drawn += 1
-            if state is not None:
-                state.set()
-        return outputs
-
-    def _answer(self, op: Any, args: Any, kwargs: Any) -> Any:
-        passed = self._passed.get(op, ())
-        number = self._num_answered[op]
-        self._num_answered[op] += 1
-        if number < len(passed):
-            if passed[number] is not None:
-                return tree_map_only(Packed, _fresh, passed[number])
-            self._counts.recomputed_ops += 1
-        return op(*args, **kwargs)
+    def _keep(self, op: OpOverload, choice: Choice, outputs: Any) -> _Kept:
+        packed = None
+        if choice is Choice.OFFLOAD:
+            packed = tree_map_only(Tensor, self._pack, outputs)
+        else:
+            self._count_saved(outputs)
+        return _Kept(packed, RandomState.after(outputs) if op in self._draws else None)
 
     def _pack(self, tensor: Tensor) -> Packed:
         assert self._stash is not None
@@ -191,41 +198,72 @@ class KeptOutputs:
             self._counts.offloaded_bytes += tensor.nbytes
         return packed
 
-    def _count_saved(self, tensor: Tensor) -> None:
-        self._counts.saved_outputs += 1
-        self._counts.saved_bytes += tensor.nbytes if has_storage(tensor) else 0
+    def _count_saved(self, outputs: Any) -> None:
+        for tensor in (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs):
+            if isinstance(tensor, Tensor):
+                self._counts.saved_outputs += 1
+                self._counts.saved_bytes += tensor.nbytes if has_storage(tensor) else 0
 
 
-class _Choices:
-    """Asked by PyTorch, which holds it, in forward and, in older versions, when it recomputes."""
-
-    def __init__(self, policy: OpPolicy) -> None:
-        self.last: Choice | None = None
-        self._policy = policy
-        self._num_asked: dict[bool, Counter[OpOverload]] = {False: Counter(), True: Counter()}
-
-    def begin_again(self) -> None:
-        """A recomputation begins."""
-        self._num_asked[True].clear()
-
-    def ask(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Whether PyTorch is to save; :attr:`last` says what else there is."""
-        num_asked = self._num_asked[context.is_recompute]
-        num_asked[op] += 1
-        self.last = self._policy.choose(op, num_asked[op])
-        is_saved = self.last is Choice.SAVE
-        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+_ANSWERS = {
+    Choice.SAVE: CheckpointPolicy.MUST_SAVE,
+    Choice.OFFLOAD: CheckpointPolicy.PREFER_RECOMPUTE,
+    Choice.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
+}
+"""What PyTorch is told."""
 
 
-class _Calls(TorchDispatchMode):
-    """Operators are run by ``run`` inside."""
+class _Saves(_CachingTorchDispatchMode):
+    """PyTorch's mode of a forward. What is compiled inside runs as it is: operators are named as in
+    the code, and a compiler makes others of them.
+    """
 
-    def __init__(self, run: Any) -> None:
-        super().__init__()
-        self._run = run
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return False
+
+
+class _Answers(_CachedTorchDispatchMode):
+    """PyTorch's mode of a recomputation."""
+
+    def __init__(self, saved: defaultdict[Any, dict[int, Any]]) -> None:
+        super().__init__(None, saved)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return False
+
+    def num_run(self, kept: _Calls) -> int:
+        """Operators that were asked for and run again."""
+        asked = self.func_counter
+        answered = (call for op, calls in kept.items() for call in calls[: asked.get(op, 0)])
+        return sum(asked.values()) - sum(call is not None for call in answered)
+
+
+class _Brings(_Answers):
+    """One that also brings what was offloaded, and has the generators where a kept call left them.
+
+    Args:
+        saved: What PyTorch saved.
+        kept: What became of the calls of the forward.
+    """
+
+    def __init__(self, saved: defaultdict[Any, dict[int, Any]], kept: _Calls) -> None:
+        super().__init__(saved)
+        self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._run(func, args, kwargs or {})
+        calls = self._kept.get(func, ())
+        number = self.func_counter[func] if calls else 0
+        call = calls[number] if number < len(calls) else None
+        if call is None or call.packed is None:
+            outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        else:
+            self.func_counter[func] += 1
+            outputs = tree_map_only(Packed, _fresh, call.packed)
+        if call is not None and call.drawn is not None:
+            call.drawn.set()
+        return outputs
 
 
 def _fresh(packed: Packed) -> Tensor:

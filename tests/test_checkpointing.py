@@ -10,10 +10,12 @@ from functools import partial
 
 import pytest
 import torch
-from checkpointed import BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, apply, make, params, results
+from checkpointed import ADDMM, BY_OP, EVERY_FEW, FULL, ORDERS, WAYS, apply, make, params, results
 from conftest import BACKENDS, NO_SPARSE, make_backend, skip_on_emulated
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointError,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -281,6 +283,97 @@ def test_numbers_behind_a_kept_operator_are_the_same(backend, kept: str) -> None
             after.append(torch.rand(1))
         assert torch.equal(found[0], found[1]) and not torch.equal(found[2], found[1])
         assert torch.equal(after[0], after[1]), "backward draws nothing from the caller's"
+
+
+def num_modes(run, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> int:
+    """Dispatch modes that a forward and its backward enter; each costs time at every operator."""
+    entered: list[object] = []
+    enter = TorchDispatchMode.__enter__
+
+    def counted(mode):
+        entered.append(mode)
+        return enter(mode)
+
+    layer = nn.Linear(8, 8, device=device)
+    x = torch.ones(5, 8, device=device, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchDispatchMode, "__enter__", counted)
+        run(lambda x: draws(layer(x)), x).sum().backward()
+    return len(entered)
+
+
+BY_MODES = {
+    "saved": ({"save_ops_keys": [ADDMM]}, 2),
+    "offloaded": ({"offload_ops_keys": [ADDMM]}, 2),
+    "draws": ({"save_ops_keys": [RAND]}, 2),
+    "all computed again": ({"save_ops_keys": [ADDMM], "recompute_every": {ADDMM: 1}}, 0),
+}
+
+
+@pytest.mark.parametrize("kept", BY_MODES)
+def test_no_more_dispatch_modes_than_pytorch(
+    backend, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose selective checkpoints enter one in forward and one in recomputation."""
+    options, most = BY_MODES[kept]
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    with backend.activate():
+        theirs = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+        assert num_modes(theirs, monkeypatch, backend.device) == 2
+        stash = ActivationStash("ops", min_offload_size=1, backend=backend)
+        ours = Recompute(stash, policy=SelectiveOpACParams(**options).policy())
+        assert num_modes(ours, monkeypatch, backend.device) == most
+
+
+class RunAgain(TorchDispatchMode):
+    """Counts operators that run in backward with gradients on."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        is_counted = is_in_backward and torch.is_grad_enabled() and func not in SAC_IGNORED_OPS
+        self.num += is_counted
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("early_stop", [False, True])
+@pytest.mark.parametrize("where", ["save_ops_keys", "offload_ops_keys"])
+def test_operators_run_again_are_counted(backend, where: str, early_stop: bool) -> None:
+    """As somebody else sees them."""
+    with backend.activate():
+        policy = SelectiveOpACParams(**{where: [ADDMM], "recompute_every": {ADDMM: 2}}).policy()
+        stash = ActivationStash("ops", min_offload_size=1, backend=backend)
+        recompute = Recompute(stash, policy=policy, early_stop=early_stop)
+        model = make_model(groups=(), device=backend.device)
+        x = torch.ones(5, 8, device=backend.device, requires_grad=True)
+        for layer in model:
+            x = recompute(layer, x)
+        with RunAgain() as again:
+            x.sum().backward()
+        assert recompute.counts.recomputed_ops == again.num > 0
+
+
+@pytest.mark.parametrize("where", ["save_ops_keys", "offload_ops_keys"])
+def test_operators_of_compiled_layers_are_kept(where: str) -> None:
+    """Such layers run as they are: a compiler makes other operators than those that are named."""
+    found = []
+    for is_on in (False, True):
+        torch._dynamo.reset()
+        model = make_model(groups=())
+        for layer in model:
+            layer.compile(backend="aot_eager")
+        if is_on:
+            torch._dynamo.utils.counters.clear()
+            way = SelectiveOpACParams(**{where: [ADDMM]}, min_offload_size=1)
+            counts = apply_(BY_OP, "", model, way).counts
+        for _ in range(2):
+            x = torch.ones(5, 8, requires_grad=True)
+            model(x).square().sum().backward()
+            found.append([x.grad, *(p.grad.clone() for p in model.parameters())])
+    assert same_bits(found[0], found[2]) and same_bits(found[1], found[3])
+    assert counts.saved_outputs + counts.offloaded_outputs == 3 * 3 * 2
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def test_peak_bytes_of_full_checkpoints_are_inputs() -> None:
