@@ -69,6 +69,7 @@ class Recompute:
             self._options |= {"determinism_check": determinism_check, "early_stop": early_stop}
         self._buffers = BufferMemory()
         self._is_checked = False
+        self._has_warned_of_cache = False
 
     def __deepcopy__(self, memo: object) -> Recompute:
         """A copy of a model shares what moves its tensors."""
@@ -115,11 +116,28 @@ class Recompute:
             self.stash.begin()
         self.counts.forward_calls += 1
         call = _Call(function, args, kwargs)
+        if not self._has_warned_of_cache:
+            self._warn_of_cache(function, call)
         run = self._reentrant if self._use_reentrant else self._non_reentrant
         with self._saving():
             outputs = run(function, call, call.tensors())
         self._send()
         return outputs
+
+    def _warn_of_cache(self, function: Any, call: _Call) -> None:
+        """Hugging Face's own checkpoints leave a cache out; it must not reach one of these."""
+        cache, layer = call.cache(), getattr(function, "__self__", function)
+        if cache is None or getattr(layer, "_can_checkpoint_with_cache", False):
+            return
+        self._has_warned_of_cache = True
+        name = f"layer {type(layer).__name__}" if isinstance(layer, Module) else "function"
+        warnings.warn(
+            f"a {name} is checkpointed and was given a {type(cache).__name__} to fill: where "
+            "backward runs it again, it fills that a second time, so gradients may be wrong and "
+            "nothing says so, or backward fails; set model.config.use_cache = False for training, "
+            "or call the model with use_cache=False",
+            stacklevel=3,
+        )
 
     def _non_reentrant(self, function: Any, call: Callable[..., Any], tensors: list[Tensor]) -> Any:
         before = self._buffers.of(function)
@@ -197,6 +215,10 @@ class _Call:
         assert self._first is not None, "it was run"
         return [leaf for leaf in tree_flatten(self._first)[0] if isinstance(leaf, Tensor)]
 
+    def cache(self) -> object | None:
+        """A cache of keys and values among its arguments, of a decoder of Hugging Face."""
+        return next((leaf for leaf in self._others if _is_cache(leaf)), None)
+
     def __call__(self, *tensors: Tensor) -> Any:
         """What the function returns, with ``tensors`` in their places."""
         first, self._first = self._first, None
@@ -235,3 +257,9 @@ class _Anew:
 def _has_parameters(function: object) -> bool:
     """Whether gradients flow to the function itself."""
     return isinstance(function, Module) and any(p.requires_grad for p in function.parameters())
+
+
+def _is_cache(value: object) -> bool:
+    # By name: importing transformers takes long, and few models are made with it.
+    found = ((kind.__module__, kind.__name__) for kind in type(value).__mro__)
+    return ("transformers.cache_utils", "Cache") in found
