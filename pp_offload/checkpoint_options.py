@@ -211,14 +211,15 @@ def params_for(variant: object, given: Any) -> FullACParams:
     """What the variant wants to know.
 
     Args:
-        variant: One of :class:`ActivationCheckpointingVariants`, or its value.
+        variant: One of :class:`ActivationCheckpointingVariants`, or its value, or a member of
+            another library's enum that has the value or the name of one.
         given: Parameters of ours for it, a mapping of them, or an object with such attributes.
 
     Raises:
         ValueError: There is no such variant, or the parameters are not for it.
     """
     try:
-        wanted = _PARAMS[ActivationCheckpointingVariants(variant)]
+        wanted = _PARAMS[_variant(variant)]
     except ValueError as error:
         known = ", ".join(f"{one} or {one.value!r}" for one in ActivationCheckpointingVariants)
         raise ValueError(f"unknown variant {said(variant)}; expected one of {known}") from error
@@ -246,6 +247,15 @@ def params_for(variant: object, given: Any) -> FullACParams:
             f"ac_fun_params is {said(given)}, without ac_freq; expected {wanted.__name__}"
         )
     return wanted(**values)
+
+
+def _variant(given: object) -> ActivationCheckpointingVariants:
+    if not isinstance(given, enum.Enum):
+        return ActivationCheckpointingVariants(given)
+    for one in ActivationCheckpointingVariants:
+        if given.value == one.value or given.name == one.name:
+            return one
+    return ActivationCheckpointingVariants(given)
 
 
 def _check_names(name: str, given: object) -> None:

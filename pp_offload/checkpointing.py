@@ -61,7 +61,7 @@ class ActivationCheckpointing:
         """Wrap the layers of ``model``.
 
         Args:
-            ac_variant: How much is checkpointed.
+            ac_variant: How much is checkpointed: one of ours, its value, or Modalities' own member.
             layers_fqn: Name in the model of the ModuleDict, ModuleList or Sequential of layers.
             model: Its forward begins a microbatch; any number may be in flight.
             ac_fun_params: :class:`FullACParams`, :class:`SelectiveLayerACParams` or

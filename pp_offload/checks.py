@@ -11,6 +11,7 @@ come before anything is changed.
 from __future__ import annotations
 
 import difflib
+import enum
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -34,7 +35,7 @@ def said(value: object) -> str:
     A tensor would be copied from its device to be printed, and a model fills the screen.
     """
     if not isinstance(value, (*_PLAIN, list, tuple, set, dict)):
-        return _kind_of(value)
+        return str(value) if isinstance(value, enum.Enum) else _kind_of(value)
     try:
         text = repr(value)
     except Exception:  # of something inside

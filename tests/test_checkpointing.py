@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import gc
 import pickle
 import warnings
@@ -457,6 +458,34 @@ def test_parameters_of_another_library_will_do() -> None:
     apply_(BY_OP, "", nn.Sequential(nn.Linear(2, 2)), params(save_ops_keys=[OP]))
     apply_(EVERY_FEW.value, "", nn.Sequential(nn.Linear(2, 2)), {"ac_freq": 1})
     assert ActivationCheckpointedModelConfig.FullACParams is FullACParams
+
+
+class Theirs(enum.Enum):
+    """Modalities' own variants, as they are written there."""
+
+    FULL_ACTIVATION_CHECKPOINTING = "full_activation_checkpointing"
+    SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING = "selective_layer_activation_checkpointing"
+    SELECTIVE_OP_ACTIVATION_CHECKPOINTING = "selective_op_activation_checkpointing"
+
+
+Named = enum.Enum("Named", list(Theirs.__members__))
+"""The same names, with numbers for values."""
+
+
+@pytest.mark.parametrize("variants", [Theirs, Named])
+def test_variants_of_another_library_will_do(variants: type[enum.Enum]) -> None:
+    wanted = {"FULL": params(), "LAYER": params(ac_freq=2), "OP": params(save_ops_keys=[OP])}
+    for variant, values, num in zip(variants, wanted.values(), (3, 1, 3), strict=True):
+        model = make_model(groups=())
+        recompute = apply_(variant, "", model, values)
+        model(torch.ones(5, 8)).sum().backward()
+        assert recompute.counts.recomputed_calls == num, variant
+
+
+def test_a_member_of_another_library_that_is_no_variant_is_refused() -> None:
+    other = enum.Enum("Colour", ["RED"]).RED
+    with pytest.raises(ValueError, match=r"unknown variant Colour\.RED; expected one of .*FULL_"):
+        apply_(other, "", make_model(groups=()), FullACParams())
 
 
 def test_save_dict_has_the_operators_of_the_reference() -> None:
