@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 from checkpointed import FULL
-from tiny_llama import make_data, make_llama
 from torch import Tensor, nn
 from toy import same_bits
-from transformers import DynamicCache
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from pp_offload import ActivationCheckpointing, FullACParams
 from pp_offload.recompute import Recompute
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from tiny_llama import make_data, make_llama
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 MESSAGE = r"LlamaDecoderLayer .* DynamicCache .* model\.config\.use_cache = False"
 
