@@ -121,6 +121,21 @@ def check_flag(name: str, value: object) -> None:
     check_all(flag_problem(name, value))
 
 
+def check_switch(name: str, value: object) -> None:
+    """On or off, asked for every group that runs: True, False, or what stands for one of them.
+
+    A config may have None, 0 or 1 there, or a number of NumPy's.
+
+    Raises:
+        ValueError: It is something else, such as ``"no"``, which would be taken for on.
+    """
+    if value is True or value is False or value is None:
+        return
+    is_number = isinstance(value, int) or type(value).__name__ == "bool"  # that of NumPy
+    if not is_number or value not in (0, 1):
+        check_all(flag_problem(name, value))
+
+
 def check_kind(
     name: str, value: object, kind: type | tuple[type, ...], expected: str, advice: str = ""
 ) -> None:
@@ -147,12 +162,15 @@ def check_group_name(action: str, name: object) -> None:
 
     Raises:
         TypeError: ``name`` is no ``str``.
+        ValueError: It is empty.
     """
-    if not isinstance(name, str):
-        raise TypeError(
-            f"{action} of a group whose name is {said(name)}, expected a str, such as 'mlp'; give "
-            "the start and the commit of a group the same name"
-        )
+    if isinstance(name, str) and name:
+        return
+    kind = ValueError if name == "" else TypeError
+    raise kind(
+        f"{action} of a group whose name is {said(name)}, expected a str, such as 'mlp'; give the "
+        "start and the commit of a group the same name"
+    )
 
 
 def checked_tensors(name: str, given: object) -> Sequence[Tensor] | None:

@@ -19,7 +19,13 @@ from functools import partial
 
 from torch import Tensor
 
-from pp_offload.checks import check_count, check_group_name, check_kind, checked_tensors
+from pp_offload.checks import (
+    check_count,
+    check_group_name,
+    check_kind,
+    check_switch,
+    checked_tensors,
+)
 from pp_offload.errors import GroupStateError
 from pp_offload.group import GroupState, OffloadTensorGroup
 from pp_offload.payload import tickets_for
@@ -150,6 +156,7 @@ class ChunkOffloadHandler:
         Raises:
             GroupStateError: The chunk belongs to another thread.
             TypeError: ``name`` is no ``str``.
+            ValueError: It is empty.
         """
         check_group_name("start", name)
         if threading.get_ident() != self.thread.ident:
@@ -196,8 +203,10 @@ class ChunkOffloadHandler:
         Raises:
             GroupStateError: No open group has this name, or the chunk belongs to another thread.
             TypeError: ``name`` is no ``str``, or ``forced_released_tensors`` no list of tensors.
+            ValueError: ``name`` is empty, or ``delay`` neither True nor False.
         """
         check_group_name("commit", name)
+        check_switch("delay_offload", delay)
         released = checked_tensors("forced_released_tensors", forced_released_tensors)
         if threading.get_ident() != self.thread.ident:
             raise self._other_thread("commit", name)

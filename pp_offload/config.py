@@ -28,6 +28,9 @@ COUNTS = (
 )
 """Options that are integers of at least zero."""
 
+MAX_NUMA_NODES = 1024
+"""No Linux kernel can be built for more; which of them a machine has is not known here."""
+
 OPTIONAL_COUNTS = ("max_in_flight_bytes", "prefetch_bytes", "host_budget_bytes", "numa_node")
 """Those of them that may be None."""
 
@@ -107,6 +110,11 @@ class OffloadConfig:
             problem = count_problem(name, value)
             if problem and not (value is None and name in OPTIONAL_COUNTS):
                 yield problem
+        if isinstance(self.numa_node, int) and self.numa_node >= MAX_NUMA_NODES:
+            yield (
+                f"numa_node is {self.numa_node}, expected a node as the system numbers them, at "
+                f"most {MAX_NUMA_NODES - 1}; lscpu lists them"
+            )
         if not _is_fraction(self.activation_offload_fraction):
             fraction = said(self.activation_offload_fraction)
             yield f"activation_offload_fraction is {fraction}, expected 0 to 1"

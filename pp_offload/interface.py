@@ -28,6 +28,7 @@ from pp_offload.checkpoint_regions import (
     takes_again,
     top_pack,
 )
+from pp_offload.checks import check_switch
 from pp_offload.chunk import ChunkOffloadHandler
 from pp_offload.cuda_graph import fine_grained_offloading_forward_record
 from pp_offload.errors import GroupStateError
@@ -109,10 +110,14 @@ class FineGrainedActivationOffloadingInterface:
         tensor: The group's input.
         name: Of the group.
 
+    Raises:
+        ValueError: ``offload`` is neither on nor off.
+
     Source: Megatron-LM ``FineGrainedActivationOffloadingInterface``.
     """
 
     def __init__(self, offload: bool, tensor: Tensor, name: str) -> None:
+        check_switch("offload", offload)
         self.offload = offload
         self.tensor = tensor
         self.name = name

@@ -79,7 +79,7 @@ def offload_modules(
 
     Raises:
         ValueError: A pattern matches no module, and the message lists names that come near; or a
-            module is a group already, or matches two; or there is no group, or no pattern.
+            module is a group already, or matches two; or there is no group, no pattern, or no name.
         TypeError: ``model`` is no module, ``groups`` no mapping, or a name or pattern no ``str``.
     """
     check_kind("model", model, Module, "an nn.Module")
@@ -110,7 +110,7 @@ def check_patterns(groups: object) -> None:
     """Patterns of module names by group, whatever model they are for.
 
     Raises:
-        ValueError: There are none, or none for a group.
+        ValueError: There are none, or none for a group, or a name is empty.
         TypeError: They are no mapping, or a name or pattern is no ``str``.
     """
     such = 'such as {"mlp": "layers.*.mlp"}'
@@ -122,6 +122,8 @@ def check_patterns(groups: object) -> None:
         raise ValueError(f"groups is empty, expected at least one group, {such}; else leave it out")
     for group, patterns in groups.items():
         check_kind("the name of a group", group, str, f"a str, {such}")
+        if not group:
+            raise ValueError(f"the name of a group is '', expected one that is not empty, {such}")
         _check_patterns_of(group, patterns)
 
 

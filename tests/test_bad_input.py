@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -541,6 +542,66 @@ def test_groups_that_are_none_leave_the_model_as_it_was(
         offload_modules(model, groups)
     assert not any(module._forward_pre_hooks for module in model.modules())
     offload_modules(model, {"a": "layers.0", "b": "layers.1"}).remove()
+
+
+SWITCHES: Mapping[str, Callable[[Any, Tensor], object]] = {
+    "offload": lambda wrong, x: off_interface(wrong, x, "mlp"),
+    "delay_offload": lambda wrong, x: off_interface.group_commit(x, "mlp", None, wrong),
+}
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize("wrong", ["yes", "", 2, [], 0.5, torch.ones(2)], ids=repr)
+@pytest.mark.parametrize("where", SWITCHES)
+def test_a_switch_that_is_neither_on_nor_off(
+    manager: PipelineOffloadManager, where: str, wrong: Any
+) -> None:
+    open_chunk(manager)
+    x = ones(manager)
+    with off_interface(True, x, "mlp") as inside:
+        y = inside.exp()
+    refused(
+        manager,
+        lambda: SWITCHES[where](wrong, x),
+        ValueError,
+        f"{where} is .*, expected True or False",
+    )
+    off_interface.group_commit(y, "mlp").sum().backward()
+    assert manager.statistics().bytes_offloaded == y.nbytes
+
+
+@ONE_BACKEND
+@pytest.mark.parametrize("on", [True, 1, np.True_], ids=repr)
+@pytest.mark.parametrize("off", [False, None, 0, np.False_], ids=repr)
+def test_what_stands_for_on_and_off(manager: PipelineOffloadManager, on: Any, off: Any) -> None:
+    """A config may have such, and always could."""
+    chunk, x = open_chunk(manager), ones(manager)
+    with off_interface(off, x, "mlp") as inside:
+        y = inside.exp()
+    assert chunk.is_empty_chunk()
+    with off_interface(on, y, "mlp") as inside:
+        z = inside.exp()
+    off_interface.group_commit(z, "mlp", None, on)
+    assert len(manager.services.delayed) == 1
+    manager.flush_delayed_groups()
+    z.sum().backward()
+    assert manager.statistics().bytes_offloaded == z.nbytes
+
+
+@ONE_BACKEND
+def test_a_group_with_an_empty_name(manager: PipelineOffloadManager) -> None:
+    chunk, x = open_chunk(manager), ones(manager)
+    refused(manager, lambda: off_interface(True, x, "").__enter__(), ValueError, "name is ''")
+    refused(manager, lambda: off_interface.group_commit(x, ""), ValueError, "name is ''")
+    assert chunk.is_empty_chunk()
+    model = Net()
+    refused(
+        manager,
+        lambda: offload_modules(model, {"a": "layers.1", "": "layers.0"}),
+        ValueError,
+        "name of a group is '', expected one that is not empty",
+    )
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 NAMES: Mapping[str, object] = {"None": None, "a number": 3, "bytes": b"mlp", "a list": ["mlp"]}

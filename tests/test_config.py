@@ -168,6 +168,13 @@ def test_a_nul_byte_in_a_directory_is_said() -> None:
         OffloadConfig(tiers=("disk",), disk_dir=Path("/scr\0atch"))
 
 
+@pytest.mark.parametrize("node", [1024, 99999])
+def test_a_node_that_no_machine_has_is_an_error(node: int) -> None:
+    with pytest.raises(ConfigError, match=f"numa_node is {node}, expected .* at most 1023; lscpu"):
+        OffloadConfig(numa_node=node)
+    assert OffloadConfig(numa_node=1023).numa_node == 1023
+
+
 def test_violations_of_the_chain_are_in_the_same_error() -> None:
     with pytest.raises(ConfigError) as error:
         OffloadConfig(tiers=("tape",), disk_dir=7, numa_node=-1, host_budget_bytes=-1)  # type: ignore[arg-type]
