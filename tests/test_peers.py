@@ -1,0 +1,241 @@
+"""Calls as they are written for other libraries do here what they do there.
+
+What these libraries' functions take is written out below, so that the calls are tested without
+them. Where one is installed, what is written is compared with it.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy import make_model, same_bits
+
+from pp_offload import (
+    ActivationCheckpointing,
+    NoOpManager,
+    OffloadActivations,
+    OffloadModel,
+    get_act_offloading_ctx_manager,
+    get_lora_act_offloading_ctx_manager,
+)
+
+REQUIRED = inspect.Parameter.empty
+
+SIZES = {"min_offload_size": 1024, "max_fwd_stash_size": 5}
+STREAMS = {"use_pin_memory": True, "use_streams": True}
+
+TRL = "trl.models.activation_offloading"
+TORCHTUNE = "torchtune.training"
+FAIRSCALE = "fairscale.experimental.nn.offload"
+MODALITIES = "modalities.training.activation_checkpointing.activation_checkpointing"
+
+TAKEN: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    (TRL, "OffloadActivations"): {**STREAMS, **SIZES},
+    (TRL, "NoOpManager"): {},
+    (TRL, "get_act_offloading_ctx_manager"): {
+        "model": REQUIRED,
+        **STREAMS,
+        **SIZES,
+        "warn_if_no_head": True,
+    },
+    (TORCHTUNE, "OffloadActivations"): {**STREAMS, **SIZES},
+    (TORCHTUNE, "NoOpManager"): {},
+    (TORCHTUNE, "get_act_offloading_ctx_manager"): {
+        "model": REQUIRED,
+        "enable_activation_offloading": REQUIRED,
+    },
+    (FAIRSCALE, "OffloadModel"): {
+        "model": REQUIRED,
+        "device": REQUIRED,
+        "offload_device": torch.device("cpu"),
+        "num_slices": 3,
+        "checkpoint_activation": False,
+        "num_microbatches": 1,
+    },
+    (MODALITIES, "ActivationCheckpointing.apply_activation_checkpointing_"): {
+        "ac_variant": REQUIRED,
+        "layers_fqn": REQUIRED,
+        "model": REQUIRED,
+        "ac_fun_params": REQUIRED,
+    },
+    (MODALITIES, "apply_activation_checkpointing_fsdp1_inplace"): {
+        "model": REQUIRED,
+        "activation_checkpointing_modules": REQUIRED,
+    },
+}
+"""Parameters and their defaults, by library and name."""
+
+IDS = [f"{module.partition('.')[0]} {name}" for module, name in TAKEN]
+
+
+def find(owner: Any, name: str) -> Callable[..., Any]:
+    for part in name.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+@pytest.mark.parametrize(("module", "name"), TAKEN, ids=IDS)
+def test_what_is_written_here_is_what_they_take(module: str, name: str) -> None:
+    theirs = find(pytest.importorskip(module, exc_type=ImportError), name)
+    found = inspect.signature(theirs).parameters
+    assert {one.name: one.default for one in found.values()} == TAKEN[module, name]
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Of ours, with the options that one of them hands on."""
+    found = dict(inspect.signature(function).parameters)
+    if found.pop("options", None):
+        found = {**parameters(get_lora_act_offloading_ctx_manager), **found}
+    return found
+
+
+@pytest.mark.parametrize(("module", "name"), TAKEN, ids=IDS)
+def test_what_they_take_is_taken_here_with_the_same_default(module: str, name: str) -> None:
+    package = "pp_offload.checkpointing" if module == MODALITIES else "pp_offload"
+    ours = parameters(find(importlib.import_module(package), name))
+    taken = TAKEN[module, name]
+    assert taken.keys() <= ours.keys()
+    defaults = {one: value for one, value in taken.items() if value is not REQUIRED}
+    assert {one: ours[one].default for one in defaults} == defaults
+
+
+class Decoder(nn.Module):
+    """Layers in a ModuleDict, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = make_model(layers=3, groups=())
+        self.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(layers)})
+        self.lm_head = nn.Linear(8, 4)
+        nn.init.constant_(self.lm_head.weight, 0.1)
+        nn.init.constant_(self.lm_head.bias, 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def step(model: nn.Module, context: Any = None) -> list[Tensor]:
+    x = torch.linspace(-1, 1, 64 * 8).view(64, 8)
+    with context or torch.enable_grad():
+        loss = model(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+CONTEXTS: Mapping[str, Callable[[nn.Module], Any]] = {
+    "TRL's trainers": lambda model: get_act_offloading_ctx_manager(model=model),
+    "TRL, all by name": lambda model: get_act_offloading_ctx_manager(
+        model=model, **STREAMS, **SIZES, warn_if_no_head=False
+    ),
+    "TRL, the context": lambda model: OffloadActivations(**STREAMS, **SIZES),
+    "torchtune's recipes": lambda model: get_act_offloading_ctx_manager(model, True),
+    "torchtune, the context": lambda model: OffloadActivations(
+        use_streams=False, max_fwd_stash_size=2
+    ),
+    "axolotl's mixin": lambda model: get_lora_act_offloading_ctx_manager(model, use_streams=True),
+}
+"""As these libraries, and who uses them, make a context."""
+
+
+@pytest.mark.parametrize("how", CONTEXTS)
+def test_contexts(how: str) -> None:
+    expected = step(Decoder())
+    model = Decoder()
+    context = CONTEXTS[how](model)
+    context.update_model_params(model)
+    assert same_bits(step(model, context), expected)
+    assert context.statistics().bytes_offloaded > 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda model: get_act_offloading_ctx_manager(model, False), lambda model: NoOpManager()],
+)
+def test_contexts_that_do_nothing(make: Callable[[nn.Module], Any]) -> None:
+    model = Decoder()
+    outer = OffloadActivations()
+    with outer:
+        assert same_bits(step(model, make(model)), step(Decoder()))
+
+
+def test_a_model_as_fairscale_is_given_one() -> None:
+    layers = nn.Sequential(*make_model(groups=()))
+    expected = step(layers)
+    for is_checkpointed in (False, True):
+        model = OffloadModel(
+            model=nn.Sequential(*make_model(groups=())),
+            device=torch.device("cpu"),
+            offload_device=torch.device("cpu"),
+            num_slices=3,
+            checkpoint_activation=is_checkpointed,
+            num_microbatches=1,
+        )
+        assert same_bits(step(model), expected)
+
+
+class Written(enum.Enum):
+    """Modalities' own variants, as they are written there."""
+
+    FULL_ACTIVATION_CHECKPOINTING = "full_activation_checkpointing"
+    SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING = "selective_layer_activation_checkpointing"
+    SELECTIVE_OP_ACTIVATION_CHECKPOINTING = "selective_op_activation_checkpointing"
+
+
+VALUES: tuple[dict[str, Any], ...] = (
+    {},
+    {"ac_freq": 2},
+    {"save_ops_keys": list(ActivationCheckpointing.SAVE_DICT)},
+)
+"""Of the parameters of each variant."""
+
+
+def checkpoint(variant: enum.Enum, params: object, num_layers: int) -> None:
+    expected, model = step(Decoder()), Decoder()
+    recompute = ActivationCheckpointing.apply_activation_checkpointing_(
+        ac_variant=variant,  # type: ignore[arg-type]
+        layers_fqn="layers",
+        model=model,
+        ac_fun_params=params,
+    )
+    assert same_bits(step(model), expected)
+    assert recompute.counts.recomputed_calls == num_layers
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_checkpoints_as_modalities_asks_for_them(number: int) -> None:
+    params = types.SimpleNamespace(**VALUES[number])
+    checkpoint(list(Written)[number], params, (3, 1, 3)[number])
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_checkpoints_by_the_very_members_of_modalities(number: int) -> None:
+    module = pytest.importorskip(f"{MODALITIES}_variants", exc_type=ImportError)
+    theirs = module.ActivationCheckpointingVariants
+    assert {one.name: one.value for one in theirs} == {one.name: one.value for one in Written}
+    params = types.SimpleNamespace(**VALUES[number])
+    checkpoint(list(theirs)[number], params, (3, 1, 3)[number])
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_checkpoints_with_the_very_parameters_of_modalities(number: int) -> None:
+    config = pytest.importorskip("modalities.config.config", exc_type=ImportError)
+    name = ("FullACParams", "SelectiveLayerACParams", "SelectiveOpACParams")[number]
+    params = getattr(config.ActivationCheckpointedModelConfig, name)(**VALUES[number])
+    checkpoint(list(Written)[number], params, (3, 1, 3)[number])
+
+
+def test_arguments_of_trl_say_whether_anything_is_offloaded() -> None:
+    """What is read of them here is a flag there."""
+    trl = pytest.importorskip("trl", exc_type=ImportError)
+    for kind in (trl.SFTConfig, trl.DPOConfig):
+        assert kind.__dataclass_fields__["activation_offloading"].default is False
