@@ -1,9 +1,9 @@
-"""The engine on a device whose streams are really late: the same bits, and faults that are seen."""
+"""The engine on a device whose streams are really late: the same bits. See test_waits.py, too."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -15,8 +15,6 @@ from toy import assert_idle, batches, make_model, run_step, same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import AcceleratorBackend, GraphSafeBackend, default_backend
-from pp_offload.flights import Flights
-from pp_offload.transfer import TransferEngine
 
 pytestmark = pytest.mark.emulated
 
@@ -108,45 +106,3 @@ def held_after_forward(groups: tuple[str, ...]) -> int:
 def test_memory_on_the_device_becomes_less(emulated: ModuleType, delays: str) -> None:
     emulated.set_delays(**DELAYS[delays])
     assert held_after_forward(("mix", "mlp")) < 0.6 * held_after_forward(())
-
-
-def nothing(*args: object, **kwargs: object) -> None:
-    """In place of a wait."""
-
-
-FAULTS = {
-    "d2h does not wait for compute": ("_d2h_waits_for_compute", "late compute"),
-    "h2d does not wait for compute": ("_h2d_waits_for_compute", "late compute"),
-    "h2d does not wait for the offload": ("_h2d_waits_for_offloaded", "late d2h"),
-    "compute does not wait for the reload": ("_compute_waits_for", "late h2d"),
-}
-"""The wait, and what has to be late for its absence to be seen in whole steps.
-
-All others, and these again, are in test_waits.py, each in a program of its own.
-"""
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wait_left_out_comes_out_wrong(
-    emulated: ModuleType, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    method, delays = FAULTS[fault]
-    monkeypatch.setattr(TransferEngine, method, nothing)
-    emulated.set_delays(**DELAYS[delays])
-    with manager_of(tmp_path, {}):
-        assert not steps_are_equal()
-
-
-def test_sources_let_go_early_come_out_wrong(
-    emulated: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    begin: Callable[..., object] = Flights.begin
-
-    def forgets(self: Flights, payloads: list, copies: object, nbytes: int) -> object:
-        return begin(self, [], copies, nbytes)
-
-    monkeypatch.setattr(Flights, "begin", forgets)
-    monkeypatch.setattr(TransferEngine, "_lend", nothing)
-    emulated.set_delays(d2h_us=2000)
-    with manager_of(tmp_path, {}):
-        assert not steps_are_equal()
