@@ -38,6 +38,7 @@ from pp_offload.checkpoint_regions import is_recomputing
 from pp_offload.checks import check_count, check_flag, count_problem, said
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
+from pp_offload.homes import move_home
 from pp_offload.microbatches import join, split
 from pp_offload.plain_copies import PlainCopies
 from pp_offload.recompute import Recompute
@@ -224,9 +225,7 @@ class OffloadModel(nn.Module):
             else:
                 homes = _pinned(new, backend) if new else []
             for parameter, home in zip(new, homes, strict=True):
-                parameter.data = home
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(HOST)
+                move_home(parameter, home)
 
     def _place_buffers(self, device: torch.device) -> None:
         moved: dict[int, Tensor] = {}

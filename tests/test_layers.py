@@ -30,6 +30,7 @@ LAYERS = [
     {"wrappers"},
     {
         "tensors",
+        "homes",
         "policy",
         "slices",
         "microbatches",

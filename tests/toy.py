@@ -57,6 +57,20 @@ def make_model(
     return model.to(device)
 
 
+def moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """``model.to(device)``, with weights that are shared still shared.
+
+    PyTorch sees to that for the devices it knows. On that of a plug-in each use of a parameter
+    becomes one of its own, unless it is asked to exchange what is inside.
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def batches(num: int, width: int = 8, step: int = 0, length: int = 5) -> list[Tensor]:
     """Inputs of one step, the same every time."""
     generator = torch.Generator().manual_seed(100 + step)
