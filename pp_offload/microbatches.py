@@ -1,6 +1,8 @@
-"""Inputs of a forward in equal parts along the batch, and outputs in one piece again.
+"""Inputs of a forward in parts along the batch, and outputs in one piece again.
 
-Tensors are found wherever they stand in tuples, lists and dicts.
+Tensors are found wherever they stand in tuples, lists and dicts. The parts are those of
+``torch.chunk``: of the same size, but for the last, which has the rest; and there are fewer of them
+where the batch is too small for so many.
 
     parts = split(inputs, 4)
     output = join([model(*part) for part in parts])
@@ -21,10 +23,10 @@ def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...
 
     Args:
         inputs: Tensors of one dimension or more are cut along the first; all else goes to each.
-        num_microbatches: At least one; must divide the batch.
+        num_microbatches: At least one. The most there will be.
 
     Raises:
-        ValueError: The batch cannot be divided, tensors differ in it, or there is none.
+        ValueError: Tensors differ in the batch, or there is none.
     """
     if num_microbatches == 1:
         return [inputs]
@@ -42,15 +44,9 @@ def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...
             f"them into {num_microbatches} microbatches; pass what is not batched as a plain value "
             "or a tensor without dimensions, or take num_microbatches=1"
         )
-    if sizes[0] == 0 or sizes[0] % num_microbatches:
-        raise ValueError(
-            f"a batch of {sizes[0]} cannot be cut into {num_microbatches} equal microbatches; "
-            "expected a multiple; pad the batch, or change num_microbatches"
-        )
-    parts = [
-        leaf.chunk(num_microbatches) if _has_batch(leaf) else [leaf] * num_microbatches
-        for leaf in leaves
-    ]
+    size = max(1, -(-sizes[0] // num_microbatches))
+    num = max(1, -(-sizes[0] // size))  # a batch of none is one part, as it is
+    parts = [leaf.split(size) if _has_batch(leaf) else [leaf] * num for leaf in leaves]
     cut = [tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
     return [tuple(one) for one in cut]
 

@@ -70,7 +70,8 @@ class OffloadModel(nn.Module):
         checkpoint_activation: Run each slice again in backward, instead of keeping what it saves;
             its inputs wait on the host.
         num_microbatches: Parts of the batch that go through a slice one after another, while it is
-            there. They must be equal.
+            there: those of ``torch.chunk``, so that the last may be smaller, and there are fewer
+            where the batch is too small for so many.
         backend: Of ``device``; made when None.
         config: How much may be in flight, and the tiers of what a checkpoint keeps.
 

@@ -105,6 +105,48 @@ def test_microbatches(kind: str, num: int, make, again: bool) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("make", [sliced.mlp, sliced.named, sliced.images], ids=name)
+@pytest.mark.parametrize("last", [7, 5, 3, 1, 0])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_the_last_batch_of_an_epoch_may_be_smaller(kind: str, last: int, make, again: bool) -> None:
+    """As torch.chunk cuts it: 7 are 2 + 2 + 2 + 1, 5 are 2 + 2 + 1, and of 3 each is alone."""
+    with pair(make, kind, checkpoint_activation=again, num_microbatches=4) as (plain, model):
+
+        def in_parts(x: Tensor) -> Tensor:
+            return torch.cat([plain(part) for part in x.chunk(4)])
+
+        results = []
+        for one, call in ((plain, in_parts), (model, model)):
+            optimizer = sgd(one.parameters())
+            found = []
+            for _epoch, rows in product(range(2), (8, last)):
+                (whole,) = inputs_for(one, 1)
+                x = whole.detach()[:rows].requires_grad_()
+                output = call(x)
+                output.square().sum().backward()
+                found += [output.detach().cpu(), x.grad.cpu(), *state(one)]
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(found)
+        assert same_bits(*results)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(8, [2] * 4), (7, [2, 2, 2, 1]), (5, [2, 2, 1])])
+def test_what_has_no_batch_goes_to_every_microbatch(rows: int, expected: list[int]) -> None:
+    seen: list[tuple[int, float, str]] = []
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor, scale: Tensor, word: str) -> Tensor:
+            seen.append((len(x), scale.item(), word))
+            return x
+
+    model = OffloadModel(nn.Sequential(Looks()), "cpu", num_slices=1, num_microbatches=4)
+    x = torch.arange(float(rows))
+    assert torch.equal(model(x, torch.tensor(3.0), "a"), x)
+    assert seen == [(one, 3.0, "a") for one in expected]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("make", MODELS, ids=name)
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_gradients_of_gradients(kind: str, make, again: bool) -> None:
@@ -570,8 +612,6 @@ class Scalar(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "shapes", "message"),
     [
-        ([nn.Identity()], [(5, 2)], "a batch of 5 cannot be cut into 2 equal microbatches"),
-        ([nn.Identity()], [(0, 2)], "a batch of 0 cannot be cut"),
         ([nn.Bilinear(2, 2, 2)], [(4, 2), (6, 2)], r"first dimensions \[4, 6\]; expected .* one"),
         ([nn.Identity()], [()], r"first dimensions \[\]; expected tensors"),
         ([Scalar()], [(4, 2)], "an output of 2 microbatches is a tensor of 0 dimensions"),
