@@ -56,17 +56,22 @@ HOST = torch.device("cpu")
 
 
 class OffloadModel(nn.Module):
-    """Trains a Sequential whose parameters, gradients and optimizer stay on the host.
+    """Trains layers whose parameters, gradients and optimizer stay on the host.
 
-    The layers become its own, under their names: ``state_dict`` is that of ``model``. Their
+    The layers become its own, under their names: ``state_dict`` is that of ``model``, or of an
+    ``nn.ModuleList`` of the list. Their
     parameters are moved to the host, into pinned memory where the device can use that, and their
     buffers to the device, for good. Layers must not checkpoint themselves.
 
     Args:
-        model: A plain :class:`torch.nn.Sequential`, whose layers see one object each.
+        model: A plain :class:`torch.nn.Sequential`, whose layers see one object each, and which is
+            cut into slices. Or a list of modules, or an :class:`torch.nn.ModuleList`, which are the
+            slices: each takes what the one before returns, the elements of a tuple one by one. So a
+            sharder may have cut the model.
         device: Where it computes. Inputs have to be there.
         offload_device: Where parameters and gradients are: the host.
-        num_slices: Pieces of consecutive layers; about two of them are on the device at a time.
+        num_slices: Pieces of consecutive layers; about two of them are on the device at a time. Of
+            a list there are as many as it has modules, whatever is said here.
         checkpoint_activation: Run each slice again in backward, instead of keeping what it saves;
             its inputs wait on the host.
         num_microbatches: Parts of the batch that go through a slice one after another, while it is
@@ -76,8 +81,9 @@ class OffloadModel(nn.Module):
         config: How much may be in flight, and the tiers of what a checkpoint keeps.
 
     Raises:
-        ValueError: ``model`` is no plain Sequential, its parameters are no dense tensors with
-            data, a number is out of range or none, or a device cannot be what it shall be.
+        ValueError: ``model`` is no plain Sequential or list of modules, its parameters are no dense
+            tensors with data, a number is out of range or none, or a device cannot be what it shall
+            be.
         TypeError: ``config`` is no :class:`OffloadConfig`, or ``backend`` no backend.
 
     Source: fairscale ``OffloadModel``.
@@ -85,7 +91,7 @@ class OffloadModel(nn.Module):
 
     def __init__(
         self,
-        model: nn.Sequential,
+        model: nn.Sequential | nn.ModuleList | Sequence[nn.Module],
         device: torch.device | str,
         offload_device: torch.device | str = HOST,
         num_slices: int = 3,
@@ -96,8 +102,9 @@ class OffloadModel(nn.Module):
         config: OffloadConfig | None = None,
     ) -> None:
         super().__init__()
-        _check_model(model)
-        _check_counts(len(_layers_of(model)), num_slices, num_microbatches)
+        layers = _container(model)
+        _check_model(layers)
+        _check_counts(layers, num_slices, num_microbatches)
         check_flag("checkpoint_activation", checkpoint_activation)
         config = config_or_default(config)
         where, home = _device("device", device), _device("offload_device", offload_device)
@@ -105,11 +112,12 @@ class OffloadModel(nn.Module):
             backend = default_backend(where)
         check_backend(backend)
         _check_devices(where, home, backend)
-        for name, layer in model._modules.items():
+        for name, layer in layers._modules.items():
             self.add_module(name, layer)
-        self.training = model.training
+        self.training = layers.training
         self._num_microbatches = num_microbatches
-        self._slices = partition([_bytes_of(layer) for layer in _layers_of(self)], num_slices)
+        self._is_list = isinstance(layers, nn.ModuleList)
+        self._slices = _cut(layers, num_slices)
         in_memory = dataclasses.replace(config, tiers=("host",), disk_dir=None)
         self._cache = SliceCache(PlainCopies(make_engine(backend, in_memory)))
         self._recompute: Recompute | None = None
@@ -143,8 +151,9 @@ class OffloadModel(nn.Module):
         try:
             values = split(inputs, self._num_microbatches)
             for index, one in enumerate(layers):
-                values = [(value,) for value in self._through(run, index, one, values)]
-            output = join([value for (value,) in values])
+                outputs = self._through(run, index, one, values)
+                values = [self._arguments(output) for output in outputs]
+            output = join(outputs)
         except BaseException:
             self._cache.drop()
             raise
@@ -168,6 +177,10 @@ class OffloadModel(nn.Module):
     def peak_parameter_bytes_on_device(self) -> int:
         """The most bytes of parameters that the device had at a time."""
         return self._cache.peak_bytes
+
+    def _arguments(self, output: Any) -> tuple[Any, ...]:
+        """What the next slice is called with."""
+        return output if self._is_list and isinstance(output, tuple) else (output,)
 
     def _layers(self) -> Iterator[SliceLayers]:
         """The slices, of the layers as they are now."""
@@ -262,22 +275,53 @@ def _bytes_of(layer: nn.Module) -> dict[int, int]:
     return {id(parameter): parameter.nbytes for parameter in layer.parameters()}
 
 
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+def _container(model: object) -> nn.Module:
+    """What has the layers; of a list, which are slices as they are, a ModuleList."""
+    if not isinstance(model, list | tuple):
+        return _check_kind(model)
+    wrong = {i: one for i, one in enumerate(model) if not isinstance(one, nn.Module)}
+    if wrong:
         raise ValueError(
-            f"the model is a {type(model).__name__}; expected an nn.Sequential with its own "
-            "forward, which says what each layer computes with; write the model as one"
+            f"slices {list(wrong)} are no modules: {', '.join(map(said, wrong.values()))}; "
+            "expected a list of nn.Module objects, each of which is a slice; make one of several "
+            "layers with nn.Sequential(*layers)"
         )
+    slices = nn.ModuleList(model)
+    slices.training = all(one.training for one in model)
+    return slices
+
+
+def _check_kind(model: object) -> nn.Module:
+    for kind in (nn.Sequential, nn.ModuleList):
+        if isinstance(model, kind) and type(model).forward is kind.forward:
+            return model
+    raise ValueError(
+        f"the model is a {type(model).__name__}; expected an nn.Sequential with its own forward, "
+        "which says what each layer computes with, or a list of modules, each of which is a slice; "
+        "write the model as one, or cut it with torch.fx"
+    )
+
+
+def _cut(layers: nn.Module, num_slices: int) -> list[range]:
+    """Those of a list were cut by the caller."""
+    found = _layers_of(layers)
+    if isinstance(layers, nn.ModuleList):
+        return [range(index, index + 1) for index in range(len(found))]
+    return partition([_bytes_of(layer) for layer in found], num_slices)
+
+
+def _check_model(model: nn.Module) -> None:
+    kind = "Sequential" if isinstance(model, nn.Sequential) else "ModuleList"
     own = [*model._parameters, *model._buffers]
     if own:
         raise ValueError(
-            f"the Sequential itself has {own}; expected parameters and buffers in its layers only; "
+            f"the {kind} itself has {own}; expected parameters and buffers in its layers only; "
             "put them into a layer"
         )
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(model, name) for name in hooks):
         raise ValueError(
-            "the Sequential itself has hooks, which would not run; expected hooks on its layers "
+            f"the {kind} itself has hooks, which would not run; expected hooks on its layers "
             "only; register them on the OffloadModel"
         )
     if any(isinstance(module, ActivationWrapper) for module in model.modules()):
@@ -288,7 +332,7 @@ def _check_model(model: nn.Module) -> None:
     if any(isinstance(module, OffloadModel) for module in model.modules()):
         raise ValueError(
             "a layer is, or has, an OffloadModel; expected plain layers; put its layers into the "
-            "Sequential instead"
+            f"{kind} instead"
         )
     _check_memory(dict(model.named_parameters()))
 
@@ -319,13 +363,19 @@ def _check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def _check_counts(num_layers: int, num_slices: int, num_microbatches: int) -> None:
+def _check_counts(layers: nn.Module, num_slices: int, num_microbatches: int) -> None:
+    check_count("num_microbatches", num_microbatches, least=1)
+    num_layers = len(_layers_of(layers))
+    if isinstance(layers, nn.ModuleList):
+        if not num_layers:
+            raise ValueError("the list of slices is empty; expected at least one module in it")
+        check_count("num_slices", num_slices, least=1)
+        return
     if count_problem("num_slices", num_slices, 1) or num_slices > num_layers:
         raise ValueError(
             f"num_slices is {said(num_slices)}; expected 1 to {num_layers}, the number of "
             "layers, as an integer, for each slice has at least one"
         )
-    check_count("num_microbatches", num_microbatches, least=1)
 
 
 def _device(name: str, given: object) -> torch.device:

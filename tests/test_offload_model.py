@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ from sliced import (
 )
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.fx.passes.split_module import split_module
 from toy import assert_no_hooks, autograd_lets_go, moved, same_bits
 
 from pp_offload import OffloadActivations, OffloadConfig, OffloadError, SavedTensorModifiedError
@@ -623,11 +624,88 @@ def test_batches_that_cannot_be_cut(layers, shapes, message: str) -> None:
         model(*(torch.zeros(shape) for shape in shapes))
 
 
+class Residual(nn.Module):
+    """Not a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.norm(x)
+
+
+def sharded(model: nn.Module, num: int) -> list[nn.Module]:
+    """As a sharder makes it of any model that can be traced: graphs, the one behind the other.
+
+    A residual is handed on: each returns a tuple, and the next takes two arguments.
+    """
+    seen = iter(range(100))
+    cut = split_module(
+        torch.fx.symbolic_trace(model), model, lambda node: min(num - 1, next(seen) // 5)
+    )
+    return list(cut.children())
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("as_list", [list, nn.ModuleList], ids=name)
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_list_of_modules_is_the_slices(
+    kind: str, as_list, num_microbatches: int, again: bool
+) -> None:
+    backend = make_backend(kind)
+    with backend.activate():
+        torch.manual_seed(1)
+        plain = Residual()
+        shards = sharded(copy.deepcopy(plain), 3)
+        assert len(shards) == 3 and all(list(one.parameters()) for one in shards)
+        plain.to(backend.device)
+        model = OffloadModel(
+            as_list(shards),
+            backend.device,
+            num_slices=7,
+            checkpoint_activation=again,
+            num_microbatches=num_microbatches,
+            backend=backend,
+        )
+
+        def in_parts(x: Tensor) -> Tensor:
+            return torch.cat([plain(part) for part in x.chunk(num_microbatches)])
+
+        assert same_bits(
+            train(model, first_in_first_out, sgd),
+            train(plain, first_in_first_out, sgd, call=in_parts),
+        )
+        assert list(model.children()) == shards
+        expected = [sum(p.nbytes for p in one.parameters()) for one in shards]
+        assert model.peak_parameter_bytes_on_device == max(map(sum, pairwise(expected)))
+
+
+def test_a_list_has_the_names_and_the_mode_of_its_modules() -> None:
+    layers = [nn.Linear(2, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 2))]
+    names = list(nn.ModuleList(layers).state_dict())
+    for given in (layers, tuple(layers), nn.ModuleList(layers)):
+        assert list(OffloadModel(given, "cpu").state_dict()) == names
+    assert OffloadModel(layers, "cpu").training
+    evaluated = [one.eval() for one in layers]
+    assert not OffloadModel(evaluated, "cpu").training
+    assert not OffloadModel(nn.ModuleList(evaluated).eval(), "cpu").training
+
+
 class Reversed(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         for layer in reversed(self):
             x = layer(x)
         return x
+
+
+class CallsThem(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[0](x)
 
 
 def with_own_parameter() -> nn.Sequential:
@@ -728,7 +806,15 @@ def test_memory_exchanged_before_backward_is_an_error(backend) -> None:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda: nn.Linear(2, 2), {}, "is a Linear; expected an nn.Sequential"),
+        (lambda: nn.Linear(2, 2), {}, "is a Linear; expected an nn.Sequential .*, or a list"),
+        (lambda: None, {}, "is a NoneType; expected an nn.Sequential .*, or a list"),
+        (lambda: [], {}, "the list of slices is empty; expected at least one module"),
+        (lambda: nn.ModuleList(), {}, "the list of slices is empty"),
+        (lambda: [nn.Tanh(), nn.Tanh, 3], {}, r"slices \[1, 2\] are no modules: a type, 3; exp"),
+        (lambda: [[nn.Tanh()]], {}, r"slices \[0\] are no modules.*nn.Sequential\(\*layers\)"),
+        (lambda: CallsThem([nn.Tanh()]), {}, "is a CallsThem; expected an nn.Sequential"),
+        (lambda: [nn.Linear(2, 2)], {"num_slices": 0}, "num_slices is 0"),
+        (lambda: [checkpoint_wrapper(nn.Linear(2, 2))], {}, "a checkpoint wrapper"),
         (lambda: Reversed(nn.Linear(2, 2)), {}, "is a Reversed; expected an nn.Sequential"),
         (
             lambda: nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2))),
