@@ -16,6 +16,8 @@ NOTE [ Order of sums ]
     device, in autograd's order; those of several slices, or several forwards in one backward, on
     the host. Where a parameter has both, the plain model sums in another order, and the last bit
     may differ.
+    Gradients of gradients are summed as in the plain model, but for a model whose layers run a
+    backward in their forward: then the order varies on an accelerator, with slices or without.
     Under autocast the plain model casts a weight once for all microbatches, and sums its gradients
     in the lower precision; here each use casts, as with ``cache_enabled=False``.
 """
@@ -44,7 +46,7 @@ from pp_offload.plain_copies import PlainCopies
 from pp_offload.recompute import Recompute
 from pp_offload.slice_cache import SliceCache
 from pp_offload.slice_layers import RecomputedLayers, SliceLayers
-from pp_offload.slice_nodes import GradientPath, on_device
+from pp_offload.slice_nodes import GradientPath, gated, on_device
 from pp_offload.slice_saved import SlicedRun
 from pp_offload.slices import partition
 from pp_offload.stash import ActivationStash
@@ -198,7 +200,10 @@ class OffloadModel(nn.Module):
         versions = [tensor._version for tensor in loaded]
         path = GradientPath(self._cache.copies, layers.slice.label)
         tensors = on_device(layers.slice.parameters, loaded, path)
+        inputs, turn = gated(inputs, tensors, path)
         outputs = self._compute(run, index, layers, loaded, tensors, inputs)
+        if turn is not None:
+            turn.register(outputs)
         if versions != [tensor._version for tensor in loaded]:
             raise OffloadError(
                 f"a layer of {layers.slice.label} changed one of its parameters in place in its "

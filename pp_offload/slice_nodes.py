@@ -8,16 +8,31 @@ device its gradients are on: the wait is on the thread of the host, beside the d
 use on the device meets in one ToDevice, so gradients are summed there and copied once.
 
     tensors = on_device(slice_.parameters, arrival.tensors, GradientPath(copies, "slice 0"))
+    inputs = gated(inputs, path)
+
+NOTE [ Order of gradients of gradients ]
+    Where a backward builds a graph, a gradient that reaches the host is used on another thread than
+    one that stays on the device. So a backward through them would reach a slice's layers by both
+    ways at once, and whichever came first would be summed first. In the plain model what comes from
+    the parameters' gradients is there when the gradient of the slice's input is asked for. So here
+    that one waits: it passes a gate, of which an empty tensor goes with the others to the host and
+    comes back with them. And what brings them back runs on the thread of the device, which takes
+    what is ready in autograd's order, and nothing until all of it is. The gate is a hook, for a
+    node of its own would sum what reaches it before the rest.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pp_offload.errors import OffloadError
 from pp_offload.plain_copies import Arrival, PlainCopies
@@ -37,6 +52,24 @@ class GradientPath:
         self._copies = copies
         self._label = label
         self._under_way: deque[Arrival] = deque()
+        self._passed: Callable[[], Passed | None] = lambda: None
+
+    def note_passed(self, token: Tensor) -> None:
+        """The gradient of an input went through a gate in the backward that runs now."""
+        passed = self._passed()
+        if passed is None:
+            passed = Passed()
+            Variable._execution_engine.queue_callback(passed)
+            self._passed = weakref.ref(passed)
+        passed.tokens.append(token)
+
+    def take_passed(self) -> list[Tensor]:
+        """The tokens of those that did so in this backward."""
+        passed = self._passed()
+        if passed is None:
+            return []
+        tokens, passed.tokens = passed.tokens, []
+        return tokens
 
     def send(self, gradients: Sequence[Tensor | None]) -> Gradients:
         """The gradients on the host; they hold no data before :meth:`settle`."""
@@ -72,6 +105,32 @@ class GradientPath:
             )
 
 
+class Passed:
+    """Tokens of gates. They know their graph, which has the path, so the path must not have them.
+
+    The backward has them until it ends, however it does.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[Tensor] = []
+
+    def __call__(self) -> None:
+        """It has ended."""
+
+
+class Gate(torch.autograd.Function):
+    """Gives a gradient and a token; its backward runs when both have come back."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return gradient.detach(), gradient.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> Any:
+        return gradient
+
+
 class Wait(torch.autograd.Function):
     """Nothing forward; backward, gradients are passed on when they hold their data."""
 
@@ -102,21 +161,100 @@ class ToDevice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return None, None, *ToHost.apply(ctx.path, *gradients)
+        if not torch.is_grad_enabled():
+            return None, None, *ctx.path.send(gradients)
+        tokens = ctx.path.take_passed()
+        sent = ToHost.apply(ctx.path, len(tokens), *tokens, *gradients)
+        return None, None, *sent[1:]
 
 
 class ToHost(torch.autograd.Function):
-    """Forward, device to host, to be waited for; backward, :class:`ToDevice`."""
+    """Forward, device to host, to be waited for; backward, :class:`ToDevice`.
+
+    See NOTE [ Order of gradients of gradients ]: tokens are taken along, and what is on the device
+    of the results is there to make autograd run the backward on the device's thread.
+    """
 
     @staticmethod
-    def forward(ctx: Any, path: GradientPath, *tensors: Tensor | None) -> Gradients:
+    def forward(ctx: Any, path: GradientPath, num: int, *tensors: Tensor | None) -> Any:
         ctx.path = path
+        ctx.tokens = [token.detach() for token in tensors[:num] if token is not None]
         ctx.set_materialize_grads(False)
-        return path.send(tensors)
+        present = (tensor for tensor in tensors if tensor is not None)
+        anchor = next(present).new_empty(0)
+        return anchor, *path.send(tensors[num:])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return None, *ToDevice.apply(ctx.path, None, *gradients)
+    def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> Any:
+        return None, None, *ctx.tokens, *ToDevice.apply(ctx.path, None, *gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """When autograd runs a slice's ToDevice, among the nodes that are ready: the newest first."""
+
+    node: Any
+    """The ToDevice."""
+
+    usual: int
+    """Its number: as soon as the slice's layers are done, so that gradients leave the device."""
+
+    graph: int
+    """Behind what made the slice's inputs, whose gradients have passed their gates then."""
+
+    def register(self, outputs: Sequence[Any]) -> None:
+        """It is told when a backward comes to the slice."""
+        for value in tree_leaves(outputs):
+            if isinstance(value, Tensor) and value.grad_fn not in (None, self.node):
+                value.register_hook(self)
+
+    def __call__(self, gradient: Tensor) -> None:
+        """The hook of a slice's output, whose gradient comes before anything of the slice."""
+        self.node._set_sequence_nr(self.graph if torch.is_grad_enabled() else self.usual)
+
+
+def gated(
+    inputs: Sequence[tuple[Any, ...]], tensors: Sequence[Tensor], path: GradientPath
+) -> tuple[list[tuple[Any, ...]], Turn | None]:
+    """What a slice is called with, and the hook of what it returns.
+
+    See NOTE [ Order of gradients of gradients ]. A backward that builds no graph is as without.
+
+    Args:
+        inputs: Of each microbatch.
+        tensors: What :func:`on_device` returned.
+        path: Of their gradients.
+    """
+    tracked = next((tensor for tensor in tensors if tensor.requires_grad), None)
+    if tracked is None:
+        return list(inputs), None
+    numbers = [_number(tracked)]
+
+    def passes(gradient: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        gradient, token = Gate.apply(gradient)
+        path.note_passed(token)
+        return gradient
+
+    def behind_gate(value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.requires_grad):
+            return value
+        if value.is_leaf:  # it is the program's, on which no hook may stay
+            value = value.view_as(value)
+        else:
+            numbers.append(max(0, _number(value) - 1))
+        value.register_hook(passes)
+        return value
+
+    behind = [tree_map(behind_gate, one) for one in inputs]
+    return behind, Turn(tracked.grad_fn, numbers[0], min(numbers))
+
+
+def _number(tensor: Tensor) -> int:
+    """Of the node that made it: the higher, the sooner autograd runs it among those ready."""
+    assert tensor.grad_fn is not None, "it is a leaf"
+    return tensor.grad_fn._sequence_nr()
 
 
 def on_device(

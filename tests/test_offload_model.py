@@ -151,18 +151,62 @@ def test_what_has_no_batch_goes_to_every_microbatch(rows: int, expected: list[in
 @pytest.mark.parametrize("make", MODELS, ids=name)
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_gradients_of_gradients(kind: str, make, again: bool) -> None:
+    if make is sliced.inner and kind in ("cuda", "emulated"):
+        pytest.skip("two threads make its nodes: the plain model sums in an order that varies")
+    if make is sliced.images:
+        skip_on_emulated(make_backend(kind), "the plain model's bits there are not the host's")
     with pair(make, kind, checkpoint_activation=again) as (plain, model):
-        results = []
-        for one in (plain, model):
-            torch.manual_seed(0)
-            (x,) = inputs_for(one, 1)
-            loss = one(x).square().mean()
-            wanted = [p for p in one.parameters() if p.requires_grad]
-            found = torch.autograd.grad(loss, [x, *wanted], create_graph=True, allow_unused=True)
-            first = [g for g in found if g is not None]
-            sum(g.abs().square().sum().cpu() for g in first).backward()
-            results.append([x.grad.cpu(), *(g.detach().cpu() for g in first), *state(one)])
+        results = [twice_derived(one, one) for one in (plain, model)]
         assert same_bits(*results)
+
+
+def twice_derived(model: nn.Module, call) -> list[Tensor]:
+    """First and second derivatives. Of the plain model all is on the device: a copy to the host in
+    between would let autograd's two threads race in it.
+    """
+    torch.manual_seed(0)
+    (x,) = inputs_for(model, 1)
+    loss = call(x).square().mean()
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, [x, *wanted], create_graph=True, allow_unused=True)
+    first = [g for g in found if g is not None]
+    sum(g.abs().square().sum().to(x.device) for g in first).backward()
+    return [x.grad.cpu(), *(g.detach().cpu() for g in first), *state(model)]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("num", [2, 3])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_gradients_of_gradients_of_microbatches(kind: str, num: int, again: bool) -> None:
+    options = {"checkpoint_activation": again, "num_microbatches": num}
+    with pair(mlp, kind, **options) as (plain, model):
+        expected = twice_derived(plain, lambda x: torch.cat([plain(part) for part in x.chunk(num)]))
+        for _ in range(5):  # threads that race seldom lose each time
+            assert same_bits(twice_derived(model, model), expected)
+            model.zero_grad()
+
+
+def test_a_slice_with_a_graph_of_its_gradients_leaves_nothing(backend) -> None:
+    """Neither where the parameters' gradients are not asked for, nor where the backward fails."""
+    with backend.activate():
+        model = OffloadModel(mlp(), backend.device, backend=backend)
+        for where in ("", "backward"):
+            (x,) = inputs_for(model, 1)
+            h = x * 1
+            storage = weakref.ref(h.untyped_storage())
+            y = model(h)
+            if where:
+                x.register_hook(Fails(where)._fail)
+                with pytest.raises(KeyError):
+                    torch.autograd.grad(y.sum(), [x, *model.parameters()], create_graph=True)
+            else:
+                torch.autograd.grad(y.sum(), x, create_graph=True)
+            del h, y, x
+            torch.ones(1, requires_grad=True).sum().backward()  # or nodes that did not run wait
+            autograd_lets_go()
+            gc.collect()  # an exception has frames, which have it
+            assert storage() is None, f"there is no cycle through autograd {where}"
+            assert model.parameter_bytes_on_device == 0
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
@@ -443,9 +487,9 @@ def test_a_parameter_changed_before_backward_is_an_error(backend, layer: int, ag
 class Fails(nn.Module):
     """Raises forward or backward, when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "") -> None:
         super().__init__()
-        self.where = ""
+        self.where = where
 
     def forward(self, x: Tensor) -> Tensor:
         if self.where == "forward":
