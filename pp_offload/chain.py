@@ -28,7 +28,11 @@ FOR_THE_WAY = f"{RAISE_IT}: what goes to disk passes through host memory, a whol
 
 
 def make_engine(
-    backend: Backend, config: OffloadConfig, allocate: Allocate | None = None
+    backend: Backend,
+    config: OffloadConfig,
+    allocate: Allocate | None = None,
+    *,
+    in_one_piece: bool = False,
 ) -> TransferEngine:
     """A transfer engine for ``config``.
 
@@ -37,6 +41,7 @@ def make_engine(
         config: Says which tiers, and how much of them.
         allocate: Gives host memory in bytes; the backend's when None, which its copies need to be
             asynchronous.
+        in_one_piece: Whether each buffer of a host tier without a disk has to be so.
 
     Raises:
         DiskTierError: The file of the disk tier cannot be made.
@@ -47,7 +52,7 @@ def make_engine(
     has_disk = "disk" in config.tiers
     whole = HostBudget(config.host_budget_bytes, FOR_THE_WAY if has_disk else OR_THE_DISK)
     if not has_disk:
-        only = HostTier(allocate, whole, trim=backend.trim_host)
+        only = HostTier(allocate, whole, may_split=not in_one_piece, trim=backend.trim_host)
         return TransferEngine(backend, only, config.max_in_flight_bytes)
     disk = DiskTier(config.disk_dir)
     host: HostTier | None = None

@@ -121,7 +121,8 @@ class OffloadModel(nn.Module):
         self._is_list = isinstance(layers, nn.ModuleList)
         self._slices = _cut(layers, num_slices)
         in_memory = dataclasses.replace(config, tiers=("host",), disk_dir=None)
-        self._cache = SliceCache(PlainCopies(make_engine(backend, in_memory)))
+        engine = make_engine(backend, in_memory, in_one_piece=True)
+        self._cache = SliceCache(PlainCopies(engine, verify=config.verify))
         self._recompute: Recompute | None = None
         if checkpoint_activation:
             inputs = ActivationStash("slice inputs", config, backend=backend)

@@ -10,6 +10,7 @@ who writes the host side afterwards is the program, which knows of no event.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,10 +19,16 @@ import torch
 from torch import Tensor
 
 from pp_offload.backends import Event, Stream
+from pp_offload.errors import VerifyError
 from pp_offload.flights import Queued
 from pp_offload.tensors import as_dense
+from pp_offload.tiers.buffers import as_tensor
 from pp_offload.tiers.room import host_room
+from pp_offload.tiers.slabs import pageable
 from pp_offload.transfer import TransferEngine, record, wait
+from pp_offload.verify import checksum_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +44,26 @@ class Arrival:
     home: Stream
     """The compute stream it was asked for on; on the device, the tensors belong to it."""
 
+    label: str
+    """For messages."""
+
+    checksums: tuple[int, ...] = ()
+    """Of what the tensors are copies of, where that is verified."""
+
 
 class PlainCopies:
     """Brings and sends tensors; two threads of a backward may ask at once.
 
     Args:
-        transfer: Counts them, and keeps what is in flight bounded. Its lock is used.
+        transfer: Counts them, keeps what is in flight bounded, and has the host memory of what is
+            sent, each buffer in one piece. Its lock is used.
+        verify: Compare what came with what left.
     """
 
-    def __init__(self, transfer: TransferEngine) -> None:
+    def __init__(self, transfer: TransferEngine, *, verify: bool = False) -> None:
         self.transfer = transfer
+        self._verify = verify
+        self._has_warned = False
         self._kept: list[tuple[Event, Sequence[Tensor]]] = []
 
     def bring(self, sources: Sequence[Tensor], label: str) -> Arrival:
@@ -62,18 +79,22 @@ class PlainCopies:
         """
         backend = self.transfer.backend
         home = backend.current_stream()
+        checksums = self._checksums(sources)
         with self.transfer.lock:
             self._let_go()
             with torch.inference_mode(False):  # a thread is not in it, and may write them
                 targets = [torch.empty_like(one, device=backend.device) for one in sources]
             wait(backend.h2d, record(home))
             arrived = self._copy(backend.h2d, targets, sources, [*sources, *targets], label)
-            arrival = Arrival(targets, arrived, home)
+            arrival = Arrival(targets, arrived, home, label, checksums)
             self.transfer.counters.bytes_reloaded += sum(one.nbytes for one in sources)
         return arrival
 
     def send(self, sources: Sequence[Tensor], label: str) -> Arrival:
-        """Start copying device tensors to new host memory.
+        """Start copying device tensors to host memory, which is free again when they are gone.
+
+        What the host budget does not allow is ordinary memory, with one warning: gradients have
+        to be there.
 
         Args:
             sources: At least one strided tensor on the device; kept alive until they are copied.
@@ -85,15 +106,16 @@ class PlainCopies:
         backend = self.transfer.backend
         home = backend.current_stream()
         dense = [as_dense(source.detach()) for source in sources]
+        checksums = self._checksums(dense)
         with self.transfer.lock:
             self._let_go()
-            targets = host_room(dense, backend.allocate_host)
+            targets = host_room(dense, self._allocate)
             wait(backend.d2h, record(home))
             nbytes = sum(one.nbytes for one in dense)
             flight = self.transfer.begin_flight(dense, (), [home], nbytes)
             # Its targets are kept here: no stream's wait lets the host free them
             flight.offloaded = self._copy(backend.d2h, targets, dense, targets, label)
-            arrival = Arrival(targets, flight.offloaded, home)
+            arrival = Arrival(targets, flight.offloaded, home, label, checksums)
             self.transfer.counters.bytes_offloaded += nbytes
         self.transfer.keep_in_flight_bounded(nbytes)
         return arrival
@@ -116,11 +138,42 @@ class PlainCopies:
         self._kept[-1] = event, kept
         return event
 
+    def _allocate(self, nbytes: int) -> Tensor:
+        """Of the host tier, until nobody has a view of it: copies that use it keep one as well."""
+        host = self.transfer.host
+        assert host is not None  # its engine has no other tier
+        try:
+            return as_tensor(host.take(max(nbytes, 1)))
+        except MemoryError as refused:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "gradients are in ordinary memory from now on, where there is no room in the "
+                    "host budget; their copies are slower and block: %s",
+                    refused,
+                )
+            return pageable(nbytes)
+
     def settle(self, arrival: Arrival) -> list[Tensor]:
-        """Block the host until the copies ran; the tensors, which hold their data now."""
+        """Block the host until the copies ran; the tensors, which hold their data now.
+
+        Raises:
+            VerifyError: They are not what was copied. Only where that is looked at.
+        """
         arrival.event.synchronize()
         self.poll()
+        for tensor, expected in zip(arrival.tensors, arrival.checksums, strict=False):
+            found = checksum_of(as_dense(tensor))
+            if found != expected:
+                raise VerifyError(
+                    f"a tensor of {arrival.label} with shape {tuple(tensor.shape)} came to "
+                    f"{tensor.device} with checksum {found:#010x}, expected {expected:#010x}; "
+                    "please report this with the backend and the options in use"
+                )
         return arrival.tensors
+
+    def _checksums(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        return tuple(checksum_of(as_dense(one)) for one in tensors) if self._verify else ()
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""

@@ -36,7 +36,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.fx.passes.split_module import split_module
 from toy import assert_no_hooks, autograd_lets_go, moved, same_bits
 
-from pp_offload import OffloadActivations, OffloadConfig, OffloadError, SavedTensorModifiedError
+from pp_offload import (
+    OffloadActivations,
+    OffloadConfig,
+    OffloadError,
+    SavedTensorModifiedError,
+    VerifyError,
+)
 from pp_offload.backends import CpuBackend
 from pp_offload.params import OffloadModel
 from pp_offload.testing import SimulatedBackend
@@ -926,7 +932,7 @@ def test_sparse_gradients_are_an_error(backend) -> None:
             y.sum().backward()
 
 
-def test_all_that_a_slice_has_is_in_one_allocation() -> None:
+def test_all_that_a_slice_has_is_in_one_storage() -> None:
     """In memory of the backend, where the device is not the host."""
     backend = SimulatedBackend("late")
     with backend.activate():
@@ -935,10 +941,84 @@ def test_all_that_a_slice_has_is_in_one_allocation() -> None:
         assert len({p.untyped_storage()._cdata for p in model.parameters()}) == 3
         (x,) = inputs_for(model, 1)
         model(x).sum().backward()
-        assert backend.num_host_allocations == 6
+        assert backend.num_host_allocations == 3 + model.statistics().host_allocations
         assert len({p.grad.untyped_storage()._cdata for p in model.parameters()}) == 4, (
             "those of a slice, and that of the shared weight, which is a sum"
         )
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["zeroed", "none"])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_gradients_ask_the_system_in_the_first_step_alone(kind: str, keeps: bool) -> None:
+    """And their memory is the tier's again when nobody has them."""
+    with pair(norms, kind) as (_, model):
+        (x,) = inputs_for(model, 1)
+        asked = []
+        for _ in range(4):
+            model(x).sum().backward()
+            asked.append(model.statistics().host_allocations)
+            assert model.statistics().host_bytes_in_use >= sum(
+                p.grad.nbytes for p in model.parameters()
+            )
+            model.zero_grad(set_to_none=not keeps)
+        assert 0 < asked[0] and len(set(asked[1 if keeps else 0 :])) == 1
+        model.zero_grad(set_to_none=True)
+        autograd_lets_go()
+        gc.collect()
+        model._cache.copies.transfer.backend.synchronize()
+        model._cache.copies.poll()
+        assert model.statistics().host_bytes_in_use == 0
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_gradient_that_is_kept_stays_as_it_is(kind: str) -> None:
+    """A view of one, too; the memory of others is used again."""
+    with pair(mlp, kind) as (plain, model):
+        expected, kept = [], []
+        for seed in range(3):
+            for one, gradients in ((plain, expected), (model, kept)):
+                torch.manual_seed(seed)
+                one(*inputs_for(one, 1)).square().sum().backward()
+                gradients.append(next(one.parameters()).grad[1:].t())
+                one.zero_grad(set_to_none=True)
+        assert same_bits(kept, [one.cpu() for one in expected])
+
+
+def test_gradients_over_the_budget_are_in_ordinary_memory(caplog) -> None:
+    with pair(mlp, "late", config=OffloadConfig(host_budget_bytes=1)) as (plain, model):
+        assert same_bits(train(model, one_by_one, sgd), train(plain, one_by_one, sgd))
+        said = [
+            r.message for r in caplog.records if "gradients are in ordinary memory" in r.message
+        ]
+        assert len(said) == 1 and "host_budget_bytes" in said[0]
+        assert model.statistics().host_bytes_reserved == 0
+
+
+@pytest.mark.parametrize("which", ["slice 1", "gradients"])
+@pytest.mark.parametrize("kind", ["cpu", "cpu threads"])
+def test_verify_finds_what_comes_wrong(kind: str, which: str, monkeypatch) -> None:
+    with pair(mlp, kind, config=OffloadConfig(verify=True)) as (plain, model):
+        assert same_bits(train(model, one_by_one, sgd), train(plain, one_by_one, sgd))
+        backend, wrong = model._cache.copies.transfer.backend, []
+        copy_right = backend.copy
+
+        def copy_wrong(stream: Any, targets: list[Tensor], sources: Any, label: str) -> None:
+            is_sent = stream is backend.d2h
+            is_wrong = is_sent if which == "gradients" else label == which and not is_sent
+            if is_wrong and not wrong:
+                wrong.append(label)
+                sources = [one + 1 for one in sources]
+            copy_right(stream, targets, sources, label)
+            backend.synchronize()  # while the sources are there
+
+        monkeypatch.setattr(backend, "copy", copy_wrong)
+        with pytest.raises(VerifyError, match="a tensor of slice . with shape .* checksum"):
+            model(*inputs_for(model, 1)).sum().backward()
+        assert wrong
+        monkeypatch.undo()
+        model.zero_grad()
+        plain.zero_grad()
+        assert same_bits(train(model, one_by_one, sgd), train(plain, one_by_one, sgd))
 
 
 def test_memory_that_cannot_be_pinned_is_replaced(caplog) -> None:

@@ -130,7 +130,7 @@ def test_the_host_waits_and_no_stream() -> None:
     copies = PlainCopies(make_engine(backend, OffloadConfig()))
     event = Spied()
     tensors = [torch.ones(1)]
-    assert copies.settle(Arrival(tensors, event, backend.current_stream())) is tensors
+    assert copies.settle(Arrival(tensors, event, backend.current_stream(), "gradients")) is tensors
     assert event.waited
 
 

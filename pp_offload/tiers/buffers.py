@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,6 +111,23 @@ class Loan:
     def nbytes(self) -> int:
         """What was asked for."""
         return self.buffer.nbytes
+
+
+class _Memory(np.ndarray):
+    """Bytes of a loan, which is there for as long as a storage is on them."""
+
+    loan: Loan
+
+
+def as_tensor(loan: Loan) -> Tensor:
+    """The buffer of a loan as a flat ``uint8`` tensor, whose storage alone keeps the loan.
+
+    So the user may keep the tensor, any view of it, or none. The buffer has to be in one piece.
+    """
+    (piece,) = loan.buffer.pieces
+    memory = piece.numpy().view(_Memory)
+    memory.loan = loan
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def room_for(nbytes: int) -> int:
