@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pp_offload.tiers.checksum import checksum
-from pp_offload.tiers.disk import NUM_THREADS, DiskEvent, DiskTier
+from pp_offload._memory.checksum import checksum
+from pp_offload._memory.disk import NUM_THREADS, DiskEvent, DiskTier
 
 MIB = 2**20
 SIZES_MIB = (1, 4, 16, 64)

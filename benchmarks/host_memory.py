@@ -36,9 +36,9 @@ import torch
 from shape_zoo import Shape, shape_zoo
 
 from pp_offload import CpuBackend, GPUTensorPool
-from pp_offload.ticket import Ticket
-from pp_offload.tiers.host import HostTier
-from pp_offload.transfer import TransferEngine
+from pp_offload._memory.host import HostTier
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.ticket import Ticket
 
 NUM_LAYERS = 4
 NUM_MICROBATCHES = 8

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload import get_lora_act_offloading_ctx_manager
+from pp_offload._transfer.statistics import OffloadStatistics
 from pp_offload.backends import Backend, default_backend
 from pp_offload.checkpointing import (
     ActivationCheckpointing,
@@ -31,7 +32,6 @@ from pp_offload.checkpointing import (
     FullACParams,
     SelectiveOpACParams,
 )
-from pp_offload.statistics import OffloadStatistics
 
 MIB = 2**20
 FULL = ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING

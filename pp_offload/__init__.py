@@ -5,11 +5,17 @@ Public names by task. Nothing is computed here.
 
 # One line around a schedule of torch.distributed.pipelining, or groups by module name. And what a
 # forked process does, which registers itself.
-from pp_offload import forked as forked
 from pp_offload import pipelining
 
 # All activations of a model on one device.
-from pp_offload.activations import NoOpManager, OffloadActivations
+from pp_offload._activations.context import NoOpManager, OffloadActivations
+from pp_offload._activations.output_head import (
+    get_act_offloading_ctx_manager,
+    get_lora_act_offloading_ctx_manager,
+)
+from pp_offload._groups import forked as forked
+from pp_offload._groups.current import configure, use_backend
+from pp_offload._transfer.statistics import OffloadStatistics
 
 # Devices.
 from pp_offload.backends import AcceleratorBackend, CpuBackend
@@ -59,19 +65,16 @@ from pp_offload.fine_grained_activation_offload import (
     fine_grained_offloading_group_start,
     print_offload_summary_table,
 )
-from pp_offload.heads import get_act_offloading_ctx_manager, get_lora_act_offloading_ctx_manager
+
+# The Trainer of Hugging Face, without a dependence on it.
+from pp_offload.integrations.huggingface import ActivationOffloadingMixin
 from pp_offload.modules import offload_modules
 
 # Parameters on the host.
-from pp_offload.params import OffloadModel
+from pp_offload.offload_model import OffloadModel
 
 # Telling.
-from pp_offload.report import summary_table
-from pp_offload.session import configure, use_backend
-from pp_offload.statistics import OffloadStatistics
-
-# The Trainer of Hugging Face, without a dependence on it.
-from pp_offload.trainer import ActivationOffloadingMixin
+from pp_offload.summary import summary_table
 
 __version__ = "0.1.0"
 

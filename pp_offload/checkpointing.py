@@ -23,8 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from pp_offload.backends import Backend, check_backend
-from pp_offload.checkpoint_options import (
+from pp_offload._checkpoint.options import (
     SAVE_DICT,
     ActivationCheckpointedModelConfig,
     ActivationCheckpointingVariants,
@@ -33,9 +32,10 @@ from pp_offload.checkpoint_options import (
     SelectiveOpACParams,
     params_for,
 )
-from pp_offload.checks import check_kind, said
-from pp_offload.recompute import Recompute
-from pp_offload.stash import ActivationStash
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._common.checks import check_kind, said
+from pp_offload._groups.stash import ActivationStash
+from pp_offload.backends import Backend, check_backend
 
 CONTAINERS = (ModuleDict, ModuleList, Sequential)
 

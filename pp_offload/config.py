@@ -6,7 +6,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pp_offload.checks import check_kind, count_problem, flag_problem, said, takes_options_by_name
+from pp_offload._common.checks import (
+    check_kind,
+    count_problem,
+    flag_problem,
+    said,
+    takes_options_by_name,
+)
 from pp_offload.errors import ConfigError
 
 MIB = 2**20

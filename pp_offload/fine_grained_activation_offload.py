@@ -11,18 +11,14 @@ import logging
 
 import torch.distributed as dist
 
-from pp_offload.chunk import ChunkOffloadHandler
-from pp_offload.cuda_graph import (
+from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload._groups.cuda_graph import (
     FineGrainedOffloadingBackwardRecordFunction,
     fine_grained_offloading_backward_record,
     fine_grained_offloading_forward_record,
 )
-from pp_offload.functions import (
-    FineGrainedOffloadingGroupCommitFunction,
-    FineGrainedOffloadingGroupStartFunction,
-)
-from pp_offload.group import OffloadTensorGroup
-from pp_offload.interface import (
+from pp_offload._groups.group import OffloadTensorGroup
+from pp_offload._groups.interface import (
     FineGrainedActivationOffloadingInterface,
     fine_grained_offloading_disable_offload,
     fine_grained_offloading_enable_offload,
@@ -30,9 +26,13 @@ from pp_offload.interface import (
     fine_grained_offloading_group_flush_delayed_groups,
     fine_grained_offloading_group_start,
 )
-from pp_offload.manager import PipelineOffloadManager
-from pp_offload.report import print_offload_summary_table
-from pp_offload.tiers.pool import GPUTensorPool
+from pp_offload._groups.manager import PipelineOffloadManager
+from pp_offload._groups.markers import (
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
+)
+from pp_offload._memory.pool import GPUTensorPool
+from pp_offload.summary import print_offload_summary_table
 
 logger = logging.getLogger(__name__)
 

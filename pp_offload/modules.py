@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from pp_offload.checks import check_flag, check_kind, said
-from pp_offload.hook_scopes import leave_all, mark
-from pp_offload.interface import FineGrainedActivationOffloadingInterface
-from pp_offload.manager import PipelineOffloadManager
+from pp_offload._common.checks import check_flag, check_kind, said
+from pp_offload._groups.hook_scopes import leave_all, mark
+from pp_offload._groups.interface import FineGrainedActivationOffloadingInterface
+from pp_offload._groups.manager import PipelineOffloadManager
 
 Patterns = Mapping[str, str | Collection[str]]
 """Group name to pattern or patterns of module names; ``*`` stands for one part between dots."""
@@ -184,7 +184,7 @@ class _Scope(NamedTuple):
     module: Module
     group: FineGrainedActivationOffloadingInterface
     mark: object
-    """Of :func:`pp_offload.hook_scopes.mark`; another if the scope was taken off meanwhile."""
+    """Of :func:`pp_offload._groups.hook_scopes.mark`; another if the scope came off meanwhile."""
 
 
 class _GroupAround:

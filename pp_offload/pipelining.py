@@ -16,10 +16,12 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from pp_offload.checks import said
+from pp_offload._common.checks import said
+from pp_offload._groups.manager import PipelineOffloadManager
+from pp_offload._groups.plan import ChunkKey, WeightPassKey
+from pp_offload._groups.split_backward import Part, SplitBackward
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.errors import OffloadError
-from pp_offload.manager import PipelineOffloadManager
 from pp_offload.modules import (
     OffloadModulesHandle,
     Patterns,
@@ -27,8 +29,6 @@ from pp_offload.modules import (
     keep_gathered,
     offload_modules,
 )
-from pp_offload.policy import ChunkKey, WeightPassKey
-from pp_offload.split import Part, SplitBackward
 
 _ATTACHED = "_pp_offload_handle"
 

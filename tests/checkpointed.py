@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pp_offload._checkpoint.recompute import Recompute
 from pp_offload.backends import Backend
 from pp_offload.checkpointing import (
     ActivationCheckpointing,
@@ -17,7 +18,6 @@ from pp_offload.checkpointing import (
     SelectiveLayerACParams,
     SelectiveOpACParams,
 )
-from pp_offload.recompute import Recompute
 
 FULL, EVERY_FEW, BY_OP = ActivationCheckpointingVariants
 MM, ADDMM, MAX = "ops.aten.mm.default", "ops.aten.addmm.default", "ops.aten.max.dim"

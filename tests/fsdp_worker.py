@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, offload_modules, use_backend
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import CpuBackend
 from pp_offload.pipelining import attach
 from pp_offload.testing import SimulatedBackend
-from pp_offload.ticket import Ticket
-from pp_offload.transfer import TransferEngine
 
 WIDTH = 16
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)

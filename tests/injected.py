@@ -1,7 +1,7 @@
 """An exception at any line of chosen files, as a signal's handler may raise it there.
 
-    points = points_in(files("transfer", "ticket"), run)      # where it could be
-    with interrupt_at(points[7].number, files("transfer", "ticket")) as it:
+    points = points_in(files("_transfer/engine", "_transfer/ticket"), run)      # where it could be
+    with interrupt_at(points[7].number, files("_transfer/engine", "_transfer/ticket")) as it:
         run()                                                 # raises Injected
     print(it.at)
 
@@ -55,7 +55,7 @@ class Interrupt:
 
 
 def files(*names: str) -> frozenset[str]:
-    """Paths of modules of the package: ``transfer``, ``tiers/host``.
+    """Paths of modules of the package: ``_transfer/engine``, ``_memory/host``.
 
     Raises:
         FileNotFoundError: There is no such module.

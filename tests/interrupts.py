@@ -19,8 +19,17 @@ from typing import Any
 import pp_offload
 
 ROOT = Path(pp_offload.__file__).parent
-FILES = {str(path) for path in [*ROOT.glob("tiers/*.py"), *ROOT.glob("disk_*.py")]}
-FILES |= {str(ROOT / "workers.py"), str(ROOT / "backends" / "cpu.py")}
+ENGINE = ROOT / "_transfer" / "engine.py"
+TICKET = ROOT / "_transfer" / "ticket.py"
+FILES = {
+    str(path)
+    for path in [
+        *ROOT.glob("_memory/*.py"),
+        *ROOT.glob("_transfer/disk_*.py"),
+        ROOT / "_common" / "workers.py",
+        ROOT / "backends" / "cpu.py",
+    ]
+}
 
 
 class Interrupt(BaseException):
@@ -50,7 +59,7 @@ class Lines:
     def _is_inside(self, frame: FrameType | None) -> bool:
         while frame is not None:
             code = frame.f_code
-            if code.co_name in self.not_inside and code.co_filename.endswith("transfer.py"):
+            if code.co_name in self.not_inside and code.co_filename == str(ENGINE):
                 return True
             frame = frame.f_back
         return False
@@ -83,7 +92,7 @@ def is_looked_at(code: CodeType) -> bool:
     if code.co_name == "__del__":
         return False
     is_copy = code.co_qualname.startswith("HostCopy.")
-    return code.co_filename in FILES or (is_copy and code.co_filename.endswith("ticket.py"))
+    return code.co_filename in FILES or (is_copy and code.co_filename == str(TICKET))
 
 
 @contextmanager

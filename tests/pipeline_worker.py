@@ -17,9 +17,9 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroB
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.ticket import Ticket
 from pp_offload.pipelining import attach
-from pp_offload.ticket import Ticket
-from pp_offload.transfer import TransferEngine
 
 WIDTH = 16
 NUM_MICROBATCHES = 12

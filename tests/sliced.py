@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from toy import moved
 
 from pp_offload.backends import Backend
-from pp_offload.params import OffloadModel
+from pp_offload.offload_model import OffloadModel
 
 WIDTH = 8
 

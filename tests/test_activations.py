@@ -16,8 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from toy import assert_no_hooks, batches, make_model, same_bits
 
 from pp_offload import OffloadConfig
-from pp_offload.activations import NoOpManager, OffloadActivations
-from pp_offload.heads import get_act_offloading_ctx_manager, get_lora_act_offloading_ctx_manager
+from pp_offload._activations.context import NoOpManager, OffloadActivations
+from pp_offload._activations.output_head import (
+    get_act_offloading_ctx_manager,
+    get_lora_act_offloading_ctx_manager,
+)
 from pp_offload.testing import SimulatedBackend
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pp_offload.tiers.arena import Arena, Range
+from pp_offload._memory.arena import Arena, Range
 
 ALIGNMENT = 8
 

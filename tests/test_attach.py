@@ -23,9 +23,9 @@ from pp_offload import (
 from pp_offload import (
     FineGrainedActivationOffloadingInterface as off_interface,
 )
+from pp_offload._groups.plan import ChunkKey
+from pp_offload._groups.split_backward import Part
 from pp_offload.pipelining import attach
-from pp_offload.policy import ChunkKey
-from pp_offload.split import Part
 
 WRAPPED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 

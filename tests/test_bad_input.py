@@ -49,11 +49,11 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload.chunk import ChunkOffloadHandler
-from pp_offload.left_out import leave_out
-from pp_offload.saved import Resident
+from pp_offload._activations.exclusions import leave_out
+from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload._memory.disk import DiskTier
+from pp_offload._transfer.saved_tensor import Resident
 from pp_offload.testing import SimulatedBackend
-from pp_offload.tiers.disk import DiskTier
 
 
 @pytest.fixture(autouse=True)

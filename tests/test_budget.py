@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pp_offload.tiers.budget import (
+from pp_offload._memory.budget import (
     LAUNCHERS_SAY,
     SHARE,
     HostBudget,
@@ -111,7 +111,7 @@ def test_more_than_the_limit_if_it_must_be() -> None:
 
 
 def test_the_default_is_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pp_offload.tiers.budget.available_bytes", lambda: 10**9)
+    monkeypatch.setattr("pp_offload._memory.budget.available_bytes", lambda: 10**9)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert ranks_on_this_host() == 4
     assert HostBudget().left_bytes == int(10**9 * SHARE) // 4

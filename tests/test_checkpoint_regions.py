@@ -24,11 +24,11 @@ from pp_offload import (
     OffloadActivations,
     OffloadModel,
     PipelineOffloadManager,
-    checkpoint_regions,
     fine_grained_offloading_group_start,
     offload_modules,
     use_backend,
 )
+from pp_offload._groups import checkpoint_regions
 from pp_offload.backends import CpuBackend
 
 Call = Callable[[Tensor], Tensor]

@@ -24,6 +24,8 @@ from torch.utils.checkpoint import (
 from toy import assert_no_hooks, make_model, same_bits
 
 from pp_offload import OffloadConfig
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._groups.stash import ActivationStash
 from pp_offload.checkpointing import (
     ActivationCheckpointedModelConfig,
     ActivationCheckpointing,
@@ -31,8 +33,6 @@ from pp_offload.checkpointing import (
     SelectiveLayerACParams,
     SelectiveOpACParams,
 )
-from pp_offload.recompute import Recompute
-from pp_offload.stash import ActivationStash
 from pp_offload.testing import SimulatedBackend
 
 apply_ = ActivationCheckpointing.apply_activation_checkpointing_

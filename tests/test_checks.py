@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pp_offload.checks import described, near, said, version_of
+from pp_offload._common.checks import described, near, said, version_of
 
 
 class Mute(Tensor):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toy import same_bits
 
 from pp_offload import ActivationCheckpointing, FullACParams
-from pp_offload.recompute import Recompute
+from pp_offload._checkpoint.recompute import Recompute
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

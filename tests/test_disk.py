@@ -29,15 +29,15 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._memory.budget import reserved_bytes
+from pp_offload._memory.buffers import Loan
+from pp_offload._memory.disk import NUM_THREADS, DiskTier
+from pp_offload._transfer.disk_direct import DirectDiskEngine
+from pp_offload._transfer.disk_staged import StagedDiskEngine
+from pp_offload._transfer.disk_transfer import DiskTransferEngine
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.ticket import HostCopy, Ticket
 from pp_offload.backends import Event, Stream
-from pp_offload.disk_direct import DirectDiskEngine
-from pp_offload.disk_staged import StagedDiskEngine
-from pp_offload.disk_transfer import DiskTransferEngine
-from pp_offload.ticket import HostCopy, Ticket
-from pp_offload.tiers.budget import reserved_bytes
-from pp_offload.tiers.buffers import Loan
-from pp_offload.tiers.disk import NUM_THREADS, DiskTier
-from pp_offload.transfer import TransferEngine
 
 on_backends = pytest.mark.parametrize("kind", BACKENDS)
 WIDTH = 32

@@ -23,8 +23,8 @@ from processes import Run, run
 from torch import Tensor
 
 from pp_offload import ClosedError, DiskTierError
-from pp_offload.tiers.checksum import checksum
-from pp_offload.tiers.disk import ALIGNMENT, DiskExtent, DiskTier, file_system_of
+from pp_offload._memory.checksum import checksum
+from pp_offload._memory.disk import ALIGNMENT, DiskExtent, DiskTier, file_system_of
 
 
 def some_bytes(nbytes: int, seed: int = 0) -> Tensor:
@@ -229,7 +229,7 @@ def test_a_full_file_system_is_noted_and_read_never(tmp_path: Path) -> None:
     result = run_python(
         """
         import resource, signal, sys, torch
-        from pp_offload.tiers.disk import DiskTier
+        from pp_offload._memory.disk import DiskTier
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
         tier = DiskTier(sys.argv[1])
@@ -258,7 +258,7 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     result = run_python(
         """
         import os, signal, sys, torch
-        from pp_offload.tiers.disk import DiskTier
+        from pp_offload._memory.disk import DiskTier
         tier = DiskTier(sys.argv[1])
         tier.write(tier.take(1 << 20), torch.ones(1 << 20, dtype=torch.uint8)).synchronize()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -287,7 +287,7 @@ def test_a_directory_in_memory_is_warned_of(
     assert file_system_of(tmp_path, mounts) == "tmpfs"
     assert file_system_of(tmp_path.parent, mounts) == "ext4"
     assert file_system_of(tmp_path, tmp_path / "none") == ""
-    monkeypatch.setattr("pp_offload.tiers.disk.file_system_of", lambda directory: "tmpfs")
+    monkeypatch.setattr("pp_offload._memory.disk.file_system_of", lambda directory: "tmpfs")
     with caplog.at_level(logging.WARNING, logger="pp_offload"):
         DiskTier(tmp_path)
     assert "tmpfs" in caplog.text and "set disk_dir" in caplog.text

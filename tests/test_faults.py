@@ -16,10 +16,10 @@ from toy import batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, RaceError, use_backend
+from pp_offload._memory.buffers import Loan
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.ticket import HostCopy, Ticket
 from pp_offload.backends import Event, Stream
-from pp_offload.ticket import HostCopy, Ticket
-from pp_offload.tiers.buffers import Loan
-from pp_offload.transfer import TransferEngine
 
 
 class CopiesBeforeComputeWroteIt(TransferEngine):

@@ -1,12 +1,11 @@
-"""``python -m pp_offload.testing field``: the table is what the tests are."""
+"""``python tools/field_table.py``: the table is what the tests are."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import field_table
 import pytest
-
-from pp_offload.testing import __main__, field
 
 FILES = {
     "test_f07.py": '''
@@ -42,46 +41,36 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     for name, text in FILES.items():
         (folder / name).write_text(text.lstrip())
-    monkeypatch.setattr(field, "FOLDER", folder)
+    monkeypatch.setattr(field_table, "FOLDER", folder)
     return folder
 
 
 def test_rows_are_found_by_the_names_of_tests(folder: Path) -> None:
-    assert field.find_rows(folder) == [
-        field.Row("F07", "waits go to the live stream.", 2),
-        field.Row("F35", "who holds what.", 1),
-        field.Row("F36", "who holds what.", 1),
+    assert field_table.find_rows(folder) == [
+        field_table.Row("F07", "waits go to the live stream.", 2),
+        field_table.Row("F35", "who holds what.", 1),
+        field_table.Row("F36", "who holds what.", 1),
     ]
 
 
 def test_the_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["field", "--list"]) == 0
+    assert field_table.main(["--list"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["row", "scenario", "tests"]
     assert [(line[0], line[-1]) for line in lines[1:]] == [("F07", "2"), ("F35", "1"), ("F36", "1")]
 
 
 def test_results_and_exit_status(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert __main__.main(["field", "--", "-p", "no:cacheprovider"]) == pytest.ExitCode.TESTS_FAILED
+    assert field_table.main(["--", "-p", "no:cacheprovider"]) == pytest.ExitCode.TESTS_FAILED
     _, *rows = capfd.readouterr().out.splitlines()
     ends = ["1 failed, 1 passed", "1 skipped", "2 passed"]
     assert [row.endswith("  " + end) for row, end in zip(rows, ends, strict=True)] == [True] * 3
-    assert __main__.main(["field", "--", "-k", "f36"]) == 0
+    assert field_table.main(["--", "-k", "f36"]) == 0
     out = capfd.readouterr().out
     assert "not run" in out and "2 passed" in out
 
 
-def test_installed_without_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(field, "FOLDER", tmp_path / "tests" / "field")
-    assert __main__.main(["field"]) == 2
-    said = capsys.readouterr()
-    assert not said.out
-    assert "checkout" in said.err and str(tmp_path) in said.err
-
-
 def test_every_row_of_this_checkout_has_a_scenario() -> None:
-    rows = field.find_rows(field.FOLDER)
+    rows = field_table.find_rows(field_table.FOLDER)
     assert len(rows) == len({row.name for row in rows}) >= 20
     assert all(row.scenario.endswith(".") for row in rows)

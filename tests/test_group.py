@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from pp_offload import GroupStateError, OffloadTensorGroup, PipelineOffloadManager
+from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload._groups.group import GroupState
+from pp_offload._transfer.saved_tensor import SavedActivation
 from pp_offload.backends import Event
-from pp_offload.chunk import ChunkOffloadHandler
-from pp_offload.group import GroupState
-from pp_offload.saved import SavedActivation
 
 LEGAL = {
     (GroupState.OPEN, GroupState.OFFLOADED),

@@ -29,24 +29,24 @@ from pp_offload import (
     SavedTensorModifiedError,
     use_backend,
 )
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._checkpoint.selective import OpPolicy
+from pp_offload._groups.plan import ChunkKey, GroupKey
+from pp_offload._groups.split_backward import Part
+from pp_offload._groups.stash import ActivationStash
+from pp_offload._memory.budget import HostBudget, reserved_bytes
+from pp_offload._memory.disk import DiskTier
+from pp_offload._memory.host import HostTier
+from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
+from pp_offload._memory.unfinished import Unfinished
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.landings import Landings
+from pp_offload._transfer.saved_tensor import SavedActivation
+from pp_offload._transfer.tensors import StorageSet
+from pp_offload._transfer.ticket import PACK_BYTES, Ticket, packs
 from pp_offload.backends import Backend
-from pp_offload.backends.happens_before import VectorClock
-from pp_offload.landings import Landings
-from pp_offload.policy import ChunkKey, GroupKey
-from pp_offload.recompute import Recompute
-from pp_offload.saved import SavedActivation
-from pp_offload.selective import OpPolicy
-from pp_offload.split import Part
-from pp_offload.stash import ActivationStash
-from pp_offload.tensors import StorageSet
 from pp_offload.testing import SimulatedBackend
-from pp_offload.ticket import PACK_BYTES, Ticket, packs
-from pp_offload.tiers.budget import HostBudget, reserved_bytes
-from pp_offload.tiers.disk import DiskTier
-from pp_offload.tiers.host import HostTier
-from pp_offload.tiers.slabs import SMALLEST_BYTES as SLAB_BYTES
-from pp_offload.tiers.unfinished import Unfinished
-from pp_offload.transfer import TransferEngine
+from pp_offload.testing.happens_before import VectorClock
 
 SIMULATED = ["late", "eager", "random"]
 

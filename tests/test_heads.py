@@ -11,8 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from pp_offload.heads import find_head, get_lora_act_offloading_ctx_manager, unwrapped
-from pp_offload.left_out import is_left_out
+from pp_offload._activations.exclusions import is_left_out
+from pp_offload._activations.output_head import (
+    find_head,
+    get_lora_act_offloading_ctx_manager,
+    unwrapped,
+)
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -34,10 +34,10 @@ from pp_offload import (
     offload_modules,
     use_backend,
 )
-from pp_offload.checkpoint_regions import top_pack
-from pp_offload.hook_scopes import HookScope, leave_all
-from pp_offload.left_out import is_left_out, leave_out
-from pp_offload.saved import Resident
+from pp_offload._activations.exclusions import is_left_out, leave_out
+from pp_offload._groups.checkpoint_regions import top_pack
+from pp_offload._groups.hook_scopes import HookScope, leave_all
+from pp_offload._transfer.saved_tensor import Resident
 
 WIDTH = 6
 
@@ -256,8 +256,16 @@ def test_an_evaluation_elsewhere_does_not_silence_idle_groups(
 # Interrupts
 
 
-NAMES = ("activations", "checkpoint_regions", "hook_scopes", "interface", "left_out", "manager")
-FILES = {sys.modules[f"pp_offload.{name}"].__file__ for name in (*NAMES, "modules")}
+NAMES = ("checkpoint_regions", "hook_scopes", "interface", "manager")
+FILES = {
+    sys.modules[f"pp_offload.{name}"].__file__
+    for name in (
+        *(f"_groups.{name}" for name in NAMES),
+        "_activations.context",
+        "_activations.exclusions",
+        "modules",
+    )
+}
 
 
 class Interrupt(BaseException):

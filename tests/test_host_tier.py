@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from interrupts import interrupted
 
 from pp_offload import ClosedError
-from pp_offload.tiers.budget import HostBudget, reserved_bytes
-from pp_offload.tiers.buffers import HostBuffer, Loan, room_for
-from pp_offload.tiers.host import ALIGNMENT, MAX_SIZES, HostTier
-from pp_offload.tiers.slabs import FINENESS
-from pp_offload.tiers.slabs import SMALLEST_BYTES as SLAB_BYTES
-from pp_offload.tiers.unfinished import Unfinished
+from pp_offload._memory.budget import HostBudget, reserved_bytes
+from pp_offload._memory.buffers import HostBuffer, Loan, room_for
+from pp_offload._memory.host import ALIGNMENT, MAX_SIZES, HostTier
+from pp_offload._memory.slabs import FINENESS
+from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
+from pp_offload._memory.unfinished import Unfinished
 
 
 class System:

@@ -13,9 +13,9 @@ from test_hazards import late_engine, ticket_for
 from test_host_tier import LateEvent, System
 
 from pp_offload import OffloadConfig, use_backend
+from pp_offload._memory.host import HostTier
+from pp_offload._transfer.engine import IN_FLIGHT_BYTES, TransferEngine
 from pp_offload.testing import SimulatedBackend
-from pp_offload.tiers.host import HostTier
-from pp_offload.transfer import IN_FLIGHT_BYTES, TransferEngine
 
 SIZE = 4096
 

@@ -18,18 +18,18 @@ from test_host_tier import LateEvent, System, budget, overlap, spans
 from torch import Tensor
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload.disk_staged import StagedDiskEngine
-from pp_offload.disk_transfer import DiskTransferEngine
-from pp_offload.ticket import Ticket
-from pp_offload.tiers.budget import reserved_bytes
-from pp_offload.tiers.buffers import Loan
-from pp_offload.tiers.disk import ALIGNMENT, DiskEvent, DiskExtent, DiskTier
-from pp_offload.tiers.host import HostTier
-from pp_offload.tiers.pool import GPUTensorPool
-from pp_offload.tiers.slabs import SMALLEST_BYTES as SLAB
-from pp_offload.tiers.unfinished import when_finished
-from pp_offload.transfer import TransferEngine
-from pp_offload.workers import Piece, Workers
+from pp_offload._common.workers import Piece, Workers
+from pp_offload._memory.budget import reserved_bytes
+from pp_offload._memory.buffers import Loan
+from pp_offload._memory.disk import ALIGNMENT, DiskEvent, DiskExtent, DiskTier
+from pp_offload._memory.host import HostTier
+from pp_offload._memory.pool import GPUTensorPool
+from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB
+from pp_offload._memory.unfinished import when_finished
+from pp_offload._transfer.disk_staged import StagedDiskEngine
+from pp_offload._transfer.disk_transfer import DiskTransferEngine
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.ticket import Ticket
 
 
 class HostUser:

@@ -16,88 +16,42 @@ import pp_offload
 
 ROOT = Path(pp_offload.__file__).parent
 
-LAYERS = [
-    {"errors"},
-    {"checks"},
-    {"processes"},
-    {"workers"},
-    {"config", "backends.base", "backends.happens_before"},
-    {"backends.simulated_copies"},
-    {"backends.simulated_streams"},
-    {"backends.simulated_watch"},
-    {"backends.accelerator", "backends.cpu", "backends.graph_safe", "backends.simulated"},
-    {"backends"},
-    {"wrappers"},
-    {
-        "tensors",
-        "homes",
-        "policy",
-        "slices",
-        "microbatches",
-        "tiers",
-        "tiers.arena",
-        "tiers.budget",
-        "tiers.checksum",
-        "tiers.loans",
-        "tiers.unfinished",
-    },
-    {"tiers.slabs", "tiers.pool", "tiers.disk"},
-    {"tiers.buffers"},
-    {"tiers.bins"},
-    {"tiers.host", "tiers.numa", "tiers.room"},
-    {"ticket"},
-    {"flights", "landings"},
-    {"transfer"},
-    {"disk_transfer", "plain_copies", "verify"},
-    {"disk_direct", "disk_staged"},
-    {"chain"},
-    {"saved"},
-    {"payload", "copies", "checkpoint_regions"},
-    {"hook_scopes"},
-    {"group"},
-    {"prefetch", "release", "split"},
-    {"chunk_queue"},
-    {"services"},
-    {"chunk"},
-    {"activity"},
-    {"step", "statistics"},
-    {"manager"},
-    {"forked"},
-    {"functions", "cuda_graph", "stash", "left_out"},
-    {"buffers", "random_state"},
-    {"selective"},
-    {"recompute", "checkpoint_options"},
-    {"slice_cache", "slice_nodes"},
-    {"slice_saved"},
-    {"slice_layers"},
-    {"activations", "checkpointing", "params"},
-    {"heads"},
-    {"trainer"},
-    {"interface"},
-    {"modules", "report", "session"},
-    {"pipelining", "testing", "testing.field", "testing.fuzz"},
-    {"testing.__main__"},
-    {"fine_grained_activation_offload"},
-    {""},
+ROWS = [
+    ("errors", "_common", "config"),
+    ("backends",),
+    ("_memory",),
+    ("_transfer",),
+    ("_groups",),
+    ("_activations", "_checkpoint", "_slices"),
+    ("modules", "pipelining", "activations", "checkpointing", "offload_model", "summary"),
+    ("testing", "integrations", "fine_grained_activation_offload"),
+    ("",),
 ]
-"""Lowest first. A module imports from lower layers, or from its own without a cycle."""
+"""Folders, and the files beside them: lowest first, within a row too."""
 
-RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
+RANK = {room: rank for rank, room in enumerate(room for row in ROWS for room in row)}
 
-FACADES = {"fine_grained_activation_offload", ""}
+FACADES = {"fine_grained_activation_offload", "activations", ""}
 """They give names to the user and hold no logic, so importing anything is their work."""
 
 ASKS_FOR_THE_MANAGER = {
-    "interface",
-    "cuda_graph",
+    "_groups.interface",
+    "_groups.cuda_graph",
+    "_groups.current",
     "pipelining",
     "modules",
-    "report",
-    "session",
-    "compat",
+    "summary",
 }
 
-NAMES_CUDA = {"cuda_graph"}
+ORDERS_COPIES = {
+    "_transfer.engine",
+    "_transfer.flights",
+    "_transfer.landings",
+    "_groups.cuda_graph",
+}
+"""Beside the backends themselves, and the simulated one."""
+
+NAMES_CUDA = {"_groups.cuda_graph"}
 
 
 def module_name(path: Path) -> str:
@@ -151,19 +105,22 @@ def uses_of_cuda(tree: ast.AST) -> set[str]:
     return below | aliases
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_module_has_a_layer(name: str) -> None:
-    assert name in RANK, f"{FILES[name]} is in no layer; add it where it belongs"
+def room(name: str) -> str:
+    """The folder of a module, or the module beside the folders."""
+    return name.partition(".")[0]
 
 
-def test_every_layer_names_modules_that_exist() -> None:
-    assert set(RANK) == set(FILES)
+def test_every_row_names_what_exists() -> None:
+    assert set(RANK) == {room(name) for name in FILES}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_module_imports_from_below(name: str) -> None:
-    above = [other for other in imported(name) if RANK[other] > RANK[name]]
-    assert not above, f"{name} imports {above}, which stand above it"
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row) or "pp_offload")
+def test_a_folder_imports_from_below(row: tuple[str, ...]) -> None:
+    """And from itself."""
+    for name in (name for name in FILES if room(name) in row):
+        for other in set(imported(name)):
+            is_below = RANK[room(other)] < RANK[room(name)]
+            assert is_below or room(other) == room(name), f"{name} imports {other}"
 
 
 def test_no_module_is_in_a_cycle() -> None:
@@ -173,7 +130,7 @@ def test_no_module_is_in_a_cycle() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(FILES) - FACADES))
 def test_nobody_imports_who_only_listens(name: str) -> None:
-    assert not {"report", "trace"} & set(imported(name))
+    assert not {"summary", "trace"} & set(imported(name))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -201,7 +158,7 @@ def test_only_the_function_whose_name_says_so_prints(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_events_are_recorded_and_waited_for_in_few_places(name: str) -> None:
-    if name.startswith("backends") or name in ("transfer", "flights", "landings", "cuda_graph"):
+    if room(name) in ("backends", "testing") or name in ORDERS_COPIES:
         return
     last = {call.split(".")[-1] for call in calls(TREES[name])}
     assert not last & {"record_event", "wait_event", "wait_stream", "record_stream"}

@@ -17,8 +17,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from toy import assert_no_hooks, same_bits
 
-from pp_offload.activations import OffloadActivations
-from pp_offload.left_out import forget_left_out, is_left_out, leave_out
+from pp_offload._activations.context import OffloadActivations
+from pp_offload._activations.exclusions import forget_left_out, is_left_out, leave_out
 from pp_offload.testing import SimulatedBackend
 
 WIDTH, ROWS = 8, 16

@@ -21,13 +21,13 @@ from toy import batches, make_model, run_step, same_bits
 import pp_offload
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._memory.bins import Bins
+from pp_offload._memory.budget import reserved_bytes
+from pp_offload._memory.disk import DiskTier
+from pp_offload._memory.host import HostTier
+from pp_offload._transfer.ticket import HostCopy
+from pp_offload._transfer.tiers import make_engine
 from pp_offload.backends import CpuBackend
-from pp_offload.chain import make_engine
-from pp_offload.ticket import HostCopy
-from pp_offload.tiers.bins import Bins
-from pp_offload.tiers.budget import reserved_bytes
-from pp_offload.tiers.disk import DiskTier
-from pp_offload.tiers.host import HostTier
 
 ROOT = str(Path(pp_offload.__file__).parent)
 

@@ -105,7 +105,7 @@ def test_only_those_that_are_named(checkout: Path, capsys: pytest.CaptureFixture
 def test_a_fault_in_the_engine_itself_is_caught(tmp_path: Path) -> None:
     mutant = Mutant(
         "round trip",
-        "pp_offload/tiers/checksum.py",
+        "pp_offload/_memory/checksum.py",
         "self._sums += part",
         "pass",
         "no part counts",

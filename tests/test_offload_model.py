@@ -44,7 +44,7 @@ from pp_offload import (
     VerifyError,
 )
 from pp_offload.backends import CpuBackend
-from pp_offload.params import OffloadModel
+from pp_offload.offload_model import OffloadModel
 from pp_offload.testing import SimulatedBackend
 
 

@@ -14,10 +14,10 @@ from test_disk import LatePiece, LateThreads, disk_of, steps_are_equal
 from toy import AwayBackend, assert_idle
 
 from pp_offload import OffloadConfig, PipelineOffloadManager
+from pp_offload._common.workers import Piece, is_worker
+from pp_offload._groups.current import use_backend
 from pp_offload.backends import Backend, CpuBackend
-from pp_offload.backends.simulated_streams import SimulatedEvent
-from pp_offload.session import use_backend
-from pp_offload.workers import Piece, is_worker
+from pp_offload.testing.streams import SimulatedEvent
 
 TIERS = [("host",), ("disk",), ("host", "disk")]
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload.chunk import ChunkOffloadHandler
-from pp_offload.payload import tickets_for
-from pp_offload.saved import Resident, SavedActivation
-from pp_offload.services import Services
-from pp_offload.tensors import Geometry
+from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload._groups.wiring import Services
+from pp_offload._transfer.payload import tickets_for
+from pp_offload._transfer.saved_tensor import Resident, SavedActivation
+from pp_offload._transfer.tensors import Geometry
 
 Make = Callable[[Tensor], Tensor]
 

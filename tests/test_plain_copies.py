@@ -12,10 +12,10 @@ from conftest import make_backend
 from test_hazards import cut_behind_the_copy
 
 from pp_offload import OffloadConfig, RaceError
-from pp_offload.chain import make_engine
-from pp_offload.plain_copies import Arrival, PlainCopies
-from pp_offload.tiers.room import ALIGNMENT, host_room
-from pp_offload.tiers.slabs import pageable
+from pp_offload._memory.room import ALIGNMENT, host_room
+from pp_offload._memory.slabs import pageable
+from pp_offload._transfer.plain_copies import Arrival, PlainCopies
+from pp_offload._transfer.tiers import make_engine
 
 SHAPES = [(3, 5), (0, 2), (), (4, 1), (2, 3, 2, 2)]
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pp_offload import OffloadConfig
-from pp_offload.policy import (
+from pp_offload._groups.plan import (
     ChunkKey,
     ChunkShape,
     GroupKey,

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from pp_offload.tiers.pool import GPUTensorPool
+from pp_offload._memory.pool import GPUTensorPool
 
 
 @pytest.fixture

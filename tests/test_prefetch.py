@@ -9,16 +9,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload._groups.group import OffloadTensorGroup
+from pp_offload._groups.prefetch import Prefetcher, Upcoming
+from pp_offload._groups.wiring import Services
+from pp_offload._memory.host import HostTier
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.saved_tensor import SavedActivation
+from pp_offload._transfer.tensors import Eligibility, StorageSet
+from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import CpuBackend
-from pp_offload.chunk import ChunkOffloadHandler
-from pp_offload.group import OffloadTensorGroup
-from pp_offload.prefetch import Prefetcher, Upcoming
-from pp_offload.saved import SavedActivation
-from pp_offload.services import Services
-from pp_offload.tensors import Eligibility, StorageSet
-from pp_offload.ticket import Ticket
-from pp_offload.tiers.host import HostTier
-from pp_offload.transfer import TransferEngine
 
 
 class Backwards(Upcoming):

@@ -20,7 +20,7 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload.backends import CpuBackend
-from pp_offload.report import format_summary
+from pp_offload.summary import format_summary
 
 MIB = 2**20
 

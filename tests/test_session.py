@@ -19,8 +19,8 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import Backend
-from pp_offload.tiers.budget import reserved_bytes
 
 SMALL = OffloadConfig(min_offloaded_tensor_size=1)
 OTHER = OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=0)

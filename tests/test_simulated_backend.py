@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pp_offload.backends.base import Backend, Event
-from pp_offload.backends.happens_before import RaceDetector
-from pp_offload.backends.simulated import ORDERS, SimulatedBackend
 from pp_offload.errors import RaceError
+from pp_offload.testing.happens_before import RaceDetector
+from pp_offload.testing.simulated import ORDERS, SimulatedBackend
 
 
 @pytest.fixture(params=ORDERS)

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload import OffloadConfig
-from pp_offload.chain import make_engine
-from pp_offload.plain_copies import PlainCopies
-from pp_offload.slice_cache import Slice, SliceCache
+from pp_offload._slices.cache import Slice, SliceCache
+from pp_offload._transfer.plain_copies import PlainCopies
+from pp_offload._transfer.tiers import make_engine
 from pp_offload.testing import SimulatedBackend
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pp_offload.slices import partition, slice_bytes
+from pp_offload._slices.slices import partition, slice_bytes
 
 
 def layers_of(*sizes: int) -> list[dict[int, int]]:

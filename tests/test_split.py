@@ -16,10 +16,10 @@ from toy import assert_idle, batches, make_model, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload.policy import ChunkKey, WeightPassKey
-from pp_offload.split import Part
-from pp_offload.ticket import Arrived
-from pp_offload.transfer import TransferEngine
+from pp_offload._groups.plan import ChunkKey, WeightPassKey
+from pp_offload._groups.split_backward import Part
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.ticket import Arrived
 
 MICROBATCHES = 6
 GROUP_BYTES = 3 * 5 * 8 * 4

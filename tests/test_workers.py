@@ -9,10 +9,10 @@ from queue import SimpleQueue
 import pytest
 from injected import Injected, files, interrupt_at, num_lines
 
-from pp_offload import workers as module
-from pp_offload.workers import Workers
+from pp_offload._common import workers as module
+from pp_offload._common.workers import Workers
 
-LINES = files("workers")
+LINES = files("_common/workers")
 LONG_S = 60.0
 
 

@@ -21,8 +21,8 @@ from toy import AwayBackend, assert_idle
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._groups.stash import ActivationStash
 from pp_offload.backends import CpuBackend
-from pp_offload.stash import ActivationStash
 
 TIMEOUT_S = 120
 """So long, no machine is busy: a thread that takes longer hangs."""

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from pp_offload.backends import Backend
-from pp_offload.trainer import ActivationOffloadingMixin
+from pp_offload.integrations.huggingface import ActivationOffloadingMixin
 
 NAMES = ("activation_checkpointing", "gradient_checkpointing")
 CHECKPOINTING = next(name for name in NAMES if name in TrainingArguments.__dataclass_fields__)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager
+from pp_offload._transfer.saved_tensor import SavedActivation
+from pp_offload._transfer.ticket import HostCopy, Ticket
 from pp_offload.backends import CpuBackend
-from pp_offload.saved import SavedActivation
-from pp_offload.ticket import HostCopy, Ticket
 
 
 class AwayBackend(CpuBackend):

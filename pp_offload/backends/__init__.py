@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from pp_offload._common.checks import said
 from pp_offload.backends.accelerator import AcceleratorBackend
 from pp_offload.backends.base import Backend, Event, Stream
 from pp_offload.backends.cpu import CpuBackend
-from pp_offload.backends.graph_safe import GraphSafeBackend, bare
-from pp_offload.checks import said
+from pp_offload.backends.graph_capture import GraphSafeBackend, bare
 
 __all__ = [
     "AcceleratorBackend",

@@ -13,8 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pp_offload._common.checks import check_kind
 from pp_offload.backends.base import Stream
-from pp_offload.checks import check_kind
 
 
 class AcceleratorBackend:

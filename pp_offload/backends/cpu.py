@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pp_offload._common.checks import check_count
+from pp_offload._common.processes import current
+from pp_offload._common.workers import Piece, Workers
 from pp_offload.backends.base import Event, Stream
-from pp_offload.checks import check_count
-from pp_offload.processes import current
-from pp_offload.workers import Piece, Workers
 
 INLINE_BYTES = 256 * 1024
 """Batches up to this many bytes are copied by the calling thread."""

@@ -1,6 +1,6 @@
 """A line of the engine left out, in this process: the rest of its function stays as it is.
 
-FAULT = Fault("landings:Landings.keep_few_abandoned", "home.wait_event(reloaded)")
+FAULT = Fault("_transfer/landings:Landings.keep_few_abandoned", "home.wait_event(reloaded)")
 FAULT.plant(monkeypatch)
 """
 
@@ -20,7 +20,7 @@ class Fault:
     """What is left out, and where."""
 
     function: str
-    """Its module in the package, and its name there: ``transfer:TransferEngine.join``."""
+    """Its module in the package, and its name there: ``_transfer/engine:TransferEngine.join``."""
 
     line: str
     """What must be there exactly once. Short, so that it outlives what is written around it."""

@@ -21,15 +21,15 @@ from torch import Tensor
 from emulated.helpers import compute, some
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
+from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
+from pp_offload._transfer.disk_staged import StagedDiskEngine
+from pp_offload._transfer.engine import MAX_HOMES, TransferEngine
+from pp_offload._transfer.landings import MAX_ABANDONED
+from pp_offload._transfer.plain_copies import PlainCopies
+from pp_offload._transfer.saved_tensor import SavedActivation
+from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.tiers import make_engine
 from pp_offload.backends import AcceleratorBackend
-from pp_offload.chain import make_engine
-from pp_offload.disk_staged import StagedDiskEngine
-from pp_offload.landings import MAX_ABANDONED
-from pp_offload.plain_copies import PlainCopies
-from pp_offload.saved import SavedActivation
-from pp_offload.ticket import Ticket
-from pp_offload.tiers.slabs import SMALLEST_BYTES as SLAB_BYTES
-from pp_offload.transfer import MAX_HOMES, TransferEngine
 
 N = SLAB_BYTES // 4
 """Numbers that fill a slab, so that whoever needs another size has to carve it anew."""

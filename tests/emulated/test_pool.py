@@ -16,9 +16,9 @@ from emulated.helpers import compute, some
 from emulated.programs import N, brings, side_stream, ticket_of
 from emulated.test_engine import DELAYS, OPTIONS, manager_of, steps_are_equal
 from pp_offload import OffloadConfig
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.tiers import make_engine
 from pp_offload.backends import AcceleratorBackend
-from pp_offload.chain import make_engine
-from pp_offload.transfer import TransferEngine
 
 pytestmark = pytest.mark.emulated
 

@@ -22,8 +22,8 @@ from emulated.programs import Program
 
 pytestmark = pytest.mark.emulated
 
-ENGINE, STAGED = "transfer:TransferEngine", "disk_staged:StagedDiskEngine"
-LANDINGS, PLAIN = "landings:Landings", "plain_copies:PlainCopies"
+ENGINE, STAGED = "_transfer/engine:TransferEngine", "_transfer/disk_staged:StagedDiskEngine"
+LANDINGS, PLAIN = "_transfer/landings:Landings", "_transfer/plain_copies:PlainCopies"
 
 Case = tuple[Callable[[Program], bool], *tuple[Fault, ...]]
 
@@ -51,7 +51,7 @@ CASES: dict[str, Case] = {
     "sources are kept until they are copied": (
         programs.source_let_go,
         Fault(f"{ENGINE}._queue_offload", "if offloaded.query():", "if True:"),
-        Fault("flights:Flights.is_first_over", "flight.offloaded.query()", "True"),
+        Fault("_transfer/flights:Flights.is_first_over", "flight.offloaded.query()", "True"),
     ),
     "a source is emptied when it is copied": (
         programs.source_emptied,
@@ -88,11 +88,11 @@ CASES: dict[str, Case] = {
     "d2h waits for those of the memory it is carved of": (
         programs.part_of_a_buffer_read_for_another_stream,
         Fault(f"{ENGINE}._d2h_waits_for_last_users", "in buffer.before:", "in ():"),
-        Fault("tiers/host:HostTier._carve", "buffer.before = tuple(self._unfinished)"),
+        Fault("_memory/host:HostTier._carve", "buffer.before = tuple(self._unfinished)"),
     ),
     "slabs are dealt anew when no copy uses them": (
         programs.slab_read_for_another_stream,
-        Fault("tiers/host:HostTier.fit", "check_finished(self._last_uses())"),
+        Fault("_memory/host:HostTier.fit", "check_finished(self._last_uses())"),
     ),
     "h2d waits for the offload": (
         programs.brought_before_it_left,
@@ -166,7 +166,7 @@ CASES: dict[str, Case] = {
     ),
     "disk: a thread writes what has arrived": (
         programs.written_before_it_arrived,
-        Fault("disk_staged:_has_arrived", "copy.offloaded.query()", "True"),
+        Fault("_transfer/disk_staged:_has_arrived", "copy.offloaded.query()", "True"),
     ),
     "disk: d2h waits for the copy back of what was there": (
         programs.staged_while_the_copy_back_reads,
@@ -176,7 +176,7 @@ CASES: dict[str, Case] = {
     "disk: so does a thread that reads into it": (
         programs.read_while_the_copy_back_reads,
         Fault(f"{STAGED}._begin_to_read", "reading, after=buffer.before", "reading"),
-        Fault("tiers/disk:DiskTier._queue", "wait_for(earlier)"),
+        Fault("_memory/disk:DiskTier._queue", "wait_for(earlier)"),
     ),
     "disk: d2h waits for a thread that reads into it": (
         programs.staged_while_a_thread_reads_into_it,
@@ -193,14 +193,15 @@ CASES: dict[str, Case] = {
 }
 
 
+PINNED = "pinned memory is nobody's before its copies were made"
 BY_OTHERS = {
     f"{ENGINE}.join": "a copy stream waits for compute only to be part of a capture",
     f"{ENGINE}.close": "each tier waits for the copies that use it before it drops its memory",
-    "tiers/host:HostTier.release_idle": "pinned memory is nobody's before its copies were made",
-    "tiers/host:HostTier._drop_slabs": "pinned memory is nobody's before its copies were made",
-    "tiers/host:HostTier._wait_for_copies": "pinned memory is nobody's before its copies were made",
-    "transfer:wait": "only passes it on",
-    "flights:Queued.synchronize": "only passes it on",
+    "_memory/host:HostTier.release_idle": PINNED,
+    "_memory/host:HostTier._drop_slabs": PINNED,
+    "_memory/host:HostTier._wait_for_copies": PINNED,
+    "_transfer/engine:wait": "only passes it on",
+    "_transfer/flights:Queued.synchronize": "only passes it on",
 }
 """One wait each that can be left out on an accelerator without harm, and why.
 
@@ -208,7 +209,14 @@ PyTorch's allocator of pinned memory knows each copy that used a block. Where th
 nobody does; tests/test_hazards.py shows these waits there.
 """
 
-ORDERING = "transfer landings flights plain_copies disk_staged disk_direct tiers/host tiers/disk"
+ORDERING = (
+    *(
+        f"_transfer/{name}"
+        for name in ("engine", "landings", "flights", "plain_copies", "disk_staged", "disk_direct")
+    ),
+    "_memory/host",
+    "_memory/disk",
+)
 WAITING = ("wait_event", "synchronize", "wait", "wait_for", "check_finished")
 
 
@@ -225,7 +233,7 @@ def waits_in(module: str) -> Iterator[str]:
 
 
 def waits() -> Counter[str]:
-    return Counter(one for module in ORDERING.split() for one in waits_in(module))
+    return Counter(one for module in ORDERING for one in waits_in(module))
 
 
 def waits_left_out() -> Iterator[str]:

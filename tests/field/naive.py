@@ -47,11 +47,11 @@ from torch.nn import Parameter
 
 from pp_offload import FineGrainedActivationOffloadingInterface as Interface
 from pp_offload import OffloadConfig, PipelineOffloadManager
-from pp_offload.activity import ActivityWatch
+from pp_offload._groups.chunk_queue import ChunkQueue
+from pp_offload._groups.idle_groups import ActivityWatch
+from pp_offload._groups.plan import ChunkKey, GroupKey, Plan
+from pp_offload._transfer.tensors import StorageSet
 from pp_offload.backends import Backend, GraphSafeBackend, default_backend
-from pp_offload.chunk_queue import ChunkQueue
-from pp_offload.policy import ChunkKey, GroupKey, Plan
-from pp_offload.tensors import StorageSet
 
 
 class Eligibility:

@@ -10,8 +10,7 @@ import signal
 from collections.abc import Generator
 
 import pytest
-
-from pp_offload.testing.field import row_of
+from field_table import row_of
 
 NO_MANAGER = "checkpoints have no manager; the file shows what PyTorch does there without us"
 
@@ -19,7 +18,7 @@ NOT_SHOWN = {
     "F11": "parameters have no groups and no manager; the file has a naive model of its own, which "
     "fails each of its checks",
     "F12": NO_MANAGER,
-    "F22": "the table over ranks is gathered by pp_offload.report, and not by a manager; its ranks "
+    "F22": "the table over ranks is gathered by pp_offload.summary, not by a manager; its ranks "
     "are processes of their own",
     "F29": "the context makes its engine itself and asks no manager; the file shows what hooks of "
     "torch itself do instead",

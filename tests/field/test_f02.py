@@ -8,7 +8,7 @@ from field_checks import Chain, make_inputs, run_moves, schedule
 from toy import assert_idle, same_bits
 
 from pp_offload import OffloadConfig, use_backend
-from pp_offload.tiers.budget import HostBudget, reserved_bytes
+from pp_offload._memory.budget import HostBudget, reserved_bytes
 
 LENGTHS = (4, 7, 3, 6)
 

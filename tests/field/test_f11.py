@@ -18,7 +18,7 @@ from naive_sliced import NaiveSlicedModel
 from torch import Tensor, nn
 from toy import same_bits
 
-from pp_offload.params import OffloadModel
+from pp_offload.offload_model import OffloadModel
 
 Sliced = Callable[[nn.Sequential], nn.Module]
 WIDTH = 6

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toy import same_bits
 
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._groups.stash import ActivationStash
 from pp_offload.checkpointing import SelectiveOpACParams
-from pp_offload.recompute import Recompute
-from pp_offload.stash import ActivationStash
 
 MM, TOPK = "ops.aten.mm.default", "ops.aten.topk.default"
 

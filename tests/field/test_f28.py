@@ -21,9 +21,9 @@ from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, use_backend
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._checkpoint.selective import OpPolicy
 from pp_offload.backends import Backend
-from pp_offload.recompute import Recompute
-from pp_offload.selective import OpPolicy
 
 Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 

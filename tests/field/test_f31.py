@@ -11,7 +11,7 @@ from conftest import BACKENDS, make_backend
 from toy import assert_idle, make_model, run_step, same_bits
 
 from pp_offload import OffloadConfig, use_backend
-from pp_offload.tiers.budget import reserved_bytes
+from pp_offload._memory.budget import reserved_bytes
 
 NUM_STEPS = 200
 WIDTH = 64

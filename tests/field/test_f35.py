@@ -14,7 +14,7 @@ from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, VerifyError, use_backend
-from pp_offload.transfer import TransferEngine
+from pp_offload._transfer.engine import TransferEngine
 
 on_backends = pytest.mark.parametrize("kind", BACKENDS)
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1, verify=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from toy import same_bits
 
-from pp_offload.activations import OffloadActivations
-from pp_offload.recompute import Recompute
-from pp_offload.stash import ActivationStash
+from pp_offload._activations.context import OffloadActivations
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._groups.stash import ActivationStash
 from pp_offload.testing import SimulatedBackend
 
 NUM_LAYERS = 6

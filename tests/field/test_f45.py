@@ -12,7 +12,7 @@ from conftest import BACKENDS, make_backend
 from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import OffloadConfig, use_backend
-from pp_offload.tiers.numa import on_node, processors_of
+from pp_offload._memory.numa import on_node, processors_of
 
 needs_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity"), reason="this system has no affinity"

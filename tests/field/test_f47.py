@@ -13,7 +13,7 @@ from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, offload_modules
-from pp_offload.ticket import Ticket
+from pp_offload._transfer.ticket import Ticket
 
 
 class Tied(nn.Module):

@@ -48,7 +48,7 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload.backends import Backend, GraphSafeBackend
-from pp_offload.params import OffloadModel
+from pp_offload.offload_model import OffloadModel
 from pp_offload.pipelining import attach
 from pp_offload.testing import SimulatedBackend
 

@@ -35,9 +35,9 @@ from toy import assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import GroupStateError, OffloadActivations, OffloadError, PipelineOffloadManager
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._groups.stash import ActivationStash
 from pp_offload.backends import CpuBackend
-from pp_offload.recompute import Recompute
-from pp_offload.stash import ActivationStash
 
 NUM_THREADS = 4
 

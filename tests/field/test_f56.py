@@ -41,9 +41,9 @@ from toy import assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._groups.stash import ActivationStash
 from pp_offload.backends import CpuBackend
-from pp_offload.recompute import Recompute
-from pp_offload.stash import ActivationStash
 
 _raise = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.py_object)(("raise", ctypes.PyDLL(None)))
 _raise_behind = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.py_object, ctypes.py_object)(
@@ -355,7 +355,9 @@ def ends_in_backward(program: Program) -> set[str]:
     with calls_seen() as seen:
         loss.backward()
     called = {call.name for call in seen if call.caller == "_engine_run_backward"}
-    assert {name for name in called if "pp_offload" in name} <= {"pp_offload.saved.unpack"}
+    assert {name for name in called if "pp_offload" in name} <= {
+        "pp_offload._transfer.saved_tensor.unpack"
+    }
     return {call.name for call in seen if call.name.endswith(ENDS)}
 
 

@@ -28,11 +28,24 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, offload_modules
 
 ENGINE = files(
-    "transfer", "ticket", "flights", "landings", "prefetch", "saved", "copies", "payload", "split"
+    "_transfer/engine",
+    "_transfer/ticket",
+    "_transfer/flights",
+    "_transfer/landings",
+    "_transfer/saved_tensor",
+    "_transfer/deduplication",
+    "_transfer/payload",
+    "_groups/prefetch",
+    "_groups/split_backward",
 )
-STEPS = files("chunk", "group", "step", "manager", "chunk_queue", "interface")
-
-PARTS = files("split", "step", "manager", "prefetch", "chunk_queue")
+STEPS = files(
+    *(f"_groups/{name}" for name in ("chunk", "group", "step", "manager", "chunk_queue")),
+    "_groups/interface",
+)
+PARTS = files(
+    *(f"_groups/{name}" for name in ("split_backward", "step", "manager", "prefetch")),
+    "_groups/chunk_queue",
+)
 
 planned = cache(plain)
 

@@ -215,7 +215,7 @@ def test_f58_threads_begin_anew(tmp_path: Path) -> None:
     """Those of the other process are not here: what is queued would wait for ever."""
     said = run(
         """
-        from pp_offload.workers import Workers
+        from pp_offload._common.workers import Workers
         workers = Workers("some")
         print(workers.submit(lambda: 1).result())
         def work():

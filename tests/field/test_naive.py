@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from conftest import make_backend
 from field_checks import Chain, make_inputs, run_moves, schedule
+from field_table import find_rows, row_of
 from naive import NaiveManager, installed
 from naive_run import NOT_SHOWN, REASONS, REASONS_IF_IT_WAITS, is_shown
 from processes import run
@@ -18,7 +19,6 @@ from toy import assert_idle, assert_no_hooks, batches, make_model, run_step, sam
 
 from pp_offload import FineGrainedActivationOffloadingInterface as Interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload.testing.field import find_rows, row_of
 
 FIELD = Path(__file__).parent
 ROWS = {row.name for row in find_rows(FIELD)}

@@ -34,13 +34,13 @@ from pp_offload import (
 from pp_offload import (
     fine_grained_offloading_group_start as group_start,
 )
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._groups.plan import ChunkKey
+from pp_offload._groups.split_backward import Part
+from pp_offload._groups.stash import ActivationStash
+from pp_offload._transfer.engine import TransferEngine
 from pp_offload.errors import GroupStateError
-from pp_offload.policy import ChunkKey
-from pp_offload.recompute import Recompute
-from pp_offload.split import Part
-from pp_offload.stash import ActivationStash
 from pp_offload.testing import SimulatedBackend
-from pp_offload.transfer import TransferEngine
 
 Where = tuple[int, int]
 """A step and an operation in it."""
@@ -396,11 +396,11 @@ def quiet() -> Iterator[None]:
 def fine_thresholds() -> Iterator[None]:
     """Tensors of a program are tiny; sizes that decide something become as small."""
     with (
-        patch("pp_offload.ticket.PACK_BYTES", 128),
-        patch("pp_offload.prefetch.SMALL_BYTES", 64),
-        patch("pp_offload.landings.MAX_ABANDONED", 1),
-        patch("pp_offload.tensors.MAX_PADDING_BYTES", 8),
-        patch("pp_offload.tiers.slabs.SMALLEST_BYTES", 1024),
+        patch("pp_offload._transfer.ticket.PACK_BYTES", 128),
+        patch("pp_offload._groups.prefetch.SMALL_BYTES", 64),
+        patch("pp_offload._transfer.landings.MAX_ABANDONED", 1),
+        patch("pp_offload._transfer.tensors.MAX_PADDING_BYTES", 8),
+        patch("pp_offload._memory.slabs.SMALLEST_BYTES", 1024),
     ):
         yield
 

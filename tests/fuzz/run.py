@@ -49,10 +49,10 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload import OffloadStatistics, RaceError, SavedTensorModifiedError
-from pp_offload.policy import ChunkKey
-from pp_offload.recompute import Recompute
-from pp_offload.split import Part
-from pp_offload.tensors import flat_bytes
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._groups.plan import ChunkKey
+from pp_offload._groups.split_backward import Part
+from pp_offload._transfer.tensors import flat_bytes
 
 AT_END = 10**6
 """Behind all operations of a step."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fuzzer
 import pytest
 from campaign import Failure, explore
 from conftest import ON_THE_HOST
@@ -15,9 +16,6 @@ from draw import CHECKPOINTS, HOWS
 from programs import Commit, Compute, Enter, Exit, Forward, Options, Program, Region, Step, script
 from run import CHECKPOINTS as KNOWN_CHECKPOINTS
 from run import HOWS as KNOWN_HOWS
-
-from pp_offload.testing import __main__ as command
-from pp_offload.testing import fuzz
 
 NUM_PROGRAMS = 50
 ROOT = Path(__file__).parents[2]
@@ -60,18 +58,10 @@ def test_a_program_is_printed_as_code_that_runs(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_its_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["fuzz", "--programs", "5", "--seed", "3"]) == 0
+    assert fuzzer.main(["--programs", "5", "--seed", "3"]) == 0
     printed = capsys.readouterr().out
     assert "5 programs, 0 failures" in printed
     assert "seed 3" in printed
-
-
-def test_the_command_says_where_the_fuzzer_should_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(fuzz, "TESTS", tmp_path)
-    assert command.main(["fuzz"]) == 2
-    assert str(tmp_path / "fuzz") in capsys.readouterr().err
 
 
 def test_the_command_prints_what_fails_and_its_status_says_so(
@@ -81,5 +71,5 @@ def test_the_command_prints_what_fails_and_its_status_says_so(
 
     failed = campaign.Totals(programs=1, failures=[Failure(SMALL, "it differs")])
     monkeypatch.setattr(campaign, "in_processes", lambda work, jobs: iter([failed]))
-    assert command.main(["fuzz", "--programs", "5"]) == 1
+    assert fuzzer.main(["--programs", "5"]) == 1
     assert script(SMALL) in capsys.readouterr().out

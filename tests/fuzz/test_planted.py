@@ -12,10 +12,10 @@ from run import check
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload.saved import Resident, SavedActivation, is_in_backward
-from pp_offload.tensors import Geometry
-from pp_offload.ticket import HostCopy, Ticket
-from pp_offload.transfer import TransferEngine
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.saved_tensor import Resident, SavedActivation, is_in_backward
+from pp_offload._transfer.tensors import Geometry
+from pp_offload._transfer.ticket import HostCopy, Ticket
 
 Patch = pytest.MonkeyPatch
 

@@ -10,7 +10,7 @@ MUTANTS = [
     # Six that every test passed once.
     Mutant(
         "shared copy of any version",
-        "pp_offload/copies.py",
+        "pp_offload/_transfer/deduplication.py",
         "if known() is not storage or version != ticket.members[0].version:",
         "if known() is not storage:",
         "a group gets what the storage held when another group saved it",
@@ -18,7 +18,7 @@ MUTANTS = [
     ),
     Mutant(
         "earlier uses of a buffer not waited for",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "for event in buffer.before:",
         "for event in ():",
         "a copy overwrites host memory that another size of buffer is still read from",
@@ -26,7 +26,7 @@ MUTANTS = [
     ),
     Mutant(
         "earlier uses of a buffer forgotten",
-        "pp_offload/tiers/buffers.py",
+        "pp_offload/_memory/buffers.py",
         "        yield from self.before\n",
         "",
         "host memory is freed or carved while an earlier owner's copies still use it",
@@ -34,7 +34,7 @@ MUTANTS = [
     ),
     Mutant(
         "range on disk reused while it is written",
-        "pp_offload/tiers/disk.py",
+        "pp_offload/_memory/disk.py",
         "self._places.add(place, range_)",
         "self._places.add(extent, range_)",
         "a thread writes into what another extent has written there since",
@@ -42,7 +42,7 @@ MUTANTS = [
     ),
     Mutant(
         "kept whatever was done to it",
-        "pp_offload/split.py",
+        "pp_offload/_groups/split_backward.py",
         "return self.home == live and self.tensor._version == self.version",
         "return self.home == live",
         "the second part of a backward uses what the first has changed in place",
@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     Mutant(
         "kept for any stream",
-        "pp_offload/split.py",
+        "pp_offload/_groups/split_backward.py",
         "return self.home == live and self.tensor._version == self.version",
         "return self.tensor._version == self.version",
         "a stream uses memory of another, ordered with nothing",
@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "gather waits for no side stream",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "            live.wait_event(side.record_event())\n        yield\n",
         "            pass\n        yield\n",
         "a gather reads what another stream is still to compute",
@@ -66,7 +66,7 @@ MUTANTS = [
     ),
     Mutant(
         "side stream does not wait for a gather",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "            side.wait_event(live.record_event())\n\n    def after_copies",
         "            pass\n\n    def after_copies",
         "another stream writes what a gather has still to read",
@@ -74,7 +74,7 @@ MUTANTS = [
     ),
     Mutant(
         "used up by another backward",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "if not arrived.is_as_it_came:",
         "if False:",
         "what one backward changed in place another one computes with",
@@ -83,7 +83,7 @@ MUTANTS = [
     # Others, by file.
     Mutant(
         "copy before compute wrote it",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "self.backend.d2h.wait_event(home.record_event())",
         "pass",
         "bytes leave before they are computed",
@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "reload into memory still used",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "self.backend.h2d.wait_event(home.record_event())",
         "pass",
         "what comes back overwrites what compute still reads there",
@@ -99,7 +99,7 @@ MUTANTS = [
     ),
     Mutant(
         "reload before the offload",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "self.backend.h2d.wait_event(seen)",
         "pass",
         "the host buffer is read before it was written",
@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     Mutant(
         "use before it is back",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "        stream.wait_event(event)\n        self.counters",
         "        self.counters",
         "compute reads what the copy is still to bring",
@@ -115,7 +115,7 @@ MUTANTS = [
     ),
     Mutant(
         "last use of a buffer not waited for",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "event is not None and event is not seen and not event.query()",
         "False",
         "a copy overwrites a host buffer that is still read",
@@ -123,7 +123,7 @@ MUTANTS = [
     ),
     Mutant(
         "sources let go at once",
-        "pp_offload/flights.py",
+        "pp_offload/_transfer/flights.py",
         "self._queue.append(flight)",
         "pass",
         "memory is used again before its copy has run",
@@ -131,7 +131,7 @@ MUTANTS = [
     ),
     Mutant(
         "reload is no use of its buffer",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "copy.buffer.last_use = reloaded",
         "pass",
         "whoever gets the buffer next waits for all copies that were queued since",
@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         "offload is no use of its buffer",
-        "pp_offload/ticket.py",
+        "pp_offload/_transfer/ticket.py",
         "self.offloaded = self.buffer.last_use = offloaded",
         "self.offloaded = offloaded",
         "whoever gets the buffer next waits for all copies that were queued since",
@@ -147,7 +147,7 @@ MUTANTS = [
     ),
     Mutant(
         "in flight without bound",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "self._flights.nbytes <= (max(cap, last_bytes) if cap else 0)",
         "True",
         "the device runs full of what is on its way out",
@@ -155,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         "let go on the live stream alone",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "for home in (self.backend.current_stream(), *self._homes):",
         "for home in (self.backend.current_stream(),):",
         "memory returns to a stream that does not wait for the copy",
@@ -163,7 +163,7 @@ MUTANTS = [
     ),
     Mutant(
         "abandoned target let go at once",
-        "pp_offload/landings.py",
+        "pp_offload/_transfer/landings.py",
         "self._abandoned.append((arrived.tensor, event, arrived.home))",
         "pass",
         "a copy writes into memory that is somebody else's by now",
@@ -171,7 +171,7 @@ MUTANTS = [
     ),
     Mutant(
         "landed for another stream",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "is_known and arrived.home == live and (",
         "is_known and (",
         "memory outlives the stream it belongs to",
@@ -179,7 +179,7 @@ MUTANTS = [
     ),
     Mutant(
         "source taken back on another stream",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "copy.home == live:",
         "True:",
         "memory of one stream is used on another",
@@ -187,7 +187,7 @@ MUTANTS = [
     ),
     Mutant(
         "changed while queued",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "            self._check_unmodified(ticket, copy)\n",
         "            pass\n",
         "what was copied is what it was changed to",
@@ -195,7 +195,7 @@ MUTANTS = [
     ),
     Mutant(
         "after a copy at once",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "self._flights.last.then.append(action)",
         "action()",
         "what the user names is emptied before it was copied",
@@ -203,7 +203,7 @@ MUTANTS = [
     ),
     Mutant(
         "bytes landed drift",
-        "pp_offload/landings.py",
+        "pp_offload/_transfer/landings.py",
         "        self._arrived[arrived.where] = arrived\n        landing = ticket.landing or self.expect(ticket)",
         "        self._arrived[arrived.where] = arrived\n        landing = self.expect(ticket)",
         "the window fills with what is not there",
@@ -211,7 +211,7 @@ MUTANTS = [
     ),
     Mutant(
         "what is copied is kept only when it is queued",
-        "pp_offload/plain_copies.py",
+        "pp_offload/_transfer/plain_copies.py",
         "        self._kept.append((Queued(stream), kept))\n",
         "",
         "after an interrupt a copy uses memory that was freed",
@@ -219,7 +219,7 @@ MUTANTS = [
     ),
     Mutant(
         "what is brought is not waited for when all goes",
-        "pp_offload/plain_copies.py",
+        "pp_offload/_transfer/plain_copies.py",
         "for event, _ in self._kept:\n                    event.synchronize()",
         "pass",
         "a parameter is copied into memory that is somebody else's by now",
@@ -227,7 +227,7 @@ MUTANTS = [
     ),
     Mutant(
         "capture ends without its copies",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "            side.wait_event(live.record_event())\n            live.wait_event(side.record_event())",
         "            side.wait_event(live.record_event())",
         "a graph is closed while a copy stream is still in it",
@@ -235,7 +235,7 @@ MUTANTS = [
     ),
     Mutant(
         "versions never compared",
-        "pp_offload/ticket.py",
+        "pp_offload/_transfer/ticket.py",
         "alias._version != version for",
         "False for",
         "what was changed while its copy was queued is taken for what was saved",
@@ -243,7 +243,7 @@ MUTANTS = [
     ),
     Mutant(
         "arrival looks at nothing",
-        "pp_offload/ticket.py",
+        "pp_offload/_transfer/ticket.py",
         "            self.check_unmodified(begin)\n        self.watched = None",
         "            pass\n        self.watched = None",
         "a source changed before its copy ran goes unnoticed once it is let go",
@@ -253,7 +253,7 @@ MUTANTS = [
     ),
     Mutant(
         "lost with a failed write",
-        "pp_offload/ticket.py",
+        "pp_offload/_transfer/ticket.py",
         "self.extent.failure is not None:",
         "False:",
         "what the disk refused is let go of",
@@ -261,7 +261,7 @@ MUTANTS = [
     ),
     Mutant(
         "waiting for one",
-        "pp_offload/ticket.py",
+        "pp_offload/_transfer/ticket.py",
         "self.num_members = self.num_waiting = len(members)",
         "self.num_members = self.num_waiting = 1",
         "a payload is brought once for each that saved it",
@@ -269,7 +269,7 @@ MUTANTS = [
     ),
     Mutant(
         "members keep their tensors",
-        "pp_offload/ticket.py",
+        "pp_offload/_transfer/ticket.py",
         "member.source = member.pending = None",
         "member.pending = None",
         "nothing ever leaves the device",
@@ -277,7 +277,7 @@ MUTANTS = [
     ),
     Mutant(
         "pack too large",
-        "pp_offload/ticket.py",
+        "pp_offload/_transfer/ticket.py",
         "batch and room + ticket.nbytes > PACK_BYTES",
         "batch and room > PACK_BYTES",
         "large payloads share a buffer, which lives as long as the last",
@@ -285,7 +285,7 @@ MUTANTS = [
     ),
     Mutant(
         "host bytes never return",
-        "pp_offload/tiers/host.py",
+        "pp_offload/_memory/host.py",
         "for buffer in self._loans.ended():",
         "for buffer in ():",
         "host memory grows with every step",
@@ -293,7 +293,7 @@ MUTANTS = [
     ),
     Mutant(
         "saved and changed before the commit",
-        "pp_offload/saved.py",
+        "pp_offload/_transfer/saved_tensor.py",
         "            if self.is_modified:\n",
         "            if False:\n",
         "gradients are those of the changed tensor",
@@ -301,7 +301,7 @@ MUTANTS = [
     ),
     Mutant(
         "resident and changed",
-        "pp_offload/saved.py",
+        "pp_offload/_transfer/saved_tensor.py",
         "if tensor._version != self.version:",
         "if False:",
         "gradients are those of the changed tensor",
@@ -309,7 +309,7 @@ MUTANTS = [
     ),
     Mutant(
         "wrapper changed",
-        "pp_offload/saved.py",
+        "pp_offload/_transfer/saved_tensor.py",
         "if self.witness._version != self.version:",
         "if False:",
         "gradients are those of the changed tensor",
@@ -317,7 +317,7 @@ MUTANTS = [
     ),
     Mutant(
         "changed ones leave",
-        "pp_offload/saved.py",
+        "pp_offload/_transfer/saved_tensor.py",
         "if source is not None and source._version != self.version:",
         "if False:",
         "what is copied is not what was saved",
@@ -325,7 +325,7 @@ MUTANTS = [
     ),
     Mutant(
         "result of a collective leaves early",
-        "pp_offload/saved.py",
+        "pp_offload/_transfer/saved_tensor.py",
         "return pending is None or not is_pending(pending)",
         "return True",
         "it is copied before the collective has written it",
@@ -333,7 +333,7 @@ MUTANTS = [
     ),
     Mutant(
         "whole storage for a part",
-        "pp_offload/payload.py",
+        "pp_offload/_transfer/payload.py",
         "is_all = begin == 0 and end == storage.nbytes()",
         "is_all = begin == 0",
         "bytes beside a view move, which others may change",
@@ -343,7 +343,7 @@ MUTANTS = [
     ),
     Mutant(
         "whole storage for little",
-        "pp_offload/payload.py",
+        "pp_offload/_transfer/payload.py",
         "covered < enough",
         "False",
         "a small view takes all of its storage along",
@@ -351,7 +351,7 @@ MUTANTS = [
     ),
     Mutant(
         "views without their places",
-        "pp_offload/payload.py",
+        "pp_offload/_transfer/payload.py",
         "one.restore = geometry.on_storage_of",
         "pass",
         "every view of a storage comes back as the whole of it",
@@ -359,7 +359,7 @@ MUTANTS = [
     ),
     Mutant(
         "known by its address alone",
-        "pp_offload/copies.py",
+        "pp_offload/_transfer/deduplication.py",
         "if known() is not storage or version",
         "if version",
         "a tensor at the address of one that is gone is taken for it",
@@ -367,7 +367,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared though something is around it",
-        "pp_offload/copies.py",
+        "pp_offload/_transfer/deduplication.py",
         "payload is None or _is_part(ticket)",
         "payload is None",
         "what was changed through a wrapper is not seen",
@@ -375,7 +375,7 @@ MUTANTS = [
     ),
     Mutant(
         "asked for though it comes",
-        "pp_offload/group.py",
+        "pp_offload/_groups/group.py",
         "ticket.num_waiting > 0 and not ticket.is_coming",
         "ticket.num_waiting > 0",
         "a payload is brought twice",
@@ -383,7 +383,7 @@ MUTANTS = [
     ),
     Mutant(
         "the first saved comes first",
-        "pp_offload/group.py",
+        "pp_offload/_groups/group.py",
         '    def wanted(self) -> Iterator[Ticket]:\n        """What must be brought before backward reaches it, in the order of use."""\n        for ref in reversed(self._tickets):',
         "    def wanted(self) -> Iterator[Ticket]:\n        for ref in self._tickets:",
         "what is needed last comes first",
@@ -391,7 +391,7 @@ MUTANTS = [
     ),
     Mutant(
         "closed twice",
-        "pp_offload/group.py",
+        "pp_offload/_groups/group.py",
         "self.state is not GroupState.OPEN or state is GroupState.OPEN",
         "state is GroupState.OPEN",
         "a group is offloaded again",
@@ -399,7 +399,7 @@ MUTANTS = [
     ),
     Mutant(
         "offloaded though backward used it",
-        "pp_offload/chunk.py",
+        "pp_offload/_groups/chunk.py",
         "if not services.is_enabled or group.is_used:",
         "if not services.is_enabled:",
         "what backward has begun to use is taken from under it",
@@ -407,7 +407,7 @@ MUTANTS = [
     ),
     Mutant(
         "released though it stayed",
-        "pp_offload/chunk.py",
+        "pp_offload/_groups/chunk.py",
         " and group.state is GroupState.OFFLOADED:",
         ":",
         "memory is emptied that was never copied",
@@ -415,7 +415,7 @@ MUTANTS = [
     ),
     Mutant(
         "outermost group committed",
-        "pp_offload/chunk.py",
+        "pp_offload/_groups/chunk.py",
         "for group in reversed(self._open):",
         "for group in self._open:",
         "of two groups of one name the wrong one is closed",
@@ -423,7 +423,7 @@ MUTANTS = [
     ),
     Mutant(
         "plan does not count",
-        "pp_offload/chunk.py",
+        "pp_offload/_groups/chunk.py",
         "if services.plan.keeps(group.key, group.name):",
         "if False:",
         "what backward uses first is sent away",
@@ -431,7 +431,7 @@ MUTANTS = [
     ),
     Mutant(
         "no room is an error",
-        "pp_offload/chunk.py",
+        "pp_offload/_groups/chunk.py",
         "except MemoryError as failure:",
         "except KeyError as failure:",
         "a step fails where it could keep a group",
@@ -439,7 +439,7 @@ MUTANTS = [
     ),
     Mutant(
         "window off by one",
-        "pp_offload/prefetch.py",
+        "pp_offload/_groups/prefetch.py",
         "if ticket.nbytes > room and not",
         "if ticket.nbytes >= room and not",
         "a tensor that fits is not brought",
@@ -447,7 +447,7 @@ MUTANTS = [
     ),
     Mutant(
         "window overrun",
-        "pp_offload/prefetch.py",
+        "pp_offload/_groups/prefetch.py",
         "if ticket.nbytes > room and not (may_exceed and not batch):",
         "if room <= 0 and not (may_exceed and not batch):",
         "more is on the device than the window allows",
@@ -455,7 +455,7 @@ MUTANTS = [
     ),
     Mutant(
         "refilled late",
-        "pp_offload/prefetch.py",
+        "pp_offload/_groups/prefetch.py",
         "2 * self._transfer.landed_bytes > self._window_bytes",
         "self._transfer.landed_bytes > 0",
         "nothing is brought before the last was used",
@@ -463,7 +463,7 @@ MUTANTS = [
     ),
     Mutant(
         "window does not follow",
-        "pp_offload/prefetch.py",
+        "pp_offload/_groups/prefetch.py",
         "max(self._window_bytes, 2 * nbytes)",
         "max(self._window_bytes, nbytes // 2)",
         "the next group comes when it is needed, not before",
@@ -471,7 +471,7 @@ MUTANTS = [
     ),
     Mutant(
         "place in the last step",
-        "pp_offload/prefetch.py",
+        "pp_offload/_groups/prefetch.py",
         "            self._current = None\n            self._done_at = -1\n",
         "            self._done_at = -1\n",
         "groups of a step that is over are brought",
@@ -479,7 +479,7 @@ MUTANTS = [
     ),
     Mutant(
         "kept for ever",
-        "pp_offload/split.py",
+        "pp_offload/_groups/split_backward.py",
         "self._kept.pop(key, None)",
         "pass",
         "memory of both parts stays when both are over",
@@ -487,7 +487,7 @@ MUTANTS = [
     ),
     Mutant(
         "kept over the step",
-        "pp_offload/split.py",
+        "pp_offload/_groups/split_backward.py",
         "        self._kept.clear()",
         "        pass",
         "memory of a step that broke off stays",
@@ -495,7 +495,7 @@ MUTANTS = [
     ),
     Mutant(
         "uses of the first part not foreseen",
-        "pp_offload/split.py",
+        "pp_offload/_groups/split_backward.py",
         "ticket.num_waiting = uses.get(place, 0)",
         "pass",
         "the window is full of what only the second part uses",
@@ -503,7 +503,7 @@ MUTANTS = [
     ),
     Mutant(
         "the second part claims nothing",
-        "pp_offload/split.py",
+        "pp_offload/_groups/split_backward.py",
         "max(ticket.num_waiting, 0) + num_uses",
         "max(ticket.num_waiting, 0)",
         "what is brought for the second part is let go by the first",
@@ -511,7 +511,7 @@ MUTANTS = [
     ),
     Mutant(
         "released with one holder more",
-        "pp_offload/release.py",
+        "pp_offload/_groups/forced_release.py",
         "num_holders(storage) - 1 - (tensor",
         "num_holders(storage) - 2 - (tensor",
         "memory is emptied that a view still reads",
@@ -519,7 +519,7 @@ MUTANTS = [
     ),
     Mutant(
         "released though autograd has it",
-        "pp_offload/release.py",
+        "pp_offload/_groups/forced_release.py",
         "if references > (1 if node is None else 2):",
         "if references > 2:",
         "memory is emptied that backward reads",
@@ -527,7 +527,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters released",
-        "pp_offload/release.py",
+        "pp_offload/_groups/forced_release.py",
         "isinstance(tensor, Parameter) or tensor in self._eligibility.kept",
         "False",
         "a weight is emptied",
@@ -535,7 +535,7 @@ MUTANTS = [
     ),
     Mutant(
         "slabs rebuilt under buffers in use",
-        "pp_offload/tiers/host.py",
+        "pp_offload/_memory/host.py",
         "if self._in_use.num_buffers or peak ==",
         "if peak ==",
         "two buffers have the same bytes",
@@ -543,7 +543,7 @@ MUTANTS = [
     ),
     Mutant(
         "busy bytes taken for idle",
-        "pp_offload/tiers/host.py",
+        "pp_offload/_memory/host.py",
         "if all(event.query() for event in b.last_uses())",
         "",
         "a copy waits for others though it need not",
@@ -551,7 +551,7 @@ MUTANTS = [
     ),
     Mutant(
         "uses of carved bytes forgotten",
-        "pp_offload/tiers/host.py",
+        "pp_offload/_memory/host.py",
         "self._unfinished = list(uses.values())",
         "pass",
         "memory is carved again, and nobody knows who still uses it",
@@ -559,7 +559,7 @@ MUTANTS = [
     ),
     Mutant(
         "parts without alignment",
-        "pp_offload/tiers/buffers.py",
+        "pp_offload/_memory/buffers.py",
         "begin += room_for(nbytes)",
         "begin += nbytes",
         "parts overlap, or lie where no kernel can read them",
@@ -567,7 +567,7 @@ MUTANTS = [
     ),
     Mutant(
         "budget off by one",
-        "pp_offload/tiers/budget.py",
+        "pp_offload/_memory/budget.py",
         "self.nbytes + nbytes > limit",
         "self.nbytes + nbytes >= limit",
         "the last byte of the budget is never used",
@@ -575,7 +575,7 @@ MUTANTS = [
     ),
     Mutant(
         "neighbours not merged",
-        "pp_offload/tiers/arena.py",
+        "pp_offload/_memory/arena.py",
         "        if end > freed.end:\n            self._remove_free(freed.slab, freed.end, end)",
         "        end = freed.end",
         "memory falls to pieces",
@@ -583,7 +583,7 @@ MUTANTS = [
     ),
     Mutant(
         "read before it was written",
-        "pp_offload/tiers/disk.py",
+        "pp_offload/_memory/disk.py",
         "(before, *after)",
         "after",
         "a thread reads what another is still to write",
@@ -591,7 +591,7 @@ MUTANTS = [
     ),
     Mutant(
         "checksum not compared",
-        "pp_offload/tiers/disk.py",
+        "pp_offload/_memory/disk.py",
         "total.value() != place.checksum",
         "False",
         "a flipped bit becomes a gradient",
@@ -599,7 +599,7 @@ MUTANTS = [
     ),
     Mutant(
         "a failed write is no failure",
-        "pp_offload/tiers/disk.py",
+        "pp_offload/_memory/disk.py",
         "place.failure = failure",
         "pass",
         "what the disk refused is let go of",
@@ -607,7 +607,7 @@ MUTANTS = [
     ),
     Mutant(
         "written before it arrived",
-        "pp_offload/disk_staged.py",
+        "pp_offload/_transfer/disk_staged.py",
         "copy.offloaded is None or copy.offloaded.query()",
         "True",
         "a thread writes what the copy is still to bring",
@@ -615,7 +615,7 @@ MUTANTS = [
     ),
     Mutant(
         "staging buffer taken while used",
-        "pp_offload/disk_staged.py",
+        "pp_offload/_transfer/disk_staged.py",
         "tuple(event for event in buffer.last_uses() if not event.query())",
         "()",
         "a buffer is written that a thread still reads or writes",
@@ -623,7 +623,7 @@ MUTANTS = [
     ),
     Mutant(
         "sent on before it was read",
-        "pp_offload/disk_staged.py",
+        "pp_offload/_transfer/disk_staged.py",
         "copy.reading is None or copy.reading.query()",
         "True",
         "the device gets what the thread is still to read",
@@ -631,7 +631,7 @@ MUTANTS = [
     ),
     Mutant(
         "dropped though not written",
-        "pp_offload/disk_staged.py",
+        "pp_offload/_transfer/disk_staged.py",
         "        if copy.extent.failure is None:\n            copy.drop_buffer()",
         "        if True:\n            copy.drop_buffer()",
         "what the disk refused is let go of",
@@ -639,7 +639,7 @@ MUTANTS = [
     ),
     Mutant(
         "not read to the end",
-        "pp_offload/disk_staged.py",
+        "pp_offload/_transfer/disk_staged.py",
         "        check_finished((reading,))\n        try:\n            reading.synchronize()",
         "        try:\n            pass",
         "the device gets what the thread is still to read",
@@ -647,7 +647,7 @@ MUTANTS = [
     ),
     Mutant(
         "a disk is waited for with the lock held",
-        "pp_offload/disk_staged.py",
+        "pp_offload/_transfer/disk_staged.py",
         "        check_finished((reading,))\n",
         "",
         "no other thread computes while one reads",
@@ -655,7 +655,7 @@ MUTANTS = [
     ),
     Mutant(
         "read into a buffer that is copied from",
-        "pp_offload/disk_staged.py",
+        "pp_offload/_transfer/disk_staged.py",
         "reading, after=buffer.before)",
         "reading)",
         "the device gets bytes of a group that is read into the same buffer",
@@ -663,7 +663,7 @@ MUTANTS = [
     ),
     Mutant(
         "copied into a buffer that is written",
-        "pp_offload/disk_staged.py",
+        "pp_offload/_transfer/disk_staged.py",
         "        check_finished(event for event in uses if isinstance(event, DiskEvent))\n",
         "",
         "a file gets bytes of another group",
@@ -671,7 +671,7 @@ MUTANTS = [
     ),
     Mutant(
         "room to stage without bound",
-        "pp_offload/disk_staged.py",
+        "pp_offload/_transfer/disk_staged.py",
         "in_use + nbytes > self._max_in_flight_bytes",
         "in_use < 0",
         "host memory is as large as what goes to disk",
@@ -679,7 +679,7 @@ MUTANTS = [
     ),
     Mutant(
         "what was not written is not had back",
-        "pp_offload/disk_direct.py",
+        "pp_offload/_transfer/disk_direct.py",
         "if ticket.lent is None:",
         "if True:",
         "a full disk ends the step",
@@ -687,7 +687,7 @@ MUTANTS = [
     ),
     Mutant(
         "a group backward used goes on",
-        "pp_offload/stash.py",
+        "pp_offload/_groups/stash.py",
         "if group is not None and group.is_used:",
         "if False:",
         "what a backward used holds back what is saved behind it",
@@ -695,7 +695,7 @@ MUTANTS = [
     ),
     Mutant(
         "recomputed tensors are stashed",
-        "pp_offload/stash.py",
+        "pp_offload/_groups/stash.py",
         "if chunk is None or is_in_backward():",
         "if chunk is None:",
         "what is used at once goes to the host and back",
@@ -703,7 +703,7 @@ MUTANTS = [
     ),
     Mutant(
         "stash one too large",
-        "pp_offload/stash.py",
+        "pp_offload/_groups/stash.py",
         ">= self.max_tensors",
         "> self.max_tensors",
         "more stays on the device than the user allowed",
@@ -711,7 +711,7 @@ MUTANTS = [
     ),
     Mutant(
         "buffers as they are now",
-        "pp_offload/recompute.py",
+        "pp_offload/_checkpoint/recompute.py",
         "with before.restored(), kept.again()",
         "with kept.again()",
         "what is computed again starts from what the first run left",
@@ -719,7 +719,7 @@ MUTANTS = [
     ),
     Mutant(
         "arguments held",
-        "pp_offload/recompute.py",
+        "pp_offload/_checkpoint/recompute.py",
         "first, self._first = self._first, None",
         "first = self._first",
         "inputs stay on the device beside their copies",
@@ -727,7 +727,7 @@ MUTANTS = [
     ),
     Mutant(
         "the first answer every time",
-        "pp_offload/selective.py",
+        "pp_offload/_checkpoint/selective.py",
         "            self.func_counter[func] += 1",
         "            pass",
         "each call of an operator gets what the first one offloaded",
@@ -735,7 +735,7 @@ MUTANTS = [
     ),
     Mutant(
         "drawn numbers drawn again",
-        "pp_offload/selective.py",
+        "pp_offload/_checkpoint/selective.py",
         "            call.drawn.set()",
         "            pass",
         "dropout behind attention draws other numbers",
@@ -743,7 +743,7 @@ MUTANTS = [
     ),
     Mutant(
         "every n-th but one",
-        "pp_offload/selective.py",
+        "pp_offload/_checkpoint/selective.py",
         "number % every == 0",
         "number % every == 1",
         "other calls are kept than were asked for",
@@ -751,7 +751,7 @@ MUTANTS = [
     ),
     Mutant(
         "stale slice",
-        "pp_offload/slice_cache.py",
+        "pp_offload/_slices/cache.py",
         "return self.stamps == [stamp(one) for one in self.slice.parameters]",
         "return True",
         "layers compute with parameters of before the last step",
@@ -759,7 +759,7 @@ MUTANTS = [
     ),
     Mutant(
         "slice of another stream",
-        "pp_offload/slice_cache.py",
+        "pp_offload/_slices/cache.py",
         "return loaded.arrival.home == self.copies.transfer.backend.current_stream()",
         "return True",
         "a stream uses memory of another, ordered with nothing",
@@ -767,7 +767,7 @@ MUTANTS = [
     ),
     Mutant(
         "slice used before it is there",
-        "pp_offload/slice_cache.py",
+        "pp_offload/_slices/cache.py",
         "            loaded = self._bring(wanted)\n            self.copies.settle(loaded.arrival)",
         "            loaded = self._bring(wanted)",
         "layers compute with what the copy is still to bring",
@@ -775,7 +775,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradient before it is there",
-        "pp_offload/slice_nodes.py",
+        "pp_offload/_slices/gradients.py",
         "        ctx.path.settle()",
         "        pass",
         "the optimizer reads what the copy is still to bring",
@@ -783,7 +783,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameter changed between",
-        "pp_offload/slice_saved.py",
+        "pp_offload/_slices/saved_parameters.py",
         "if parameter._version != then[0]:",
         "if False:",
         "backward computes with a parameter that forward did not have",
@@ -791,7 +791,7 @@ MUTANTS = [
     ),
     Mutant(
         "settled before it is there",
-        "pp_offload/plain_copies.py",
+        "pp_offload/_transfer/plain_copies.py",
         "        arrival.event.synchronize()\n",
         "",
         "the host reads what the copy is still to bring",
@@ -799,7 +799,7 @@ MUTANTS = [
     ),
     Mutant(
         "host side freed under the copy",
-        "pp_offload/plain_copies.py",
+        "pp_offload/_transfer/plain_copies.py",
         "self._copy(backend.d2h, targets, dense, targets, label)",
         "self._copy(backend.d2h, targets, dense, (), label)",
         "a copy writes into host memory that was freed",
@@ -840,7 +840,7 @@ MUTANTS = [
     # What is shared, threads, interrupts, forks, checkpoints.
     Mutant(
         "shared though changed",
-        "pp_offload/landings.py",
+        "pp_offload/_transfer/landings.py",
         "return arrived if is_coming and arrived.is_as_it_came else None",
         "return arrived if is_coming else None",
         "a group computes with what the backward of another has changed in place",
@@ -848,7 +848,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared with any stream",
-        "pp_offload/landings.py",
+        "pp_offload/_transfer/landings.py",
         " or arrived.home != live:",
         ":",
         "a stream uses memory of another, ordered with nothing",
@@ -856,7 +856,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared by its address alone",
-        "pp_offload/landings.py",
+        "pp_offload/_transfer/landings.py",
         "arrived.copy() is not ticket.copy or ",
         "",
         "bytes of a copy that is gone are taken for those of another",
@@ -866,7 +866,7 @@ MUTANTS = [
     ),
     Mutant(
         "who shares does not count",
-        "pp_offload/landings.py",
+        "pp_offload/_transfer/landings.py",
         "        arrived.num_landings += 1\n        self.nbytes -= landing.nbytes",
         "        self.nbytes -= landing.nbytes",
         "the window holds more than it knows",
@@ -874,7 +874,7 @@ MUTANTS = [
     ),
     Mutant(
         "what is shared counts twice",
-        "pp_offload/landings.py",
+        "pp_offload/_transfer/landings.py",
         "        arrived.num_landings += 1\n        self.nbytes -= landing.nbytes",
         "        arrived.num_landings += 1",
         "the window is full of what is not there",
@@ -882,7 +882,7 @@ MUTANTS = [
     ),
     Mutant(
         "target of a copy that was cut off let go",
-        "pp_offload/landings.py",
+        "pp_offload/_transfer/landings.py",
         "if not arrived.is_there:\n            event",
         "if arrived.reloaded is not None and not arrived.is_there:\n            event",
         "a copy writes into memory that is somebody else's by now",
@@ -890,7 +890,7 @@ MUTANTS = [
     ),
     Mutant(
         "sources of a copy that was cut off let go",
-        "pp_offload/flights.py",
+        "pp_offload/_transfer/flights.py",
         "            flight.offloaded = d2h.record_event()",
         "            return True",
         "a copy reads memory that is somebody else's by now",
@@ -898,7 +898,7 @@ MUTANTS = [
     ),
     Mutant(
         "no use where a copy to the host is cut off",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "        self._note_uses(copies, self.backend.d2h)\n",
         "",
         "a buffer is given to others while the copy still writes it",
@@ -906,7 +906,7 @@ MUTANTS = [
     ),
     Mutant(
         "no use where a copy back is cut off",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "        self._note_uses(copies, self.backend.h2d)\n",
         "",
         "a buffer is given to others while the copy still reads it",
@@ -914,7 +914,7 @@ MUTANTS = [
     ),
     Mutant(
         "passed on however far",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "if self.comes_soon(other):",
         "if True:",
         "what is needed last stays on the device for all of backward",
@@ -922,7 +922,7 @@ MUTANTS = [
     ),
     Mutant(
         "never passed on",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "self._pass_on(ticket, arrived.home)",
         "pass",
         "a tensor of every layer is brought for each of them",
@@ -930,7 +930,7 @@ MUTANTS = [
     ),
     Mutant(
         "no lock where backward asks",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "        with self.lock:\n            found = self._find(ticket, live)",
         "        if True:\n            found = self._find(ticket, live)",
         "two backwards keep the same books at once",
@@ -938,7 +938,7 @@ MUTANTS = [
     ),
     Mutant(
         "waits with the lock held",
-        "pp_offload/transfer.py",
+        "pp_offload/_transfer/engine.py",
         "            self._wait_once(live, found.reloaded)",
         "            with self.lock:\n                self._wait_once(live, found.reloaded)",
         "where compute waits for a copy, all other threads wait as well",
@@ -946,7 +946,7 @@ MUTANTS = [
     ),
     Mutant(
         "ticket looked at before the tensor",
-        "pp_offload/saved.py",
+        "pp_offload/_transfer/saved_tensor.py",
         "        # Looked at before the ticket: a commit on another thread sets that before it forgets this.\n        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if self.is_modified:\n                raise modified(source, self.version, owner.name)\n            return source\n        ticket = self.ticket\n",
         "        ticket = self.ticket\n        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if self.is_modified:\n                raise modified(source, self.version, owner.name)\n            return source\n",
         "a commit on another thread leaves neither to be found",
@@ -954,7 +954,7 @@ MUTANTS = [
     ),
     Mutant(
         "reached groups alone are awaited",
-        "pp_offload/chunk.py",
+        "pp_offload/_groups/chunk.py",
         "any(not group.is_used and group.is_alive for group in self.groups)",
         "False",
         "a thread ends the step of another, whose backward is to come",
@@ -962,7 +962,7 @@ MUTANTS = [
     ),
     Mutant(
         "open groups are not awaited",
-        "pp_offload/chunk.py",
+        "pp_offload/_groups/chunk.py",
         "if any(not group.has_failed for group in self._open):",
         "if False:",
         "a thread ends the step of another, whose forward runs",
@@ -973,7 +973,7 @@ MUTANTS = [
     ),
     Mutant(
         "nobody elsewhere is awaited",
-        "pp_offload/step.py",
+        "pp_offload/_groups/step.py",
         "chunk.thread is not here and chunk.thread.is_alive() and chunk.is_awaited",
         "False",
         "a thread ends the step of another",
@@ -981,7 +981,7 @@ MUTANTS = [
     ),
     Mutant(
         "the dead are awaited",
-        "pp_offload/step.py",
+        "pp_offload/_groups/step.py",
         " and chunk.thread.is_alive() and",
         " and",
         "a thread that died in its forward ends all steps for ever",
@@ -989,7 +989,7 @@ MUTANTS = [
     ),
     Mutant(
         "no second look before the end",
-        "pp_offload/manager.py",
+        "pp_offload/_groups/manager.py",
         "            self._check_not_busy_elsewhere()  # again: nobody begins between this and the end\n",
         "",
         "a forward of another thread that begins amid reset() is forgotten",
@@ -997,7 +997,7 @@ MUTANTS = [
     ),
     Mutant(
         "finished chunks are kept",
-        "pp_offload/step.py",
+        "pp_offload/_groups/step.py",
         "if chunk.is_over:",
         "if False:",
         "a loop that never ends its steps grows",
@@ -1005,7 +1005,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbers of finished chunks are kept",
-        "pp_offload/chunk_queue.py",
+        "pp_offload/_groups/chunk_queue.py",
         "self._begun.discard(chunk.key)",
         "pass",
         "a loop that never ends its steps grows",
@@ -1013,7 +1013,7 @@ MUTANTS = [
     ),
     Mutant(
         "tickets that are gone are kept",
-        "pp_offload/ticket.py",
+        "pp_offload/_transfer/ticket.py",
         "while same and same[0]() is None:",
         "while False:",
         "a table that lives on grows with every forward",
@@ -1021,7 +1021,7 @@ MUTANTS = [
     ),
     Mutant(
         "a recomputation takes nothing",
-        "pp_offload/checkpoint_regions.py",
+        "pp_offload/_groups/checkpoint_regions.py",
         "            return scope.took\n",
         "            return False\n",
         "a checkpoint finds other tensors than it saved",
@@ -1029,7 +1029,7 @@ MUTANTS = [
     ),
     Mutant(
         "a recomputation looks at no name",
-        "pp_offload/checkpoint_regions.py",
+        "pp_offload/_groups/checkpoint_regions.py",
         "(scope.name, scope.num_before) != (name, self._num_saved)",
         "scope.num_before != self._num_saved",
         "a group does what another did",
@@ -1037,7 +1037,7 @@ MUTANTS = [
     ),
     Mutant(
         "a recomputation looks at no place",
-        "pp_offload/checkpoint_regions.py",
+        "pp_offload/_groups/checkpoint_regions.py",
         "(scope.name, scope.num_before) != (name, self._num_saved)",
         "scope.name != name",
         "tensors are kept from a checkpoint that are others",
@@ -1045,7 +1045,7 @@ MUTANTS = [
     ),
     Mutant(
         "recomputations count on",
-        "pp_offload/checkpoint_regions.py",
+        "pp_offload/_groups/checkpoint_regions.py",
         "run = _Run(pack, self._scopes)",
         'run = self.__dict__.setdefault("run", _Run(pack, self._scopes))',
         "the second backward through a checkpoint fails",
@@ -1053,7 +1053,7 @@ MUTANTS = [
     ),
     Mutant(
         "missing scopes go unnoticed",
-        "pp_offload/checkpoint_regions.py",
+        "pp_offload/_groups/checkpoint_regions.py",
         "if scope.took and scope.num_before < self._num_saved:",
         "if False:",
         "a checkpoint finds other tensors than it saved",
@@ -1061,7 +1061,7 @@ MUTANTS = [
     ),
     Mutant(
         "a step leaves no scopes",
-        "pp_offload/hook_scopes.py",
+        "pp_offload/_groups/hook_scopes.py",
         "if pack is scopes[-1]._pack or is_checkpoint(pack):",
         "if False:",
         "what an interrupt left on the stack takes tensors for ever",
@@ -1069,7 +1069,7 @@ MUTANTS = [
     ),
     Mutant(
         "scopes of all threads in one list",
-        "pp_offload/hook_scopes.py",
+        "pp_offload/_groups/hook_scopes.py",
         "class _OfThread(threading.local):",
         "class _OfThread:",
         "a thread takes off the hooks of another",
@@ -1077,7 +1077,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks of others taken off",
-        "pp_offload/hook_scopes.py",
+        "pp_offload/_groups/hook_scopes.py",
         "if self._pack is not None and (pack is self._pack or has_ended(pack)):",
         "if self._pack is not None:",
         "what the user saves through is gone",
@@ -1085,7 +1085,7 @@ MUTANTS = [
     ),
     Mutant(
         "Python where bytes are given back",
-        "pp_offload/tiers/loans.py",
+        "pp_offload/_memory/loans.py",
         "_Loan(owner, self._ended.append)",
         "_Loan(owner, lambda loan: self._ended.append(loan))",
         "what a signal handler raises there is printed and lost",
@@ -1093,7 +1093,7 @@ MUTANTS = [
     ),
     Mutant(
         "Python where a marked tensor dies",
-        "pp_offload/tensors.py",
+        "pp_offload/_transfer/tensors.py",
         "_Known(storage, self._gone.append)",
         "_Known(storage, lambda ref: self._gone.append(ref))",
         "what a signal handler raises there is printed and lost",
@@ -1101,7 +1101,7 @@ MUTANTS = [
     ),
     Mutant(
         "Python where a ticket dies",
-        "pp_offload/ticket.py",
+        "pp_offload/_transfer/ticket.py",
         "landing = cls(ticket, gone.append)",
         "landing = cls(ticket, lambda one: gone.append(one))",
         "what a signal handler raises there is printed and lost",
@@ -1109,7 +1109,7 @@ MUTANTS = [
     ),
     Mutant(
         "any process may",
-        "pp_offload/processes.py",
+        "pp_offload/_common/processes.py",
         "if owner != _IDS[0]:",
         "if False:",
         "a forked process waits for copies that never end",
@@ -1117,7 +1117,7 @@ MUTANTS = [
     ),
     Mutant(
         "threads of the other process",
-        "pp_offload/workers.py",
+        "pp_offload/_common/workers.py",
         "        if self._owner != current():\n            self._begin()\n",
         "",
         "what a forked process queues is never done",
@@ -1125,7 +1125,7 @@ MUTANTS = [
     ),
     Mutant(
         "books of an interrupted call",
-        "pp_offload/tiers/host.py",
+        "pp_offload/_memory/host.py",
         "        if self._is_suspect:\n            self._make_books()\n",
         "",
         "two buffers have the same bytes",
@@ -1133,7 +1133,7 @@ MUTANTS = [
     ),
     Mutant(
         "books of an interrupted call to the disk",
-        "pp_offload/tiers/disk.py",
+        "pp_offload/_memory/disk.py",
         "        if self._is_suspect:\n            self._make_books()\n",
         "",
         "two extents have the same range",
@@ -1141,7 +1141,7 @@ MUTANTS = [
     ),
     Mutant(
         "written though nobody needs it",
-        "pp_offload/tiers/disk.py",
+        "pp_offload/_memory/disk.py",
         "if owner() is None:",
         "if False:",
         "a process ends late, for it writes what nobody will read",
@@ -1151,7 +1151,7 @@ MUTANTS = [
     ),
     Mutant(
         "out of the queue before it was done",
-        "pp_offload/disk_staged.py",
+        "pp_offload/_transfer/disk_staged.py",
         "        ref = queue[0]\n        copy = ref()\n",
         "        ref = queue.popleft()\n        copy = ref()\n",
         "what an interrupt cut off stays in its buffer for ever",

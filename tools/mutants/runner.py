@@ -195,7 +195,7 @@ class Runner:
 
     def _fuzz(self, copy: Path, programs: int) -> tuple[int, str]:
         arguments = ["--programs", str(programs), "--seed", "1"]
-        status, output = _python(copy, "-m", "pp_offload.testing", "fuzz", *arguments)
+        status, output = _python(copy, "tools/fuzzer.py", *arguments)
         return status, f"FAILED {programs} random programs\n{output}" if status else output
 
 

@@ -1,0 +1,1 @@
+"""All activations of a model on one device, without groups to mark."""

@@ -1,0 +1,225 @@
+"""Offload of all activations of a model on one device, without groups to mark.
+
+    with OffloadActivations():
+        loss = model(x).mean()
+    loss.backward()
+
+What autograd saves inside joins a stash on the device; a stash that is full goes to the host as a
+group, and comes back, in reverse order, ahead of its backward. The last stash of a forward stays,
+for its backward comes next; if another forward begins instead, it goes as well. Each entering is a
+microbatch of its own, so any number may be in flight.
+
+A decoder's output head is best left out: what it saves is large, and needed at once. See
+:func:`pp_offload._activations.output_head.get_lora_act_offloading_ctx_manager`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from dataclasses import replace
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from pp_offload._activations.exclusions import forget_left_out, is_left_out
+from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem
+from pp_offload._groups.checkpoint_regions import Keeping, Saving, is_recomputing
+from pp_offload._groups.hook_scopes import Caller, HookScope
+from pp_offload._groups.stash import ActivationStash
+from pp_offload._transfer.saved_tensor import Packed, Resident, unpack
+from pp_offload._transfer.statistics import OffloadStatistics
+from pp_offload.backends import Backend
+from pp_offload.config import OffloadConfig, config_or_default
+from pp_offload.errors import OffloadError
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadActivations(saved_tensors_hooks, ContextDecorator):
+    """Offload what autograd saves inside.
+
+    The two sizes are given by name: torchtune and TRL have them in a different order.
+
+    Args:
+        use_pin_memory: Put it in pinned memory, which copies need to run beside compute.
+        use_streams: Let them; otherwise compute waits for every copy, and none is made ahead,
+            whatever ``config`` says.
+        min_offload_size: Smaller tensors stay on the device. In bytes.
+        max_fwd_stash_size: How many tensors may be on the device before they leave together.
+        config: Which tiers, and how much of them. What it says of groups does not count.
+        backend: Device to work on; the accelerator where there is one, else the CPU.
+
+    Raises:
+        ValueError: ``max_fwd_stash_size`` is below 1, or ``min_offload_size`` below 0; or one is no
+            integer, or a flag neither True nor False.
+        TypeError: ``config`` is no :class:`OffloadConfig`, or ``backend`` no backend.
+
+    Source: torchtune and TRL ``OffloadActivations``.
+    """
+
+    def __init__(
+        self,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        *,
+        min_offload_size: int = 1024,
+        max_fwd_stash_size: int = 5,
+        config: OffloadConfig | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        check_all(
+            flag_problem("use_pin_memory", use_pin_memory),
+            flag_problem("use_streams", use_streams),
+            count_problem("min_offload_size", min_offload_size, 0, "bytes"),
+            count_problem("max_fwd_stash_size", max_fwd_stash_size, 1, "tensors"),
+        )
+        config = config_or_default(config)
+        if not use_streams:
+            config = replace(config, max_in_flight_bytes=0, prefetch_bytes=0)
+        self.stash = ActivationStash(
+            "activations",
+            config,
+            min_offload_size=min_offload_size,
+            max_tensors=max_fwd_stash_size,
+            use_pin_memory=use_pin_memory,
+            backend=backend,
+        )
+        self._say_if_nothing_leaves(config)
+        self._knows_model = False
+        self._here = _OfThread()
+        super().__init__(_unless_left_out(self.stash.pack), unpack)
+
+    has_said_that_it_copies = False
+
+    def _say_if_nothing_leaves(self, config: OffloadConfig) -> None:
+        """Once in a process: it may be a comparison, or a machine whose accelerator is not seen."""
+        backend = self.stash.backend
+        is_of_use = not backend.is_host or "disk" in config.tiers
+        if not is_of_use and not OffloadActivations.has_said_that_it_copies:
+            OffloadActivations.has_said_that_it_copies = True
+            logger.warning(
+                "OffloadActivations on %s, where the device is the host: tensors are copied from "
+                "host memory to host memory, which takes time and frees none; use it on an "
+                'accelerator, or with config=OffloadConfig(tiers=("disk",))',
+                backend.name,
+            )
+
+    def __enter__(self) -> OffloadActivations:  # type: ignore[override]
+        """Begin the forward of a microbatch; where one runs again, its tensors stay."""
+        while self._here.entered and self._here.entered[-1].is_over:
+            self._leave()
+        entered = _Entered(HookScope(Caller.of(1)))
+        self._here.entered.append(entered)  # first: nothing that is entered is to be forgotten
+        try:
+            self._enter(entered)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def _enter(self, entered: _Entered) -> None:
+        if is_recomputing():
+            entered.scope.enter(Keeping(Resident))
+            return
+        forget_left_out()
+        self.stash.begin()
+        if not self._knows_model:
+            entered.watch = register_module_forward_pre_hook(self._keep_buffers)
+        entered.scope.enter(Saving(self.pack_hook))
+
+    def __exit__(self, *args: object) -> None:
+        """The forward is over.
+
+        Raises:
+            OffloadError: This thread has not entered it.
+        """
+        if not self._here.entered:
+            raise OffloadError(
+                f"a context is left that thread {threading.get_ident()} did not enter; expected as "
+                "many exits as entries, on the same thread; use it in a with statement"
+            )
+        self._leave()
+
+    def _leave(self) -> None:
+        self._here.entered[-1].leave()
+        self._here.entered.pop()
+
+    def keep_module(self, model: Module) -> None:
+        """Leave parameters and buffers where they are, whichever view of them is saved.
+
+        Without it buffers are found when a forward comes by their module, which takes some time.
+        """
+        check_kind("model", model, Module, "an nn.Module")
+        self._knows_model = True
+        self.stash.keep_module(model)
+
+    def update_model_params(self, model: Module) -> None:
+        """:meth:`keep_module`, as TRL names it."""
+        self.keep_module(model)
+
+    def statistics(self) -> OffloadStatistics:
+        """What was moved and what is in use, exact at the call."""
+        return self.stash.statistics()
+
+    def _keep_buffers(self, module: Module, _: object) -> None:
+        """Batch norm changes its own without a trace, so they must not be under way."""
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                self.stash.keep(buffer)
+
+
+class _Entered:
+    """What one ``with`` has put in place.
+
+    Args:
+        scope: Hooks for saved tensors.
+
+    Attributes:
+        watch: Sees modules whose forward comes by.
+    """
+
+    def __init__(self, scope: HookScope) -> None:
+        self.scope = scope
+        self.watch: RemovableHandle | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an interrupt came between a ``with`` and its end."""
+        return self.scope.is_over
+
+    def leave(self) -> None:
+        """Take it away. Twice is fine."""
+        self.scope.leave()
+        if self.watch is not None:
+            self.watch.remove()
+
+
+class _OfThread(threading.local):
+    """What a thread has entered of a context, for hooks of autograd are the thread's."""
+
+    def __init__(self) -> None:
+        self.entered: list[_Entered] = []
+
+
+def _unless_left_out(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:
+    def hook(tensor: Tensor) -> Packed:
+        return Resident(tensor) if is_left_out() else pack(tensor)
+
+    return hook
+
+
+class NoOpManager(saved_tensors_hooks, ContextDecorator):
+    """What autograd saves inside stays on the device, also inside :class:`OffloadActivations`.
+
+    And inside a checkpoint, which then keeps it. For a module that may be in one, there is
+    :func:`pp_offload._activations.exclusions.leave_out`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Resident, unpack)

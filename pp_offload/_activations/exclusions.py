@@ -1,0 +1,66 @@
+"""Modules whose saved tensors stay on the device, such as a model's output head.
+
+Their forward is marked; who packs saved tensors asks for the mark. Hooks of their own would do
+harm inside a checkpoint: they would take the place of its hooks, and keep what it is to drop.
+
+    leave_out(module)  # once
+    is_left_out()      # in a pack hook: does such a module's forward run?
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch.nn import Module
+
+from pp_offload._common.checks import check_kind
+
+
+class _Running(threading.local):
+    """The left-out modules whose forward runs on this thread, innermost last, by id."""
+
+    def __init__(self) -> None:
+        self.modules: list[int] = []
+
+
+_running = _Running()
+
+
+def leave_out(module: Module) -> None:
+    """From now on, OffloadActivations leave what ``module`` saves in its forward on the device.
+
+    Checkpoints and groups do not ask for the mark. In a compiled region it does nothing. Twice is
+    fine.
+    """
+    check_kind("module", module, Module, "an nn.Module")
+    if _enter not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_enter)
+        module.register_forward_hook(_leave, always_call=True)
+
+
+def is_left_out() -> bool:
+    """Whether the forward of a left-out module runs on this thread."""
+    return bool(_running.modules)
+
+
+def forget_left_out() -> None:
+    """A forward begins: what an interrupt left of another one here is gone."""
+    _running.modules.clear()
+
+
+def _enter(module: Module, _: object) -> None:
+    if not torch.compiler.is_compiling():
+        _running.modules.append(id(module))
+
+
+def _leave(module: Module, *_: object) -> None:
+    """Take the mark away, and those of modules inside that never ended.
+
+    It is not there where another hook raised before :func:`_enter` ran.
+    """
+    if torch.compiler.is_compiling():
+        return
+    running = _running.modules
+    while id(module) in running and running.pop() != id(module):
+        pass

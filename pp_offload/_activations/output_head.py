@@ -1,0 +1,181 @@
+"""A model's activations offloaded, but for those of its output head, which backward needs at once.
+
+with get_lora_act_offloading_ctx_manager(model):
+    loss = model(**batch).loss
+loss.backward()
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn import Module
+
+from pp_offload._activations.context import NoOpManager, OffloadActivations
+from pp_offload._activations.exclusions import leave_out
+from pp_offload._common.checks import check_flag, check_kind
+from pp_offload.backends import Backend
+from pp_offload.config import OffloadConfig
+
+HEADS = (
+    "output.linear",
+    "output",
+    "lm_head",
+    "decoder.output",
+    "decoder.lm_head",
+    "final_layer_norm",
+    "ln_f",
+    "norm",
+    "head",
+    "score",
+    "classifier",
+    "qa_outputs",
+    "v_head",
+)
+"""Where models have their output head, or what comes last; the first that is there is taken.
+
+The last four are those of classifiers and value models. Where a model has both a norm and a
+``head`` at its top, name the head.
+"""
+
+WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "pretrained_model")
+"""Where wrappers have what they wrap: parallel ones, compiled ones, checkpoints, value models."""
+
+
+def get_act_offloading_ctx_manager(
+    model: Module, enable_activation_offloading: bool = True, **options: Any
+) -> OffloadActivations | NoOpManager:
+    """A context for the forward of ``model``.
+
+    Args:
+        model: Its parameters and buffers stay on the device, and what its output head saves.
+        enable_activation_offloading: False for a context in which nothing is offloaded, by other
+            saved-tensor hooks neither.
+        options: Those of :func:`get_lora_act_offloading_ctx_manager`, by name.
+
+    Source: torchtune ``get_act_offloading_ctx_manager``; with the options of TRL's.
+    """
+    check_flag("enable_activation_offloading", enable_activation_offloading)
+    if not enable_activation_offloading:
+        return NoOpManager()
+    return get_lora_act_offloading_ctx_manager(model, **options)
+
+
+def get_lora_act_offloading_ctx_manager(
+    model: Module,
+    use_pin_memory: bool = True,
+    use_streams: bool = True,
+    *,
+    min_offload_size: int = 1024,
+    max_fwd_stash_size: int = 5,
+    warn_if_no_head: bool = True,
+    head: Module | str | None = None,
+    config: OffloadConfig | None = None,
+    backend: Backend | None = None,
+) -> OffloadActivations:
+    """A context for the forward of ``model``, which may be wrapped, by PEFT for instance.
+
+    Args:
+        model: Its parameters and buffers stay on the device, and what its output head saves.
+        use_pin_memory: See :class:`pp_offload._activations.context.OffloadActivations`.
+        use_streams: Likewise.
+        min_offload_size: Likewise.
+        max_fwd_stash_size: Likewise.
+        warn_if_no_head: Warn if no output head is found.
+        head: The output head, or its name in the model; found by :data:`HEADS` when None, or as
+            the model says by its ``get_output_embeddings``.
+        config: See :class:`pp_offload._activations.context.OffloadActivations`.
+        backend: Device to work on; the accelerator where there is one, else the CPU.
+
+    Raises:
+        ValueError: ``head`` names no module of the model, or a number or flag is none.
+        TypeError: ``model`` or ``head`` is no module.
+
+    Source: axolotl ``get_lora_act_offloading_ctx_manager``.
+    """
+    check_kind("model", model, Module, "an nn.Module")
+    check_flag("warn_if_no_head", warn_if_no_head)
+    if head is not None:
+        check_kind("head", head, (Module, str), "an nn.Module of the model, or its name")
+    found = find_head(model) if head is None else _chosen(model, head)
+    offload = OffloadActivations(
+        use_pin_memory,
+        use_streams,
+        min_offload_size=min_offload_size,
+        max_fwd_stash_size=max_fwd_stash_size,
+        config=config,
+        backend=backend,
+    )
+    offload.keep_module(model)
+    if found is not None:
+        leave_out(found)
+    elif warn_if_no_head:
+        warnings.warn(
+            f"no output head found in {type(model).__name__}: none of {', '.join(HEADS)}; what it "
+            "saves is offloaded and needed at once; name it with head=, or pass "
+            "warn_if_no_head=False",
+            stacklevel=2,
+        )
+    for module in liger_modules(model):
+        leave_out(module)
+    return offload
+
+
+def unwrapped(model: Module) -> Module:
+    """The model inside wrappers, and PEFT's."""
+    while (inner := _inside(model)) is not None:
+        model = inner
+    return model
+
+
+def _inside(model: Module) -> Module | None:
+    for name in WRAPPERS:
+        inner = getattr(model, name, None)
+        if isinstance(inner, Module) and inner is not model:
+            return inner
+    # Models that take adapters themselves have the configuration, but no base to get.
+    base = getattr(model, "get_base_model", None)
+    inner = base() if callable(base) and hasattr(model, "peft_config") else None
+    return inner if isinstance(inner, Module) and inner is not model else None
+
+
+def find_head(model: Module) -> Module | None:
+    """The output head, by its usual names, or as the model says."""
+    inner = unwrapped(model)
+    for name in HEADS:
+        found: object = inner
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if isinstance(found, Module):
+            return found
+    ask = getattr(inner, "get_output_embeddings", None)
+    said = ask() if callable(ask) else None
+    return said if isinstance(said, Module) else None
+
+
+def liger_modules(model: Module) -> Iterator[Module]:
+    """Modules named after Liger, such as its fused losses, which need what they save at once."""
+    for name, module in model.named_modules():
+        if "liger" in name.lower():
+            yield module
+
+
+def _chosen(model: Module, head: Module | str) -> Module:
+    found = _named(model, head) if isinstance(head, str) else head
+    if found is model or found is unwrapped(model):
+        raise ValueError(
+            "head is the model itself, so nothing would be offloaded; expected a module inside it"
+        )
+    return found
+
+
+def _named(model: Module, name: str) -> Module:
+    for one in (model, unwrapped(model)):
+        if name and name in dict(one.named_modules()):
+            return one.get_submodule(name)
+    raise ValueError(
+        f"head is {name!r}, but the model has no module of that name; expected one of "
+        "model.named_modules()"
+    )

@@ -1,0 +1,1 @@
+"""Recomputation: what a checkpoint keeps, offloads or computes again."""

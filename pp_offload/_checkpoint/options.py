@@ -1,0 +1,287 @@
+"""How layers are checkpointed, as a user says it, and as it is checked before anything is done.
+
+params = params_for(variant, SelectiveOpACParams(save_ops_keys=["ops.aten.mm.default"]))
+policy = params.policy()
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from pp_offload._checkpoint.selective import OpPolicy
+from pp_offload._common.checks import (
+    check_all,
+    check_count,
+    check_kind,
+    count_problem,
+    flag_problem,
+    near,
+    said,
+    takes_options_by_name,
+)
+from pp_offload.config import OffloadConfig, check_config
+
+MATMUL = "ops.aten.mm.default"
+
+SAVE_DICT: dict[str, OpOverload] = {
+    MATMUL: torch.ops.aten.mm.default,
+    "ops.aten._scaled_dot_product_efficient_attention.default": (
+        torch.ops.aten._scaled_dot_product_efficient_attention.default
+    ),
+    "ops.aten._scaled_dot_product_flash_attention.default": (
+        torch.ops.aten._scaled_dot_product_flash_attention.default
+    ),
+    "ops._c10d_functional.reduce_scatter_tensor.default": (
+        torch.ops._c10d_functional.reduce_scatter_tensor.default
+    ),
+    "ops.aten.max.default": torch.ops.aten.max.default,
+}
+"""Operators that are dear to compute, or whose result must not change, by name."""
+
+
+class ActivationCheckpointingVariants(enum.Enum):
+    """How much is checkpointed.
+
+    Source: Modalities ``ActivationCheckpointingVariants``.
+    """
+
+    FULL_ACTIVATION_CHECKPOINTING = "full_activation_checkpointing"
+    """Every layer: its inputs are kept, all else is computed again."""
+
+    SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING = "selective_layer_activation_checkpointing"
+    """Every ``ac_freq``-th layer."""
+
+    SELECTIVE_OP_ACTIVATION_CHECKPOINTING = "selective_op_activation_checkpointing"
+    """Every layer, but outputs of chosen operators are kept as well."""
+
+
+FLAGS = ("offload_inputs", "use_reentrant", "preserve_rng_state", "early_stop")
+"""Options that are True or False."""
+
+
+@takes_options_by_name
+@dataclass(frozen=True, kw_only=True)
+class FullACParams:
+    """How a layer is checkpointed. The options from ``use_reentrant`` on are PyTorch's.
+
+    Raises:
+        ValueError: A value cannot be right, or reentrant checkpoints do not have the option.
+    """
+
+    offload_inputs: bool = False
+    """What a checkpoint keeps of a layer's arguments goes to the tiers."""
+
+    min_offload_size: int = 1024
+    """Smaller tensors stay on the device. In bytes."""
+
+    config: OffloadConfig = field(default_factory=OffloadConfig)
+    """Which tiers, and how much of them. What it says of groups does not count."""
+
+    use_reentrant: bool = False
+    """PyTorch's older way, which runs backward inside backward."""
+
+    preserve_rng_state: bool = True
+    """Draw the same random numbers again, for dropout. The reference does not."""
+
+    determinism_check: str = "default"
+    """Compare shapes, dtypes and devices of what was computed again; ``"none"`` for nothing."""
+
+    early_stop: bool = True
+    """Compute again only as far as backward needs."""
+
+    def __post_init__(self) -> None:
+        check_all(
+            *(flag_problem(name, getattr(self, name)) for name in FLAGS),
+            count_problem("min_offload_size", self.min_offload_size, 0, "bytes"),
+        )
+        check_config(self.config)
+        if self.determinism_check not in ("default", "none"):
+            raise ValueError(
+                f'determinism_check is {self.determinism_check!r}; expected "default" or "none"'
+            )
+        if self.use_reentrant and not (self.early_stop and self.determinism_check == "default"):
+            raise ValueError(
+                "use_reentrant is True, with early_stop or determinism_check; expected one or the "
+                "other, for reentrant checkpoints run all again, and compare nothing"
+            )
+
+    def policy(self) -> OpPolicy | None:
+        """Which operators' outputs are kept; None for none."""
+        return None
+
+
+@takes_options_by_name
+@dataclass(frozen=True, kw_only=True)
+class SelectiveLayerACParams(FullACParams):
+    """Which layers are checkpointed, and how."""
+
+    ac_freq: int
+    """One layer in so many, the last of each so many."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("ac_freq", self.ac_freq, least=1, unit="1 is every layer")
+
+
+@takes_options_by_name
+@dataclass(frozen=True, kw_only=True)
+class SelectiveOpACParams(FullACParams):
+    """Of which operators outputs are kept, where, and how layers are checkpointed.
+
+    Operators are named as in :attr:`SAVE_DICT`, or like those:
+    ``ops.aten.addmm.default`` is a linear layer with a bias.
+    """
+
+    save_ops_keys: Sequence[str] = ()
+    """Outputs of these stay on the device."""
+
+    offload_ops_keys: Sequence[str] = ()
+    """Outputs of these go to the tiers."""
+
+    recompute_every: Mapping[str, int] = field(default_factory=lambda: {MATMUL: 2})
+    """Of the operators above, those of which every n-th call in a layer is computed again all the
+    same. The reference does so with every second matrix product, that is ``aten.mm``: a linear
+    layer without a bias.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("save_ops_keys", "offload_ops_keys"):
+            _check_names(name, getattr(self, name))
+        check_kind("recompute_every", self.recompute_every, Mapping, "a mapping of names to counts")
+        if not self.save_ops_keys and not self.offload_ops_keys:
+            raise ValueError(
+                "save_ops_keys is empty; expected at least one operator here or in "
+                f"offload_ops_keys, such as {', '.join(SAVE_DICT)}; to "
+                "compute all again use FULL_ACTIVATION_CHECKPOINTING"
+            )
+        twice = sorted(set(self.save_ops_keys) & set(self.offload_ops_keys))
+        if twice:
+            raise ValueError(f"{twice} are in save_ops_keys and offload_ops_keys; expected in one")
+        if self.use_reentrant:
+            raise ValueError(
+                "use_reentrant is True, but only non-reentrant checkpoints can keep outputs of "
+                "operators; leave it out"
+            )
+        for key, every in self.recompute_every.items():
+            check_count(f"recompute_every[{key!r}]", every, least=1)
+        self.policy()
+
+    def policy(self) -> OpPolicy | None:
+        """Which operators' outputs are kept."""
+        offload = frozenset(map(operator, self.offload_ops_keys))
+        for op in offload:
+            if any(value.alias_info is not None for value in op._schema.returns):
+                raise ValueError(
+                    f"offload_ops_keys has {_key(op)}, which returns memory of its arguments; "
+                    "expected operators with outputs of their own"
+                )
+        every = {operator(key): number for key, number in self.recompute_every.items()}
+        return OpPolicy(frozenset(map(operator, self.save_ops_keys)), offload, every)
+
+
+class ActivationCheckpointedModelConfig:
+    """The parameters under the names they have in Modalities."""
+
+    FullACParams = FullACParams
+    SelectiveLayerACParams = SelectiveLayerACParams
+    SelectiveOpACParams = SelectiveOpACParams
+
+
+_PARAMS: dict[ActivationCheckpointingVariants, type[FullACParams]] = {
+    ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING: FullACParams,
+    ActivationCheckpointingVariants.SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING: (
+        SelectiveLayerACParams
+    ),
+    ActivationCheckpointingVariants.SELECTIVE_OP_ACTIVATION_CHECKPOINTING: SelectiveOpACParams,
+}
+
+
+NO_OPTIONS = (str, bytes, int, float, list, tuple, set, type, torch.Tensor)
+"""Objects of these kinds have attributes, but none that are meant as options."""
+
+
+def params_for(variant: object, given: Any) -> FullACParams:
+    """What the variant wants to know.
+
+    Args:
+        variant: One of :class:`ActivationCheckpointingVariants`, or its value, or a member of
+            another library's enum that has the value or the name of one.
+        given: Parameters of ours for it, a mapping of them, or an object with such attributes.
+
+    Raises:
+        ValueError: There is no such variant, or the parameters are not for it.
+    """
+    try:
+        wanted = _PARAMS[_variant(variant)]
+    except ValueError as error:
+        known = ", ".join(f"{one} or {one.value!r}" for one in ActivationCheckpointingVariants)
+        raise ValueError(f"unknown variant {said(variant)}; expected one of {known}") from error
+    if type(given) is wanted:
+        return given
+    if given is None or isinstance(given, FullACParams):
+        raise ValueError(
+            f"ac_fun_params is a {type(given).__name__}; expected {wanted.__name__} for {variant}"
+        )
+    if isinstance(given, NO_OPTIONS):
+        raise ValueError(
+            f"ac_fun_params is {said(given)}; expected {wanted.__name__}, or a mapping or an "
+            "object with such options"
+        )
+    names = [one.name for one in fields(wanted)]
+    if isinstance(given, Mapping):
+        if unknown := [one for one in given if one not in names]:
+            near_names = ", ".join(f"{one}{near(one, names)}" for one in unknown)
+            raise ValueError(f"ac_fun_params has {near_names}; expected some of {', '.join(names)}")
+        values = dict(given)
+    else:
+        values = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    if wanted is SelectiveLayerACParams and "ac_freq" not in values:
+        raise ValueError(
+            f"ac_fun_params is {said(given)}, without ac_freq; expected {wanted.__name__}"
+        )
+    return wanted(**values)
+
+
+def _variant(given: object) -> ActivationCheckpointingVariants:
+    if not isinstance(given, enum.Enum):
+        return ActivationCheckpointingVariants(given)
+    for one in ActivationCheckpointingVariants:
+        if given.value == one.value or given.name == one.name:
+            return one
+    return ActivationCheckpointingVariants(given)
+
+
+def _check_names(name: str, given: object) -> None:
+    is_list = isinstance(given, Collection) and not isinstance(given, str | bytes | Mapping)
+    if not is_list or not all(isinstance(one, str) for one in given):  # type: ignore[attr-defined]
+        raise ValueError(f"{name} is {said(given)}; expected a list of names")
+
+
+def operator(key: str) -> OpOverload:
+    """The operator of this name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found: Any = torch
+    check_kind("the name of an operator", key, str, f"a str, such as {MATMUL!r}")
+    for part in key.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, OpOverload):
+        raise ValueError(
+            f"unknown operator {key!r}; expected one of "
+            f"{', '.join(SAVE_DICT)}, or the name of another with its "
+            "overload, such as ops.aten.addmm.default"
+        )
+    return found
+
+
+def _key(op: OpOverload) -> str:
+    return f"ops.{op}"

@@ -1,0 +1,265 @@
+"""Activation checkpoints that know what they keep: PyTorch's, with inputs that go to the tiers.
+
+Wherever a tensor stands in the arguments, it is handed to :func:`torch.utils.checkpoint.checkpoint`
+as one it saves, so it passes the hooks of autograd, and with a stash it leaves the device. What is
+run again sees the module's buffers as they were, and changes none.
+
+    recompute = Recompute(ActivationStash("inputs"))
+    y = recompute(layer, x, mask=mask)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from pp_offload._checkpoint.module_state import BufferMemory
+from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs, OpPolicy
+from pp_offload._groups.checkpoint_regions import Keeping, Saving, is_in_region, is_recomputing
+from pp_offload._groups.stash import ActivationStash
+from pp_offload._transfer.saved_tensor import Resident, unpack
+
+
+class Recompute:
+    """Runs functions under a checkpoint.
+
+    Args:
+        stash: Takes inputs, and outputs of operators to offload; None keeps them on the device.
+        policy: Which operators' outputs are not computed again; None for all are.
+        offload_inputs: Whether inputs go to the stash.
+        use_reentrant: PyTorch's older way, which runs backward inside backward; takes no policy.
+        preserve_rng_state: Draw the same random numbers again.
+        determinism_check: ``default`` compares shapes, dtypes and devices; ``none`` nothing.
+        early_stop: Stop as soon as what backward needs is there; not for the older way.
+
+    Attributes:
+        counts: What was done so far.
+    """
+
+    def __init__(
+        self,
+        stash: ActivationStash | None = None,
+        *,
+        policy: OpPolicy | None = None,
+        offload_inputs: bool = True,
+        use_reentrant: bool = False,
+        preserve_rng_state: bool = True,
+        determinism_check: str = "default",
+        early_stop: bool = True,
+    ) -> None:
+        self.counts = CheckpointCounts()
+        self.stash = stash
+        self._policy = policy
+        self._hooks: saved_tensors_hooks | None = None
+        if stash is not None and offload_inputs:
+            self._hooks = saved_tensors_hooks(Saving(stash.pack), unpack)
+        self._use_reentrant = use_reentrant
+        self._options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+        if not use_reentrant:
+            self._options |= {"determinism_check": determinism_check, "early_stop": early_stop}
+        self._buffers = BufferMemory()
+        self._is_checked = False
+        self._has_warned_of_cache = False
+
+    def __deepcopy__(self, memo: object) -> Recompute:
+        """A copy of a model shares what moves its tensors."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a model with checkpoints of pp_offload cannot be pickled, for streams and host memory "
+            "are part of it; save model.state_dict(), whose names are those without checkpoints"
+        )
+
+    @torch._disable_dynamo  # as torch.compiler.disable, but imports no compiler
+    def begin(self) -> None:
+        """The forward of a microbatch begins."""
+        if self.stash is not None:
+            self.stash.begin()
+
+    def check_idle(self) -> None:
+        """Warn, once, if the checkpoints so far offloaded nothing, but should have."""
+        stash = self.stash
+        if stash is None or self._is_checked or not self.counts.forward_calls:
+            return
+        self._is_checked = True
+        if stash.statistics().bytes_offloaded == 0:
+            chosen = (
+                "" if self._policy is None else f", or of {sorted(map(str, self._policy.offload))}"
+            )
+            warnings.warn(
+                f"{self.counts.forward_calls} checkpoints offloaded nothing: there was no input"
+                f"{chosen} of at least {stash.min_offload_size} bytes on the device; lower "
+                "min_offload_size, or name operators that the layers call",
+                stacklevel=2,
+            )
+
+    @torch._disable_dynamo
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``function`` returns. Without gradients it is only called.
+
+        A compiled model runs it as it is; what is to be compiled inside has to be so on its own.
+        """
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if self.stash is not None and self.stash.is_over and not is_recomputing():
+            self.stash.begin()
+        self.counts.forward_calls += 1
+        call = _Call(function, args, kwargs)
+        if not self._has_warned_of_cache:
+            self._warn_of_cache(function, call)
+        run = self._reentrant if self._use_reentrant else self._non_reentrant
+        with self._saving():
+            outputs = run(function, call, call.tensors())
+        self._send()
+        return outputs
+
+    def _warn_of_cache(self, function: Any, call: _Call) -> None:
+        """Hugging Face's own checkpoints leave a cache out; it must not reach one of these."""
+        cache, layer = call.cache(), getattr(function, "__self__", function)
+        if cache is None or getattr(layer, "_can_checkpoint_with_cache", False):
+            return
+        self._has_warned_of_cache = True
+        name = f"layer {type(layer).__name__}" if isinstance(layer, Module) else "function"
+        warnings.warn(
+            f"a {name} is checkpointed and was given a {type(cache).__name__} to fill: where "
+            "backward runs it again, it fills that a second time, so gradients may be wrong and "
+            "nothing says so, or backward fails; set model.config.use_cache = False for training, "
+            "or call the model with use_cache=False",
+            stacklevel=3,
+        )
+
+    def _non_reentrant(self, function: Any, call: Callable[..., Any], tensors: list[Tensor]) -> Any:
+        before = self._buffers.of(function)
+        kept = self._kept_outputs()
+
+        @contextmanager
+        def first() -> Iterator[None]:
+            self._send()
+            with kept.forward() if kept else nullcontext():
+                yield
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            self.counts.recomputed_calls += 1
+            with before.restored(), kept.again() if kept else nullcontext():
+                yield
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return first(), _Anew(again)
+
+        options = {"use_reentrant": False, "context_fn": contexts, **self._options}
+        return checkpoint(call, *tensors, **options)
+
+    def _reentrant(self, function: Any, call: Callable[..., Any], tensors: list[Tensor]) -> Any:
+        """Outputs may be a tree here, too; and inputs need no gradient if parameters do."""
+        before = self._buffers.of(function)
+        num_tensors = len(tensors)
+        trees: list[Any] = []
+
+        def run(*tensors: Tensor) -> tuple[Any, ...]:
+            with before.restored() if trees else nullcontext():
+                self.counts.recomputed_calls += bool(trees)
+                leaves, tree = tree_flatten(call(*tensors[:num_tensors]))
+            trees.append(tree)
+            return tuple(leaves)
+
+        if _has_parameters(function) and not any(tensor.requires_grad for tensor in tensors):
+            tensors = [*tensors, torch.empty(0, requires_grad=True)]
+        outputs = checkpoint(run, *tensors, use_reentrant=True, **self._options)
+        return tree_unflatten(outputs, trees[0])
+
+    def _kept_outputs(self) -> KeptOutputs | None:
+        if self._policy is None or not self._policy.kept:
+            return None
+        preserve = self._options["preserve_rng_state"]
+        return KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
+
+    def _saving(self) -> AbstractContextManager[Any]:
+        if self._hooks is None or is_in_region():
+            return nullcontext()
+        if is_recomputing():
+            return saved_tensors_hooks(Keeping(Resident), unpack)
+        return self._hooks
+
+    def _send(self) -> None:
+        if self.stash is not None:
+            self.stash.send()
+
+
+class _Call:
+    """A function with arguments, whose tensors come from somebody else when it is run again.
+
+    The first time it gets the very objects that it was called with, and may fill a list in them;
+    later it gets objects like those.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._function = function
+        self._first: tuple[Any, Any] | None = (args, kwargs)
+        leaves, self._tree = tree_flatten((args, kwargs))
+        self._others = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def tensors(self) -> list[Tensor]:
+        """Those in the arguments, before it was run."""
+        assert self._first is not None, "it was run"
+        return [leaf for leaf in tree_flatten(self._first)[0] if isinstance(leaf, Tensor)]
+
+    def cache(self) -> object | None:
+        """A cache of keys and values among its arguments, of a decoder of Hugging Face."""
+        return next((leaf for leaf in self._others if _is_cache(leaf)), None)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """What the function returns, with ``tensors`` in their places."""
+        first, self._first = self._first, None
+        if first is None:
+            rest = iter(tensors)
+            leaves = [next(rest) if one is _HOLE else one for one in self._others]
+            first = tree_unflatten(leaves, self._tree)
+        args, kwargs = first
+        del first
+        return self._function(*args, **kwargs)
+
+
+_HOLE = object()
+
+
+class _Anew:
+    """A context that may be entered any number of times, one after the other."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        self._entered = self._make()
+        self._entered.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._entered.__exit__(kind, error, trace)
+
+
+def _has_parameters(function: object) -> bool:
+    """Whether gradients flow to the function itself."""
+    return isinstance(function, Module) and any(p.requires_grad for p in function.parameters())
+
+
+def _is_cache(value: object) -> bool:
+    # By name: importing transformers takes long, and few models are made with it.
+    found = ((kind.__module__, kind.__name__) for kind in type(value).__mro__)
+    return ("transformers.cache_utils", "Cache") in found

@@ -1,0 +1,1 @@
+"""What every folder stands on: checks of arguments, processes, threads."""

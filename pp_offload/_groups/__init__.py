@@ -1,0 +1,1 @@
+"""Which microbatch, which group, what comes next, what stays."""

@@ -1,0 +1,290 @@
+"""What hooks kept from a checkpoint in its forward, they keep from it when it runs again.
+
+PyTorch's non-reentrant checkpoint finds a saved tensor of its recomputation by position: the n-th
+is the n-th of the forward. A scope of other hooks inside the region takes tensors away from it, and
+has to take the same ones away again, whatever is current by then. So each scope that begins right
+inside a region is noted with the region, and the n-th of a recomputation does what the n-th did.
+
+    forward                            recomputation
+    "attn" took tensors  --noted-->    "attn" takes them again, and they stay on the device
+    "mlp" did nothing    --noted-->    "mlp" does nothing
+
+    takes = takes_again("attn", wants=True)  # on entering; None says that it is a forward
+    note("attn", took=True)                  # in a forward, before hooks are entered
+
+NOTE [ PyTorch's checkpoint ]
+    It tells nobody that a region begins, so it is known by the hooks on top of autograd's stack:
+    their closures hold the frame, which lives as long as the region's graph, and in a recomputation
+    also its number. Where they are not what they are known to be, scopes inside leave everything to
+    the checkpoint, both times, which is always right.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+from pp_offload._transfer.saved_tensor import is_in_backward
+from pp_offload.errors import GroupStateError
+
+Pack = Callable[..., Any]
+
+
+class Saving(partial):  # type: ignore[type-arg]
+    """A pack hook of ours, entered in a forward that is no recomputation."""
+
+
+class Keeping(partial):  # type: ignore[type-arg]
+    """A pack hook of ours, entered in a recomputation."""
+
+
+class Chaining(partial):  # type: ignore[type-arg]
+    """A pack hook of ours that passes tensors on to the hooks entered before it."""
+
+    outer: Pack | None = None
+
+
+def top_pack() -> Pack | None:
+    """The pack hook that this thread saves tensors through, if any."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def is_in_region() -> bool:
+    """Whether a checkpoint gets what is saved now, and drops it."""
+    return is_checkpoint(_getter())
+
+
+def is_checkpoint(pack: Pack | None) -> bool:
+    """Whether the hook is one of a checkpoint."""
+    return getattr(pack, "__module__", None) == torch_checkpoint.__name__
+
+
+def has_ended(pack: Pack | None) -> bool:
+    """Whether the hook is a checkpoint's whose forward is over, so that it took off another."""
+    frame = _frame_of(pack)
+    return frame is not None and frame.forward_completed
+
+
+def is_recomputing() -> bool:
+    """Whether what runs here ran before: in backward, or where somebody looks at a saved tensor."""
+    return is_in_backward() or _is_again(_getter())
+
+
+def takes_again(name: str, *, wants: bool) -> bool | None:
+    """What a scope that is entered now has to do.
+
+    Args:
+        name: Of the scope, for messages.
+        wants: Whether it would take tensors in a forward. Only asked inside hooks that nobody here
+            knows, for they may pass tensors on to a checkpoint.
+
+    Returns:
+        None in a forward, which decides for itself; else whether to take tensors away.
+
+    Raises:
+        GroupStateError: The region's forward had another scope here.
+    """
+    pack = _getter()
+    if pack is None:
+        return False if is_in_backward() else None
+    if _is_recomputation(pack):
+        run = getattr(pack, _RUN, None)
+        return run is not None and run.next(name)
+    if not (is_in_backward() or _is_again(pack)):
+        return None
+    note(name, took=False)
+    return wants and not (isinstance(pack, Saving | Keeping) or is_checkpoint(pack))
+
+
+def may_take() -> bool:
+    """Whether groups may be begun and ended here: in a forward, and in no unknown region."""
+    if is_in_backward():
+        return False
+    pack = _getter()
+    is_known = not is_checkpoint(pack) or _frame_of(pack) is not None
+    return is_known and not _is_again(pack)
+
+
+def note(name: str, *, took: bool) -> None:
+    """A scope begins in a forward; if a region is right around it, that remembers."""
+    frame = _frame_of(_getter())
+    if frame is None:
+        return
+    region = _region_of(frame)
+    if took and not any(scope.took for scope in region.scopes):
+        frame.recompute_fn = _Recomputation(frame.recompute_fn, region.scopes)
+    region.scopes.append(_Scope(name, took, len(frame.weak_holders)))
+
+
+_REGION, _RUN = "_pp_offload_region", "_pp_offload_run"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """A scope of a region's forward."""
+
+    name: str
+    took: bool
+    """Whether it kept tensors from the checkpoint."""
+
+    num_before: int
+    """Tensors that the region had saved by then."""
+
+
+class _Region:
+    """Kept with PyTorch's frame, and gone with it: a weak table would run code of ours then."""
+
+    __slots__ = ("is_again", "scopes")
+
+    def __init__(self, is_again: bool) -> None:
+        self.is_again = is_again
+        self.scopes: list[_Scope] = []
+
+
+class _Recomputation:
+    """Stands before what PyTorch runs again, and looks whether every scope that took came by.
+
+    It knows no frame: that knows it, and nobody is to wait for the garbage collector.
+    """
+
+    def __init__(self, run_again: Callable[..., None], scopes: list[_Scope]) -> None:
+        self._run_again = run_again
+        self._scopes = scopes
+
+    def __call__(self, *args: Any) -> None:
+        """Run the region's function again.
+
+        Raises:
+            GroupStateError: It came to other scopes than in the forward.
+        """
+        pack = top_pack()
+        run = _Run(pack, self._scopes)
+        setattr(pack, _RUN, run)  # each run counts for itself, on whichever thread
+        try:
+            self._run_again(*args)
+        except Exception as error:
+            if type(error).__module__ == torch_checkpoint.__name__:  # it has what it needs
+                run.check_taken()
+            raise
+        run.check_taken()
+
+
+class _Run:
+    """One recomputation of a region."""
+
+    def __init__(self, pack: Pack | None, scopes: list[_Scope]) -> None:
+        closure = _closure(inspect.unwrap(pack)) if pack is not None else {}
+        self._frame, self._gid = closure["target_frame_ref"], closure["gid"]
+        self._scopes = scopes
+        self._num_entered = 0
+
+    def next(self, name: str) -> bool:
+        """Whether the scope that is entered now takes tensors away."""
+        number, self._num_entered = self._num_entered, self._num_entered + 1
+        if number < len(self._scopes):
+            scope = self._scopes[number]
+            if (scope.name, scope.num_before) != (name, self._num_saved):
+                raise self._other(number, f"'{name}', behind {self._num_saved} saved tensors,")
+            return scope.took
+        if self._frame().forward_completed:
+            raise self._other(number, f"'{name}'")
+        return False  # a backward inside the forward, which has not come this far
+
+    def check_taken(self) -> None:
+        """Raise if a scope is missing before something that was saved."""
+        for number in range(self._num_entered, len(self._scopes)):
+            scope = self._scopes[number]
+            if scope.took and scope.num_before < self._num_saved:
+                raise self._other(number, "none")
+
+    @property
+    def _num_saved(self) -> int:
+        return int(self._frame().recomp_counter[self._gid])
+
+    def _other(self, number: int, found: str) -> GroupStateError:
+        expected = "none"
+        if number < len(self._scopes):
+            scope = self._scopes[number]
+            expected = f"'{scope.name}', behind {scope.num_before} saved tensors"
+        return GroupStateError(
+            f"a checkpoint runs its function again, and finds {found} as scope number {number + 1} "
+            f"inside; expected {expected}, as in its forward; until backward is done run the same "
+            "groups, and keep the handles of offload_modules and attach"
+        )
+
+
+def _getter() -> Pack | None:
+    """The pack hook that tensors saved now come to in the end."""
+    pack = top_pack()
+    while isinstance(pack, Chaining):
+        pack = pack.outer
+    return pack
+
+
+def _is_again(pack: Pack | None) -> bool:
+    """Whether hooks tell that a checkpoint runs its function again, maybe further out."""
+    if pack is None or isinstance(pack, Saving):
+        return False
+    if isinstance(pack, Keeping) or _is_recomputation(pack):
+        return True
+    frame = _frame_of(pack)
+    return _runs_again() if frame is None else _region_of(frame).is_again
+
+
+def _runs_again() -> bool:
+    """Whether a checkpoint's second run is among the callers: hooks tell only of the innermost."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "recompute_fn":
+            if frame.f_globals.get("__name__") == torch_checkpoint.__name__:
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _region_of(frame: Any) -> _Region:
+    region = getattr(frame, _REGION, None)
+    if region is None:
+        region = _Region(is_in_backward() or _runs_again())
+        setattr(frame, _REGION, region)
+    return region
+
+
+def _is_recomputation(pack: Pack) -> bool:
+    return is_checkpoint(pack) and pack.__qualname__.startswith("_recomputation_hook.")
+
+
+def _frame_of(pack: Pack | None) -> Any:
+    """The frame of the region whose forward runs. See NOTE [ PyTorch's checkpoint ]."""
+    if not _is_known or not is_checkpoint(pack):
+        return None
+    frame = _closure(pack).get("frame") if pack is not None else None
+    return frame if all(hasattr(frame, name) for name in _FRAME) else None
+
+
+_FRAME = ("recompute_fn", "weak_holders", "recomp_counter", "forward_completed")
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = getattr(function, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def _shares(kind: str, *names: str) -> bool:
+    """Whether the hooks made by a class of PyTorch's have these names in their closures."""
+    made_by = getattr(getattr(torch_checkpoint, kind, None), "__init__", None)
+    return {*names} <= {*getattr(getattr(made_by, "__code__", None), "co_cellvars", ())}
+
+
+_is_known = _shares("_checkpoint_hook", "frame") and _shares(
+    "_recomputation_hook", "target_frame_ref", "gid"
+)

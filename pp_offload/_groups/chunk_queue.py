@@ -1,0 +1,161 @@
+"""Which chunk runs backward next. It steers prefetch; no tensor depends on it.
+
+The order comes from one of two sources: the schedule's own list of actions, known beforehand; or
+the order seen in an earlier step. Until one is known, chunks are queued by the reference's rule:
+those of the last virtual stage as they come, the others once every stage has as many, last stage
+first.
+
+    forward   s0 m0, s0 m1, s1 m0, s1 m1      staged   s0: m0 m1     queued   s1 m0, s1 m1
+    then      flush                                                  queued   ..., s0 m0, s0 m1
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from pp_offload._groups.plan import ChunkKey, WeightPassKey
+from pp_offload._groups.prefetch import Visit
+
+Key = ChunkKey | WeightPassKey
+
+
+class QueuedChunk(Protocol):
+    """What the queue needs to know of a chunk, or of the second part of its backward."""
+
+    @property
+    def key(self) -> Key | None:
+        """Its place in the order."""
+        ...
+
+    def visits(self) -> Iterator[Visit]:
+        """What its backward comes by, next one first."""
+        ...
+
+    def is_empty_chunk(self, name: str | None = None) -> bool:
+        """Whether it has no group, or none of that name."""
+        ...
+
+
+class ChunkQueue:
+    """Chunks whose backward has not begun."""
+
+    def __init__(self) -> None:
+        self.is_told = False
+        self._position: dict[Key, int] = {}
+        self._order: list[Key] = []
+        self._num_done = 0
+        self._num_of_last_stage = 0
+        self._begun: set[Key] = set()
+        self._queued: list[QueuedChunk] = []
+        self._staged: dict[int, list[QueuedChunk]] = {}
+
+    def know_order(self, keys: Iterable[Key], *, is_told: bool = False) -> None:
+        """From now on chunks run backward in this order; unknown ones come last.
+
+        Args:
+            keys: First to run backward first.
+            is_told: Whether a schedule said so; then what was seen does not replace it.
+        """
+        self._order = list(keys)
+        self._position = {key: position for position, key in enumerate(self._order)}
+        self._num_done = 0
+        self.is_told = is_told
+        self._queued.sort(key=self._rank)
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the order is known, rather than guessed."""
+        return bool(self._position)
+
+    def stage(self, chunk: QueuedChunk, vp_size: int, vp_stage: int) -> None:
+        """Queue a chunk by the reference's rule, or at once where the order is known."""
+        if self.has_order or vp_size == 1:
+            self.push(chunk)
+            return
+        if vp_stage == vp_size - 1:
+            self.push(chunk)
+            self._num_of_last_stage += 1
+        else:
+            self._staged.setdefault(vp_stage, []).append(chunk)
+        counts = {len(self._staged.get(s, ())) for s in range(vp_size - 1)}
+        if counts == {self._num_of_last_stage}:
+            self.flush()
+
+    def push(self, chunk: QueuedChunk) -> None:
+        """Add a chunk where the order wants it; behind the others if it does not say."""
+        bisect.insort(self._queued, chunk, key=self._rank)
+
+    def flush(self) -> None:
+        """Queue all staged chunks, the last stage first."""
+        for vp_stage in sorted(self._staged, reverse=True):
+            for chunk in self._staged[vp_stage]:
+                self.push(chunk)
+        self._staged.clear()
+        self._num_of_last_stage = 0
+
+    def remove(self, chunk: QueuedChunk) -> None:
+        """The chunk's backward begins."""
+        if chunk.key is not None:
+            self._begun.add(chunk.key)
+            while self._num_done < len(self._order) and self._order[self._num_done] in self._begun:
+                self._num_done += 1
+        for chunks in (self._queued, *self._staged.values()):
+            if chunk in chunks:
+                chunks.remove(chunk)
+
+    def forget(self, chunk: QueuedChunk) -> None:
+        """Nothing of the chunk is left, in a step that never ends."""
+        self.remove(chunk)
+        if chunk.key is not None and chunk.key not in self._position:
+            self._begun.discard(chunk.key)
+
+    def skip(self, key: ChunkKey) -> None:
+        """No chunk of this key will come."""
+        self._begun.update((key, WeightPassKey(key)))
+
+    def upcoming(self) -> Iterator[QueuedChunk]:
+        """The chunks that have groups, next one first."""
+        return (chunk for chunk in self._queued if not chunk.is_empty_chunk())
+
+    def certain(self) -> Iterator[QueuedChunk]:
+        """The chunks that have groups, up to the first that is known to come but is not there.
+
+        What lies behind the gap would take the room its groups need.
+        """
+        place = self._num_done
+        for chunk in self._queued:
+            rank = self._rank(chunk)
+            while place < rank and self._order[place] in self._begun:
+                place += 1
+            if place < rank:
+                return
+            yield chunk
+            place = min(rank + 1, len(self._order))
+
+    def front(self, name: str | None = None) -> QueuedChunk | None:
+        """The next chunk with a group (of that name); it stays."""
+        return next((c for c in self.upcoming() if not c.is_empty_chunk(name)), None)
+
+    def pop(self, name: str | None = None) -> QueuedChunk | None:
+        """Take out the next chunk with a group (of that name)."""
+        chunk = self.front(name)
+        if chunk is not None:
+            self.remove(chunk)
+        return chunk
+
+    def clear(self) -> None:
+        """Forget the chunks, not the order."""
+        self._queued.clear()
+        self._staged.clear()
+        self._begun.clear()
+        self._num_done = 0
+        self._num_of_last_stage = 0
+
+    def _rank(self, chunk: QueuedChunk) -> int:
+        last = len(self._position)
+        return last if chunk.key is None else self._position.get(chunk.key, last)
+
+    def __len__(self) -> int:
+        return len(self._queued) + sum(len(chunks) for chunks in self._staged.values())

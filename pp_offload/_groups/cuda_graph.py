@@ -1,0 +1,62 @@
+"""Recording the engine's streams into a captured CUDA graph.
+
+A captured graph must join every stream it forked, so a captured forward and a captured backward
+each end with a record. Host memory a graph copies to, or from, is its own until the manager is
+dropped; run a step before capturing, so that it is there.
+
+    off_interface.forward_record(forward_event)               # at the end of a captured forward
+    y = fine_grained_offloading_backward_record(y, event)     # on what the captured part returns
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pp_offload._common.checks import said
+from pp_offload._groups.manager import PipelineOffloadManager
+from pp_offload.backends import bare
+
+
+def fine_grained_offloading_forward_record(event: torch.cuda.Event) -> None:
+    """Record ``event`` on the current stream, which then waits for the copies to the host."""
+    _check_event(event)
+    _record_and_join(event)
+
+
+class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
+    """Identity whose backward records an event and joins the copies to the device.
+
+    Source: Megatron-LM ``FineGrainedOffloadingBackwardRecordFunction``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, event: torch.cuda.Event) -> Tensor:
+        """``tensor`` as it is."""
+        _check_event(event)  # here, for backward would say it too late
+        ctx.event = event
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Record the event on the current stream, which then waits for the h2d stream."""
+        _record_and_join(ctx.event)
+        return grad_output, None
+
+
+def fine_grained_offloading_backward_record(tensor: Tensor, event: torch.cuda.Event) -> Tensor:
+    """``tensor``; in its backward ``event`` is recorded and the h2d stream joined."""
+    return FineGrainedOffloadingBackwardRecordFunction.apply(tensor, event)
+
+
+def _check_event(event: object) -> None:
+    if isinstance(event, type) or not hasattr(event, "record"):
+        raise TypeError(f"event is {said(event)}, expected an event, such as torch.cuda.Event()")
+
+
+def _record_and_join(event: Any) -> None:
+    transfer = PipelineOffloadManager.get_instance().services.transfer
+    event.record(bare(transfer.backend.current_stream()))
+    transfer.join()

@@ -1,0 +1,23 @@
+"""A forked process gets a manager of its own, with the same options, when it first asks for one.
+
+That of the other process has copies under way, of threads that do not exist here, and perhaps a
+file that both have open. It is not used any more: what was saved through it raises
+:class:`~pp_offload.errors.ForkedError`, which names both processes. It is not let go of either, or
+destructors would wait for those copies; so a process that only loads data does nothing at all.
+"""
+
+from __future__ import annotations
+
+import os
+
+from pp_offload._groups.manager import PipelineOffloadManager
+
+
+def _after_fork() -> None:
+    old = PipelineOffloadManager.OFFLOAD_MGR
+    if old is not None:
+        PipelineOffloadManager.INHERITED = old
+        PipelineOffloadManager.OFFLOAD_MGR = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

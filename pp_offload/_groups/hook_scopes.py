@@ -1,0 +1,153 @@
+"""Pairs of saved-tensor hooks, each taken off autograd's stack once, also after an interrupt.
+
+Whoever leaves a scope of hooks takes off what is on top, whosesoever it is. An exception that is no
+``Exception``, such as KeyboardInterrupt, may pass a scope by, for PyTorch then calls no hook at the
+end of a module's forward. So each thread knows its scopes in their order, and takes off what was
+passed by when a scope around it ends, when a forward or a step begins, or when a handle is removed.
+
+    scope = HookScope()
+    scope.enter(pack)
+    scope.leave()  # and those inside that were passed by
+    leave_all()    # the step is over, and so are its scopes on this thread
+
+NOTE [ Module forward ]
+    A ``try`` around a module's own forward would take hooks off at once. But it has to stand in the
+    module's ``__dict__``, which a replica of ``DataParallel`` and ``copy.copy`` share: they would
+    compute with the parameters of the original. Hooks of modules are given the module.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pp_offload._groups.checkpoint_regions import has_ended, is_checkpoint, top_pack
+from pp_offload._transfer.saved_tensor import unpack
+
+
+class _OfThread(threading.local):
+    """Autograd's stack is the thread's, so what is known of it is, too."""
+
+    def __init__(self) -> None:
+        self.scopes: list[HookScope] = []
+        self.mark = object()
+
+
+_here = _OfThread()
+
+
+class HookScope:
+    """One pair of hooks on the stack of the thread that entered it.
+
+    Args:
+        caller: Whose ``with`` it is, where it may last longer than a step.
+    """
+
+    __slots__ = ("_caller", "_pack")
+
+    def __init__(self, caller: Caller | None = None) -> None:
+        self._caller = caller
+        self._pack: Callable[[Tensor], Any] | None = None
+
+    def enter(self, pack: Callable[[Tensor], Any]) -> None:
+        """Save tensors through ``pack``, until the scope is left.
+
+        Args:
+            pack: Returns something with an ``unpack``. No other scope has this object.
+        """
+        self._pack = pack
+        try:
+            _here.scopes.append(self)  # first: known and not on the stack does no harm
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Take the hooks off, and those inside that were passed by. Again, or without hooks, this
+        does nothing.
+        """
+        scopes = _here.scopes
+        while self in scopes:
+            scopes[-1]._take_off()
+            scopes.pop()
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether its hooks are on the stack of this thread."""
+        return self in _here.scopes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody will leave it any more, when a step begins."""
+        return self._caller is None or not self._caller.is_running
+
+    def _take_off(self) -> None:
+        pack = top_pack()
+        if self._pack is not None and (pack is self._pack or has_ended(pack)):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def mark() -> object:
+    """The same until :meth:`leave_all` is called on this thread."""
+    return _here.mark
+
+
+def leave_all() -> bool:
+    """Take off what was passed by, down to the first scope that somebody is in; was there any?"""
+    _here.mark = object()
+    scopes = _here.scopes
+    num = len(scopes)
+    while scopes and scopes[-1].is_over:
+        pack = top_pack()
+        if pack is scopes[-1]._pack or is_checkpoint(pack):
+            # A checkpoint around it took ours off when it was left, and its own is there still. No
+            # step begins inside a checkpoint.
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        scopes.pop()
+    return len(scopes) < num
+
+
+class Caller:
+    """The function that has a ``with``; it may be asked whether it still runs.
+
+    It is known by its number and code, since a frame kept would keep all its variables.
+    """
+
+    __slots__ = ("_code", "_number", "_place")
+
+    def __init__(self, frame: FrameType) -> None:
+        self._number, self._code, self._place = id(frame), frame.f_code, frame.f_lasti
+
+    @classmethod
+    def of(cls, depth: int) -> Caller:
+        """``depth`` frames further out than who asks."""
+        return cls(sys._getframe(depth + 1))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it does, or may: who enters by a call, as an ``ExitStack``, does so for others,
+        and a generator waits while others run.
+        """
+        code = self._code
+        if code.co_flags & _WAITS or code.co_code[self._place] != _WITH:
+            return True
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if id(frame) == self._number and frame.f_code is code:
+                return frame.f_lasti > self._place  # else a later call, which has its number
+            frame = frame.f_back
+        return False
+
+
+_WAITS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_WITH = dis.opmap.get("BEFORE_WITH")
+"""None where Python has another instruction: such a scope ends when it is left."""

@@ -1,0 +1,228 @@
+"""What a layer's forward calls: the reference's interface and functions.
+
+    off_interface.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size)
+
+    with off_interface(offload, x, "mlp_norm") as x:   # group starts; tensors saved join it
+        y = self.norm(x)
+    y = off_interface.group_commit(y, name="mlp_norm")  # copies are queued
+
+Everything is bound to the chunk and group that are current at the call, so backward needs no
+singleton.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pp_offload._common.checks import check_switch
+from pp_offload._groups.checkpoint_regions import (
+    Keeping,
+    Saving,
+    is_recomputing,
+    note,
+    takes_again,
+    top_pack,
+)
+from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload._groups.cuda_graph import fine_grained_offloading_forward_record
+from pp_offload._groups.group import OffloadTensorGroup
+from pp_offload._groups.hook_scopes import HookScope
+from pp_offload._groups.manager import PipelineOffloadManager
+from pp_offload._transfer.saved_tensor import Resident
+from pp_offload.errors import GroupStateError
+
+
+def fine_grained_offloading_disable_offload() -> None:
+    """From now on nothing is offloaded."""
+    PipelineOffloadManager.get_instance().disable_offload()
+
+
+def fine_grained_offloading_enable_offload() -> None:
+    """Offload again."""
+    PipelineOffloadManager.get_instance().enable_offload()
+
+
+def fine_grained_offloading_group_start(tensor: Tensor, name: str | None = None) -> Tensor:
+    """Open a group on the current chunk.
+
+    Args:
+        tensor: The group's input. It may or may not require grad.
+        name: Of the group; ``group`` if not given.
+
+    Returns:
+        ``tensor`` itself.
+
+    Raises:
+        GroupStateError: There is no chunk, or it belongs to another thread.
+    """
+    _start("group" if name is None or name == "" else name)
+    return tensor
+
+
+def fine_grained_offloading_group_commit(
+    tensor: Any,
+    name: str,
+    forced_released_tensors: Sequence[Tensor] | None = None,
+    delay_offload: bool = False,
+) -> Any:
+    """Close a group and queue the copies of its tensors to the host.
+
+    Args:
+        tensor: The group's output, or a tuple, list or dict of outputs; its structure is kept.
+        name: What the group was started with.
+        forced_released_tensors: Tensors to empty after the copy although something still refers
+            to them. Unlike the reference, one whose storage anybody else shares is left alone.
+        delay_offload: Only queue the commit, until
+            :func:`fine_grained_offloading_group_flush_delayed_groups`.
+
+    Returns:
+        ``tensor`` itself.
+
+    Raises:
+        GroupStateError: There is no chunk, or no open group of this name.
+    """
+    chunk = PipelineOffloadManager.get_instance().open_chunk("commit", name)
+    if chunk is None:
+        return tensor
+    chunk.commit(name, forced_released_tensors, delay=delay_offload)
+    return tensor
+
+
+def fine_grained_offloading_group_flush_delayed_groups() -> None:
+    """Do the commits that were delayed, in forward order. Nothing where a forward runs again."""
+    if not is_recomputing():
+        PipelineOffloadManager.get_instance().flush_delayed_groups()
+
+
+class FineGrainedActivationOffloadingInterface:
+    """A group as a context: opened on entering, its saved tensors collected until leaving.
+
+    The group is committed by :meth:`group_commit`, after or inside the context.
+
+    Args:
+        offload: False makes this and nothing else happen: ``with`` gives back ``tensor``.
+        tensor: The group's input.
+        name: Of the group.
+
+    Raises:
+        ValueError: ``offload`` is neither on nor off.
+
+    Source: Megatron-LM ``FineGrainedActivationOffloadingInterface``.
+    """
+
+    def __init__(self, offload: bool, tensor: Tensor, name: str) -> None:
+        check_switch("offload", offload)
+        self.offload = offload
+        self.tensor = tensor
+        self.name = name
+        self._hooks = HookScope()
+        self._group: OffloadTensorGroup | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a group was opened and still collects."""
+        return self._group is not None
+
+    def __enter__(self) -> Tensor:
+        """Open the group; gives back its input.
+
+        In a checkpoint's recomputation no group is opened, and tensors that it took in the forward
+        stay on the device: see :mod:`pp_offload._groups.checkpoint_regions`.
+        """
+        if torch.compiler.is_compiling() or not (self.offload or top_pack()):
+            return self.tensor
+        if self._hooks.is_entered:
+            raise GroupStateError(
+                f"group '{self.name}' is entered again before it was left; expected one object of "
+                f"{type(self).__name__} for each with"
+            )
+        try:
+            self._enter()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self.tensor
+
+    def _enter(self) -> None:
+        if not torch.is_grad_enabled():  # saves nothing, so no checkpoint has to remember it
+            if self.offload:
+                _start(self.name)
+            return
+        takes = takes_again(self.name, wants=self.offload)
+        if takes is None:
+            self._open()
+        elif takes:
+            self._hooks.enter(Keeping(Resident))
+
+    def _open(self) -> None:
+        started = _start(self.name) if self.offload else None
+        note(self.name, took=started is not None)
+        if started is not None:
+            chunk, self._group = started
+            self._hooks.enter(Saving(chunk.pack, self._group))
+
+    def __exit__(self, *args: Any) -> None:
+        """Stop collecting; an exception passes on."""
+        self._hooks.leave()
+        group, self._group = self._group, None
+        if group is not None:
+            group.has_failed = bool(args) and args[0] is not None
+
+    @staticmethod
+    def init_chunk_handler(
+        vp_size: int | None, vp_stage: int | None, min_offloaded_tensor_size: int
+    ) -> None:
+        """Begin the forward of one microbatch; see
+        :meth:`PipelineOffloadManager.init_model_chunk_offload_handler`.
+        """
+        PipelineOffloadManager.get_instance().init_model_chunk_offload_handler(
+            vp_size, vp_stage, min_offloaded_tensor_size
+        )
+
+    @staticmethod
+    def get_context(flag: bool) -> AbstractContextManager[object]:
+        """The manager, as a context that saves tensors through it; or one that does nothing."""
+        return PipelineOffloadManager.get_instance() if flag else nullcontext()
+
+    @staticmethod
+    def group_commit(
+        tensor: Any,
+        name: str,
+        forced_released_tensors: Sequence[Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> Any:
+        """See :func:`fine_grained_offloading_group_commit`."""
+        return fine_grained_offloading_group_commit(
+            tensor, name, forced_released_tensors, delay_offload
+        )
+
+    @staticmethod
+    def mark_not_offloadable(tensor: Tensor) -> None:
+        """Keep ``tensor`` and its views on the device."""
+        PipelineOffloadManager.get_instance().mark_not_offloadable(tensor)
+
+    @staticmethod
+    def forward_record(event: Any) -> None:
+        """See :func:`pp_offload._groups.cuda_graph.fine_grained_offloading_forward_record`."""
+        fine_grained_offloading_forward_record(event)
+
+    @staticmethod
+    def reset() -> None:
+        """Begin a step: close the last one. Holds no collective."""
+        PipelineOffloadManager.get_instance().reset()
+
+    @staticmethod
+    def reset_instance() -> None:
+        """Drop the manager; the next call makes a new one."""
+        PipelineOffloadManager.reset_instance()
+
+
+def _start(name: str) -> tuple[ChunkOffloadHandler, OffloadTensorGroup] | None:
+    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
+    return None if chunk is None else (chunk, chunk.on_group_start_forward(name))

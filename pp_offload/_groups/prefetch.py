@@ -1,0 +1,200 @@
+"""What is reloaded before it is asked for: earliest needed first, up to a window of bytes.
+
+Backward reaching a group is the signal. The group's own tensors come first, then those of the
+groups backward visits next, across chunks. When half of the window has been used, it is filled
+again.
+
+    window  |== this group ==|== next ==|= next chunk's last =|
+            used -->                                          <-- reloaded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Protocol
+
+from pp_offload._groups.group import OffloadTensorGroup
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.ticket import Ticket
+
+SMALL_BYTES = 2**18
+"""Below this, tensors of several groups are reloaded as one batch."""
+
+
+class Visit(Protocol):
+    """What backward comes by: a group, or all it uses again of a chunk."""
+
+    is_brought: bool
+
+    def waiting(self) -> Iterator[Ticket]:
+        """What it will use, brought or not."""
+        ...
+
+    def wanted(self) -> Iterator[Ticket]:
+        """What must be brought, in the order of use. Who asks for the next brings the last."""
+        ...
+
+
+class Upcoming:
+    """What backward visits next."""
+
+    num_changes: int = 0
+    """Grows whenever a group was added or the order changed."""
+
+    def after(self, group: OffloadTensorGroup) -> Iterator[Visit]:
+        """The visits behind ``group``, next one first. It has none."""
+        return iter(())
+
+    def begin(self, group: OffloadTensorGroup) -> None:
+        """Backward has reached ``group``."""
+
+
+class Prefetcher:
+    """Fills the window.
+
+    Args:
+        transfer: Reloads.
+        upcoming: Says which groups come next.
+        window_bytes: Bytes that may be on the device unused; None for twice the largest group, at
+            least :data:`SMALL_BYTES`.
+    """
+
+    def __init__(
+        self, transfer: TransferEngine, upcoming: Upcoming, window_bytes: int | None
+    ) -> None:
+        self._transfer = transfer
+        self._upcoming = upcoming
+        self._window_bytes = SMALL_BYTES if window_bytes is None else window_bytes
+        transfer.refill_below_bytes = self._window_bytes // 2
+        transfer.comes_soon = self.comes_soon
+        self._follows_groups = window_bytes is None
+        self._current: OffloadTensorGroup | None = None
+        self._done_at = -1
+
+    def on_use(self, group: OffloadTensorGroup) -> None:
+        """Backward uses ``group``: bring it, and fill the window."""
+        self._transfer.check_process()  # before the lock, which a thread that is not here may hold
+        with self._transfer.lock:
+            if group is not self._current or not group.is_used:
+                self._reach(group)
+            self.fill()
+
+    def _reach(self, group: OffloadTensorGroup) -> None:
+        self._current = group
+        if not group.is_used:
+            group.is_used = True
+            self._upcoming.begin(group)
+        if not group.is_brought:
+            self._bring(group)
+
+    def comes_soon(self, ticket: Ticket) -> bool:
+        """Whether backward will ask for it within the next window of bytes."""
+        group, room = self._current, self._window_bytes
+        visits: Iterator[Visit] = iter(()) if group is None else self._upcoming.after(group)
+        for following in visits:
+            for one in following.waiting():
+                if one is ticket:
+                    return True
+                room -= one.nbytes
+            if room < 0:
+                return False
+        return False
+
+    def approach(self, group: OffloadTensorGroup) -> None:
+        """Backward will reach ``group`` next: fill the window from there on."""
+        if group is not self._current:
+            self.resume(group)
+
+    def resume(self, group: OffloadTensorGroup) -> None:
+        """Backward is at ``group`` again: fill the window from there on."""
+        with self._transfer.lock:
+            self._current = group
+            self._done_at = -1
+            self._transfer.refill_below_bytes = self._window_bytes // 2
+            self.fill()
+
+    def expect(self, nbytes: int) -> None:
+        """A group of ``nbytes`` was offloaded, and will come back."""
+        with self._transfer.lock:
+            if self._follows_groups:
+                self._window_bytes = max(self._window_bytes, 2 * nbytes)
+            self._transfer.refill_below_bytes = self._window_bytes // 2
+
+    def fill(self) -> None:
+        """Reload what comes next until the window is full, once half of it is free."""
+        with self._transfer.lock:
+            self._fill()
+
+    def _fill(self) -> None:
+        group, changes = self._current, self._upcoming.num_changes
+        if group is None or self._done_at == changes:
+            return
+        if 2 * self._transfer.landed_bytes > self._window_bytes:
+            return
+        room = self._window_bytes - self._transfer.landed_bytes
+        batches: list[list[Ticket]] = []
+        chosen: set[Ticket] = set()
+        is_all = True
+        visits: Iterator[Visit] = chain((group,), self._upcoming.after(group))
+        for following in visits:
+            if following.is_brought:
+                continue
+            batch, is_all = self._missing(following, room, chosen)
+            batches.append(batch)
+            chosen.update(batch)
+            room -= sum(ticket.nbytes for ticket in batch)
+            if not is_all:
+                break
+        self._load(batches)
+        if is_all:
+            self._done_at = changes
+            self._transfer.refill_below_bytes = 0
+
+    def reset(self) -> None:
+        """The step is over."""
+        with self._transfer.lock:
+            self._current = None
+            self._done_at = -1
+            self._transfer.refill_below_bytes = self._window_bytes // 2
+
+    def _bring(self, group: OffloadTensorGroup) -> None:
+        room = self._window_bytes - self._transfer.landed_bytes
+        batch, _ = self._missing(group, room, set())
+        if batch:
+            self._transfer.counters.on_demand_reloads += self._transfer.reload(batch)
+
+    def _load(self, batches: list[list[Ticket]]) -> None:
+        """Prefetch groups in order, small ones together, so that one event serves many."""
+        together: list[Ticket] = []
+        nbytes = 0
+        for batch in batches:
+            together += batch
+            nbytes += sum(ticket.nbytes for ticket in batch)
+            if nbytes >= SMALL_BYTES:
+                self._transfer.prefetch(together)
+                together, nbytes = [], 0
+        if together:
+            self._transfer.prefetch(together)
+
+    def _missing(self, visit: Visit, room: int, chosen: set[Ticket]) -> tuple[list[Ticket], bool]:
+        """What of ``visit`` is not there and fits into ``room`` bytes; whether that is all.
+
+        Args:
+            visit: Where to look.
+            room: What may be brought, in bytes; one ticket may always be.
+            chosen: Tickets that will be brought before it.
+        """
+        batch: list[Ticket] = []
+        may_exceed = not chosen and self._transfer.landed_bytes == 0
+        for ticket in visit.wanted():
+            if ticket in chosen:
+                continue
+            if visit is self._current and ticket.lent is not None:
+                continue  # what is used now can be had without a copy
+            if ticket.nbytes > room and not (may_exceed and not batch):
+                return batch, False
+            batch.append(ticket)
+            room -= ticket.nbytes
+        visit.is_brought = True
+        return batch, True

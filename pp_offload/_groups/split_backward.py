@@ -1,0 +1,224 @@
+"""Backward in two parts: the gradients of a chunk's inputs first, those of its weights later.
+
+Both read the same saved tensors, the second part only some of them. Which ones, and in which order,
+nobody tells beforehand; it is written down when it happens, and foreseen for the chunks of the same
+stage that follow, and for the same chunk of the next step.
+
+    split.begin(key, Part.INPUT)    # backward_one_chunk(full_backward=False)
+    split.end()
+    split.begin(key, Part.WEIGHT)   # backward_weight_one_chunk, maybe many microbatches later
+    split.end()
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pp_offload._groups.group import OffloadTensorGroup
+from pp_offload._groups.plan import ChunkKey, GroupKey, WeightPassKey
+from pp_offload._transfer.ticket import Mover, Ticket
+from pp_offload.backends import Backend, Stream
+
+
+class Part(enum.Enum):
+    """Which part of a backward."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+
+
+class Place(NamedTuple):
+    """Which ticket of a chunk, the same in every step."""
+
+    position: int
+    """Its group's, in the chunk's forward."""
+
+    ordinal: int
+    """Its own, in the group."""
+
+
+Uses = Mapping[Place, int]
+"""How often each ticket was used in a part, the one used first first."""
+
+
+class Known(NamedTuple):
+    """A ticket's chunk, and its place there."""
+
+    chunk: ChunkKey
+    place: Place
+
+
+class Kept(NamedTuple):
+    """A payload that stays on the device between the parts, while its ticket lives."""
+
+    ticket: weakref.ref[Ticket]
+    tensor: Tensor
+    version: int
+    home: Stream
+
+    def is_good(self, live: Stream) -> bool:
+        """Whether stream ``live`` would find what was saved."""
+        return self.home == live and self.tensor._version == self.version
+
+
+class SplitBackward:
+    """Stands before the mover of the tickets of such chunks, to see what is used when.
+
+    Args:
+        inner: Moves the bytes.
+        backend: Where they come back.
+        chunks: Those whose backward comes in two parts.
+        is_keeping: Whether what both parts use stays on the device in between.
+    """
+
+    def __init__(
+        self, inner: Mover, backend: Backend, chunks: frozenset[ChunkKey], *, is_keeping: bool
+    ) -> None:
+        self.chunks = chunks
+        self._inner = inner
+        self._backend = backend
+        self._is_keeping = is_keeping
+        self._running: tuple[ChunkKey, Part] | None = None
+        self._used: Counter[Place] = Counter()
+        self._seen: dict[tuple[ChunkKey | int, Part], Uses] = {}  # by chunk, and by stage
+        self._kept: defaultdict[ChunkKey, dict[Place, Kept]] = defaultdict(dict)
+
+    @property
+    def landed_bytes(self) -> int:
+        """As the engine counts them; without what is kept."""
+        return self._inner.landed_bytes
+
+    @property
+    def refill_below_bytes(self) -> int:
+        """As the prefetcher told the engine."""
+        return self._inner.refill_below_bytes
+
+    def follow(self, key: GroupKey, tickets: Sequence[Ticket]) -> None:
+        """A group was offloaded: know its tickets, and how often the first part will use each."""
+        if key.chunk not in self.chunks:
+            return
+        uses = self.foreseen(key.chunk, Part.INPUT)
+        for ordinal, ticket in enumerate(tickets):
+            place = Place(key.position, ordinal)
+            ticket.place = Known(key.chunk, place)
+            if uses:
+                ticket.num_waiting = uses.get(place, 0)  # see NOTE [ Uses ]
+
+    def begin(self, key: ChunkKey, part: Part) -> None:
+        """A part of a chunk's backward begins."""
+        self._running = key, part
+        self._used = Counter()
+
+    def stop(self) -> None:
+        """It ended by an exception, and teaches nothing."""
+        self._running = None
+
+    def end(self) -> None:
+        """It ended, and not by an exception."""
+        if self._running is not None:
+            key, part = self._running
+            self._seen[key, part] = self._seen[key.vp_stage, part] = self._used
+            if part is Part.WEIGHT:
+                self._kept.pop(key, None)
+        self._running = None
+
+    def clear(self) -> None:
+        """The step is over: no part runs, and nothing is kept for one."""
+        self._running = None
+        self._kept.clear()
+
+    def foreseen(self, key: ChunkKey, part: Part) -> Uses:
+        """What the part will use, as the last one of its chunk, or of its stage, did."""
+        seen = self._seen.get((key, part))
+        return self._seen.get((key.vp_stage, part), {}) if seen is None else seen
+
+    def deliver(self, ticket: Ticket) -> Tensor:
+        """The payload on the device."""
+        known, running = ticket.place, self._running
+        if not isinstance(known, Known) or running is None or known.chunk != running[0]:
+            return self._inner.deliver(ticket)
+        (key, part), place = running, known.place
+        self._used[place] += 1
+        live = self._backend.current_stream()
+        self._forget_gone(key)
+        kept = self._kept[key].get(place) if part is Part.WEIGHT else None
+        if kept is not None and kept.ticket() is ticket and kept.is_good(live):
+            return kept.tensor
+        tensor = self._inner.deliver(ticket)
+        if part is Part.INPUT and self._is_keeping and place in self.foreseen(key, Part.WEIGHT):
+            self._kept[key][place] = Kept(weakref.ref(ticket), tensor, tensor._version, live)
+        return tensor
+
+    def _forget_gone(self, key: ChunkKey) -> None:
+        """What is kept for tickets that autograd let go. See NOTE [ Nobody is called ]."""
+        kept = self._kept[key]
+        for place in [place for place, one in kept.items() if one.ticket() is None]:
+            del kept[place]
+
+    def stays(self, key: ChunkKey, place: Place) -> bool:
+        """Whether it is on the device after the first part, for the second."""
+        return self._is_keeping and place in self.foreseen(key, Part.INPUT)
+
+
+class WeightPass:
+    """The second part of a chunk's backward, for the queue and the prefetcher.
+
+    Args:
+        key: The chunk's.
+        groups: The chunk's.
+        split: Foresees what is used.
+    """
+
+    def __init__(
+        self, key: ChunkKey, groups: Sequence[OffloadTensorGroup], split: SplitBackward
+    ) -> None:
+        self.key = WeightPassKey(key)
+        self.is_brought = False
+        self._groups = groups
+        self._split = split
+        self._uses: list[tuple[Place, int]] | None = None
+        self._num_claimed = 0
+
+    def is_empty_chunk(self, name: str | None = None) -> bool:
+        """Whether nothing, or nothing in groups of that name, is known to be used."""
+        return name is not None or not self._foreseen()
+
+    def visits(self) -> Iterator[WeightPass]:
+        """Itself, if it is known to use something."""
+        if self._foreseen():
+            yield self
+
+    def waiting(self) -> Iterator[Ticket]:
+        """What it is known to use."""
+        found = (self._ticket(place) for place in self._foreseen())
+        return (ticket for ticket in found if ticket is not None)
+
+    def wanted(self) -> Iterator[Ticket]:
+        """What must be brought, in the order of use.
+
+        What the first part has left on the device, or is about to use, is told to stay.
+        """
+        if self._uses is None:
+            self._uses = list(self._foreseen().items())
+        while self._num_claimed < len(self._uses):
+            place, num_uses = self._uses[self._num_claimed]
+            ticket = self._ticket(place)
+            if ticket is not None and not self._split.stays(self.key.chunk, place):
+                if not ticket.is_coming:
+                    yield ticket
+                ticket.num_waiting = max(ticket.num_waiting, 0) + num_uses
+            self._num_claimed += 1
+
+    def _ticket(self, place: Place) -> Ticket | None:
+        if place.position >= len(self._groups):
+            return None
+        return self._groups[place.position].ticket(place.ordinal)
+
+    def _foreseen(self) -> Uses:
+        return self._split.foreseen(self.key.chunk, Part.WEIGHT)

@@ -1,0 +1,163 @@
+"""Saved tensors of forwards in which nobody marks groups: they gather, and leave together.
+
+What was saved last is a group that is open. It leaves when that is said, or when it has as many
+tensors as it may; groups come back in reverse order, ahead of their backward. Every forward is a
+microbatch of its own, so any number may be in flight.
+
+    stash.begin()               # the forward of a microbatch
+    packed = stash.pack(tensor) # as a pack hook
+    stash.send()                # what gathered leaves
+    packed.unpack()
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from pp_offload._common.processes import current
+from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload._groups.chunk_queue import ChunkQueue
+from pp_offload._groups.group import GroupState, OffloadTensorGroup
+from pp_offload._groups.prefetch import Prefetcher
+from pp_offload._groups.step import StepRecord
+from pp_offload._groups.wiring import Services
+from pp_offload._memory.slabs import pageable
+from pp_offload._transfer.saved_tensor import Packed, Resident, is_in_backward
+from pp_offload._transfer.statistics import OffloadStatistics, collect
+from pp_offload._transfer.tensors import Eligibility, StorageSet
+from pp_offload._transfer.tiers import make_engine
+from pp_offload._transfer.verify import Verifier
+from pp_offload.backends import Backend, backend_or_default
+from pp_offload.config import OffloadConfig, config_or_default
+
+
+class _Forward(threading.local):
+    """The forward that runs, one a thread."""
+
+    def __init__(self) -> None:
+        self.chunk: ChunkOffloadHandler | None = None
+        self.open: OffloadTensorGroup | None = None
+
+
+class ActivationStash:
+    """Gathers saved tensors, and offloads them together.
+
+    Args:
+        name: Of its groups, for messages.
+        config: Which tiers, and how much of them. What it says of groups does not count.
+        min_offload_size: Smaller tensors stay on the device. In bytes.
+        max_tensors: As many are sent without being told to; None for no limit.
+        use_pin_memory: Offload to memory that copies need to run beside compute.
+        backend: Device to work on; the accelerator where there is one, else the CPU.
+
+    Attributes:
+        backend: That device.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: OffloadConfig | None = None,
+        *,
+        min_offload_size: int = 1024,
+        max_tensors: int | None = None,
+        use_pin_memory: bool = True,
+        backend: Backend | None = None,
+    ) -> None:
+        self.name = name
+        self.min_offload_size = min_offload_size
+        self.max_tensors = max_tensors
+        self.backend, config = backend_or_default(backend), config_or_default(config)
+        self._engine = partial(_services, self.backend, config, use_pin_memory=use_pin_memory)
+        self._inherited: Services | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._owner = current()
+        self._forward = _Forward()
+        self._step = StepRecord(ChunkQueue())
+        self._services = self._engine(self._step)
+
+    def _start_in_child(self) -> None:
+        """A forked process has an engine of its own: see :mod:`pp_offload._groups.forked`."""
+        self._inherited = old = self._services  # not let go of, or it would wait for its copies
+        self._start()
+        self._services.eligibility.kept = old.eligibility.kept
+
+    def begin(self) -> None:
+        """The forward of a microbatch begins; what the last one left here is sent."""
+        if self._owner != current():
+            self._start_in_child()
+        self.send()
+        with self._services.lock:
+            self._step.forget_finished()
+            self._services.copies.forget_dead()
+        self._services.transfer.fit()
+        if self._services.verifier is not None:
+            self._services.verifier.check_freed()
+        self._forward.chunk = ChunkOffloadHandler(0, None, services=self._services)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no forward has begun, or its backward has."""
+        chunk = self._forward.chunk
+        return chunk is None or bool(chunk.groups and chunk.groups[-1].is_used)
+
+    def keep_module(self, model: Module) -> None:
+        """Leave parameters and buffers where they are, whichever view of them is saved."""
+        self._services.eligibility.kept.add_module(model)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Leave ``tensor`` and its views where they are."""
+        self._services.eligibility.kept.add(tensor)
+
+    def statistics(self) -> OffloadStatistics:
+        """What was moved and what is in use, exact at the call."""
+        return collect(self._services.transfer)
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """Save ``tensor``; it leaves with the others."""
+        chunk = self._forward.chunk
+        if chunk is None or is_in_backward():
+            return Resident(tensor)
+        is_dense = tensor.layout is torch.strided and not tensor.is_nested
+        if is_dense and tensor.nbytes < self.min_offload_size:
+            return Resident(tensor)
+        group = self._forward.open
+        if group is not None and group.is_used:
+            group = None  # a backward inside the forward has used it: it stays on the device
+        if group is None:
+            group = self._forward.open = chunk.on_group_start_forward(self.name)
+        packed = chunk.pack(group, tensor)
+        if self.max_tensors is not None and not isinstance(packed, Resident):
+            if group.num_saved >= self.max_tensors:
+                self.send()
+        return packed
+
+    def send(self) -> None:
+        """Offload what has gathered."""
+        forward = self._forward
+        group, forward.open = forward.open, None
+        if group is not None and group.state is GroupState.OPEN and forward.chunk is not None:
+            forward.chunk.commit(self.name)
+
+
+def _services(
+    backend: Backend, config: OffloadConfig, step: StepRecord, *, use_pin_memory: bool
+) -> Services:
+    """The engine, without a manager."""
+    transfer = make_engine(backend, config, None if use_pin_memory else pageable)
+    return Services(
+        transfer,
+        Eligibility(backend.device, StorageSet()),
+        Prefetcher(transfer, step, config.prefetch_bytes),
+        step.queue,
+        verifier=Verifier(transfer) if config.verify else None,
+        on_change=step.change,
+        number_chunk=step.add,
+    )

@@ -1,0 +1,201 @@
+"""What happens in one step: its chunks in forward and in backward order."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload._groups.chunk_queue import ChunkQueue
+from pp_offload._groups.group import GroupState, OffloadTensorGroup
+from pp_offload._groups.idle_groups import Activity
+from pp_offload._groups.plan import ChunkKey, Plan, make_plan
+from pp_offload._groups.prefetch import Upcoming, Visit
+from pp_offload._groups.split_backward import SplitBackward, WeightPass
+from pp_offload.config import OffloadConfig
+
+
+class StepRecord(Upcoming):
+    """Follows a step, and tells the prefetcher what comes next in it.
+
+    Args:
+        queue: Chunks whose backward has not begun.
+    """
+
+    def __init__(self, queue: ChunkQueue) -> None:
+        self.queue = queue
+        self.vp_size = 1
+        self.pipeline_rank = 0
+        self.is_warmup = True
+        self.smallest_numel: int | None = None
+        """The least elements of a tensor that may leave; None before a forward with grad."""
+
+        self.is_partly_forgotten = False
+        """Whether it has so many chunks that finished ones were forgotten."""
+
+        self.in_backward: ChunkOffloadHandler | None = None
+        self.weight_pass: WeightPass | None = None
+        self.summary: dict[str, int] = {}
+        self._forward: dict[ChunkKey, ChunkOffloadHandler] = {}
+        self._backward: dict[ChunkKey, ChunkOffloadHandler] = {}
+        self._live_at_peak: tuple[ChunkKey, ...] = ()
+        self._weight_passes: dict[ChunkKey, WeightPass] = {}
+        self._numbers: Counter[int] = Counter()
+
+    def add(self, chunk: ChunkOffloadHandler) -> ChunkKey:
+        """A chunk's first group starts: give it its number, and queue it."""
+        number = chunk.microbatch
+        if number is None:
+            number = self._numbers[chunk.vp_stage]
+        self._numbers[chunk.vp_stage] = number + 1
+        chunk.key = ChunkKey(chunk.vp_stage, number)
+        self._forward[chunk.key] = chunk
+        self.queue.stage(chunk, self.vp_size, chunk.vp_stage)
+        return chunk.key
+
+    def expect_weight_pass(self, chunk: ChunkOffloadHandler, split: SplitBackward) -> None:
+        """The backward of a chunk just added comes in two parts."""
+        assert chunk.key is not None
+        self._weight_passes[chunk.key] = one = WeightPass(chunk.key, chunk.groups, split)
+        self.queue.push(one)
+
+    def change(self) -> None:
+        """There is more to prefetch than before."""
+        self.num_changes += 1
+
+    def begin(self, group: OffloadTensorGroup) -> None:
+        """Backward has reached ``group``."""
+        chunk = self._chunk_of(group)
+        if chunk is not None:
+            self.begin_chunk(chunk)
+
+    def begin_chunk(self, chunk: ChunkOffloadHandler) -> None:
+        """Backward has reached ``chunk``."""
+        self.in_backward = chunk
+        if not self._backward:  # memory is highest when the first backward begins
+            self._live_at_peak = tuple(self._forward)
+        if chunk.key is not None and chunk.key not in self._backward:
+            self._backward[chunk.key] = chunk
+            self.queue.remove(chunk)
+
+    def begin_backward(self, chunk: ChunkOffloadHandler) -> None:
+        """The backward of ``chunk`` begins, or the first part of it."""
+        self.weight_pass = None
+        self.begin_chunk(chunk)
+
+    def end_part(self) -> None:
+        """A part is over, and more may be foreseen than before."""
+        self.weight_pass = None
+        self.change()
+
+    def begin_weight_pass(self, chunk: ChunkOffloadHandler) -> None:
+        """The second part of the backward of ``chunk`` begins."""
+        self.in_backward = chunk
+        assert chunk.key is not None
+        self.weight_pass = one = self._weight_passes[chunk.key]
+        self.queue.remove(one)
+        self.change()
+
+    def skip(self, chunk: ChunkOffloadHandler) -> None:
+        """The forward of ``chunk`` is over. Without groups, nobody waits for its backward."""
+        if chunk.key is None and chunk.microbatch is not None:
+            self.queue.skip(ChunkKey(chunk.vp_stage, chunk.microbatch))
+
+    def chunk(self, key: ChunkKey) -> ChunkOffloadHandler | None:
+        """The chunk of this step with this key, once its first group has started."""
+        return self._forward.get(key)
+
+    def after(self, group: OffloadTensorGroup) -> Iterator[Visit]:
+        """What is left of the chunk, as its earlier groups, last first; then what is queued."""
+        chunk = self._chunk_of(group)
+        if self.weight_pass is not None:
+            yield from self.weight_pass.visits()
+        elif chunk is not None and group.key is not None:
+            yield from reversed(chunk.groups[: group.key.position])
+        for following in self.queue.certain():
+            yield from following.visits()
+
+    def forget_finished(self) -> None:
+        """Forget chunks of which no tensor is left, where a step never ends."""
+        for key, chunk in list(self._forward.items()):
+            if chunk.is_over:
+                self.queue.forget(chunk)
+                del self._forward[key]
+                self._backward.pop(key, None)
+                self._weight_passes.pop(key, None)
+                self.is_partly_forgotten = True
+        if self.in_backward is not None and self.in_backward.key not in self._forward:
+            self.in_backward = None
+
+    @property
+    def num_chunks(self) -> int:
+        """How many of its chunks had groups, and are not forgotten."""
+        return len(self._forward)
+
+    def awaited_elsewhere(self) -> ChunkOffloadHandler | None:
+        """A chunk of another living thread whose backward is still to come."""
+        here = threading.current_thread()
+        for chunk in self._forward.values():
+            if chunk.thread is not here and chunk.thread.is_alive() and chunk.is_awaited:
+                return chunk
+        return None
+
+    def is_complete(self) -> bool:
+        """Whether something was saved in groups, and backward reached each that it was saved in."""
+        if self.is_partly_forgotten:
+            return False
+        return bool(self._backward) and all(
+            chunk.finish_all_groups() for chunk in self._forward.values()
+        )
+
+    def forgotten(self) -> list[str]:
+        """Names of groups that were started, used by backward, and never committed."""
+        groups = (group for chunk in self._forward.values() for group in chunk.open_groups)
+        return [group.name for group in groups if group.is_forgotten]
+
+    def make_plan(self, config: OffloadConfig) -> Plan:
+        """Learn from the step: the plan, the summary, and the backward order."""
+        shapes = tuple(chunk.shape() for chunk in self._backward.values())
+        if not self.queue.is_told:
+            self.queue.know_order([shape.key for shape in shapes])
+        summary: Counter[str] = Counter()
+        for key in self._live_at_peak:
+            for group in self._forward[key].groups:
+                summary[group.name] += group.copied_bytes
+        self.summary = {name: nbytes for name, nbytes in summary.items() if nbytes}
+        return make_plan(shapes, config, self.pipeline_rank)
+
+    def activity(self) -> dict[str, Activity]:
+        """What was done, by group name."""
+        found: dict[str, Activity] = {}
+        for chunk in self._forward.values():
+            for group in chunk.groups:
+                groups, tensors, num_open = found.get(group.name, (0, 0, 0))
+                found[group.name] = Activity(
+                    groups + 1,
+                    tensors + group.total_tensor_count,
+                    num_open + (group.state is GroupState.OPEN),
+                )
+        return found
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self._backward.clear()  # first: without it the step teaches nothing, should this be cut off
+        for chunk in self._forward.values():
+            chunk.reset()
+        self._forward.clear()
+        self._weight_passes.clear()
+        self._numbers.clear()
+        self.smallest_numel = None
+        self.is_partly_forgotten = False
+        self.queue.clear()
+        self.change()
+        self.in_backward = self.weight_pass = None
+
+    def _chunk_of(self, group: OffloadTensorGroup) -> ChunkOffloadHandler | None:
+        key = group.key
+        chunk = None if key is None else self._forward.get(key.chunk)
+        if chunk is None or key is None or key.position >= len(chunk.groups):
+            return None
+        return chunk if chunk.groups[key.position] is group else None

@@ -1,0 +1,1 @@
+"""Where bytes are: allocators, host memory under one budget, disk, pools."""

@@ -1,0 +1,135 @@
+"""Host memory in one piece or several, shaped for the payloads it holds.
+
+places = buffer.shaped([(torch.Size((12, 20)), torch.float32)])
+loan = Loan(buffer)   # what its owner keeps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pp_offload._memory.arena import Range
+from pp_offload._memory.slabs import Slab
+from pp_offload.backends import Event
+
+PART_ALIGNMENT = 64
+"""Of parts in a buffer. In bytes."""
+
+Part = tuple[torch.Size, torch.dtype]
+"""A contiguous tensor that a buffer is to hold."""
+
+Place = tuple[int, Tensor]
+"""Its first byte in the buffer, and the tensor there."""
+
+
+class HostBuffer:
+    """Host memory in one piece or several, and the copies that used it last.
+
+    Attributes:
+        last_use: By a stream.
+        before: Other uses of the same memory until something waited for them: what was under way
+            when it was carved, and a thread that writes it to disk.
+    """
+
+    __slots__ = (
+        "_shape",
+        "_slabs",
+        "before",
+        "last_use",
+        "nbytes",
+        "num_parts",
+        "pieces",
+        "ranges",
+        "room_bytes",
+    )
+
+    def __init__(self, nbytes: int, ranges: list[Range], slabs: list[Slab]) -> None:
+        self.nbytes = nbytes
+        self.num_parts = 1
+        self.ranges = ranges
+        self.room_bytes = sum(one.nbytes for one in ranges)
+        self.pieces: list[Tensor] = []
+        self.last_use: Event | None = None
+        self.before: tuple[Event, ...] = ()
+        self._slabs = [slabs[one.slab] for one in ranges]
+        left = nbytes
+        for one, slab in zip(ranges, self._slabs, strict=True):
+            self.pieces.append(slab.data[one.offset : one.offset + min(left, one.nbytes)])
+            left -= one.nbytes
+        self._shape: tuple[list[Part], list[Place]] = [], []
+
+    def last_uses(self) -> Iterator[Event]:
+        """What must have finished before the memory is written."""
+        yield from self.before
+        if self.last_use is not None:
+            yield self.last_use
+
+    def shaped(self, parts: list[Part]) -> list[Place]:
+        """Where contiguous tensors lie, one behind the other. Made once for the same parts.
+
+        One that a single piece does not hold is a tensor without bytes, on the ``meta`` device.
+        """
+        if self._shape[0] != parts:
+            self._shape = parts, list(self._placed(parts))
+        return self._shape[1]
+
+    def _placed(self, parts: list[Part]) -> Iterator[Place]:
+        begin = 0
+        for size, dtype in parts:
+            nbytes = size.numel() * dtype.itemsize
+            held = self.part(begin, nbytes)
+            if len(held) == 1:
+                yield begin, held[0].view(dtype).view(size)
+            else:
+                yield begin, torch.empty(size, dtype=dtype, device="meta")
+            begin += room_for(nbytes)
+
+    def part(self, begin: int, nbytes: int) -> list[Tensor]:
+        """The ``nbytes`` from byte ``begin`` on, as flat ``uint8`` tensors."""
+        held: list[Tensor] = []
+        for piece in self.pieces:
+            if begin < piece.numel() and nbytes > 0:
+                held.append(piece[begin : begin + nbytes])
+                nbytes -= held[-1].numel()
+            begin = max(0, begin - piece.numel())
+        return held
+
+
+class Loan:
+    """A buffer for as long as anybody refers to this object; then it is the tier's again."""
+
+    __slots__ = ("__weakref__", "buffer")
+
+    def __init__(self, buffer: HostBuffer) -> None:
+        self.buffer = buffer
+
+    @property
+    def nbytes(self) -> int:
+        """What was asked for."""
+        return self.buffer.nbytes
+
+
+class _Memory(np.ndarray):
+    """Bytes of a loan, which is there for as long as a storage is on them."""
+
+    loan: Loan
+
+
+def as_tensor(loan: Loan) -> Tensor:
+    """The buffer of a loan as a flat ``uint8`` tensor, whose storage alone keeps the loan.
+
+    So the user may keep the tensor, any view of it, or none. The buffer has to be in one piece.
+    """
+    (piece,) = loan.buffer.pieces
+    memory = piece.numpy().view(_Memory)
+    memory.loan = loan
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def room_for(nbytes: int) -> int:
+    """What a part of ``nbytes`` takes of a buffer that holds several."""
+    return -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT

@@ -1,0 +1,516 @@
+"""Disk space for offloaded bytes: one file, extents from an arena, threads that write and read.
+
+The file has no name, so nothing is left of it when the process and those forked from it have ended,
+however they end. Every extent has a checksum, compared when it is read. Only its owner may read it.
+
+    extent = tier.take(nbytes)
+    written = tier.write(extent, data)   # data must stay unchanged until the event; then see
+    extent.failure                       # what went wrong, if anything
+    read = tier.read(extent, target)     # after the write, whoever asks
+    del extent                           # on any thread: what was not written yet never is
+
+What is there is told by the extents and places that somebody refers to; the arena and the counts
+are books, made anew after an interrupt as in ``host.py``. A forked process has the parent's file
+open as well, and must not touch it: there the tier raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pp_offload._common.checks import check_count, said
+from pp_offload._common.processes import check, current
+from pp_offload._common.workers import Piece, Workers
+from pp_offload._memory.arena import Arena, Range
+from pp_offload._memory.checksum import PART_BYTES, Checksum
+from pp_offload._memory.loans import Loans
+from pp_offload._memory.unfinished import wait_for
+from pp_offload.backends import Event
+from pp_offload.errors import ClosedError, DiskTierError
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 4096
+"""Of extents in the file. In bytes."""
+
+GROWTH_BYTES = 2**26
+"""The file grows by at least this."""
+
+BLOCK_BYTES = 2 * PART_BYTES
+"""Written or read by one system call."""
+
+NUM_THREADS = 4
+"""Enough that the disk has work while blocks are summed."""
+
+Step = Callable[[int, memoryview, int], int]
+"""Writes or reads at an offset of a file; gives the number of bytes it managed."""
+
+
+class DiskEvent:
+    """The end of some work of the tier's threads. Without any it has ended."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, pieces: Sequence[Piece] = ()) -> None:
+        self._pieces = pieces
+
+    @classmethod
+    def all_of(cls, events: Sequence[DiskEvent]) -> DiskEvent:
+        """The end of all of them."""
+        return cls([piece for event in events for piece in event._pieces])
+
+    def follow(self, piece: Piece) -> None:
+        """It ends with this, which is about to be queued."""
+        self._pieces = (piece,)
+
+    def query(self) -> bool:
+        """Whether it has ended, well or not."""
+        return all(piece.done() for piece in self._pieces)
+
+    def synchronize(self) -> None:
+        """Block until it has ended.
+
+        Raises:
+            DiskTierError: It was reading, and that failed.
+            ForkedError: It was queued before this process was forked.
+        """
+        failures = [piece.result() for piece in self._pieces]
+        for failure in filter(None, failures):
+            raise DiskTierError(str(failure))  # a new one: its traceback holds graphs
+
+
+class _Place:
+    """A range of the file, and what was found when it was written.
+
+    An extent refers to it, and so does a thread while it works on it. Nobody else gets the range
+    before both are done.
+    """
+
+    __slots__ = ("__weakref__", "checksum", "failure", "nbytes", "range", "start")
+
+    def __init__(self, nbytes: int, range_: Range, start: int) -> None:
+        self.nbytes = nbytes
+        self.range = range_
+        self.start = start
+        self.checksum: int | None = None
+        self.failure: DiskTierError | None = None
+
+
+class DiskExtent:
+    """Room in the file for as long as anybody refers to this object.
+
+    Attributes:
+        place: Where it is.
+        last_use: The work that was queued last.
+    """
+
+    __slots__ = ("__weakref__", "last_use", "place")
+
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+        self.last_use: DiskEvent | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What was asked for."""
+        return self.place.nbytes
+
+    @property
+    def checksum(self) -> int | None:
+        """Of what was written; None before."""
+        return self.place.checksum
+
+    @property
+    def failure(self) -> DiskTierError | None:
+        """Why it could not be written."""
+        return self.place.failure
+
+    @property
+    def was_sent(self) -> bool:
+        """Whether it is being written, or was, well or not."""
+        under_way = self.last_use is not None and not self.last_use.query()
+        return under_way or self.checksum is not None or self.failure is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Of one extent, or of several."""
+
+    nbytes: int
+    num_parts: int
+
+    def plus(self, other: _Size) -> _Size:
+        return _Size(self.nbytes + other.nbytes, self.num_parts + other.num_parts)
+
+    def minus(self, other: _Size) -> _Size:
+        return _Size(self.nbytes - other.nbytes, self.num_parts - other.num_parts)
+
+
+class _File:
+    """A file without a name, open for as long as anybody refers to this object.
+
+    The tier's threads do, so one of them closes it if it was ever written: what a signal handler
+    raises in a destructor is lost, and signals are handled on the main thread.
+    """
+
+    __slots__ = ("_fds",)
+
+    def __init__(self, fd: int) -> None:
+        self._fds = [fd]
+
+    @property
+    def fd(self) -> int:
+        """For system calls; an error once it is closed."""
+        return self._fds[0]
+
+    def close(self) -> None:
+        """Twice is fine."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class DiskStatistics:
+    """What a disk tier holds and did. In bytes, but for the count."""
+
+    in_use: int = 0
+    """In extents that somebody has."""
+
+    peak: int = 0
+    """The most that was ever in use."""
+
+    written: int = 0
+    """Queued to be written since the tier was made."""
+
+    read: int = 0
+    """Queued to be read since the tier was made."""
+
+    num_parts: int = 0
+    """Payloads in extents that somebody has."""
+
+
+class DiskTier:
+    """Bytes in an unnamed file.
+
+    Args:
+        directory: On a file system with room; made if it does not exist. None for the system's
+            directory of temporary files.
+        num_threads: How many extents are written or read at a time.
+
+    Raises:
+        DiskTierError: The file cannot be made there.
+        TypeError: ``directory`` is no path.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, num_threads: int = NUM_THREADS
+    ) -> None:
+        check_count("num_threads", num_threads, least=1)
+        self.directory = _directory(directory)
+        self._file = _File(_unnamed_file(self.directory))
+        self._threads = Workers("disk", num_threads, keep=self._file)
+        self._owner = current()
+        self._written = self._read = 0
+        self._is_closed = False
+        # What is there
+        self._slabs: list[int] = []
+        self._extents = Loans[_Size]()
+        self._places = Loans[Range]()
+        # The books
+        self._is_suspect = False
+        self._arena = Arena(alignment=ALIGNMENT)
+        self._in_use = _Size(0, 0)
+        self._peak = 0
+
+    def take(self, nbytes: int, num_parts: int = 1) -> DiskExtent:
+        """An extent of ``nbytes``. That the file system has room is known only after the write.
+
+        Args:
+            nbytes: At least one.
+            num_parts: How many payloads share it; only counted.
+
+        Returns:
+            It is taken for as long as anybody refers to this object.
+
+        Raises:
+            ClosedError: The tier was closed.
+            ForkedError: The tier is that of another process.
+        """
+        self._check_open()
+        self._settle()
+        self._is_suspect = True
+        range_, size = self._range(nbytes), _Size(nbytes, num_parts)
+        place = _Place(nbytes, range_, self._arena.slab_start(range_.slab) + range_.offset)
+        self._places.add(place, range_)
+        extent = DiskExtent(place)
+        self._extents.add(extent, size)
+        self._in_use = self._in_use.plus(size)
+        self._peak = max(self._peak, self._in_use.nbytes)
+        self._is_suspect = False
+        return extent
+
+    def write(self, extent: DiskExtent, data: Tensor, ended: DiskEvent | None = None) -> DiskEvent:
+        """Queue writing ``data``, a flat ``uint8`` host tensor of the extent's size.
+
+        It is not written any more when nobody refers to the extent.
+
+        Args:
+            extent: Where.
+            data: What; it must not change until it was written.
+            ended: An event that nobody waits for yet; then who uses the memory of ``data`` next can
+                know it before anything is queued.
+
+        Returns:
+            An event, which never raises: ``extent.failure`` says what went wrong.
+
+        Raises:
+            ClosedError: The tier was closed.
+            ForkedError: The tier is that of another process.
+        """
+        source, place, owner = data.numpy(), extent.place, weakref.ref(extent)
+
+        def run() -> DiskTierError | None:
+            total = Checksum()
+            failure = self._transfer(place, source, self._pwrite, total, owner)
+            if failure is None:
+                place.checksum = total.value()
+            else:
+                place.failure = failure
+            return None  # the bytes are still where they were
+
+        event = self._queue(extent, run, ended)
+        self._written += extent.nbytes
+        return event
+
+    def read(
+        self,
+        extent: DiskExtent,
+        target: Tensor,
+        ended: DiskEvent | None = None,
+        after: Sequence[Event] = (),
+    ) -> DiskEvent:
+        """Queue reading into ``target``, a flat ``uint8`` host tensor of the extent's size.
+
+        Args:
+            extent: From where.
+            target: Garbage until it was read.
+            ended: As for :meth:`write`.
+            after: Earlier uses of the target, which the thread waits for.
+
+        Returns:
+            An event. Its ``synchronize`` raises what went wrong; then the target is garbage.
+
+        Raises:
+            ClosedError: The tier was closed.
+            ForkedError: The tier is that of another process.
+        """
+        into, place = target.numpy(), extent.place
+
+        def run() -> DiskTierError | None:
+            if place.checksum is None:
+                return place.failure or self._error(place, "it was never written")
+            total = Checksum()
+            failure = self._transfer(place, into, self._pread, total)
+            if failure is None and total.value() != place.checksum:
+                return self._error(place, "its checksum is not that of what was written")
+            return failure
+
+        event = self._queue(extent, run, ended, after)
+        self._read += extent.nbytes
+        return event
+
+    def statistics(self) -> DiskStatistics:
+        """Exact at the call."""
+        self._settle()
+        now = self._in_use
+        return DiskStatistics(now.nbytes, self._peak, self._written, self._read, now.num_parts)
+
+    def close(self) -> None:
+        """Finish what is queued and wanted, and drop the file. Twice is fine."""
+        self._is_closed = True
+        self._threads.shutdown()
+        self._file.close()
+
+    # What a test of a failing file system replaces
+
+    def _pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        return os.pwrite(fd, data, offset)
+
+    def _pread(self, fd: int, into: memoryview, offset: int) -> int:
+        return os.preadv(fd, [into], offset)
+
+    def _queue(
+        self,
+        extent: DiskExtent,
+        work: Callable[[], DiskTierError | None],
+        ended: DiskEvent | None,
+        after: Sequence[Event] = (),
+    ) -> DiskEvent:
+        self._check_open()
+        # Threads take work in the order it is queued, so what comes before is running at least.
+        before = extent.last_use
+        earlier = after if before is None else (before, *after)
+
+        def run() -> DiskTierError | None:
+            wait_for(earlier)
+            return work()
+
+        event = DiskEvent() if ended is None else ended
+        piece = self._threads.piece(run)
+        try:
+            extent.last_use = event
+            event.follow(piece)
+            self._threads.queue(piece)
+        except BaseException:
+            if piece.call_off():  # or whoever waits for the event would wait for ever
+                extent.last_use = before
+            raise
+        return event
+
+    def _transfer(
+        self,
+        place: _Place,
+        data: NDArray[np.uint8],
+        step: Step,
+        total: Checksum,
+        owner: Callable[[], object] = lambda: True,
+    ) -> DiskTierError | None:
+        """Write or read all of ``data``, while it has an owner; what went wrong, if anything.
+
+        It is not raised here: it is kept, and its traceback would keep the data alive. Every block
+        is summed while it is in the cache.
+        """
+        try:
+            for begin in range(0, len(data), BLOCK_BYTES):
+                if owner() is None:
+                    return self._error(place, "nobody needs it any more")
+                block = data[begin : begin + BLOCK_BYTES]
+                failure = self._transfer_block(place, begin, block.data, step)
+                if failure is not None:
+                    return failure
+                total.update(block)
+        except Exception as error:  # whatever it is, the bytes are not where they should be
+            return self._error(place, f"{type(error).__name__}: {error}")
+        return None
+
+    def _transfer_block(
+        self, place: _Place, begin: int, rest: memoryview, step: Step
+    ) -> DiskTierError | None:
+        """Go on until it is done, however short the steps are."""
+        at = begin
+        while rest:
+            try:
+                done = step(self._file.fd, rest, place.start + at)
+            except OSError as failure:
+                return self._error(place, f"{failure.strerror} [errno {failure.errno}]")
+            if done <= 0:
+                return self._error(place, f"the file ends {place.nbytes - at} bytes too early")
+            rest, at = rest[done:], at + done
+        return None
+
+    def _check_open(self) -> None:
+        check(self._owner, f"the disk tier's file in {self.directory}")
+        if self._is_closed:
+            raise ClosedError("the disk tier is closed; make a new manager to go on")
+
+    def _error(self, place: _Place, cause: str) -> DiskTierError:
+        return DiskTierError(
+            f"disk tier, unnamed file in {self.directory}: {place.nbytes} bytes at offset "
+            f"{place.start}: {cause}; check that file system, or set disk_dir to a "
+            "directory on another"
+        )
+
+    def _range(self, nbytes: int) -> Range:
+        found = self._arena.allocate(nbytes)
+        if found is None:
+            self._slabs.append(max(GROWTH_BYTES, -(-nbytes // ALIGNMENT) * ALIGNMENT))
+            self._arena.add_slab(self._slabs[-1])
+            found = self._arena.allocate(nbytes)
+        assert found is not None
+        return found
+
+    def _settle(self) -> None:
+        """File what nobody has any more; first make the books anew if need be."""
+        if self._is_suspect:
+            self._make_books()
+        self._is_suspect = True
+        for size in self._extents.ended():
+            self._in_use = self._in_use.minus(size)
+        for range_ in self._places.ended():
+            self._arena.free(range_)
+        self._is_suspect = False
+
+    def _make_books(self) -> None:
+        """From what is there, after an interrupt in the middle of them."""
+        self._in_use = _Size(0, 0)
+        for size in self._extents.audit():
+            self._in_use = self._in_use.plus(size)
+        self._arena = Arena.of(self._slabs, self._places.audit(), ALIGNMENT)
+
+
+def _directory(given: object) -> Path:
+    if given is None:
+        return Path(tempfile.gettempdir())
+    path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise TypeError(f"directory is {said(given)}, expected a path, or None")
+    return Path(path)
+
+
+def _unnamed_file(directory: Path) -> int:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _warn_if_in_memory(directory)
+        with suppress(AttributeError, OSError):  # not every file system can
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+        fd, name = tempfile.mkstemp(prefix="pp_offload-", dir=directory)  # mode 0600
+        os.unlink(name)
+    except (OSError, ValueError) as failure:  # the latter is of a NUL byte in the path
+        found = "it is a file" if directory.is_file() else failure
+        raise DiskTierError(
+            f"disk tier: no file can be made in {str(directory)!r}: {found}; set disk_dir to a "
+            "directory this process may write to"
+        ) from failure
+    return fd
+
+
+def _warn_if_in_memory(directory: Path) -> None:
+    kind = file_system_of(directory)
+    if kind in ("tmpfs", "ramfs"):
+        logger.warning(
+            "the disk tier's directory %s is on %s, which is memory, so nothing is saved there; "
+            "set disk_dir to a directory on a disk",
+            directory,
+            kind,
+        )
+
+
+def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The kind of file system, such as ``ext4``; empty where the system does not say.
+
+    Args:
+        directory: Must exist.
+        mounts: The kernel's list.
+    """
+    best, kind = -1, ""
+    with suppress(OSError):
+        inside = directory.resolve()
+        for line in mounts.read_text().splitlines():
+            _, place, found, *_ = line.split(" ")
+            if inside.is_relative_to(place) and len(place) >= best:
+                best, kind = len(place), found
+    return kind

@@ -1,0 +1,61 @@
+"""Host tensors that are used together, in one allocation.
+
+Pinning costs a system call, and PyTorch's pinned allocator rounds every block up.
+
+    views = host_room(tensors, backend.allocate_host)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pp_offload._memory.slabs import Allocate, pageable
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 512
+"""Of each tensor in the allocation. In bytes."""
+
+
+def host_room(likes: Sequence[Tensor], allocate: Allocate) -> list[Tensor]:
+    """Host tensors of the shapes, dtypes and dense layouts of ``likes``; they hold no data.
+
+    Memory that cannot be pinned is replaced by ordinary memory, with a warning.
+
+    Args:
+        likes: Tensors on any device.
+        allocate: Gives flat ``uint8`` host memory in bytes.
+
+    Raises:
+        MemoryError: The system has no more.
+    """
+    begins, end = [], 0
+    for like in likes:
+        begins.append(end)
+        end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
+    slab = _allocated(end, allocate)
+    return [_placed(like, slab, begin) for like, begin in zip(likes, begins, strict=True)]
+
+
+def _placed(like: Tensor, slab: Tensor, begin: int) -> Tensor:
+    """A tensor like this one, on the bytes of ``slab`` from ``begin`` on."""
+    strides = torch.empty_like(like, device="meta").stride()
+    flat = slab[begin : begin + like.nbytes].view(like.dtype)
+    return flat.as_strided(like.shape, strides)
+
+
+def _allocated(nbytes: int, allocate: Allocate) -> Tensor:
+    try:
+        return allocate(nbytes)
+    except MemoryError as failure:
+        logger.warning(
+            "no pinned memory for %d more bytes (%s); ordinary memory is used, whose copies are "
+            "slower and block; raise the limit of locked memory (ulimit -l)",
+            nbytes,
+            failure,
+        )
+        return pageable(nbytes)

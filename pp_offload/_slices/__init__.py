@@ -1,0 +1,1 @@
+"""Parameters in slices, two of them on the device."""

@@ -1,0 +1,193 @@
+"""Which slices of a model are on the device: the one in use, and the one that comes next.
+
+NOTE [ Host writes ]
+    The program writes parameters on the host whenever it likes: an optimizer, ``load_state_dict``.
+    So no copy of them is under way while it runs. What is used is settled first, what was only
+    foreseen is settled before it is let go, and at the end of a forward or backward nothing is
+    foreseen. What is still there was read before, so its parameters must be at the same version
+    and address as then.
+
+Call pattern:
+
+    cache = SliceCache(copies)
+    tensors = cache.use(slice_)  # loads it, unless it was foreseen
+    cache.prefetch(following)    # while compute uses the tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch.nn import Parameter
+
+from pp_offload._memory.loans import Loans
+from pp_offload._transfer.plain_copies import Arrival, PlainCopies
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slice:
+    """The parameters of consecutive layers, in one forward."""
+
+    label: str
+    """For messages."""
+
+    parameters: tuple[Parameter, ...]
+    """On the host, each once."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes on the device."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    def has_same(self, other: Slice) -> bool:
+        """Whether the parameters are the same objects."""
+        mine, theirs = self.parameters, other.parameters
+        return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A slice on the device, or on its way there."""
+
+    slice: Slice
+    """Which one."""
+
+    arrival: Arrival
+    """Its tensors."""
+
+    stamps: list[tuple[int, int]]
+    """Version and address of each parameter when it was read."""
+
+    def is_fresh(self) -> bool:
+        """Whether no parameter was written since."""
+        return self.stamps == [stamp(one) for one in self.slice.parameters]
+
+
+class SliceCache:
+    """Brings slices to the device, two at most. See NOTE [ Host writes ].
+
+    Args:
+        copies: Brings them.
+
+    Attributes:
+        peak_bytes: The most bytes of parameters that were here at a time.
+    """
+
+    def __init__(self, copies: PlainCopies) -> None:
+        self.copies = copies
+        self.peak_bytes = 0
+        self._current: Loaded | None = None
+        self._coming: Loaded | None = None
+        self._users = Loans[Sequence[Slice] | None]()
+
+    def __deepcopy__(self, memo: object) -> SliceCache:
+        """A copy of a model shares what moves its tensors."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an OffloadModel cannot be pickled, for streams and host memory are part of it; save "
+            "model.state_dict(), whose names are those of the Sequential"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slices that are here or coming."""
+        self._forget_unused()
+        return sum(one.slice.nbytes for one in (self._current, self._coming) if one is not None)
+
+    def use(self, wanted: Slice, index: int | None = None) -> Loaded:
+        """The slice on the device, with its data. Another one that was in use is given up.
+
+        Args:
+            wanted: Which one.
+            index: The parameter that is asked for, if it is one only.
+        """
+        self._forget_unused()
+        loaded = self._current
+        if loaded is not None and loaded.slice is wanted and index is not None:
+            if loaded.stamps[index] == stamp(wanted.parameters[index]) and self._is_home(loaded):
+                return loaded
+        if loaded is None or not self._is_usable(loaded, wanted):
+            loaded = self._next(wanted)
+        loaded.slice = wanted
+        return loaded
+
+    def prefetch(self, wanted: Slice) -> None:
+        """Start bringing a slice that will be used next, unless it is here or coming."""
+        for loaded in (self._current, self._coming):
+            if loaded is not None and loaded.slice.has_same(wanted):
+                return
+        self._give_up_coming()
+        self._coming = self._bring(wanted)
+
+    def serve(self, user: object, slices: Sequence[Slice] | None = None) -> None:
+        """Give slices up when ``user`` is gone: nobody will ask for them again.
+
+        It is noticed at the next call, for ``user`` goes where autograd frees a node.
+
+        Args:
+            user: What is gone then.
+            slices: Which of them; all when None.
+        """
+        self._users.add(user, slices)
+
+    def _forget_unused(self) -> None:
+        for slices in self._users.ended():
+            if slices is None:
+                self.drop()
+            else:
+                self._forget(slices)
+
+    def _forget(self, slices: Sequence[Slice]) -> None:
+        if self._current is not None and self._current.slice in slices:
+            self._current = None
+        if self._coming is not None and self._coming.slice in slices:
+            self._give_up_coming()
+
+    def drop(self) -> None:
+        """Give up what is here."""
+        self._current = None
+        self._give_up_coming()
+
+    def _next(self, wanted: Slice) -> Loaded:
+        """It is not in use yet."""
+        self._current = None
+        loaded, self._coming = self._coming, None
+        if loaded is not None:
+            self.copies.settle(loaded.arrival)
+        if loaded is None or not self._is_usable(loaded, wanted):
+            del loaded
+            loaded = self._bring(wanted)
+            self.copies.settle(loaded.arrival)
+        self._current = loaded
+        return loaded
+
+    def _bring(self, wanted: Slice) -> Loaded:
+        stamps = [stamp(parameter) for parameter in wanted.parameters]
+        sources = [parameter.detach() for parameter in wanted.parameters]
+        self.peak_bytes = max(self.peak_bytes, self.nbytes + wanted.nbytes)
+        return Loaded(wanted, self.copies.bring(sources, wanted.label), stamps)
+
+    def _give_up_coming(self) -> None:
+        loaded, self._coming = self._coming, None
+        if loaded is not None:
+            self.copies.settle(loaded.arrival)
+
+    def _is_usable(self, loaded: Loaded, wanted: Slice) -> bool:
+        return self._is_home(loaded) and loaded.slice.has_same(wanted) and loaded.is_fresh()
+
+    def _is_home(self, loaded: Loaded) -> bool:
+        """Whether its memory belongs to the live compute stream."""
+        return loaded.arrival.home == self.copies.transfer.backend.current_stream()
+
+
+def stamp(parameter: Parameter) -> tuple[int, int]:
+    """What changes when a parameter is written, but for writes through ``.data``."""
+    return parameter._version, parameter.data_ptr()
+
+
+def _is_same(one: Parameter, other: Parameter) -> bool:
+    return one is other

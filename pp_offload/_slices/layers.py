@@ -1,0 +1,103 @@
+"""Consecutive layers that compute with other tensors in place of their parameters.
+
+layers = SliceLayers("slice 0", modules)
+y = layers.compute_with(tensors, x)  # one for each of layers.slice.parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Module, ModuleList, Parameter
+
+from pp_offload._slices.cache import Slice, stamp
+from pp_offload._slices.saved_parameters import SlicedRun, check_unchanged
+
+
+class SliceLayers(Module):
+    """The layers of one slice, as they are now.
+
+    Args:
+        label: Of the slice, for messages.
+        layers: In order; the first takes all inputs, each other one what the last returned.
+    """
+
+    def __init__(self, label: str, layers: Iterable[Module]) -> None:
+        super().__init__()
+        self._layers = ModuleList(layers)
+        self._names: dict[str, int] = {}
+        found: dict[int, int] = {}
+        parameters: list[Parameter] = []
+        for path, module in self.named_modules():  # each once, however many names it has
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in found:
+                    found[id(parameter)] = len(parameters)
+                    parameters.append(parameter)
+                self._names[f"{path}.{name}"] = found[id(parameter)]
+        self.slice = Slice(label, tuple(parameters))
+
+    def compute_with(self, tensors: Sequence[Tensor], *inputs: Any) -> Any:
+        """The output, with ``tensors[i]`` in place of parameter ``i`` of the slice."""
+        named = {name: tensors[i] for name, i in self._names.items()}
+        return functional_call(self, named, inputs, tie_weights=False)
+
+    def forward(self, *inputs: Any) -> Any:
+        """As a Sequential does it."""
+        first, *others = self._layers
+        value = first(*inputs)
+        del inputs
+        for layer in others:
+            value = layer(value)
+        return value
+
+
+class RecomputedLayers(Module):
+    """The layers of a slice as a checkpoint calls them, now and again in backward.
+
+    Args:
+        layers: What is run.
+        run: Brings their parameters when it is run again.
+        index: Of the slice.
+        tensors: Their parameters in forward, until :meth:`end_of_forward`.
+    """
+
+    def __init__(
+        self, layers: SliceLayers, run: SlicedRun, index: int, tensors: Sequence[Tensor]
+    ) -> None:
+        super().__init__()
+        self._layers = layers
+        self._run = run
+        self._index = index
+        self._tensors: Sequence[Tensor] | None = tensors
+        self._stamps = [stamp(parameter) for parameter in layers.slice.parameters]
+
+    def end_of_forward(self) -> None:
+        """From now on it runs in backward."""
+        self._tensors = None
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the layers return.
+
+        Raises:
+            SavedTensorModifiedError: A parameter was changed in place since the forward.
+            OffloadError: Its memory was exchanged.
+        """
+        tensors = self._again() if self._tensors is None else self._tensors
+        return self._layers.compute_with(tensors, *inputs)
+
+    def _again(self) -> list[Tensor]:
+        parameters = self._layers.slice.parameters
+        if not parameters:
+            return []
+        for parameter, then in zip(parameters, self._stamps, strict=True):
+            check_unchanged(parameter, then, self._layers.slice.label)
+        brought = self._run.bring_back(self._index)
+        return [
+            tensor.detach().requires_grad_(parameter.requires_grad)
+            for tensor, parameter in zip(brought, parameters, strict=True)
+        ]

@@ -1,0 +1,1 @@
+"""What moves and in which order: nothing else orders copies and compute."""

@@ -1,0 +1,84 @@
+"""Which storages are on the host already, so that one saved in two groups is copied once.
+
+Both the storage and its copy are held weakly and compared by identity: an address that the
+allocator used again is never taken for the storage that had it before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from pp_offload._transfer.tensors import StorageRef, num_holders
+from pp_offload._transfer.ticket import HostCopy, Ticket
+
+Entry = tuple[StorageRef, int, weakref.ref[HostCopy], int, Tensor]
+"""A storage, the version of it that was copied, the copy, and its first byte and place there."""
+
+
+class CopyIndex:
+    """Host copies made in this step, by the key of the storage they were made of."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+
+    def share(self, tickets: list[Ticket]) -> list[Ticket]:
+        """Give tickets the copy of their storage as it is now, where there is one.
+
+        Returns:
+            The others.
+        """
+        if not self._entries:
+            return tickets
+        return [ticket for ticket in tickets if not self._has_shared(ticket)]
+
+    def _has_shared(self, ticket: Ticket) -> bool:
+        storage, payload = ticket.storage, ticket.payload
+        entry = None if storage is None else self._entries.get(storage._cdata)
+        if entry is None or payload is None or _is_part(ticket):
+            return False
+        known, version, copy_ref, begin, place = entry
+        if known() is not storage or version != ticket.members[0].version:
+            return False
+        copy = copy_ref()
+        if copy is None or begin in copy.modified or place.nbytes != ticket.nbytes:
+            return False
+        ticket.attach(copy, begin, place.view(payload.dtype).view(payload.shape))
+        return True
+
+    def add(self, tickets: Iterable[Ticket]) -> None:
+        """Remember that the tickets' copies hold their storages, as their members saved them.
+
+        A storage that nothing but the ticket holds cannot be saved again, and is not remembered.
+        """
+        for ticket in tickets:
+            storage, copy, place = ticket.storage, ticket.copy, ticket.host_bytes
+            if storage is None or num_holders(storage) <= 1:
+                continue
+            if _is_part(ticket):
+                continue
+            assert copy is not None and place is not None, "not offloaded yet"
+            refs = weakref.ref(storage), weakref.ref(copy)
+            version = ticket.members[0].version
+            self._entries[storage._cdata] = refs[0], version, refs[1], ticket.begin, place
+
+    def forget_dead(self) -> None:
+        """Forget storages and copies that are gone, where a step never ends."""
+        entries = self._entries.items()
+        dead = [key for key, (storage, _, copy, *_) in entries if not (storage() and copy())]
+        for key in dead:
+            del self._entries[key]
+
+    def clear(self) -> None:
+        """Forget all. A storage saved again is copied again."""
+        self._entries.clear()
+
+
+def _is_part(ticket: Ticket) -> bool:
+    """Whether its version does not say if it was changed since: a wrapper around it counts that."""
+    for member in ticket.members:  # faster than any()
+        if member.is_part:
+            return True
+    return False

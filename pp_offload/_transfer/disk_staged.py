@@ -1,0 +1,297 @@
+"""The disk tier behind a device: bytes pass through staging buffers in host memory.
+
+    on the way    arriving    d2h copies into the buffer
+                  writing     a thread writes the buffer to the extent
+    at rest                   the extent alone
+    on the way    reading     a thread reads the extent into another buffer, once that is free
+                  leaving     h2d copies it to the device; then the extent alone again
+
+What is needed before it is at rest is taken from its buffer. What could not be written stays there.
+Nothing here waits: who needs bytes or a buffer that are still on their way gets ``Unfinished``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+
+from torch import Tensor
+
+from pp_offload._memory.buffers import HostBuffer, Loan
+from pp_offload._memory.disk import DiskEvent, DiskTier
+from pp_offload._memory.host import HostTier
+from pp_offload._memory.unfinished import Unfinished, check_finished, when_finished
+from pp_offload._transfer.disk_transfer import DiskTransferEngine
+from pp_offload._transfer.ticket import HostCopy, Ticket, place
+from pp_offload.backends import Backend, Event
+from pp_offload.errors import DiskTierError
+
+Queue = deque[weakref.ref[HostCopy]]
+"""Copies on their way, the furthest first."""
+
+
+class StagedDiskEngine(DiskTransferEngine):
+    """Brings bytes of a device to disk, and back.
+
+    Args:
+        staging: Host memory on the way, in whole pieces.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        host: HostTier | None,
+        max_in_flight_bytes: int | None,
+        disk: DiskTier,
+        staging: HostTier,
+    ) -> None:
+        super().__init__(backend, host, max_in_flight_bytes, disk)
+        self.staging = staging
+        self._arriving: Queue = deque()
+        self._writing: Queue = deque()
+        self._read_ahead: Queue = deque()
+
+    def deliver(self, ticket: Ticket) -> Tensor:
+        """The payload on the device, ready for the live compute stream.
+
+        Raises:
+            DiskTierError: It cannot be read back.
+            SavedTensorModifiedError: It was changed in place before it was copied.
+        """
+        self.check_process()
+        if self._read_ahead:
+            self.poll()
+        return when_finished(nullcontext(), partial(super().deliver, ticket))
+
+    def poll(self) -> None:
+        """Send on what has arrived, let go of what is on disk, copy what was read. Never blocks."""
+        with self.lock:
+            super().poll()
+            self._move_on()
+
+    def _move_on(self) -> None:
+        while self._arriving and _has_arrived(self._arriving[0]()):
+            self._next(self._arriving, self._write)
+        while self._writing and _is_written(self._writing[0]()):
+            self._next(self._writing, self._settle)
+        while self._read_ahead and _was_read(self._read_ahead[0]()):
+            self._send_ahead(self._read_ahead.popleft()())
+
+    @staticmethod
+    def _next(queue: Queue, act: Callable[[HostCopy], None]) -> None:
+        """Act on the first copy of a queue, unless it is gone.
+
+        It leaves the queue afterwards, or an interrupt would have it forgotten; so ``act`` may come
+        twice for one copy.
+        """
+        ref = queue[0]
+        copy = ref()
+        if copy is not None:
+            act(copy)
+        if queue and queue[0] is ref:  # another thread may have been faster
+            queue.popleft()
+
+    @property
+    def host_tiers(self) -> tuple[HostTier, ...]:
+        """Host memory: where bytes rest, and where they pass through."""
+        return self.host, self.staging
+
+    # To the disk
+
+    def _disk_copies(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+        self._check_disk()
+        loan = self._stage(nbytes)
+        uses = unfinished_uses(loan.buffer)
+        check_finished(event for event in uses if isinstance(event, DiskEvent))
+        # No stream can wait for a thread's end; but those have ended.
+        copies = tuple(event for event in uses if not isinstance(event, DiskEvent))
+        loan.buffer.before, loan.buffer.last_use = copies, None
+        return [place(batch, HostCopy(loan, self.disk.take(nbytes, len(batch))))]
+
+    def _send(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+        nbytes = self._queue_offload(tickets, copies)
+        self._arriving += map(weakref.ref, copies)
+        self.poll()
+        return nbytes
+
+    def _write(self, copy: HostCopy) -> None:
+        """The bytes have arrived in the buffer: have a thread write them."""
+        extent, buffer = copy.extent, copy.buffer
+        if buffer is None or extent is None:
+            return
+        if not extent.was_sent:
+            written = DiskEvent()
+            buffer.before += (written,)  # first, or its next user might not wait for the thread
+            self.disk.write(extent, buffer.pieces[0], written)
+        self._writing.append(weakref.ref(copy))
+
+    def _settle(self, copy: HostCopy) -> None:
+        """The write has ended, well or not."""
+        if copy.extent is None or copy.offloaded is None:  # it was settled, and is being read
+            return
+        if copy.extent.failure is None:
+            copy.drop_buffer()
+        else:
+            self._note(copy.extent.failure)
+            copy.drop_extent()
+
+    # Back from it
+
+    def _fetch(self, tickets: Sequence[Ticket]) -> int:
+        """What is on disk is read first, by threads.
+
+        What shares an extent comes together. Where no staging buffer is free, it is left to be read
+        when it is needed.
+        """
+        here = [ticket for ticket in tickets if ticket.copy is not None and _is_here(ticket.copy)]
+        num = self._copy_back(here) if here else 0
+        for copy, asked in by_copy([ticket for ticket in tickets if not ticket.is_coming]).items():
+            if _was_left(copy):
+                num += self._leave(copy, asked)
+            elif copy.buffer is None and self._begin_to_read(copy, is_ahead=True):
+                self._read_ahead.append(weakref.ref(copy))
+                for ticket in self._all_of(copy, asked):
+                    num += 1
+                    self._landings.expect(ticket)
+        return num
+
+    def _reload_now(self, ticket: Ticket) -> int:
+        self._check_capture([ticket])
+        self.poll()  # which may bring it
+        copy = ticket.copy
+        assert copy is not None, "reload before offload"
+        if ticket.landed is not None:
+            return 0
+        if copy.extent is None or _is_here(copy):
+            return self._copy_back([ticket])
+        if copy.buffer is None:
+            self._begin_to_read(copy, is_ahead=False)
+        self._finish_reading(copy)
+        return self._leave(copy, [ticket])
+
+    def _begin_to_read(self, copy: HostCopy, *, is_ahead: bool) -> bool:
+        """Have a thread read a copy at rest. False if there is no buffer, and it can wait."""
+        extent = copy.extent
+        assert extent is not None, "not on disk"
+        try:
+            loan = self._stage(extent.nbytes)
+        except (MemoryError, Unfinished) as failure:
+            if is_ahead:
+                return False
+            if isinstance(failure, Unfinished):
+                raise
+            loan = self.staging.take(extent.nbytes, force=True)
+        buffer = loan.buffer
+        buffer.before = unfinished_uses(buffer)  # first, or an interrupt would have them forgotten
+        reading = buffer.last_use = DiskEvent()
+        self.disk.read(extent, buffer.pieces[0], reading, after=buffer.before)
+        # In one statement: a buffer without ``reading`` would be taken for one that holds the bytes
+        copy.offloaded, copy.reading, copy.loan = None, reading, loan
+        return True
+
+    def _finish_reading(self, copy: HostCopy) -> None:
+        reading = copy.reading
+        if reading is None:
+            return
+        check_finished((reading,))
+        try:
+            reading.synchronize()
+        except DiskTierError:
+            copy.reading = copy.loan = None
+            self._give_up(self._all_of(copy, ()))
+            raise
+        copy.reading = None
+
+    def _leave(self, copy: HostCopy, asked: Sequence[Ticket]) -> int:
+        """Queue the copies to the device. A buffer that was read into has served all who wait."""
+        if copy.offloaded is not None:
+            return self._copy_back(asked)
+        num = self._copy_back(self._all_of(copy, asked))
+        copy.drop_buffer()
+        return num
+
+    def _all_of(self, copy: HostCopy, asked: Sequence[Ticket]) -> list[Ticket]:
+        """The tickets with bytes in ``copy`` that are asked for or will be, and are not there."""
+        mates = [t for refs in copy.tickets.values() for ref in refs if (t := ref()) is not None]
+        more = [t for t in mates if t.num_waiting > 0 and t.landed is None and t not in asked]
+        return [*asked, *more]
+
+    def _send_ahead(self, copy: HostCopy | None) -> None:
+        """What was read ahead goes on to the device, unless that was done when it was needed.
+
+        Should it be forgotten on the way, it goes on when it is needed.
+        """
+        if copy is not None and copy.reading is not None:
+            with suppress(DiskTierError):  # whoever asks for it will hear of it
+                self._finish_reading(copy)
+                self._leave(copy, ())
+
+    # Buffers on the way
+
+    def _stage(self, nbytes: int) -> Loan:
+        """A buffer, which others may still use.
+
+        Raises:
+            MemoryError: It would be over the budget, with none on the way.
+            Unfinished: Too many are on the way; what is furthest.
+        """
+        if self.staging.statistics().in_use + nbytes > self._max_in_flight_bytes:
+            self._let_the_furthest_pass()
+        try:
+            return self.staging.take(nbytes)
+        except MemoryError:
+            self._let_the_furthest_pass()
+            raise
+
+    def _let_the_furthest_pass(self) -> None:
+        """Raise ``Unfinished`` if a buffer is on its way to the disk.
+
+        Also where that has just ended: the next :meth:`poll` moves it on, and then there is room.
+        """
+        for ref in self._writing:
+            copy = ref()
+            if copy is not None and copy.extent is not None and copy.extent.last_use is not None:
+                raise Unfinished((copy.extent.last_use,))
+        for ref in self._arriving:
+            copy = ref()
+            if copy is not None and copy.offloaded is not None:
+                raise Unfinished((copy.offloaded,))
+
+
+def unfinished_uses(buffer: HostBuffer) -> tuple[Event, ...]:
+    """Copies and threads that are not done with it."""
+    return tuple(event for event in buffer.last_uses() if not event.query())
+
+
+def by_copy(tickets: Sequence[Ticket]) -> dict[HostCopy, list[Ticket]]:
+    """Tickets by the copy that holds their bytes, in order."""
+    groups: dict[HostCopy, list[Ticket]] = {}
+    for ticket in tickets:
+        assert ticket.copy is not None, "reload before offload"
+        groups.setdefault(ticket.copy, []).append(ticket)
+    return groups
+
+
+def _has_arrived(copy: HostCopy | None) -> bool:
+    return copy is None or copy.offloaded is None or copy.offloaded.query()
+
+
+def _is_written(copy: HostCopy | None) -> bool:
+    extent = None if copy is None else copy.extent
+    return extent is None or extent.checksum is not None or extent.failure is not None
+
+
+def _is_here(copy: HostCopy) -> bool:
+    return copy.loan is not None and copy.offloaded is not None
+
+
+def _was_left(copy: HostCopy) -> bool:
+    """Whether it was read, and an interrupt kept it from being sent on."""
+    return copy.loan is not None and copy.offloaded is None and copy.reading is None
+
+
+def _was_read(copy: HostCopy | None) -> bool:
+    return copy is None or copy.reading is None or copy.reading.query()

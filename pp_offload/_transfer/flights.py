@@ -1,0 +1,135 @@
+"""Copies to the host under way, and the device memory they read.
+
+flight = flights.begin(sources, copies)   # before the copies are queued
+flight.offloaded = d2h.record_event()     # behind them
+while flights.is_first_over(d2h): ...     # let go of flights.first, then flights.end_first()
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pp_offload._transfer.ticket import HostCopy
+from pp_offload.backends import Event, Stream
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A batch that leaves the device, with the sources that must outlive the copy."""
+
+    payloads: list[Tensor]
+    """What is read."""
+
+    copies: list[weakref.ref[HostCopy]]
+    """What is told when it was."""
+
+    nbytes: int
+    """Of the payloads."""
+
+    total: int
+    """Bytes of this one and of those before it that were under way with it."""
+
+    offloaded: Event | None = None
+    """Behind the copies. None until they are queued: see NOTE [ Torn bookkeeping ]."""
+
+    then: list[Callable[[], None]] = field(default_factory=list)
+    """To be done when the payloads were let go."""
+
+    def arrive(self) -> None:
+        """The copies were made: let go of what they read. A second time is fine."""
+        for ref in self.copies:
+            copy = ref()
+            if copy is not None:
+                copy.arrive()
+        self.payloads.clear()
+        while self.then:
+            self.then.pop(0)()
+
+
+class Queued:
+    """The end of all that a stream was given, for as long as no event behind it is known.
+
+    It is known before anything is queued; who asks first, records. See NOTE [ Torn bookkeeping ].
+    """
+
+    __slots__ = ("_event", "_stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._event: Event | None = None
+
+    @property
+    def event(self) -> Event:
+        """One of the backend's own, which a stream can wait for."""
+        if self._event is None:
+            self._event = self._stream.record_event()
+        return self._event
+
+    def query(self) -> bool:
+        """Whether it has ended."""
+        return self.event.query()
+
+    def synchronize(self) -> None:
+        """Block until it has."""
+        self.event.synchronize()
+
+
+class Flights:
+    """Flights in the order they began, which is that in which they end."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Flight] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def events(self) -> list[Event]:
+        """Behind the copies that are under way, as far as they are known."""
+        return [one.offloaded for one in self._queue if one.offloaded is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes under way, from the queue itself, so that an interrupt cannot leave it wrong."""
+        queue = self._queue
+        return queue[-1].total - queue[0].total + queue[0].nbytes if queue else 0
+
+    @property
+    def first(self) -> Flight:
+        """The one that ends next. There must be one."""
+        return self._queue[0]
+
+    @property
+    def last(self) -> Flight:
+        """The one that began last. There must be one."""
+        return self._queue[-1]
+
+    def begin(self, payloads: list[Tensor], copies: Sequence[HostCopy], nbytes: int) -> Flight:
+        """Keep ``payloads``, which are about to be copied."""
+        total = nbytes + (self._queue[-1].total if self._queue else 0)
+        flight = Flight(payloads, [weakref.ref(copy) for copy in copies], nbytes, total)
+        self._queue.append(flight)
+        return flight
+
+    def is_first_over(self, d2h: Stream) -> bool:
+        """Whether there is one, and its copies were made."""
+        if not self._queue:
+            return False
+        flight = self._queue[0]
+        if flight.offloaded is None:  # NOTE [ Torn bookkeeping ]
+            flight.offloaded = d2h.record_event()
+        return flight.offloaded.query()
+
+    def end(self, flight: Flight) -> None:
+        """It has ended. A second time is fine."""
+        if self._queue and self._queue[0] is flight:
+            self._queue.popleft()
+
+    def take_back(self, flight: Flight) -> None:
+        """The one that began last ended at once."""
+        if self._queue and self._queue[-1] is flight:
+            self._queue.pop()

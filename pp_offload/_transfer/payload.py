@@ -1,0 +1,71 @@
+"""From saved tensors to payloads: what of a group is copied, each byte once.
+
+Saved tensors are sorted by storage. A storage moves as it is, and every view finds its place in it
+again, if one view covers it, or if several reach from its begin to its end and cover half of it or
+more together; so q, k and v, three views of one projection, move as one payload. Otherwise each
+view is gathered: what lies beside it is somebody else's, who may change it at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, UntypedStorage
+
+from pp_offload._transfer.saved_tensor import SavedActivation
+from pp_offload._transfer.tensors import Geometry, is_whole_storage, storage_bytes
+from pp_offload._transfer.ticket import Mover, Ticket
+
+Parts = tuple[Tensor, list[SavedActivation], UntypedStorage | None]
+"""A payload, the saved tensors it holds, and the storage if it is all of one."""
+
+
+def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -> list[Ticket]:
+    """A ticket for every payload that ``saved`` needs. Copies nothing."""
+    by_storage: dict[UntypedStorage, list[SavedActivation]] = {}
+    for one in saved:
+        if one.source is not None:
+            by_storage.setdefault(one.source.untyped_storage(), []).append(one)
+    found: list[Ticket] = []
+    for storage, members in by_storage.items():
+        source = members[0].source
+        if len(members) == 1 and source is not None and is_whole_storage(source, storage):
+            found.append(Ticket(transfer, label, source, members, storage))
+        else:
+            parts = _of_one_storage(members, storage)
+            found += [Ticket(transfer, label, *part) for part in parts]
+    return found
+
+
+def _of_one_storage(saved: list[SavedActivation], storage: UntypedStorage) -> list[Parts]:
+    if storage.nbytes() == 0:  # emptied by an owner who will fill it again, as FSDP does
+        return []
+    by_geometry: dict[Geometry, list[SavedActivation]] = {}
+    for one in saved:
+        by_geometry.setdefault(Geometry.of(_source(one)), []).append(one)
+    source = _source(saved[0])
+    covered = sum(g.distinct_numel * g.dtype.itemsize for g in by_geometry)
+    whole = storage_bytes(source)
+    begin = min(g.offset * g.dtype.itemsize for g in by_geometry)
+    end = max((g.offset + g.span_numel) * g.dtype.itemsize for g in by_geometry)
+    is_all = begin == 0 and end == storage.nbytes()
+    enough = storage.nbytes() if len(by_geometry) == 1 else storage.nbytes() / 2
+    if not is_all or covered < enough or whole is None:
+        return [_gathered(geometry, same) for geometry, same in by_geometry.items()]
+    if len(by_geometry) == 1 and is_whole_storage(source, storage):
+        return [(source, saved, storage)]
+    for geometry, same in by_geometry.items():
+        for one in same:
+            one.restore = geometry.on_storage_of
+    return [(whole, saved, storage)]
+
+
+def _gathered(geometry: Geometry, saved: list[SavedActivation]) -> Parts:
+    for one in saved:
+        one.restore = geometry.scattered
+    return geometry.narrowed().on_storage_of(_source(saved[0])), saved, None
+
+
+def _source(saved: SavedActivation) -> Tensor:
+    assert saved.source is not None, "saved tensor was offloaded before"
+    return saved.source

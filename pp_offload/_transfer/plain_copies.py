@@ -1,0 +1,192 @@
+"""Copies of what is no payload of a group, such as parameters and their gradients.
+
+They are ordered as the transfer engine orders its own. But the host, not a stream, waits for them:
+who writes the host side afterwards is the program, which knows of no event.
+
+    coming = copies.bring(parameters, "slice 0")  # to the device
+    going = copies.send(gradients, "slice 0")     # to the host
+    tensors = copies.settle(coming)               # the host waits; they hold their data
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pp_offload._memory.buffers import as_tensor
+from pp_offload._memory.room import host_room
+from pp_offload._memory.slabs import pageable
+from pp_offload._transfer.engine import TransferEngine, record, wait
+from pp_offload._transfer.flights import Queued
+from pp_offload._transfer.tensors import as_dense
+from pp_offload._transfer.verify import checksum_of
+from pp_offload.backends import Event, Stream
+from pp_offload.errors import VerifyError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Copies under way."""
+
+    tensors: list[Tensor]
+    """They hold no data until :meth:`PlainCopies.settle` has returned."""
+
+    event: Event
+    """Behind the copies."""
+
+    home: Stream
+    """The compute stream it was asked for on; on the device, the tensors belong to it."""
+
+    label: str
+    """For messages."""
+
+    checksums: tuple[int, ...] = ()
+    """Of what the tensors are copies of, where that is verified."""
+
+
+class PlainCopies:
+    """Brings and sends tensors; two threads of a backward may ask at once.
+
+    Args:
+        transfer: Counts them, keeps what is in flight bounded, and has the host memory of what is
+            sent, each buffer in one piece. Its lock is used.
+        verify: Compare what came with what left.
+    """
+
+    def __init__(self, transfer: TransferEngine, *, verify: bool = False) -> None:
+        self.transfer = transfer
+        self._verify = verify
+        self._has_warned = False
+        self._kept: list[tuple[Event, Sequence[Tensor]]] = []
+
+    def bring(self, sources: Sequence[Tensor], label: str) -> Arrival:
+        """Start copying host tensors to the device.
+
+        Args:
+            sources: At least one dense tensor on the host, none of which requires grad; not
+                written until the copies are settled.
+            label: For messages.
+
+        Returns:
+            Device tensors of the same shapes, dtypes and layouts.
+        """
+        backend = self.transfer.backend
+        home = backend.current_stream()
+        checksums = self._checksums(sources)
+        with self.transfer.lock:
+            self._let_go()
+            with torch.inference_mode(False):  # a thread is not in it, and may write them
+                targets = [torch.empty_like(one, device=backend.device) for one in sources]
+            wait(backend.h2d, record(home))
+            arrived = self._copy(backend.h2d, targets, sources, [*sources, *targets], label)
+            arrival = Arrival(targets, arrived, home, label, checksums)
+            self.transfer.counters.bytes_reloaded += sum(one.nbytes for one in sources)
+        return arrival
+
+    def send(self, sources: Sequence[Tensor], label: str) -> Arrival:
+        """Start copying device tensors to host memory, which is free again when they are gone.
+
+        What the host budget does not allow is ordinary memory, with one warning: gradients have
+        to be there.
+
+        Args:
+            sources: At least one strided tensor on the device; kept alive until they are copied.
+            label: For messages.
+
+        Returns:
+            Host tensors of the same shapes and dtypes, in one allocation.
+        """
+        backend = self.transfer.backend
+        home = backend.current_stream()
+        dense = [as_dense(source.detach()) for source in sources]
+        checksums = self._checksums(dense)
+        with self.transfer.lock:
+            self._let_go()
+            targets = host_room(dense, self._allocate)
+            wait(backend.d2h, record(home))
+            nbytes = sum(one.nbytes for one in dense)
+            flight = self.transfer.begin_flight(dense, (), [home], nbytes)
+            # Its targets are kept here: no stream's wait lets the host free them
+            flight.offloaded = self._copy(backend.d2h, targets, dense, targets, label)
+            arrival = Arrival(targets, flight.offloaded, home, label, checksums)
+            self.transfer.counters.bytes_offloaded += nbytes
+        self.transfer.keep_in_flight_bounded(nbytes)
+        return arrival
+
+    def _copy(
+        self,
+        stream: Stream,
+        targets: list[Tensor],
+        sources: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        label: str,
+    ) -> Event:
+        """Queue copies on ``stream``, and keep what they use, also if an interrupt comes next.
+
+        See NOTE [ Torn bookkeeping ].
+        """
+        self._kept.append((Queued(stream), kept))
+        self.transfer.backend.copy(stream, targets, list(sources), label)
+        event = record(stream)
+        self._kept[-1] = event, kept
+        return event
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        """Of the host tier, until nobody has a view of it: copies that use it keep one as well."""
+        host = self.transfer.host
+        assert host is not None  # its engine has no other tier
+        try:
+            return as_tensor(host.take(max(nbytes, 1)))
+        except MemoryError as refused:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "gradients are in ordinary memory from now on, where there is no room in the "
+                    "host budget; their copies are slower and block: %s",
+                    refused,
+                )
+            return pageable(nbytes)
+
+    def settle(self, arrival: Arrival) -> list[Tensor]:
+        """Block the host until the copies ran; the tensors, which hold their data now.
+
+        Raises:
+            VerifyError: They are not what was copied. Only where that is looked at.
+        """
+        arrival.event.synchronize()
+        self.poll()
+        for tensor, expected in zip(arrival.tensors, arrival.checksums, strict=False):
+            found = checksum_of(as_dense(tensor))
+            if found != expected:
+                raise VerifyError(
+                    f"a tensor of {arrival.label} with shape {tuple(tensor.shape)} came to "
+                    f"{tensor.device} with checksum {found:#010x}, expected {expected:#010x}; "
+                    "please report this with the backend and the options in use"
+                )
+        return arrival.tensors
+
+    def _checksums(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        return tuple(checksum_of(as_dense(one)) for one in tensors) if self._verify else ()
+
+    def poll(self) -> None:
+        """Let go of what finished copies kept alive. Never blocks."""
+        with self.transfer.lock:
+            self._let_go()
+
+    def __del__(self) -> None:
+        """Memory goes with it that copies may still write, for which no stream waits."""
+        with suppress(Exception):  # a copy that failed is over; or the process ends, and its driver
+            if not self.transfer.backend.is_capturing:
+                for event, _ in self._kept:
+                    event.synchronize()
+
+    def _let_go(self) -> None:
+        self.transfer.poll()
+        self._kept = [one for one in self._kept if not one[0].query()]

@@ -1,0 +1,189 @@
+"""What a pack hook returns: one saved tensor, from autograd's saving it to its letting go.
+
+A :class:`SavedActivation` starts by holding the tensor. When its group is offloaded it holds a
+ticket instead. Whatever happens to groups, chunks and plans, it can always give the tensor back, as
+often as it is asked, and what it holds is freed when autograd drops it.
+
+NOTE [ Version check ]
+    Autograd does not compare versions of tensors saved through hooks, so a program that changes a
+    saved tensor in place would silently get wrong gradients. Every packed object compares them
+    when it is asked for its tensor, where autograd would; what was changed before its group was
+    committed stays on the device until then.
+    A :class:`SavedWrapper` does as autograd would, whether or not the bytes have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pp_offload._common.checks import described, version_of
+from pp_offload._transfer.subclasses import is_pending, take_apart, witness
+from pp_offload._transfer.ticket import Restore, Ticket
+from pp_offload.backends import Stream
+from pp_offload.errors import SavedTensorModifiedError
+
+
+class Owner(Protocol):
+    """The group a saved tensor belongs to."""
+
+    name: str
+    is_used: bool
+
+    def on_use(self) -> None:
+        """Backward is about to use one of the group's tensors."""
+        ...
+
+
+class Resident:
+    """A saved tensor that stays on the device. See NOTE [ Version check ]."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # An output's own object would keep its graph alive through itself; and by an alias others
+        # can tell that the storage is in use.
+        is_parameter = tensor.is_leaf and isinstance(tensor, Parameter)
+        self.tensor = tensor if is_parameter else tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        """The tensor, if nobody changed it since."""
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise modified(tensor, self.version, None)
+        return tensor
+
+
+class SavedActivation:
+    """A saved tensor that may leave the device.
+
+    Args:
+        tensor: What autograd saves.
+        owner: Its group, told when backward first asks for one of its tensors.
+        home: The stream of the operation that saves it; None means that of the commit.
+
+    Attributes:
+        source: The tensor itself, until a ticket takes its bytes.
+        ticket: Offloaded; its payload holds this tensor, and ``restore`` makes it of that.
+        pending: The result of a collective that it is inside of, if nobody had waited for it.
+        is_part: Whether it is inside of another. Changes through that one its version misses.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "home",
+        "is_part",
+        "owner",
+        "pending",
+        "restore",
+        "source",
+        "ticket",
+        "version",
+    )
+
+    def __init__(self, tensor: Tensor, owner: Owner, home: Stream | None = None) -> None:
+        self.source: Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.owner = owner
+        self.home = home
+        self.ticket: Ticket | None = None
+        self.restore: Restore | None = None
+        self.pending: Tensor | None = None
+        self.is_part = False
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether it is what was saved, and all there."""
+        source, pending = self.source, self.pending
+        if source is not None and source._version != self.version:
+            return False
+        return pending is None or not is_pending(pending)
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether the tensor was changed in place since it was saved, and has not left."""
+        source = self.source
+        return source is not None and source._version != self.version
+
+    def unpack(self) -> Tensor:
+        """The tensor as it was saved: values, size, stride and dtype."""
+        # Looked at before the ticket: a commit on another thread sets that before it forgets this.
+        source, owner = self.source, self.owner
+        if source is not None:
+            if not owner.is_used:
+                owner.on_use()
+            if self.is_modified:
+                raise modified(source, self.version, owner.name)
+            return source
+        ticket = self.ticket
+        assert ticket is not None, "it has left, and nobody knows where to"
+        transfer = ticket.transfer
+        if not (owner.is_used and ticket.is_coming):
+            owner.on_use()
+        landed = transfer.deliver(ticket)
+        if transfer.landed_bytes < transfer.refill_below_bytes:
+            owner.on_use()
+        return landed if self.restore is None else self.restore(landed)
+
+
+class SavedWrapper:
+    """A saved tensor made of others, each of them saved on its own.
+
+    Args:
+        tensor: What autograd saves.
+        group: Its group's name, for messages.
+        pack: Saves a tensor inside it.
+    """
+
+    __slots__ = ("group", "inner", "version", "witness", "wrapper")
+
+    def __init__(self, tensor: Tensor, group: str, pack: Callable[[Tensor], Packed]) -> None:
+        self.group = group
+        self.witness = witness(tensor)
+        self.version = tensor._version
+        self.wrapper, inner = take_apart(tensor)
+        self.inner = {name: pack(one) for name, one in inner.items()}
+        for one in self.inner.values():
+            if isinstance(one, SavedActivation):
+                one.is_part = True
+                one.pending = tensor if is_pending(tensor) else None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether nothing inside may leave the device."""
+        return all(isinstance(one, Resident) for one in self.inner.values())
+
+    def unpack(self) -> Tensor:
+        """The tensor as it was saved, around what its inner tensors are now."""
+        if self.witness._version != self.version:
+            raise modified(self.witness, self.version, self.group)
+        return self.wrapper.around({name: one.unpack() for name, one in self.inner.items()})
+
+
+Packed: TypeAlias = SavedActivation | Resident | SavedWrapper
+"""What a pack hook returns."""
+
+
+def unpack(packed: Packed) -> Tensor:
+    """The unpack hook."""
+    return packed.unpack()
+
+
+def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModifiedError:
+    """The error autograd would have raised, with the group's name."""
+    where = f"group '{group}'" if group is not None else "the saved tensors left on the device"
+    return SavedTensorModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {described(tensor)} in {where} is at version "
+        f"{version_of(tensor)}, expected version {version}; use an out-of-place operation"
+    )
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs this: a forward here is a recomputation, used at once."""
+    return int(torch._C._current_graph_task_id()) != -1

@@ -1,0 +1,245 @@
+"""Which tensors may move, and which bytes that means.
+
+A view that covers its storage moves as the storage; so do several that cover half of it together.
+What is left is gathered. Bytes are always counted on distinct elements: a broadcast is one element,
+however large its shape.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from pp_offload._memory.storages import has_storage
+from pp_offload._transfer.subclasses import plain_tensors
+
+StorageRef = weakref.ref[torch.UntypedStorage]
+
+ALIGNMENT = 512
+"""Bytes to which device allocators align; kernels may choose their path by it."""
+
+MAX_PADDING_BYTES = 2**20
+"""Device memory that may be spent to give a gathered view the offset it had."""
+
+
+def num_holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors hold ``storage``, apart from the Python object given."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a view lies in its storage. Counts are in elements of ``dtype``."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        """The geometry of ``tensor``."""
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    @property
+    def distinct_numel(self) -> int:
+        """Elements in memory, a broadcast dimension counted once."""
+        return math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s or n == 0)
+
+    @property
+    def span_numel(self) -> int:
+        """Elements from the first to behind the last."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+
+    def moved_to(self, offset: int) -> Geometry:
+        """The same view at another offset."""
+        return Geometry(self.dtype, self.size, self.stride, offset)
+
+    def compact_offset(self) -> int:
+        """The offset to come back with when only this view was gathered.
+
+        The offset itself, unless the memory before the view would be more than the view's own and
+        more than :data:`MAX_PADDING_BYTES`; then the largest multiple of :data:`ALIGNMENT` bytes
+        is taken off, so that kernels see the same alignment.
+        """
+        if self.offset <= max(self.span_numel, MAX_PADDING_BYTES // self.dtype.itemsize):
+            return self.offset
+        return self.offset % max(1, ALIGNMENT // self.dtype.itemsize)
+
+    def narrowed(self) -> Geometry:
+        """The same with each broadcast dimension narrowed to one element."""
+        size = torch.Size(
+            1 if s == 0 and n > 1 else n for n, s in zip(self.size, self.stride, strict=True)
+        )
+        return Geometry(self.dtype, size, self.stride, self.offset)
+
+    def on_storage_of(self, payload: Tensor) -> Tensor:
+        """This view of the storage of ``payload``, which is of this dtype or flat ``uint8``.
+
+        Views made so share one version counter, as those autograd saved did.
+        """
+        if payload.dtype != self.dtype:
+            whole = payload.nbytes - payload.nbytes % self.dtype.itemsize
+            payload = payload[:whole].view(self.dtype)
+        return payload.as_strided(self.size, self.stride, self.offset)
+
+    def scattered(self, payload: Tensor) -> Tensor:
+        """This view in a storage of its own, filled from its gathered elements."""
+        offset = self.compact_offset()
+        room = torch.empty(offset + self.span_numel, dtype=self.dtype, device=payload.device)
+        moved = Geometry(self.dtype, self.size, self.stride, offset)
+        moved.narrowed().on_storage_of(room).copy_(payload)
+        return moved.on_storage_of(room)
+
+
+def storage_bytes(tensor: Tensor) -> Tensor | None:
+    """The whole storage of ``tensor`` as a flat ``uint8`` view, with its version counter; no copy.
+
+    None if the storage is no whole number of elements of this dtype.
+    """
+    numel, rest = divmod(tensor.untyped_storage().nbytes(), tensor.dtype.itemsize)
+    return None if rest else tensor.as_strided((numel,), (1,), 0).view(torch.uint8)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor as a flat ``uint8`` tensor; no copy.
+
+    A contiguous tensor of one element may have any stride, and ``view`` keeps it.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def as_dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it if its elements are not all there in one piece of memory."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if is_dense(tensor) else tensor.clone()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements of a strided tensor are all there in one piece of memory, each once."""
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
+def is_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a contiguous tensor is all there is in its ``storage``.
+
+    A dimension of size one may have any stride and still be contiguous; such shapes do not count.
+    """
+    return tensor.is_contiguous() and tensor.nbytes == storage.nbytes() and 1 not in tensor.shape
+
+
+class _Known(StorageRef):
+    """A storage held weakly, and its key, which can be told when it is gone."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+class StorageSet:
+    """Storages by identity, held weakly: an address used again is not mistaken for the old one.
+
+    Any thread may add and ask. What is gone is forgotten later, for no code may run when it goes:
+    a marked tensor goes when autograd frees it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+        self._gone: deque[_Known] = deque()
+        self._lock = threading.Lock()  # an address may be known anew while the old one is forgotten
+
+    def add(self, tensor: Tensor) -> None:
+        """Add the storage of ``tensor``, or of those inside it; without one it is ignored."""
+        for plain in plain_tensors(tensor):
+            if has_storage(plain):
+                self._add(plain.untyped_storage())
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        ref = _Known(storage, self._gone.append)
+        ref.key = key
+        with self._lock:
+            self._known[key] = ref
+            self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            ref = self._gone.popleft()
+            if self._known.get(ref.key) is ref:
+                del self._known[ref.key]
+
+    def add_module(self, module: Module) -> None:
+        """Add every parameter and buffer of ``module``."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.add(tensor)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        known = self._known
+        if not known:
+            return False
+        storage = tensor.untyped_storage()
+        ref = known.get(storage._cdata)
+        return ref is not None and ref() is storage
+
+    def __len__(self) -> int:
+        with self._lock:
+            self._forget_gone()
+            return len(self._known)
+
+
+class Eligibility:
+    """Which saved tensors may leave the device.
+
+    Args:
+        device: Tensors elsewhere stay where they are.
+        kept: Storages of parameters, buffers and marked tensors. They and their views stay.
+    """
+
+    def __init__(self, device: torch.device, kept: StorageSet) -> None:
+        self._device = device
+        self.kept = kept
+
+    def can_move(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is dense memory on the device, and its bytes are all there is to it.
+
+        The flag of a lazily conjugated or negated tensor is not part of the bytes.
+        """
+        return (
+            has_storage(tensor)
+            and tensor.numel() > 0
+            and tensor.device == self._device
+            and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+        )
+
+    def admits(self, tensor: Tensor, min_numel: int) -> bool:
+        """Whether ``tensor`` may be offloaded without anybody's asking.
+
+        Only plain tensors of at least ``min_numel`` elements are that :meth:`can_move` and are not
+        kept.
+        """
+        if type(tensor) is not Tensor:
+            if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
+                self.kept.add(tensor)
+            return False
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+        numel = tensor.numel()
+        if numel < min_numel or numel == 0:
+            return False
+        if tensor.device != self._device or tensor.is_quantized:
+            return False
+        if tensor.is_neg() or tensor.is_conj():
+            return False
+        base = tensor._base
+        if base is not None and isinstance(base, Parameter):
+            self.kept.add(tensor)
+            return False
+        return tensor not in self.kept

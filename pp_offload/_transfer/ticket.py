@@ -1,0 +1,394 @@
+"""What moves: a payload's ticket, and the bytes of it that are kept off the device.
+
+    ticket = Ticket(transfer, "mlp", payload, members, storage)
+    transfer.offload([ticket])          # its copy is made
+    ticket.hand_over()                  # the saved tensors hold the ticket instead of their memory
+    tensor = transfer.deliver(ticket)   # when autograd asks
+
+NOTE [ Uses ]
+    ``num_waiting`` is how often autograd is expected to ask for a payload before its memory on the
+    device is let go: once for each saved tensor it holds, unless a backward in two parts is known
+    to ask otherwise (``split.py``). It steers memory and prefetch; no value depends on it. Asked
+    for more often, as in a second backward, the payload is brought again, for all of them.
+
+NOTE [ Nobody is called ]
+    When autograd frees a node, no Python code of ours may run: Python would run a pending signal
+    handler inside it, and what that raises in a destructor, or in the callback of a weak reference,
+    is printed and lost. So the last thing that knows of a ticket is a weak reference whose callback
+    is the ``append`` of a queue, which is C; the engine looks at the queue when it is called next.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from pp_offload._memory.buffers import HostBuffer, Loan, Part, Place, room_for
+from pp_offload._memory.disk import DiskEvent, DiskExtent
+from pp_offload._transfer.tensors import flat_bytes
+from pp_offload.backends import Event, Stream
+
+PACK_BYTES = 2**20
+"""Payloads that fit into so much together share a buffer, and give it back together."""
+
+Watched = tuple[Tensor, int]
+"""An alias of a saved tensor, and its version when it was saved."""
+
+Restore = Callable[[Tensor], Tensor]
+"""Makes a saved tensor of the payload that holds it."""
+
+
+class HostCopy:
+    """Bytes of one payload, or of several small ones, in host memory, on disk, or in both.
+
+    Both are given back when nobody refers to this object any more, for it holds the loan and the
+    extent. It has no destructor: see ``tiers/loans.py``.
+
+    Args:
+        loan: Host memory for the bytes, or None.
+        extent: Room on disk for them, or None.
+
+    Attributes:
+        tickets: Whose bytes it holds, by the first byte, those saved first first. They are several
+            where groups saved the same tensor.
+        watched: What was saved of the payload at a first byte, until the copy was made. One that is
+            asked for before is looked at alone, for a pack holds thousands.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "extent",
+        "home",
+        "lent",
+        "loan",
+        "modified",
+        "offloaded",
+        "reading",
+        "tickets",
+        "watched",
+    )
+
+    def __init__(self, loan: Loan | None, extent: DiskExtent | None = None) -> None:
+        self.loan = loan
+        self.extent = extent
+        self.offloaded: Event | None = None
+        self.reading: DiskEvent | None = None
+        self.home: Stream | None = None
+        self.lent: dict[int, Tensor] = {}
+        self.watched: dict[int, list[Watched]] | None = None
+        self.modified: set[int] = set()
+        self.tickets: dict[int, list[weakref.ref[Ticket]]] = {}
+
+    @property
+    def buffer(self) -> HostBuffer | None:
+        """Where the bytes are in host memory."""
+        return None if self.loan is None else self.loan.buffer
+
+    def places(self, parts: list[Part]) -> list[Place]:
+        """Where tensors lie one behind the other; without bytes if those may change places."""
+        if self.extent is None and self.buffer is not None:
+            return self.buffer.shaped(parts)
+        begins = accumulate((room_for(n.numel() * t.itemsize) for n, t in parts), initial=0)
+        shapes = (torch.empty(size, dtype=dtype, device="meta") for size, dtype in parts)
+        return list(zip(begins, shapes, strict=False))
+
+    def note_use(self, offloaded: Event) -> None:
+        """Copies into its buffer are queued; they are done at ``offloaded``."""
+        assert self.buffer is not None, "it has no buffer"
+        self.offloaded = self.buffer.last_use = offloaded
+        self.buffer.before = ()
+
+    def lend(self, begin: int, source: Tensor, home: Stream) -> None:
+        """``source`` is there until the copy was made, and may be had back from stream ``home``."""
+        self.lent[begin] = source
+        self.home = home
+
+    def arrive(self) -> None:
+        """The copy was made; or the disk failed, and then what was lent is all there is."""
+        for begin in self.watched or ():
+            self.check_unmodified(begin)
+        self.watched = None
+        if self.buffer is None and self.extent is not None and self.extent.failure is not None:
+            self.drop_extent()
+        else:
+            self.lent.clear()
+
+    def drop_buffer(self) -> None:
+        """The bytes are on disk alone."""
+        self.loan = None
+
+    def drop_extent(self) -> None:
+        """The bytes are not on disk."""
+        self.extent = None
+
+    def check_unmodified(self, begin: int) -> None:
+        """See NOTE [ Modified while queued ]."""
+        if self.watched is not None:
+            if any(alias._version != version for alias, version in self.watched.get(begin, ())):
+                self.modified.add(begin)
+
+
+class Member(Protocol):
+    """A saved tensor that a payload holds."""
+
+    source: Tensor | None
+    version: int
+    home: Stream | None
+    pending: Tensor | None
+    is_part: bool
+    ticket: Ticket | None
+
+
+class Mover(Protocol):
+    """What a ticket needs of the transfer engine."""
+
+    @property
+    def landed_bytes(self) -> int:
+        """Bytes on the device that nobody has used yet, or on their way there."""
+        ...
+
+    @property
+    def refill_below_bytes(self) -> int:
+        """Below so many, more should be brought."""
+        ...
+
+    def deliver(self, ticket: Ticket) -> Tensor:
+        """The payload on the device."""
+        ...
+
+
+Where = tuple[int, int]
+"""A host copy, by its address, and a first byte there. Only as good as the copy lives."""
+
+
+class Arrived:
+    """Device memory that a payload is copied into, for one ticket or for several that share bytes.
+
+    Args:
+        tensor: Of the payload's bytes.
+        ticket: Whose payload it is.
+        home: The compute stream it was allocated on.
+
+    Attributes:
+        reloaded: Behind the copy into it; None until that is queued.
+        is_there: Whether that stream has waited for the copy.
+        version: Of the tensor when it was first given out.
+        num_landings: Tickets that wait for it or use it.
+    """
+
+    __slots__ = (
+        "copy",
+        "home",
+        "is_there",
+        "nbytes",
+        "num_landings",
+        "reloaded",
+        "tensor",
+        "version",
+        "where",
+    )
+
+    def __init__(self, tensor: Tensor, ticket: Ticket, home: Stream) -> None:
+        assert ticket.copy is not None, "reload before offload"
+        self.tensor = tensor
+        self.home = home
+        self.nbytes = ticket.nbytes
+        self.copy = weakref.ref(ticket.copy)
+        self.where = ticket.where
+        self.num_landings = 0
+        self.reloaded: Event | None = None
+        self.is_there = False
+        self.version: int | None = None
+
+    @property
+    def is_as_it_came(self) -> bool:
+        """Whether nobody who was given it changed it in place."""
+        return self.version is None or self.version == self.tensor._version
+
+    def shaped_for(self, ticket: Ticket) -> Tensor:
+        """It, as this ticket's payload is shaped. Tickets that share bytes may see them apart."""
+        like = ticket.host_bytes
+        assert like is not None, "reload before offload"
+        if self.tensor.shape == like.shape and self.tensor.dtype == like.dtype:
+            return self.tensor
+        return flat_bytes(self.tensor).view(like.dtype).view(like.shape)
+
+
+class Landing(weakref.ref["Ticket"]):
+    """A payload that is on the device or on its way there, until its ticket is used up or gone.
+
+    Held by the engine and not by the ticket alone: the memory must outlive the copy into it, also
+    if the ticket does not. See NOTE [ Nobody is called ].
+    """
+
+    __slots__ = ("arrived", "is_used", "nbytes")
+
+    arrived: Arrived | None
+    """None while a disk is read ahead of the copy."""
+
+    nbytes: int
+
+    is_used: bool
+    """Whether it was given out for its ticket."""
+
+    @classmethod
+    def of(cls, ticket: Ticket, gone: deque[Landing]) -> Landing:
+        """The payload of ``ticket``, which goes to ``gone`` when the ticket does."""
+        landing = cls(ticket, gone.append)
+        landing.arrived = None
+        landing.nbytes = ticket.nbytes
+        landing.is_used = False
+        return landing
+
+
+class Ticket:
+    """One payload's way to the host and back.
+
+    Args:
+        transfer: Moves it.
+        label: Its group, for messages.
+        payload: Device memory to copy: a whole storage, or a view to be gathered.
+        members: The saved tensors these bytes hold; each knows how it is made of them.
+        storage: If the payload is all of one; then others may share the copy.
+
+    Attributes:
+        landing: The payload as it came back; None before, and when it was used up.
+        place: Which ticket of its chunk it is, for who foresees what a backward uses.
+        checksum: Of the payload when it left, with ``verify``.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "begin",
+        "copy",
+        "checksum",
+        "host_bytes",
+        "label",
+        "landing",
+        "members",
+        "nbytes",
+        "num_members",
+        "num_waiting",
+        "payload",
+        "place",
+        "storage",
+        "transfer",
+        "where",
+    )
+
+    def __init__(
+        self,
+        transfer: Mover,
+        label: str,
+        payload: Tensor,
+        members: Sequence[Member],
+        storage: UntypedStorage | None,
+    ) -> None:
+        self.transfer = transfer
+        self.label = label
+        self.payload: Tensor | None = payload
+        self.members = members
+        self.storage = storage
+        self.nbytes = payload.nbytes
+        self.num_members = self.num_waiting = len(members)
+        self.copy: HostCopy | None = None
+        self.begin = 0
+        self.where: Where = (0, 0)
+        self.host_bytes: Tensor | None = None
+        self.landing: Landing | None = None
+        self.place: object = None
+        self.checksum: int | None = None
+
+    @property
+    def landed(self) -> Tensor | None:
+        """The payload on the device. It may hold no data yet."""
+        arrived = None if self.landing is None else self.landing.arrived
+        return None if arrived is None else arrived.tensor
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the payload is on the device, or on its way there from the disk."""
+        return self.landing is not None
+
+    @property
+    def lent(self) -> Tensor | None:
+        """The source of a copy that has not been made yet."""
+        return None if self.copy is None else self.copy.lent.get(self.begin)
+
+    def source(self) -> Tensor:
+        """The bytes to copy, contiguous. A gather runs on the compute stream."""
+        payload = self.payload
+        assert payload is not None, "offloaded twice"
+        if self.storage is not None:
+            return payload
+        with torch.no_grad():
+            return payload.contiguous()
+
+    def part(self) -> Part:
+        """What it needs of a buffer."""
+        assert self.payload is not None, "offloaded twice"
+        return self.payload.shape, self.payload.dtype
+
+    def attach(self, copy: HostCopy, begin: int, place: Tensor) -> None:
+        """Have the bytes in ``place``, shaped like the payload, from byte ``begin`` of ``copy``."""
+        self.copy = copy
+        self.begin = begin
+        self.where = id(copy), begin
+        self.host_bytes = place
+        same = copy.tickets.setdefault(begin, [])
+        while same and same[0]() is None:  # a table lives on through any number of forwards
+            del same[0]
+        same.append(weakref.ref(self))
+
+    def watch(self) -> None:
+        """Have the copy watch its members until it was made."""
+        copy = self.copy
+        assert copy is not None, "it has no copy"
+        if copy.watched is None:
+            copy.watched = {}
+        saved = [(one.source, one.version) for one in self.members if one.source is not None]
+        copy.watched.setdefault(self.begin, []).extend(saved)
+
+    def pieces(self) -> list[Tensor]:
+        """Its bytes on the host as flat ``uint8`` tensors, where one cannot hold them."""
+        assert self.copy is not None and self.copy.buffer is not None, "not in host memory"
+        return self.copy.buffer.part(self.begin, self.nbytes)
+
+    def hand_over(self) -> None:
+        """The copy is queued: the members need their tensors no more."""
+        for member in self.members:
+            member.ticket = self
+            member.source = member.pending = None
+        self.members = ()
+        self.payload = self.storage = None
+
+
+def packs(tickets: Sequence[Ticket]) -> Iterator[tuple[list[Ticket], int]]:
+    """Tickets that share a copy, and the bytes it takes: small ones together, others alone."""
+    batch: list[Ticket] = []
+    room = 0
+    for ticket in tickets:
+        if batch and room + ticket.nbytes > PACK_BYTES:
+            yield batch, _trimmed(batch, room)
+            batch, room = [], 0
+        batch.append(ticket)
+        room += room_for(ticket.nbytes)
+    yield batch, _trimmed(batch, room)
+
+
+def _trimmed(batch: list[Ticket], room: int) -> int:
+    return room if len(batch) > 1 else batch[0].nbytes
+
+
+def place(batch: list[Ticket], copy: HostCopy) -> HostCopy:
+    """Give every ticket its place in ``copy``, which it gives back."""
+    places = copy.places([ticket.part() for ticket in batch])
+    for ticket, (begin, tensor) in zip(batch, places, strict=True):
+        ticket.attach(copy, begin, tensor)
+    return copy

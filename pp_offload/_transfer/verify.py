@@ -1,0 +1,162 @@
+"""Checks that are too slow to leave on: ``OffloadConfig(verify=True)``.
+
+What came back is compared, by checksum, with what left. And when a chunk's forward is over, every
+storage that was offloaded should be gone from the device; one that is not saved nothing, and the
+log names its group and who holds it.
+
+    group 'mlp' offloaded 4096 bytes that are still on the device: a tensor of shape (32, 32), held
+    by the variable 'kept' of forward() in model.py, line 12
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import types
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pp_offload._memory.checksum import checksum
+from pp_offload._memory.storages import has_storage
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.tensors import StorageRef, flat_bytes
+from pp_offload._transfer.ticket import Ticket
+from pp_offload.errors import VerifyError
+
+logger = logging.getLogger(__name__)
+
+MAX_HOLDERS = 3
+"""Named in one message."""
+
+
+class Verifier:
+    """Stands before the transfer engine, for tickets made while checks are on.
+
+    Args:
+        transfer: Moves the bytes.
+    """
+
+    def __init__(self, transfer: TransferEngine) -> None:
+        self._transfer = transfer
+        self._watched: list[tuple[str, int, StorageRef]] = []
+        self._said: set[str] = set()
+
+    @property
+    def landed_bytes(self) -> int:
+        """As the engine counts them."""
+        return self._transfer.landed_bytes
+
+    @property
+    def refill_below_bytes(self) -> int:
+        """As the prefetcher told the engine."""
+        return self._transfer.refill_below_bytes
+
+    def deliver(self, ticket: Ticket) -> Tensor:
+        """The payload on the device.
+
+        Raises:
+            VerifyError: It is not what left.
+        """
+        tensor = self._transfer.deliver(ticket)
+        if self._transfer.backend.is_capturing:
+            return tensor  # nothing is there to compare
+        found, expected = checksum_of(tensor), ticket.checksum
+        if expected is not None and found != expected:
+            raise VerifyError(
+                f"a tensor of group '{ticket.label}' with payload shape {tuple(tensor.shape)} came "
+                f"back with checksum {found:#010x}, expected {expected:#010x}; please report this "
+                "with the backend and the options in use"
+            )
+        return tensor
+
+    def watch(self, tickets: Sequence[Ticket]) -> None:
+        """Remember what these tickets take, before they have handed over."""
+        if self._transfer.backend.is_capturing:
+            return
+        with self._transfer.reading(tickets):
+            for ticket in tickets:
+                ticket.checksum = checksum_of(ticket.source())
+        for ticket in tickets:
+            if ticket.storage is not None:  # of one that others have parts of, they may need theirs
+                self._watched.append((ticket.label, ticket.nbytes, weakref.ref(ticket.storage)))
+
+    def check_freed(self) -> list[str]:
+        """Say what is still on the device of all that was offloaded since the last call.
+
+        Returns:
+            The messages; each is logged once.
+        """
+        watched, self._watched = self._watched, []
+        self._transfer.backend.synchronize()
+        self._transfer.poll()
+        found = []
+        for label, nbytes, ref in watched:
+            storage = ref()
+            if storage is not None:
+                key = storage._cdata
+                del storage
+                found.append(_message(label, nbytes, list(_tensors_of(key))))
+        for message in found:
+            if message not in self._said:
+                self._said.add(message)
+                logger.warning(message)
+        return found
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """Of a dense tensor's bytes; waits for the device."""
+    return checksum(flat_bytes(tensor.contiguous()).cpu().numpy())
+
+
+def _tensors_of(key: int) -> Iterator[Tensor]:
+    for one in gc.get_objects():
+        if issubclass(type(one), Tensor) and has_storage(one):
+            if one.untyped_storage()._cdata == key:
+                yield one
+
+
+def _message(label: str, nbytes: int, tensors: Sequence[Tensor]) -> str:
+    said = f"group '{label}' offloaded {nbytes} bytes that are still on the device: "
+    if not tensors:
+        return said + "held outside Python, for instance by an operator that saved them unpacked"
+    holders = [text for tensor in tensors for text in _holders(tensor, tensors)]
+    shape = tuple(tensors[0].shape)
+    where = ", ".join(holders[:MAX_HOLDERS]) or "a tensor without a name, such as a leaf in a graph"
+    return f"{said}a tensor of shape {shape}, held by {where}"
+
+
+def _holders(tensor: Tensor, ours: Sequence[Tensor]) -> Iterator[str]:
+    yield from _variables(tensor)
+    for referrer in gc.get_referrers(tensor):
+        if isinstance(referrer, dict):
+            yield from (f"'{key}' of {_owner(referrer)}" for key in _keys(referrer, tensor))
+        elif isinstance(referrer, list | tuple) and referrer is not ours:
+            yield f"a {type(referrer).__name__} of {len(referrer)}"
+
+
+def _variables(tensor: Tensor) -> Iterator[str]:
+    """Local variables of what runs now, in any thread."""
+    for innermost in sys._current_frames().values():
+        frame: types.FrameType | None = innermost
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename != __file__:
+                where = f"{code.co_filename.rpartition('/')[2]}, line {frame.f_lineno}"
+                for name in _keys(frame.f_locals, tensor):
+                    yield f"the variable '{name}' of {code.co_name}() in {where}"
+            frame = frame.f_back
+
+
+def _keys(found: Mapping[Any, Any], tensor: Tensor) -> list[Any]:
+    return [key for key, value in found.items() if value is tensor]
+
+
+def _owner(found: dict[Any, Any]) -> str:
+    for referrer in gc.get_referrers(found):
+        if getattr(referrer, "__dict__", None) is found:
+            return f"a {type(referrer).__name__}"
+    return f"a dict of {len(found)}"

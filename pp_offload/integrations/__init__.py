@@ -1,0 +1,1 @@
+"""Offload in the training loops of others."""

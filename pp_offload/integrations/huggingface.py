@@ -1,0 +1,211 @@
+"""Offload of activations in the ``Trainer`` of Hugging Face, whose loop stays as it is.
+
+    class MyTrainer(ActivationOffloadingMixin, Trainer): ...
+
+    trainer = MyTrainer(model, args, train_dataset=data, activation_offloading={"head": "lm_head"})
+    trainer.train()
+    trainer.activation_offload.statistics()
+
+The trainer computes its loss inside ``compute_loss_context_manager``, whatever a subclass makes of
+``compute_loss``; that is where offload begins and ends. Backward comes after, so what a reentrant
+checkpoint computes again meets no hook. An evaluation computes its loss there as well, without
+grad, and is left alone. Nothing of Hugging Face is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from pp_offload._activations.context import OffloadActivations
+from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
+from pp_offload._common.checks import near, said
+from pp_offload.backends import CpuBackend, default_backend
+from pp_offload.config import OffloadConfig
+
+OPTIONS = tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)[1:]
+"""What ``activation_offloading`` may contain."""
+
+MODES: dict[str, Mapping[str, Any] | bool] = {
+    "off": False,
+    "disk": {"config": OffloadConfig(tiers=("disk",))},
+}
+"""Other trainers' words for it, and what they are here."""
+
+OF_CHECKPOINTS = ("legacy", "hidden_states")
+"""Their words for what is no matter of a trainer here: only the inputs of checkpoints leave."""
+
+CONTEXT = "compute_loss_context_manager"
+"""A class that has it is a trainer."""
+
+
+class ActivationOffloadingMixin:
+    """Named before a ``Trainer`` among the bases, it offloads what each training forward saves.
+
+    Args:
+        args: The trainer's.
+        activation_offloading: Options of
+            :func:`pp_offload.activations.get_lora_act_offloading_ctx_manager`, apart from the
+            model. Where the ``TrainingArguments`` have an ``activation_offloading`` of their own,
+            that one says whether anything is offloaded; options, True or False here beat it. TRL's
+            trainers begin an offload of their own where theirs is True: leave it False, and say it
+            here. axolotl's ``"disk"`` and ``"off"`` are understood, here and there.
+        kwargs: The trainer's.
+
+    Raises:
+        ImportError: No trainer is among the bases, and there is no ``transformers`` to have one of.
+        TypeError: No trainer is among the bases, or only before this one.
+        ValueError: An option is unknown, or its value cannot be right; or what says whether
+            anything is offloaded is neither True nor False, nor one of :data:`MODES`.
+
+    Source: axolotl ``ActivationOffloadingMixin``.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        others = [base for base in cls.__mro__ if not issubclass(base, ActivationOffloadingMixin)]
+        if not _has_trainer(cls) and any(
+            {CONTEXT, "train"} <= vars(base).keys() for base in others
+        ):
+            raise _no_trainer(cls)
+
+    def __init__(
+        self,
+        *args: Any,
+        activation_offloading: Mapping[str, Any] | bool | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not _has_trainer(type(self)):
+            raise _no_trainer(type(self))
+        self._offloading = _Offloading(activation_offloading)
+        super().__init__(*args, **kwargs)
+        self._offloading.prepare(self)
+
+    @property
+    def activation_offload(self) -> OffloadActivations | None:
+        """What the model is trained in, with its ``statistics()``; None where nothing is offloaded.
+
+        For a model that ``model_init`` makes anew there is a new one.
+        """
+        return self._offloading.prepare(self)
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """What the trainer computes a loss in, and offload where it is to be trained by."""
+        stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
+        offload = self.activation_offload if torch.is_grad_enabled() else None
+        if offload is not None:
+            stack.enter_context(offload)
+        return stack
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's; after the first, a warning if nothing was offloaded."""
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self._offloading.check()
+        return loss
+
+
+class _Offloading:
+    """What a trainer has of offload.
+
+    Attributes:
+        is_on: Whether anything is offloaded; None leaves that to the trainer's arguments.
+        options: Of the context.
+        model: What was trained last.
+        offload: Its context.
+        is_checked: Whether it was looked at if anything is offloaded.
+    """
+
+    def __init__(self, wanted: Mapping[str, Any] | bool | str | None) -> None:
+        wanted = _meant("activation_offloading", wanted)
+        options = wanted if isinstance(wanted, Mapping) else {}
+        if unknown := [f"{one!r}{near(one, OPTIONS)}" for one in options if one not in OPTIONS]:
+            raise ValueError(
+                f"activation_offloading has unknown options {', '.join(unknown)}; expected some of "
+                f"{', '.join(OPTIONS)}"
+            )
+        self.is_on = True if isinstance(wanted, Mapping) else wanted
+        self.options = dict(options)
+        self.model: Module | None = None
+        self.offload: OffloadActivations | None = None
+        self.is_checked = False
+
+    def prepare(self, trainer: Any) -> OffloadActivations | None:
+        """The context of the model that ``trainer`` has now."""
+        is_on = self.is_on
+        if is_on is None:
+            name = "activation_offloading of the trainer's arguments"
+            meant = _meant(name, getattr(trainer.args, "activation_offloading", True))
+            if isinstance(meant, Mapping):
+                self.options = {**meant, **self.options}
+            is_on = bool(meant)
+        if not is_on or trainer.model is None:
+            return None
+        if trainer.model is not self.model:
+            on_cpu = trainer.args.device.type == "cpu"
+            backend = self.options.get("backend") or (CpuBackend() if on_cpu else default_backend())
+            options = {**self.options, "backend": backend}
+            self.offload = get_lora_act_offloading_ctx_manager(trainer.model, **options)
+            self.model = trainer.model
+        return self.offload
+
+    def check(self) -> None:
+        """Warn, once, of a step in which nothing was offloaded."""
+        if self.is_checked or self.offload is None:
+            return
+        self.is_checked = True
+        if self.offload.statistics().bytes_offloaded == 0:
+            warnings.warn(
+                "activation offload is on, but the first training step offloaded nothing: either "
+                f"it saved no {self.offload.stash.max_tensors} tensors of at least "
+                f"{self.offload.stash.min_offload_size} bytes on the device, or its forward did "
+                "not run inside compute_loss_context_manager(), or on other threads "
+                "(DataParallel); pass activation_offloading=False to do without",
+                stacklevel=3,
+            )
+
+
+def _meant(name: str, wanted: object) -> Mapping[str, Any] | bool | None:
+    """Options, or whether anything is offloaded; None where that is left open.
+
+    Raises:
+        ValueError: It is none of these, and no word for one.
+    """
+    if isinstance(wanted, str) and wanted in MODES:
+        return MODES[wanted]
+    if isinstance(wanted, Mapping | bool | None):
+        return wanted
+    if isinstance(wanted, str) and wanted in OF_CHECKPOINTS:
+        raise ValueError(
+            f"{name} is {wanted!r}, which offloads the inputs of checkpointed layers; that is done "
+            "to the model, by ActivationCheckpointing.apply_activation_checkpointing_, or with "
+            f"'off' here; expected True, False, {', '.join(map(repr, MODES))} or a mapping of "
+            "options"
+        )
+    raise ValueError(
+        f"{name} is {said(wanted)}, expected True, False, {', '.join(map(repr, MODES))} or a "
+        "mapping of options; leave it out to follow the trainer's arguments"
+    )
+
+
+def _has_trainer(kind: type) -> bool:
+    """Whether what :class:`ActivationOffloadingMixin` calls in ``kind`` is there."""
+    return hasattr(super(ActivationOffloadingMixin, kind), CONTEXT)
+
+
+def _no_trainer(kind: type) -> Exception:
+    if importlib.util.find_spec("transformers") is None:
+        return ImportError(
+            f"{kind.__name__} has no Trainer among its bases, and transformers is not installed; "
+            "pip install 'pp_offload[hf]'"
+        )
+    return TypeError(
+        f"{kind.__name__} has no Trainer behind ActivationOffloadingMixin; expected "
+        f"class {kind.__name__}(ActivationOffloadingMixin, transformers.Trainer)"
+    )

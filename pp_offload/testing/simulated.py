@@ -1,0 +1,177 @@
+"""A device made of CPU tensors, on which a forgotten wait is always an error.
+
+Compute runs on the host in program order; copies wait in queues and run as late as the program
+permits (``late``), at once (``eager``), or in some legal order drawn from a seed (``random``).
+Targets hold garbage until their copy has run, queued copies keep nothing alive, and every access
+is checked by :mod:`pp_offload.testing.happens_before`, so that luck does not count.
+
+    backend = SimulatedBackend("late")
+    with backend.activate():
+        ...  # forward and backward; raises RaceError at the first unordered access
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from pp_offload._common.checks import said
+from pp_offload.backends.base import Stream
+from pp_offload.testing.copies import POISON, QueuedCopy, WeakTensor, unwatched
+from pp_offload.testing.operators import Watch
+from pp_offload.testing.streams import (
+    ORDERS,
+    SimulatedEvent,
+    SimulatedStream,
+    Timeline,
+)
+
+
+class SimulatedBackend:
+    """CPU tensors as device tensors, copies out of order, races as errors.
+
+    Args:
+        order: When queued copies run: ``late``, ``eager`` or ``random``.
+        seed: Which legal order ``random`` takes; the same seed, the same order.
+
+    Raises:
+        ValueError: ``order`` is none of the three, or ``seed`` no integer.
+    """
+
+    def __init__(self, order: str = "late", seed: int = 0) -> None:
+        if not isinstance(seed, int):
+            raise ValueError(f"seed is {said(seed)}, expected an integer")
+        self.order = order
+        self.name = f"simulated {order}"
+        self.is_host = False
+        self.device = torch.device("cpu")
+        self.num_host_allocations = 0
+        self._timeline = Timeline(order, seed)
+        self.d2h: Stream = self._timeline.add_stream("d2h", is_copy=True)
+        self.h2d: Stream = self._timeline.add_stream("h2d", is_copy=True)
+        self._current = self._timeline.add_stream("compute", is_copy=False)
+
+    @property
+    def pending(self) -> int:
+        """How many copies have not run yet."""
+        return sum(1 for _ in self._timeline.queued_copies())
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device tensors that computing or copying has come by, and that live."""
+        return self._timeline.detector.device_bytes
+
+    def take_device_peak(self) -> int:
+        """The most :attr:`device_bytes` was since this was last called."""
+        detector = self._timeline.detector
+        peak, detector.device_bytes_peak = detector.device_bytes_peak, detector.device_bytes
+        return peak
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a :meth:`capture` is entered."""
+        return self._timeline.capture != 0
+
+    def capture_id(self) -> int:
+        """Which capture is entered; 0 outside."""
+        return self._timeline.capture
+
+    def joined(self) -> None:
+        """Captures are known by number here."""
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """What CUDA forbids while a graph is captured raises :class:`CaptureError` inside.
+
+        Work runs as it does outside: only the rules are simulated, not replay.
+        """
+        self.synchronize()
+        self._timeline.begin_capture(self._current)
+        try:
+            yield
+            self._timeline.check_joined(self._current)
+        finally:
+            self._timeline.end_capture()
+
+    def current_stream(self) -> SimulatedStream:
+        """The live compute stream."""
+        return self._current
+
+    def new_stream(self, name: str) -> SimulatedStream:
+        """Another compute stream, ordered with nothing.
+
+        Raises:
+            ValueError: The name is taken.
+        """
+        return self._timeline.add_stream(name, is_copy=False)
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[SimulatedStream]:
+        """Make ``stream`` the live compute stream inside."""
+        previous, self._current = self._current, stream
+        try:
+            yield stream
+        finally:
+            self._current = previous
+
+    def copy(
+        self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
+    ) -> None:
+        """Check and queue the copies.
+
+        Raises:
+            RaceError: Nothing orders them after an earlier conflicting access.
+        """
+        assert isinstance(stream, SimulatedStream) and stream.is_copy
+        self._timeline.enter()
+        stream.clock.advance(self._timeline.detector.host)
+        pairs = list(zip(targets, sources, strict=True))
+        for target, source in pairs:
+            self._check_copy(stream, source, "read", label, is_host=stream is self.h2d)
+            self._check_copy(stream, target, "write", label, is_host=stream is self.d2h)
+        copies = [
+            QueuedCopy(WeakTensor(target), WeakTensor(source), label) for target, source in pairs
+        ]
+        self._timeline.queue_copies(stream, copies)
+
+    def allocate_host(self, nbytes: int) -> Tensor:
+        """Garbage bytes."""
+        self._timeline.enter()
+        self._timeline.forbid_in_capture("host memory is allocated")
+        self.num_host_allocations += 1
+        with self._inside():
+            buffer = torch.empty(nbytes, dtype=torch.uint8).fill_(POISON)
+        self._timeline.detector.see(buffer, self._current.clock, is_host=True)
+        return buffer
+
+    def trim_host(self) -> None:
+        """Nothing is kept."""
+
+    def activate(self) -> AbstractContextManager[object]:
+        """Watch every compute operation; :meth:`check` at the end."""
+        return Watch(self._timeline, self.current_stream)
+
+    def check(self) -> None:
+        """Raise the race that the release of a tensor caused, if there was one."""
+        self._timeline.detector.raise_fault()
+
+    def synchronize(self) -> None:
+        """Run all copies; the host knows of everything from now on."""
+        self._timeline.forbid_in_capture("the device is synchronized")
+        self._timeline.synchronize()
+
+    def _inside(self) -> AbstractContextManager[None]:
+        """Operators that :meth:`activate` must not see."""
+        return unwatched()
+
+    def _check_copy(
+        self, stream: SimulatedStream, tensor: Tensor, kind: str, label: str, *, is_host: bool
+    ) -> None:
+        self._timeline.detector.see(tensor, self._current.clock, is_host=is_host)
+        self._timeline.detector.access(stream.clock, tensor, kind, label)
+
+
+__all__ = ["ORDERS", "SimulatedBackend", "SimulatedEvent", "SimulatedStream"]

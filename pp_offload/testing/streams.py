@@ -1,0 +1,281 @@
+"""Streams of a simulated device, and the order in which their copies run.
+
+A compute stream is the host itself: its work has run by the time anybody asks. A copy stream has a
+queue of copies and of events it waits for. The timeline decides when the head of a queue runs:
+only when something waits for it (``late``), at once (``eager``), or when chance says (``random``).
+
+    timeline = Timeline("late", seed=0)
+    d2h = timeline.add_stream("d2h", is_copy=True)
+    timeline.queue_copies(d2h, [QueuedCopy(...)])
+    compute.wait_event(d2h.record_event())  # runs it
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from pp_offload._common.workers import is_worker
+from pp_offload.backends.base import Event
+from pp_offload.errors import CaptureError
+from pp_offload.testing.copies import QueuedCopy
+from pp_offload.testing.happens_before import RaceDetector, StreamClock, VectorClock
+
+ORDERS = ("late", "eager", "random")
+
+
+class SimulatedEvent:
+    """A point in a simulated stream's queue, and what that stream knew there."""
+
+    def __init__(self, stream: SimulatedStream, position: int, known: VectorClock) -> None:
+        self.stream = stream
+        self.capture = stream.capture
+        self.position = position
+        self.known = known
+
+    def is_reached(self) -> bool:
+        """Whether everything queued before this point has run; no side effects."""
+        return self.stream.num_done >= self.position
+
+    def query(self) -> bool:
+        """Whether it is reached; if so, the host knows from now on.
+
+        In the order ``late`` an event of a compute stream is seen only by synchronizing.
+        """
+        timeline = self.stream.timeline
+        with timeline.lock:
+            timeline.enter()
+            timeline.forbid_in_capture("an event is queried")
+            timeline.forbid_captured(self)
+            return self._is_seen()
+
+    def _is_seen(self) -> bool:
+        timeline = self.stream.timeline
+        host = timeline.detector.host
+        if timeline.order == "late" and not self.stream.is_copy and not host.covers(self.known):
+            return False
+        if self.is_reached():
+            host.merge(self.known)
+            return True
+        return False
+
+    def synchronize(self) -> None:
+        """Run everything before this point; the host knows from now on.
+
+        What a thread of a tier waits for, the program does not know: it has yet to ask.
+        """
+        timeline = self.stream.timeline
+        with timeline.lock:
+            if is_worker():
+                timeline.force(self)
+                return
+            timeline.enter()
+            timeline.forbid_in_capture("an event is synchronized")
+            timeline.forbid_captured(self)
+            self.finish()
+
+    def finish(self) -> None:
+        """The same, for the simulator's own use."""
+        self.stream.timeline.force(self)
+        self.stream.timeline.detector.host.merge(self.known)
+
+
+class SimulatedStream:
+    """A compute stream, which the host runs at once, or a copy stream, which has a queue."""
+
+    def __init__(self, timeline: Timeline, clock: StreamClock) -> None:
+        self.timeline = timeline
+        self.clock = clock
+        self.queue: deque[QueuedCopy | SimulatedEvent] = deque()
+        self.num_done = 0
+        self.capture = 0
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it copies; otherwise it computes."""
+        return self.clock.is_copy
+
+    def wait_event(self, event: Event) -> None:
+        """Order all later work of this stream after ``event``; compute makes its copies run."""
+        assert isinstance(event, SimulatedEvent)
+        with self.timeline.lock:
+            self.timeline.enter()
+            self.timeline.join_capture(self, event)
+            self.clock.known.merge(event.known)
+            if not self.is_copy:
+                self.timeline.force(event)
+            elif not event.is_reached():
+                self.queue.append(event)
+                self.timeline.work_queued(self)
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        """Order all later work of this stream after all that ``other`` has now."""
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> SimulatedEvent:
+        """A new event after everything queued so far."""
+        with self.timeline.lock:
+            self.timeline.enter()
+            return self.last_event()
+
+    def last_event(self) -> SimulatedEvent:
+        """The same, for the simulator's own use."""
+        known = self.clock.known.merged(self.timeline.detector.host)
+        return SimulatedEvent(self, self.num_done + len(self.queue), known)
+
+    def synchronize(self) -> None:
+        """Run everything queued; the host knows from now on."""
+        self.record_event().synchronize()
+
+    def blocker(self) -> SimulatedEvent | None:
+        """What the head of the queue waits for, if it is not reached."""
+        head = self.queue[0]
+        return head if isinstance(head, SimulatedEvent) and not head.is_reached() else None
+
+    def run_head(self) -> None:
+        """Run the first piece of work; it must not be blocked."""
+        head = self.queue.popleft()
+        self.num_done += 1
+        if isinstance(head, QueuedCopy):
+            head.run()
+
+
+class Timeline:
+    """All streams of one device, and when their queued work runs.
+
+    Args:
+        order: ``late``, ``eager`` or ``random``.
+        seed: Which legal order ``random`` takes; the same seed, the same order.
+
+    Attributes:
+        lock: Held while queues change: one thread computes, but those of a tier wait for events.
+
+    Raises:
+        ValueError: ``order`` is none of the three.
+    """
+
+    def __init__(self, order: str, seed: int) -> None:
+        if order not in ORDERS:
+            raise ValueError(f"order is {order!r}; expected one of 'late', 'eager', 'random'")
+        self.order = order
+        self.detector = RaceDetector()
+        self.streams: dict[str, SimulatedStream] = {}
+        self.capture = 0
+        self._num_captures = 0
+        self._random = random.Random(seed)
+        self.lock = threading.RLock()
+
+    def begin_capture(self, stream: SimulatedStream) -> None:
+        """From now on ``stream``, and each that waits for it, is captured."""
+        self._num_captures += 1
+        self.capture = stream.capture = self._num_captures
+
+    def join_capture(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        """``stream`` waits for ``event``, which takes it into the event's capture.
+
+        Raises:
+            CaptureError: Not both are in one capture.
+        """
+        if event.capture == stream.capture:
+            return
+        if stream.capture or event.capture != self.capture:
+            raise CaptureError(
+                f"stream {stream.clock.name}, in {_capture(stream.capture)}, waits for an event "
+                f"recorded in {_capture(event.capture)}; expected one of the same capture"
+            )
+        stream.capture = event.capture
+
+    def forbid_in_capture(self, what: str) -> None:
+        """Raise :class:`CaptureError` if a graph is captured."""
+        if self.capture:
+            raise CaptureError(f"{what} in {_capture(self.capture)}; expected it before or after")
+
+    def forbid_captured(self, event: SimulatedEvent) -> None:
+        """Raise :class:`CaptureError` if ``event`` was captured: it is not reached by capturing."""
+        if event.capture:
+            raise CaptureError(f"an event recorded in {_capture(event.capture)} is asked about")
+
+    def check_joined(self, origin: SimulatedStream) -> None:
+        """Raise :class:`CaptureError` if ``origin`` has not waited for all that was captured."""
+        for stream in self.streams.values():
+            if stream.capture and not origin.clock.known.covers(stream.last_event().known):
+                raise CaptureError(
+                    f"{_capture(self.capture)} ends, but stream {origin.clock.name} has not waited "
+                    f"for stream {stream.clock.name}; expected it joined"
+                )
+
+    def end_capture(self) -> None:
+        """No stream is captured any more."""
+        self.capture = 0
+        for stream in self.streams.values():
+            stream.capture = 0
+
+    def add_stream(self, name: str, *, is_copy: bool) -> SimulatedStream:
+        """A new stream, ordered with nothing.
+
+        Raises:
+            ValueError: The name is taken.
+        """
+        if name in self.streams:
+            raise ValueError(f"stream {name!r} exists; expected a new name")
+        stream = SimulatedStream(self, StreamClock(name, is_copy=is_copy))
+        self.streams[name] = stream
+        return stream
+
+    def enter(self) -> None:
+        """Every call begins here: raise what is due, and in ``random`` run what chance says."""
+        self.detector.raise_fault()
+        if self.order == "random":
+            with self.lock:
+                self._run_some()
+
+    def _run_some(self) -> None:
+        while self._random.random() < 0.5:
+            ready = [s for s in self.streams.values() if s.queue and s.blocker() is None]
+            if not ready:
+                return
+            self._random.choice(ready).run_head()
+
+    def queue_copies(self, stream: SimulatedStream, copies: Iterable[QueuedCopy]) -> None:
+        """Queue ``copies``; spoil each target unless another queued copy still needs it."""
+        with self.lock:
+            for copy in copies:
+                if not any(queued.touches(copy.target) for queued in self.queued_copies()):
+                    copy.spoil_target()
+                stream.queue.append(copy)
+            self.work_queued(stream)
+
+    def work_queued(self, stream: SimulatedStream) -> None:
+        """Called when ``stream`` has new work."""
+        if self.order == "eager":
+            self.force(stream.last_event())
+
+    def force(self, event: SimulatedEvent) -> None:
+        """Run all that must run before ``event``, and nothing else."""
+        goals = [event]
+        while goals:
+            goal = goals[-1]
+            if goal.is_reached():
+                goals.pop()
+            elif (blocker := goal.stream.blocker()) is not None:
+                goals.append(blocker)
+            else:
+                goal.stream.run_head()
+
+    def synchronize(self) -> None:
+        """Run everything; the host knows of it from now on."""
+        with self.lock:
+            self.enter()
+            for stream in self.streams.values():
+                stream.last_event().finish()
+
+    def queued_copies(self) -> Iterator[QueuedCopy]:
+        """The copies that have not run yet."""
+        for stream in self.streams.values():
+            yield from (work for work in stream.queue if isinstance(work, QueuedCopy))
+
+
+def _capture(number: int) -> str:
+    return f"capture {number}" if number else "no capture"

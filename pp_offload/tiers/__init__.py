@@ -1,1 +1,0 @@
-"""Where saved bytes live: allocators and the tiers built on them."""
