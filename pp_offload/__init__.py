@@ -3,24 +3,24 @@
 Public names by task. Nothing is computed here.
 """
 
-# One line around a schedule of torch.distributed.pipelining, or groups by module name. And what a
-# forked process does, which registers itself.
+# Groups: in a schedule of torch.distributed.pipelining, by module name, or marked in a forward.
 from pp_offload import pipelining
+from pp_offload.config import OffloadConfig
+from pp_offload.modules import offload_modules
+from pp_offload.pipelining import attach
 
+# isort: split
 # All activations of a model on one device.
-from pp_offload._activations.context import NoOpManager, OffloadActivations
-from pp_offload._activations.output_head import (
+from pp_offload.activations import (
+    NoOpManager,
+    OffloadActivations,
     get_act_offloading_ctx_manager,
     get_lora_act_offloading_ctx_manager,
 )
-from pp_offload._groups import forked as forked
-from pp_offload._groups.current import configure, use_backend
-from pp_offload._transfer.statistics import OffloadStatistics
+from pp_offload.integrations.huggingface import ActivationOffloadingMixin
 
-# Devices.
-from pp_offload.backends import AcceleratorBackend, CpuBackend
-
-# Layers that are computed again.
+# isort: split
+# Layers that are recomputed.
 from pp_offload.checkpointing import (
     ActivationCheckpointing,
     ActivationCheckpointingVariants,
@@ -28,8 +28,19 @@ from pp_offload.checkpointing import (
     SelectiveLayerACParams,
     SelectiveOpACParams,
 )
-from pp_offload.config import OffloadConfig
 
+# isort: split
+# Parameters on the host.
+from pp_offload.offload_model import OffloadModel
+
+# isort: split
+# Options, devices, and what happened.
+from pp_offload._groups.current import configure, use_backend
+from pp_offload._transfer.statistics import OffloadStatistics
+from pp_offload.backends import AcceleratorBackend, CpuBackend
+from pp_offload.summary import summary_table
+
+# isort: split
 # What may go wrong.
 from pp_offload.errors import (
     ClosedError,
@@ -43,7 +54,8 @@ from pp_offload.errors import (
     VerifyError,
 )
 
-# The reference's names.
+# isort: split
+# Megatron's names.
 from pp_offload.fine_grained_activation_offload import (
     DEBUG,
     DEBUG_RANK,
@@ -66,15 +78,9 @@ from pp_offload.fine_grained_activation_offload import (
     print_offload_summary_table,
 )
 
-# The Trainer of Hugging Face, without a dependence on it.
-from pp_offload.integrations.huggingface import ActivationOffloadingMixin
-from pp_offload.modules import offload_modules
-
-# Parameters on the host.
-from pp_offload.offload_model import OffloadModel
-
-# Telling.
-from pp_offload.summary import summary_table
+# isort: split
+# A forked process: registers what it does when it is imported.
+from pp_offload._groups import forked as forked
 
 __version__ = "0.1.0"
 
@@ -111,6 +117,7 @@ __all__ = [
     "SelectiveLayerACParams",
     "SelectiveOpACParams",
     "VerifyError",
+    "attach",
     "configure",
     "debug_rank",
     "fine_grained_offloading_backward_record",
