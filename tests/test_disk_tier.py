@@ -23,7 +23,6 @@ from processes import Run, run
 from torch import Tensor
 
 from pp_offload import ClosedError, DiskTierError
-from pp_offload._memory.checksum import checksum
 from pp_offload._memory.disk import ALIGNMENT, DiskExtent, DiskTier, file_system_of
 
 
@@ -172,24 +171,6 @@ def test_a_flipped_bit_is_an_error(tmp_path: Path, place: int, bit: int) -> None
         read(tier, extent)
     os.pwrite(tier._file.fd, bytes([int(data[place])]), at)
     assert read(tier, extent).equal(data), "an error is not remembered"
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 20_000), st.integers(0, 2**31), st.integers(0, 2**31), st.integers(1, 255))
-def test_the_checksum_sees_every_changed_byte(n: int, seed: int, place: int, change: int) -> None:
-    data = some_bytes(n, seed).numpy()
-    before = checksum(data)
-    data[place % n] ^= change
-    assert checksum(data) != before
-
-
-@pytest.mark.parametrize("size", [8, 64, 4096, 1 << 18])
-def test_the_checksum_sees_blocks_that_changed_places(size: int) -> None:
-    data = some_bytes(4 << 18).numpy()
-    before = checksum(data)
-    first, second = data[:size].copy(), data[2 * size : 3 * size].copy()
-    data[:size], data[2 * size : 3 * size] = second, first
-    assert checksum(data) != before
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:

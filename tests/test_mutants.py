@@ -105,11 +105,11 @@ def test_only_those_that_are_named(checkout: Path, capsys: pytest.CaptureFixture
 def test_a_fault_in_the_engine_itself_is_caught(tmp_path: Path) -> None:
     mutant = Mutant(
         "round trip",
-        "pp_offload/_memory/checksum.py",
-        "self._sums += part",
-        "pass",
-        "no part counts",
-        ("tests/test_disk_tier.py::test_the_checksum_sees_blocks_that_changed_places",),
+        "pp_offload/_memory/disk.py",
+        "total.intdigest() != place.checksum",
+        "False",
+        "nothing is compared",
+        ("tests/test_disk_tier.py::test_a_flipped_bit_is_an_error",),
     )
     (verdict,) = Runner(ROOT, tmp_path / "copies").run([mutant])
     assert verdict.is_caught, verdict.by

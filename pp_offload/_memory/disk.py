@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +34,14 @@ from pp_offload._common.checks import check_count, said
 from pp_offload._common.processes import check, current
 from pp_offload._common.workers import Piece, Workers
 from pp_offload._memory.arena import Arena, Range
-from pp_offload._memory.checksum import PART_BYTES, Checksum
+from pp_offload._memory.checksum import new_checksum
 from pp_offload._memory.loans import Loans
 from pp_offload._memory.unfinished import wait_for
 from pp_offload.backends import Event
 from pp_offload.errors import ClosedError, DiskTierError
+
+if TYPE_CHECKING:
+    from xxhash import xxh3_64
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +51,7 @@ ALIGNMENT = 4096
 GROWTH_BYTES = 2**26
 """The file grows by at least this."""
 
-BLOCK_BYTES = 2 * PART_BYTES
+BLOCK_BYTES = 2**19
 """Written or read by one system call."""
 
 NUM_THREADS = 4
@@ -284,10 +288,10 @@ class DiskTier:
         source, place, owner = data.numpy(), extent.place, weakref.ref(extent)
 
         def run() -> DiskTierError | None:
-            total = Checksum()
+            total = new_checksum()
             failure = self._transfer(place, source, self._pwrite, total, owner)
             if failure is None:
-                place.checksum = total.value()
+                place.checksum = total.intdigest()
             else:
                 place.failure = failure
             return None  # the bytes are still where they were
@@ -323,9 +327,9 @@ class DiskTier:
         def run() -> DiskTierError | None:
             if place.checksum is None:
                 return place.failure or self._error(place, "it was never written")
-            total = Checksum()
+            total = new_checksum()
             failure = self._transfer(place, into, self._pread, total)
-            if failure is None and total.value() != place.checksum:
+            if failure is None and total.intdigest() != place.checksum:
                 return self._error(place, "its checksum is not that of what was written")
             return failure
 
@@ -386,7 +390,7 @@ class DiskTier:
         place: _Place,
         data: NDArray[np.uint8],
         step: Step,
-        total: Checksum,
+        total: xxh3_64,
         owner: Callable[[], object] = lambda: True,
     ) -> DiskTierError | None:
         """Write or read all of ``data``, while it has an owner; what went wrong, if anything.
@@ -402,7 +406,7 @@ class DiskTier:
                 failure = self._transfer_block(place, begin, block.data, step)
                 if failure is not None:
                     return failure
-                total.update(block)
+                total.update(block.data)
         except Exception as error:  # whatever it is, the bytes are not where they should be
             return self._error(place, f"{type(error).__name__}: {error}")
         return None

@@ -68,7 +68,7 @@ class Verifier:
         if expected is not None and found != expected:
             raise VerifyError(
                 f"a tensor of group '{ticket.label}' with payload shape {tuple(tensor.shape)} came "
-                f"back with checksum {found:#010x}, expected {expected:#010x}; please report this "
+                f"back with checksum {found:#018x}, expected {expected:#018x}; please report this "
                 "with the backend and the options in use"
             )
         return tensor

@@ -592,7 +592,7 @@ MUTANTS = [
     Mutant(
         "checksum not compared",
         "pp_offload/_memory/disk.py",
-        "total.value() != place.checksum",
+        "total.intdigest() != place.checksum",
         "False",
         "a flipped bit becomes a gradient",
         ("tests/test_disk_tier.py::test_a_flipped_bit_is_an_error",),
