@@ -51,58 +51,69 @@ class OffloadConfig:
     """
 
     min_offloaded_tensor_size: int = 1024 * 1024
-    """Smaller tensors stay on the device. In elements, as in the reference."""
+    """Tensors with fewer elements stay on the device. In elements, as in the reference.
+
+    Where a step offloads nothing of a group for that reason, one warning says so.
+    """
 
     delta_offload_bytes_across_pp_ranks: int = 0
-    """Pipeline rank r keeps at least r times this many bytes on its device."""
+    """Pipeline rank r keeps at least r times this many bytes on its device, from the second step
+    on.
+    """
 
     activation_offload_fraction: float = 1.0
-    """Of the groups of a chunk that may be offloaded, the share that is; the last ones stay."""
+    """Of the groups of a chunk that may be offloaded, the share that is, from the second step on.
+
+    The last ones in forward order stay, for backward uses them first.
+    """
 
     max_in_flight_bytes: int | None = None
-    """Device bytes that may wait for their copy; beyond it compute waits, but never for the group
-    that was offloaded last, unless this is 0. None means twice the largest group, at least 512 MiB.
+    """Device bytes that may wait for their copy. Over it compute waits for the oldest copies, but
+    never for those of the group that was offloaded last, unless this is 0: then for all. None means
+    twice the largest group, at least 512 MiB.
 
-    Also the host bytes that may be on the way to and from the disk, behind an accelerator.
+    Behind an accelerator, this also limits the host bytes on the way to and from the disk.
     """
 
     prefetch_bytes: int | None = None
-    """Bytes reloaded ahead of their use; None means twice the largest group, at least 256 KiB.
+    """How far reloads run ahead of their use. None means twice the largest group, at least 256 KiB.
 
     One tensor may always be ahead, however large.
     """
 
     split_backward: str = "reload"
-    """Where a schedule's backward comes in two parts, inputs' gradients first: what both parts use
-    is given up in between, and reloaded (``"reload"``), or stays on the device (``"keep"``).
+    """For schedules whose backward comes in two parts, gradients of inputs first: what both parts
+    use is given up in between and reloaded (``"reload"``), or stays on the device (``"keep"``).
     """
 
     host_budget_bytes: int | None = None
-    """Host memory that all managers of this process may take together.
+    """Host memory that all managers of this process may take together. None means this rank's part
+    of 80 % of what the kernel and the cgroups would still give.
 
-    None means this rank's part of 80 % of what the kernel and the cgroups would still give.
+    Over it a group goes to the next tier, or stays on the device, with one warning.
     """
 
     tiers: tuple[str, ...] = ("host",)
-    """Where offloaded bytes go, in this order: ``"host"`` memory up to its budget, ``"disk"``.
+    """Where offloaded bytes go: ``("host",)``, ``("disk",)``, or ``("host", "disk")``, where the
+    disk takes what is over the host budget.
 
-    One of them or both. On a CPU-only machine only the disk makes memory smaller.
+    Behind an accelerator the disk needs some pinned memory to pass through. Where the device is the
+    host, only the disk frees memory.
     """
 
     disk_dir: str | os.PathLike[str] | None = None
-    """Directory of the disk tier's file, one per rank; None means that of temporary files.
+    """Directory of the disk tier's file, one per rank. None means that of temporary files.
 
-    Put it on a real disk: where it is kept in memory, nothing is saved. The file has no name, mode
-    0600, and is gone with the process and those forked from it.
+    Put it on a real disk: on a file system in memory nothing is saved. The file has no name and
+    mode 0600. It is gone with the process and those forked from it, however they end.
     """
 
     numa_node: int | None = None
-    """Place host memory on this NUMA node; None leaves that to the system."""
+    """Place host memory on this NUMA node. None leaves that to the system."""
 
     verify: bool = False
-    """Compare what comes back with what left; log what offload did not free, and who holds it.
-
-    Slow.
+    """Compare what comes back with what left, and log which offloaded storages are still on the
+    device and who holds them. Slow.
     """
 
     def __post_init__(self) -> None:

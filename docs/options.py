@@ -1,0 +1,87 @@
+"""Writes docs/options.md from the field docstrings of :class:`pp_offload.OffloadConfig`.
+
+    python docs/options.py
+
+The source is parsed, not imported, so this needs nothing but Python. A test holds the page to what
+is written here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from inspect import cleandoc
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parent / "pp_offload" / "config.py"
+TARGET = HERE / "options.md"
+
+HEAD = """\
+<!-- Written by docs/options.py from the docstrings in pp_offload/config.py. Change them there. -->
+
+# Options
+
+`OffloadConfig` is a frozen record of keyword arguments. It is checked as a whole: one
+[`ConfigError`](errors.md#configerror) lists every violation, names that are no option among them.
+
+| what takes it | how |
+|---|---|
+| a schedule | `attach(schedule, groups, OffloadConfig(...))` |
+| groups without a schedule | `configure(OffloadConfig(...))`, between steps |
+| `OffloadActivations` and the functions that make one | `config=OffloadConfig(...)` |
+| the parameters of a checkpoint variant; `OffloadModel` | `config=OffloadConfig(...)` |
+"""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of the record."""
+
+    name: str
+    kind: str
+    """Its annotation."""
+
+    default: str
+    """As Python writes it."""
+
+    meaning: str
+    """Its docstring, as Markdown."""
+
+
+def options(source: str) -> Iterator[Option]:
+    """The fields of ``OffloadConfig``, in order."""
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    body = next(node.body for node in classes if node.name == "OffloadConfig")
+    for field, after in zip(body, body[1:], strict=False):
+        if not isinstance(field, ast.AnnAssign) or field.value is None:
+            continue
+        name = ast.unparse(field.target)
+        if not isinstance(after, ast.Expr) or not isinstance(after.value, ast.Constant):
+            raise ValueError(f"{name} has no docstring; write one below it")
+        meaning = markdown(str(after.value.value))
+        yield Option(name, ast.unparse(field.annotation), ast.unparse(field.value), meaning)
+
+
+def markdown(docstring: str) -> str:
+    """Each paragraph in one line, and its code as Markdown has it."""
+    paragraphs = re.split(r"\n\s*\n", cleandoc(docstring))
+    return "\n\n".join(" ".join(one.split()) for one in paragraphs).replace("``", "`")
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for option in options(SOURCE.read_text()):
+        default = option.default.replace("'", '"')
+        kind = f"`{option.kind}`, default `{default}`"
+        parts.append(f"## {option.name}\n\n{kind}\n\n{option.meaning}\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())
+    print(f"wrote {TARGET}", file=sys.stderr)
