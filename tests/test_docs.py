@@ -1,25 +1,64 @@
-"""What the README shows runs as it stands."""
+"""What the README and the pages of docs show runs as it stands, and what they list is all there."""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
+import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_layers import RANK
+from test_layers import FILES, RANK
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 
-from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, errors, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 
-TEXT = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+PATHS = {
+    path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/"): path
+    for path in (*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")))
+}
+PAGES = {name: path.read_text() for name, path in PATHS.items()}
+
+EXAMPLES = {
+    "README": 1,
+    "pipelining": 3,
+    "activations": 2,
+    "checkpointing": 1,
+    "offload-model": 1,
+    "testing": 1,
+}
+"""How many blocks of Python a page has; each is run below."""
+
+
+def blocks(page: str) -> list[str]:
+    """The Python of a page, in order."""
+    return re.findall(r"```python\n(.*?)```", PAGES[page], flags=re.DOTALL)
+
+
+def section(page: str, heading: str) -> str:
+    """What is under a heading of the second level."""
+    return PAGES[page].split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def script(name: str) -> ModuleType:
+    """A script of docs/, imported."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(DOCS))
 
 
 class Layer(nn.Module):
@@ -52,12 +91,26 @@ def alone() -> Iterator[None]:
 
 
 def test_there_are_as_many_examples_as_tests() -> None:
-    assert len(BLOCKS) == 7
+    assert {page: num for page in PAGES if (num := len(blocks(page)))} == EXAMPLES
 
 
-def test_the_ten_lines_are_ten_and_run(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for line in BLOCKS[0].splitlines() if line]
-    assert len(lines) <= 12
+def test_the_six_lines_are_six_and_run(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+    code = blocks("README")[0]
+    assert len([line for line in code.splitlines() if line]) == 6
+    model, x = Model(), torch.randn(8 * 1024, 1024)
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+    names: dict[str, Any] = {
+        "schedule": Schedule1F1B(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss),
+        "data": [(x, x), (x, x)],
+    }
+    with use_backend(CpuBackend()):
+        exec(code, names)
+        assert PipelineOffloadManager.get_instance().statistics().bytes_offloaded > 0
+    printed = capsys.readouterr().out
+    assert "attn" in printed and "mlp" in printed
+
+
+def test_a_schedule_runs(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.randn(8 * 1024, 1024)
     names = {
         "model": Model(),
@@ -68,7 +121,7 @@ def test_the_ten_lines_are_ten_and_run(alone: None, capsys: pytest.CaptureFixtur
         "data": [(x, x), (x, x)],
     }
     with use_backend(CpuBackend()):
-        exec(BLOCKS[0], names)
+        exec(blocks("pipelining")[0], names)
         assert PipelineOffloadManager.get_instance().statistics().bytes_offloaded > 0
     printed = capsys.readouterr().out
     assert "attn" in printed and "mlp" in printed
@@ -84,7 +137,7 @@ def test_the_loop_without_a_schedule_runs(capsys: pytest.CaptureFixture[str]) ->
         "data": [[(x, x), (x, x)]] * 2,
     }
     with use_backend(CpuBackend()):
-        exec(BLOCKS[1], names)
+        exec(blocks("pipelining")[1], names)
         assert PipelineOffloadManager.get_instance().statistics().bytes_offloaded > 0
     assert "mlp" in capsys.readouterr().out
 
@@ -99,7 +152,7 @@ def test_training_on_one_device_runs() -> None:
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "data": [(x, x), (x, x)],
     }
-    exec(BLOCKS[3], names)
+    exec(blocks("activations")[0], names)
     assert names["offload"].statistics().bytes_offloaded > 0
     assert names["offload"].statistics().live_tensors == 0
 
@@ -113,7 +166,7 @@ def test_checkpoints_run(capsys: pytest.CaptureFixture[str]) -> None:
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "data": [(x, x), (x, x)],
     }
-    exec(BLOCKS[5], names)
+    exec(blocks("checkpointing")[0], names)
     assert "offloaded_outputs=12, offloaded_bytes=" in capsys.readouterr().out
     statistics = names["recompute"].stash.statistics()
     assert statistics.bytes_offloaded > 0 and statistics.live_tensors == 0
@@ -131,7 +184,7 @@ def test_the_trainer_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ),
         "data": make_data(),
     }
-    exec(BLOCKS[4], names)
+    exec(blocks("activations")[1], names)
     assert names["trainer"].activation_offload.statistics().bytes_offloaded > 0
     assert "OffloadStatistics(" in capsys.readouterr().out
 
@@ -145,9 +198,9 @@ def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
         "data": [(x, x), (x, x)],
     }
     with pytest.raises(ValueError, match="num_slices is 4; expected 1 to 3"):
-        exec(BLOCKS[6], names)
+        exec(blocks("offload-model")[0], names)
     names["layers"] = [*Model().layers, *Model().layers]
-    exec(BLOCKS[6], names)
+    exec(blocks("offload-model")[0], names)
     model = names["model"]
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert 0 < model.peak_parameter_bytes_on_device < whole
@@ -155,16 +208,71 @@ def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bytes_reloaded=" in capsys.readouterr().out
 
 
-def test_every_option_is_in_the_table() -> None:
-    for field in dataclasses.fields(OffloadConfig):
-        assert f"| `{field.name}` |" in TEXT
+def test_the_simulated_device_runs() -> None:
+    layer, x = nn.Sequential(nn.Linear(64, 64), nn.GELU()), torch.randn(32, 64)
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    names: dict[str, Any] = {"layer": layer, "x": x, "expected": expected}
+    exec(blocks("testing")[0], names)
+    assert names["manager"].statistics().bytes_offloaded > 0
+
+
+def test_the_readme_is_short() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 8192
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file(page: str) -> None:
+    """On a code host, that is; Sphinx looks at the pages of docs alone."""
+    for link in re.findall(r"\]\(([^)#]+)", PAGES[page]):
+        assert "://" in link or (PATHS[page].parent / link).is_file(), link
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    assert (DOCS / "one_f_one_b.svg").read_text() == script("one_f_one_b").draw()
+
+
+def test_the_options_are_what_their_docstrings_say() -> None:
+    """If not: python docs/options.py"""
+    assert PAGES["options"] == script("options").page()
+
+
+def test_every_error_has_its_section() -> None:
+    """And every section its error, in the order of the module."""
+    found = re.findall(r"^## (\w+)$", PAGES["errors"], flags=re.MULTILINE)
+    classes = inspect.getmembers(errors, inspect.isclass)
+    lines = {name: inspect.getsourcelines(one)[1] for name, one in classes}
+    assert found == sorted(lines, key=lines.__getitem__)
 
 
 def test_the_table_of_layers_is_true() -> None:
     """Every folder once, and every file beside them, in the order of the layers."""
-    section = TEXT.split("## The layers")[1].split("\n\n`pp_offload.testing`")[0]
-    rows = [re.findall(r"`([^`]+)`", line) for line in section.splitlines() if line[:1] == "|"]
+    lines = section("architecture", "Folders").splitlines()
+    rows = [re.findall(r"`([^`]+)`", line) for line in lines if line[:1] == "|"]
     assert [name for row in rows for name in row] == [name for name in RANK if name]
+
+
+def test_the_diagram_has_every_folder() -> None:
+    diagram = section("architecture", "Folders").split("```")[1]
+    words = re.findall(r"\w+", diagram)
+    assert all(words.count(name) == 1 for name in RANK if name)
+
+
+def test_every_term_of_the_glossary_is_in_the_code() -> None:
+    text = "\n".join(path.read_text() for path in FILES.values())
+    words = re.sub(r"[\s_#-]+", " ", text).lower()
+    terms = re.findall(r"^\| ([\w ]+) \|", section("architecture", "Glossary"), flags=re.MULTILINE)
+    assert terms[0] == "term" and len(terms) > 20
+    assert terms[1:] == sorted(terms[1:])
+    missing = [term for term in terms[1:] if not re.search(rf"\b{term}s?\b", words)]
+    assert not missing
+
+
+def test_the_quiz_has_an_answer_to_each_question() -> None:
+    questions, answers = section("architecture", "Quiz").split("<details>")
+    assert len(re.findall(r"^\d\. ", questions, flags=re.MULTILINE)) == 8
+    rooms = re.findall(r"^\d\. `(\w+)`$", answers, flags=re.MULTILINE)
+    assert len(set(rooms)) == 8 and set(rooms) <= set(RANK)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -211,7 +319,7 @@ def test_the_markers_run() -> None:
         off_interface.reset()
         off_interface.init_chunk_handler(None, None, 1024 * 1024)
         names = {"self": layer, "x": x}
-        exec(BLOCKS[2], names)
+        exec(blocks("pipelining")[2], names)
         assert manager.statistics().bytes_offloaded > 0
         names["y"].sum().backward()
     assert x.grad is not None
