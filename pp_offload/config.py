@@ -102,7 +102,8 @@ class OffloadConfig:
     """
 
     disk_dir: str | os.PathLike[str] | None = None
-    """Directory of the disk tier's file, one per rank. None means that of temporary files.
+    """Directory of the disk tier's file, one per rank. None means that of temporary files. Made if
+    it is not there.
 
     Put it on a real disk: on a file system in memory nothing is saved. The file has no name and
     mode 0600. It is gone with the process and those forked from it, however they end.

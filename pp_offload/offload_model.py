@@ -143,9 +143,13 @@ class OffloadModel(nn.Module):
 
         Raises:
             ValueError: The batch cannot be cut, or the outputs cannot be put together.
-            OffloadError: Parameters or buffers were moved to where they do not belong, or a layer
-                wrote its parameters.
+            OffloadError: Parameters or buffers were moved to where they do not belong, a layer
+                wrote its parameters, or another thread is in a forward of this model.
         """
+        with self._cache.used():
+            return self._forward(inputs)
+
+    def _forward(self, inputs: tuple[Any, ...]) -> Any:
         self._check_places()
         layers = list(self._layers())
         run = SlicedRun([one.slice for one in layers], self._cache)

@@ -21,7 +21,9 @@ ALIGNMENT = 512
 """Of each tensor in the allocation. In bytes."""
 
 
-def host_room(likes: Sequence[Tensor], allocate: Allocate) -> list[Tensor]:
+def host_room(
+    likes: Sequence[Tensor], allocate: Allocate, *, is_shared: bool = True
+) -> list[Tensor]:
     """Host tensors of the shapes, dtypes and dense layouts of ``likes``; they hold no data.
 
     Memory that cannot be pinned is replaced by ordinary memory, with a warning.
@@ -29,6 +31,8 @@ def host_room(likes: Sequence[Tensor], allocate: Allocate) -> list[Tensor]:
     Args:
         likes: Tensors on any device.
         allocate: Gives flat ``uint8`` host memory in bytes.
+        is_shared: Whether they are views of one storage; else each has one of its own, to be saved
+            or copied apart. The memory is there as long as one of them.
 
     Raises:
         MemoryError: The system has no more.
@@ -38,14 +42,21 @@ def host_room(likes: Sequence[Tensor], allocate: Allocate) -> list[Tensor]:
         begins.append(end)
         end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
     slab = _allocated(end, allocate)
-    return [_placed(like, slab, begin) for like, begin in zip(likes, begins, strict=True)]
+    pieces = [slab[at : at + like.nbytes] for at, like in zip(begins, likes, strict=True)]
+    if not is_shared:
+        pieces = [_apart(piece) for piece in pieces]
+    return [_placed(like, piece) for like, piece in zip(likes, pieces, strict=True)]
 
 
-def _placed(like: Tensor, slab: Tensor, begin: int) -> Tensor:
-    """A tensor like this one, on the bytes of ``slab`` from ``begin`` on."""
+def _apart(piece: Tensor) -> Tensor:
+    """The same bytes as a storage, which keeps the whole they are a piece of."""
+    return torch.frombuffer(piece.numpy(), dtype=torch.uint8) if piece.numel() else piece.clone()
+
+
+def _placed(like: Tensor, piece: Tensor) -> Tensor:
+    """A tensor like this one, on the bytes of ``piece``."""
     strides = torch.empty_like(like, device="meta").stride()
-    flat = slab[begin : begin + like.nbytes].view(like.dtype)
-    return flat.as_strided(like.shape, strides)
+    return piece.view(like.dtype).as_strided(like.shape, strides)
 
 
 def _allocated(nbytes: int, allocate: Allocate) -> Tensor:

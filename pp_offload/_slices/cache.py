@@ -16,7 +16,9 @@ Call pattern:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -24,6 +26,7 @@ from torch.nn import Parameter
 
 from pp_offload._memory.loans import Loans
 from pp_offload._transfer.plain_copies import Arrival, PlainCopies
+from pp_offload.errors import OffloadError
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -81,6 +84,32 @@ class SliceCache:
         self._current: Loaded | None = None
         self._coming: Loaded | None = None
         self._users = Loans[Sequence[Slice] | None]()
+        self._thread: dict[str, threading.Thread] = {}
+        self._depth = 0
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """While layers compute with other tensors in place of their parameters.
+
+        Raises:
+            OffloadError: Another thread does so.
+        """
+        thread = threading.current_thread()
+        owner = self._thread.setdefault("forward", thread)  # in one step
+        if owner is not thread and owner.is_alive():
+            raise OffloadError(
+                f"thread {thread.name!r} runs layers of an OffloadModel, or of a copy of it, in "
+                f"whose forward thread {owner.name!r} is; expected one at a time, for the layers' "
+                "parameters are exchanged meanwhile; take a lock around both, or a model for each"
+            )
+        self._thread["forward"] = thread
+        self._depth = self._depth + 1 if owner is thread else 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                del self._thread["forward"]
 
     def __deepcopy__(self, memo: object) -> SliceCache:
         """A copy of a model shares what moves its tensors."""

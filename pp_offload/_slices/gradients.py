@@ -80,6 +80,8 @@ class GradientPath:
             return tuple(gradients)
         arrival = self._copies.send(present, self._label)
         self._under_way.append(arrival)
+        if torch.is_anomaly_check_nan_enabled():
+            self.settle()  # autograd reads them as they come out of this node
         # The tensors themselves may still be written, by a thread, when these belong to a graph.
         sent = iter([tensor.detach() for tensor in arrival.tensors])
         return tuple(None if gradient is None else next(sent) for gradient in gradients)
@@ -229,9 +231,11 @@ def gated(
     if tracked is None:
         return list(inputs), None
     numbers = [_number(tracked)]
+    there = weakref.ref(path)  # the hook is on what may be the program's, and outlives the graph
 
     def passes(gradient: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled():
+        path = there()
+        if path is None or not torch.is_grad_enabled():
             return None
         gradient, token = Gate.apply(gradient)
         path.note_passed(token)

@@ -85,10 +85,12 @@ class RecomputedLayers(Module):
 
         Raises:
             SavedTensorModifiedError: A parameter was changed in place since the forward.
-            OffloadError: Its memory was exchanged.
+            OffloadError: Its memory was exchanged, or another thread is in the model's forward.
         """
-        tensors = self._again() if self._tensors is None else self._tensors
-        return self._layers.compute_with(tensors, *inputs)
+        if self._tensors is not None:
+            return self._layers.compute_with(self._tensors, *inputs)
+        with self._run.cache.used():
+            return self._layers.compute_with(self._again(), *inputs)
 
     def _again(self) -> list[Tensor]:
         parameters = self._layers.slice.parameters

@@ -47,17 +47,17 @@ class SlicedRun:
 
     def __init__(self, slices: Sequence[Slice], cache: SliceCache) -> None:
         self.slices = slices
-        self._cache = cache
+        self.cache = cache
         self._is_wanted = [False for _ in slices]
         self._task = -1
         cache.serve(self, slices)
 
     def bring(self, index: int) -> list[Tensor]:
         """The parameters of a slice in forward, while the next ones are under way."""
-        loaded = self._cache.use(self.slices[index])
+        loaded = self.cache.use(self.slices[index])
         following = next((one for one in self.slices[index + 1 :] if one.parameters), None)
         if following is not None:
-            self._cache.prefetch(following)
+            self.cache.prefetch(following)
         return loaded.arrival.tensors
 
     def want(self, index: int) -> None:
@@ -66,12 +66,12 @@ class SlicedRun:
 
     def bring_back(self, index: int, parameter: int | None = None) -> list[Tensor]:
         """The parameters of a slice in backward, while those before are under way."""
-        loaded = self._cache.use(self.slices[index], parameter)
+        loaded = self.cache.use(self.slices[index], parameter)
         if is_in_backward():
             self._drop_at_the_end()
             before = next((i for i in reversed(range(index)) if self._is_wanted[i]), None)
             if before is not None:
-                self._cache.prefetch(self.slices[before])
+                self.cache.prefetch(self.slices[before])
         return loaded.arrival.tensors
 
     def saving(self, index: int, tensors: Sequence[Tensor]) -> saved_tensors_hooks:
@@ -96,7 +96,7 @@ class SlicedRun:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
-            Variable._execution_engine.queue_callback(EndOfBackward(self._cache))
+            Variable._execution_engine.queue_callback(EndOfBackward(self.cache))
 
 
 class EndOfBackward:

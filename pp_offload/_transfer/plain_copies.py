@@ -101,7 +101,8 @@ class PlainCopies:
             label: For messages.
 
         Returns:
-            Host tensors of the same shapes and dtypes, in one allocation.
+            Host tensors of the same shapes and dtypes, in one allocation, each a storage of its
+            own.
         """
         backend = self.transfer.backend
         home = backend.current_stream()
@@ -109,7 +110,8 @@ class PlainCopies:
         checksums = self._checksums(dense)
         with self.transfer.lock:
             self._let_go()
-            targets = host_room(dense, self._allocate)
+            with torch.inference_mode(False):  # or the program could not go on with them
+                targets = host_room(dense, self._allocate, is_shared=False)
             wait(backend.d2h, record(home))
             nbytes = sum(one.nbytes for one in dense)
             flight = self.transfer.begin_flight(dense, (), [home], nbytes)
@@ -148,8 +150,8 @@ class PlainCopies:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "gradients are in ordinary memory from now on, where there is no room in the "
-                    "host budget; their copies are slower and block: %s",
+                    "gradients for which the host budget has no room are in ordinary memory; their "
+                    "copies are slower and block: %s",
                     refused,
                 )
             return pageable(nbytes)

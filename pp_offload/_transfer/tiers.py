@@ -50,7 +50,8 @@ def make_engine(
     if config.numa_node is not None:
         allocate = on_node(config.numa_node, allocate)
     has_disk = "disk" in config.tiers
-    whole = HostBudget(config.host_budget_bytes, FOR_THE_WAY if has_disk else OR_THE_DISK)
+    advice = FOR_THE_WAY if has_disk else RAISE_IT if in_one_piece else OR_THE_DISK
+    whole = HostBudget(config.host_budget_bytes, advice)
     if not has_disk:
         only = HostTier(allocate, whole, may_split=not in_one_piece, trim=backend.trim_host)
         return TransferEngine(backend, only, config.max_in_flight_bytes)
