@@ -40,9 +40,7 @@ from pp_offload._groups.wiring import Services
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._transfer.saved_tensor import Packed, Resident, is_in_backward, unpack
 from pp_offload._transfer.statistics import OffloadStatistics, collect
-from pp_offload._transfer.tensors import Eligibility, StorageSet
 from pp_offload._transfer.tiers import make_engine
-from pp_offload._transfer.verify import Verifier
 from pp_offload.backends import Backend, Stream, backend_or_default, bare
 from pp_offload.config import OffloadConfig, check_config, config_or_default
 from pp_offload.errors import GroupStateError, OffloadError
@@ -107,13 +105,11 @@ class PipelineOffloadManager:
         self._pool: GPUTensorPool | None = None
 
     def _services(self, config: OffloadConfig, backend: Backend, step: StepRecord) -> Services:
-        transfer = make_engine(backend, config)
-        return Services(
-            transfer,
-            Eligibility(backend.device, StorageSet()),
-            Prefetcher(transfer, step, config.prefetch_bytes),
+        return Services.made(
+            make_engine(backend, config),
+            config,
+            step,
             step.queue,
-            verifier=Verifier(transfer) if config.verify else None,
             on_change=step.change,
             number_chunk=self._add_chunk,
         )

@@ -23,15 +23,12 @@ from pp_offload._common.processes import current
 from pp_offload._groups.chunk import ChunkOffloadHandler
 from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.group import GroupState, OffloadTensorGroup
-from pp_offload._groups.prefetch import Prefetcher
 from pp_offload._groups.step import StepRecord
 from pp_offload._groups.wiring import Services
 from pp_offload._memory.slabs import pageable
 from pp_offload._transfer.saved_tensor import Packed, Resident, is_in_backward
 from pp_offload._transfer.statistics import OffloadStatistics, collect
-from pp_offload._transfer.tensors import Eligibility, StorageSet
 from pp_offload._transfer.tiers import make_engine
-from pp_offload._transfer.verify import Verifier
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, config_or_default
 
@@ -152,12 +149,6 @@ def _services(
 ) -> Services:
     """The engine, without a manager."""
     transfer = make_engine(backend, config, None if use_pin_memory else pageable)
-    return Services(
-        transfer,
-        Eligibility(backend.device, StorageSet()),
-        Prefetcher(transfer, step, config.prefetch_bytes),
-        step.queue,
-        verifier=Verifier(transfer) if config.verify else None,
-        on_change=step.change,
-        number_chunk=step.add,
+    return Services.made(
+        transfer, config, step, step.queue, on_change=step.change, number_chunk=step.add
     )

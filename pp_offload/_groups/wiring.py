@@ -10,7 +10,7 @@ from typing import Any
 from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._groups.plan import ChunkKey, Plan
-from pp_offload._groups.prefetch import Prefetcher
+from pp_offload._groups.prefetch import Prefetcher, Upcoming
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._transfer.deduplication import CopyIndex
 from pp_offload._transfer.engine import TransferEngine
@@ -75,6 +75,28 @@ class Services:
         """In place of ``old``: what was marked stays marked, what was disabled disabled."""
         self.eligibility.kept = old.eligibility.kept
         self.is_enabled = old.is_enabled
+
+    @classmethod
+    def made(
+        cls,
+        transfer: TransferEngine,
+        config: OffloadConfig,
+        upcoming: Upcoming,
+        queue: ChunkQueue,
+        *,
+        on_change: Callable[[], None],
+        number_chunk: Callable[[Any], ChunkKey | None],
+    ) -> Services:
+        """As the options say, for chunks of which somebody knows what comes next."""
+        return cls(
+            transfer,
+            Eligibility(transfer.backend.device, StorageSet()),
+            Prefetcher(transfer, upcoming, config.prefetch_bytes),
+            queue,
+            verifier=Verifier(transfer) if config.verify else None,
+            on_change=on_change,
+            number_chunk=number_chunk,
+        )
 
     @classmethod
     def alone(cls) -> Services:
