@@ -85,7 +85,7 @@ class Tier:
     def __init__(self, directory: Path, nbytes: list[int]) -> None:
         self._tier = DiskTier(directory)
         self._nbytes = nbytes
-        self._extents = [self._tier.take(n) for n in nbytes]
+        self._extents = [self._tier.allocate(n) for n in nbytes]
 
     def write(self, buffers: list[Tensor]) -> None:
         pairs = zip(self._extents, buffers, strict=True)
@@ -98,7 +98,7 @@ class Tier:
 
     def clear(self) -> None:
         self._extents.clear()
-        self._extents = [self._tier.take(n) for n in self._nbytes]
+        self._extents = [self._tier.allocate(n) for n in self._nbytes]
 
     @property
     def fd(self) -> int:

@@ -112,7 +112,7 @@ def run_step(
             backward()
     while waiting:
         backward()
-    engine.fit()
+    engine.compact()
 
 
 def offload(engine: TransferEngine, sizes: list[int]) -> list[Ticket]:
@@ -176,14 +176,14 @@ def take_and_give_ns(make: Callable[[int], Callable[[], None]], seconds: float) 
 def live_tier(live: int) -> Callable[[], None]:
     """A tier with buffers of many sizes live, half of what it ever held."""
     tier = HostTier(lambda n: torch.empty(n, dtype=torch.uint8))
-    held = deque(tier.take(512 * (1 + i % NUM_SIZES)) for i in range(2 * live))
+    held = deque(tier.allocate(512 * (1 + i % NUM_SIZES)) for i in range(2 * live))
     for _ in range(live):
         held.popleft()
         held.rotate(-1)
     sizes = iter(range(10**9))
 
     def work() -> None:
-        held.append(tier.take(512 * (1 + next(sizes) % NUM_SIZES)))
+        held.append(tier.allocate(512 * (1 + next(sizes) % NUM_SIZES)))
         held.popleft()
 
     return work

@@ -42,8 +42,8 @@ class OffloadModulesHandle:
     def __init__(self, hooks: list[RemovableHandle], modules: dict[str, list[str]]) -> None:
         self._hooks = hooks
         self.modules = modules
-        self._activity = PipelineOffloadManager.get_instance().activity
-        self._activity.expect(self._names())
+        self._idle_groups = PipelineOffloadManager.get_instance().idle_groups
+        self._idle_groups.expect(self._names())
 
     def _names(self) -> list[str]:
         return [group for group, names in self.modules.items() if names]
@@ -51,7 +51,7 @@ class OffloadModulesHandle:
     def remove(self) -> None:
         """Take the groups off the model. Twice is fine."""
         if self._hooks:
-            self._activity.forget(self._names())
+            self._idle_groups.forget(self._names())
         while self._hooks:
             self._hooks.pop().remove()
         leave_all()
@@ -95,7 +95,7 @@ def offload_modules(
     if missing and not missing_ok:
         raise ValueError(_no_match(model, missing))
     _check_free(model, found)
-    PipelineOffloadManager.get_instance().services.eligibility.kept.add_module(model)
+    PipelineOffloadManager.get_instance().wiring.eligibility.kept.add_module(model)
     hooks = keep_gathered(model)
     for group, names in found.items():
         for name in names:
@@ -159,7 +159,7 @@ def _is_fully_sharded(module: Module) -> bool:
 
 
 def _keep_parameters(module: Module, args: object) -> None:
-    kept = PipelineOffloadManager.get_instance().services.eligibility.kept
+    kept = PipelineOffloadManager.get_instance().wiring.eligibility.kept
     for parameter in module.parameters():
         kept.add(parameter)
 
@@ -204,7 +204,7 @@ class _GroupAround:
         scopes.append(_Scope(self, module, group, mark()))
         group.__enter__()
         if group.is_open:  # a copied or moved model has buffers nobody has seen
-            kept = PipelineOffloadManager.get_instance().services.eligibility.kept
+            kept = PipelineOffloadManager.get_instance().wiring.eligibility.kept
             for buffer in module.buffers():
                 kept.add(buffer)
 

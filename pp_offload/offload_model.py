@@ -42,11 +42,11 @@ from pp_offload._memory.room import host_room
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.gradients import GradientPath, gated, on_device
-from pp_offload._slices.homes import move_home
 from pp_offload._slices.layers import RecomputedLayers, SliceLayers
 from pp_offload._slices.microbatches import join, split
 from pp_offload._slices.saved_parameters import SlicedRun
 from pp_offload._slices.slices import partition
+from pp_offload._slices.to_host import move_to_host
 from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload._transfer.statistics import OffloadStatistics, collect
 from pp_offload._transfer.tensors import is_dense
@@ -110,11 +110,11 @@ class OffloadModel(nn.Module):
         _check_counts(layers, num_slices, num_microbatches)
         check_flag("checkpoint_activation", checkpoint_activation)
         config = config_or_default(config)
-        where, home = _device("device", device), _device("offload_device", offload_device)
+        where, on_host = _device("device", device), _device("offload_device", offload_device)
         if backend is None:
             backend = default_backend(where)
         check_backend(backend)
-        _check_devices(where, home, backend)
+        _check_devices(where, on_host, backend)
         for name, layer in layers._modules.items():
             self.add_module(name, layer)
         self.training = layers.training
@@ -246,11 +246,11 @@ class OffloadModel(nn.Module):
             new = [p for p in layers.slice.parameters if id(p) not in placed]
             placed.update(map(id, new))
             if backend.is_host:
-                homes = [parameter.detach().to(HOST) for parameter in new]
+                host_tensors = [parameter.detach().to(HOST) for parameter in new]
             else:
-                homes = _pinned(new, backend) if new else []
-            for parameter, home in zip(new, homes, strict=True):
-                move_home(parameter, home)
+                host_tensors = _pinned(new, backend) if new else []
+            for parameter, on_host in zip(new, host_tensors, strict=True):
+                move_to_host(parameter, on_host)
 
     def _place_buffers(self, device: torch.device) -> None:
         moved: dict[int, Tensor] = {}
@@ -416,10 +416,10 @@ def _check_devices(device: torch.device, offload_device: torch.device, backend: 
 
 def _pinned(parameters: Sequence[Tensor], backend: Backend) -> list[Tensor]:
     """Copies in memory that a device can copy from beside computing."""
-    homes = host_room(parameters, backend.allocate_host)
-    for home, parameter in zip(homes, parameters, strict=True):
-        home.copy_(parameter.detach())
-    return homes
+    host_tensors = host_room(parameters, backend.allocate_host)
+    for on_host, parameter in zip(host_tensors, parameters, strict=True):
+        on_host.copy_(parameter.detach())
+    return host_tensors
 
 
 def _requires_grad(value: Any) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pp_offload._common.checks import said
 from pp_offload._groups.manager import PipelineOffloadManager
 from pp_offload._groups.plan import ChunkKey, WeightPassKey
-from pp_offload._groups.split_backward import Part, SplitBackward
+from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.errors import OffloadError
 from pp_offload.modules import (
@@ -95,15 +95,15 @@ class AttachedSchedule:
             manager.configure(config)  # behind what may fail, for it forgets the old options
         if self._order.split:
             is_keeping = manager.config.split_backward == "keep"
-            self._split = manager.services.split_backward(self._order.split, is_keeping=is_keeping)
+            self._split = manager.wiring.split_backward(self._order.split, is_keeping=is_keeping)
         manager.num_attached += 1
         self._is_attached = True
         for vp_stage, stage in enumerate(self._stages):
             setattr(stage, _ATTACHED, self)
             self._wrap(stage, "forward_one_chunk", functools.partial(self._forward, vp_stage))
-            backward = functools.partial(self._backward, vp_stage, Part.INPUT)
+            backward = functools.partial(self._backward, vp_stage, BackwardPass.INPUT)
             self._wrap(stage, "backward_one_chunk", backward)
-            backward = functools.partial(self._backward, vp_stage, Part.WEIGHT)
+            backward = functools.partial(self._backward, vp_stage, BackwardPass.WEIGHT)
             self._wrap(stage, "backward_weight_one_chunk", backward)
         self._wrap(self._schedule, "step", self._step)
 
@@ -124,7 +124,7 @@ class AttachedSchedule:
             self._is_attached = False
             self.manager.num_attached -= 1
             self.manager.step.queue.know_order(())
-            self.manager.services.split = None
+            self.manager.wiring.split = None
             self.manager.release_idle_memory()
 
     def __enter__(self) -> AttachedSchedule:
@@ -134,7 +134,7 @@ class AttachedSchedule:
         self.detach()
 
     def _mark_modules(self, groups: Patterns | None) -> None:
-        kept = self.manager.services.eligibility.kept
+        kept = self.manager.wiring.eligibility.kept
         for stage in self._stages:
             kept.add_module(stage.submod)
         if groups is None:
@@ -181,7 +181,7 @@ class AttachedSchedule:
     def _backward(
         self,
         vp_stage: int,
-        part: Part,
+        part: BackwardPass,
         inner: Callable[..., Any],
         bwd_chunk_id: int,
         *args: Any,
@@ -189,9 +189,9 @@ class AttachedSchedule:
     ) -> Any:
         key = ChunkKey(vp_stage, bwd_chunk_id)
         if key in self._order.split:
-            with self.manager.backward_part(key, part):
+            with self.manager.backward_pass(key, part):
                 return inner(bwd_chunk_id, *args, **kwargs)
-        if part is Part.WEIGHT or key not in self._order.late:
+        if part is BackwardPass.WEIGHT or key not in self._order.late:
             self.manager.begin_backward(key)
         return inner(bwd_chunk_id, *args, **kwargs)
 
@@ -205,11 +205,11 @@ class AttachedSchedule:
 
     def _begin_step(self) -> None:
         manager = self.manager
-        kept = manager.services.eligibility.kept
+        kept = manager.wiring.eligibility.kept
         for stage in self._stages:
             kept.add_module(stage.submod)
         manager.reset()
-        manager.services.split = self._split
+        manager.wiring.split = self._split
         manager.step.pipeline_rank = int(getattr(self._stages[0], "group_rank", 0))
         if self._order.keys or manager.step.queue.is_told:
             manager.step.queue.know_order(self._order.keys, is_told=bool(self._order.keys))

@@ -74,7 +74,7 @@ def train(model: nn.Module, num_in_flight: int = 2) -> list[Tensor]:
 
 
 def fsdp1(backend: Backend | None, way: str) -> tuple[list[Tensor], Moved]:
-    """Every block sharded over the ranks; it can have one forward in flight."""
+    """Every block sharded over the ranks; it can have one forward in pending."""
     cpu = torch.device("cpu")
     policy = ModuleWrapPolicy({Block})
     model = FullyShardedDataParallel(

@@ -106,7 +106,7 @@ def draw(step: int, num: int) -> list[Tensor]:
 
 
 def alone(is_on: bool, sharding: str, groups: str) -> list[Tensor]:
-    """Three steps of four microbatches, two of them in flight."""
+    """Three steps of four microbatches, two of them in pending."""
     stage = make_stage(init_device_mesh("cpu", (2,)), 1, sharding)
     if is_on:
         offload_modules(stage, {groups: GROUPS[groups]})
@@ -215,7 +215,7 @@ def compare(case: str) -> dict[str, Any]:
     for backend in (CpuBackend(), SimulatedBackend("late")):
         Watched.forget()
         with use_backend(backend, config=CONFIG) as manager:
-            manager.services.transfer.__class__ = Watched
+            manager.wiring.transfer.__class__ = Watched
             got = CASES[name](True, *options)
             statistics = manager.statistics()
         equal = len(got) == len(expected) and all(map(torch.equal, got, expected))

@@ -93,7 +93,7 @@ class Watched(TransferEngine):
 
     def prefetch(self, tickets: Sequence[Ticket]) -> None:
         super().prefetch(tickets)
-        Watched.most_unused = max(Watched.most_unused, self.landed_bytes)
+        Watched.most_unused = max(Watched.most_unused, self.reloaded_bytes)
 
 
 def train(
@@ -117,7 +117,7 @@ def train(
     seen: list[Tensor] = []
     rank = dist.get_rank()
     if handle is not None:
-        handle.manager.services.transfer.__class__ = Watched
+        handle.manager.wiring.transfer.__class__ = Watched
     for step in range(3):
         torch.manual_seed(step)
         x, target = torch.randn(2 * microbatches, WIDTH), torch.randn(2 * microbatches, WIDTH)
@@ -149,7 +149,7 @@ def train(
         PipelineOffloadManager.get_instance().reset()
         facts["table"] = summary_table()
         facts["unused"] = Watched.most_unused
-        facts["window"] = handle.manager.services.prefetcher._window_bytes
+        facts["window"] = handle.manager.wiring.prefetcher._window_bytes
         handle.detach()
     return seen, facts
 

@@ -1,4 +1,4 @@
-"""Everything a forward saves is offloaded; any number of forwards may be in flight."""
+"""Everything a forward saves is offloaded; any number of forwards may be in pending."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def offload(request: pytest.FixtureRequest):
 
 
 def device_of(offload: OffloadActivations) -> torch.device:
-    return offload.stash._services.transfer.backend.device
+    return offload.stash._wiring.transfer.backend.device
 
 
 def pair(offload: OffloadActivations) -> list[nn.Module]:

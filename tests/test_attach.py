@@ -24,7 +24,7 @@ from pp_offload import (
     FineGrainedActivationOffloadingInterface as off_interface,
 )
 from pp_offload._groups.plan import ChunkKey
-from pp_offload._groups.split_backward import Part
+from pp_offload._groups.split_backward import BackwardPass
 from pp_offload.pipelining import attach
 
 WRAPPED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
@@ -169,20 +169,20 @@ def test_an_interrupted_step_leaves_no_hook(schedule: Any, is_backward: bool) ->
         assert_idle(handle.manager)
 
 
-@pytest.mark.parametrize("part", Part)
+@pytest.mark.parametrize("part", BackwardPass)
 def test_an_interrupted_part_of_a_backward_ends(
-    manager: PipelineOffloadManager, part: Part
+    manager: PipelineOffloadManager, part: BackwardPass
 ) -> None:
     """What backward uses later is none of it, and nothing is learned from it."""
     key = ChunkKey(0, 0)
     x = torch.ones(30, device=manager.backend.device, requires_grad=True)
-    split = manager.services.split_backward(frozenset([key]), is_keeping=True)
-    manager.services.split = split
+    split = manager.wiring.split_backward(frozenset([key]), is_keeping=True)
+    manager.wiring.split = split
     off_interface.init_chunk_handler(None, None, 1)
     with off_interface(True, x, "g"):
         y = x.sin()
     y = off_interface.group_commit(y, name="g")
-    with pytest.raises(Interrupt), manager.backward_part(key, part):
+    with pytest.raises(Interrupt), manager.backward_pass(key, part):
         raise Interrupt
     y.sum().backward()
     assert not split.foreseen(key, part)
@@ -229,7 +229,7 @@ def test_tensors_marked_before_a_new_config_stay_marked(schedule: Any) -> None:
     marked = torch.ones(30).to(device)
     PipelineOffloadManager.get_instance().mark_not_offloadable(marked)
     with attach(schedule, None, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
-        assert not handle.manager.services.eligibility.admits(marked, 1)
+        assert not handle.manager.wiring.eligibility.admits(marked, 1)
 
 
 def test_attaching_that_fails_leaves_the_manager_as_it_was(schedule: Any) -> None:

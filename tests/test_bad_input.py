@@ -49,7 +49,7 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload._activations.exclusions import leave_out
+from pp_offload._activations.exclusions import exclude
 from pp_offload._groups.chunk import ChunkOffloadHandler
 from pp_offload._memory.disk import DiskTier
 from pp_offload._transfer.saved_tensor import Resident
@@ -329,7 +329,7 @@ CALLS: Mapping[str, Case] = {
         ["head is the model itself", "a module inside"],
     ),
     "nothing to leave out": (
-        lambda: leave_out(None),  # type: ignore[arg-type]
+        lambda: exclude(None),  # type: ignore[arg-type]
         TypeError,
         ["module is None", "expected an nn.Module"],
     ),
@@ -470,7 +470,7 @@ def refused(
     chunk, config, enabled = (
         manager.cur_forward_chunk(),
         manager.config,
-        manager.services.is_enabled,
+        manager.wiring.is_enabled,
     )
     with pytest.raises(kind) as error:
         call()
@@ -479,8 +479,8 @@ def refused(
     assert PipelineOffloadManager.get_instance() is manager
     assert manager.cur_forward_chunk() is chunk
     assert manager.config is config
-    assert manager.services.is_enabled == enabled
-    assert not manager.services.delayed
+    assert manager.wiring.is_enabled == enabled
+    assert not manager.wiring.delayed
 
 
 @ONE_BACKEND
@@ -582,7 +582,7 @@ def test_what_stands_for_on_and_off(manager: PipelineOffloadManager, on: Any, of
     with off_interface(on, y, "mlp") as inside:
         z = inside.exp()
     off_interface.group_commit(z, "mlp", None, on)
-    assert len(manager.services.delayed) == 1
+    assert len(manager.wiring.delayed) == 1
     manager.flush_delayed_groups()
     z.sum().backward()
     assert manager.statistics().bytes_offloaded == z.nbytes
@@ -965,7 +965,7 @@ def test_a_closed_tier(manager: PipelineOffloadManager) -> None:
         open_chunk(own)
         with off_interface(True, ones(own), "mlp") as x:
             y = x.exp()
-        own.services.transfer.close()
+        own.wiring.transfer.close()
         with pytest.raises(ClosedError) as error:
             off_interface.group_commit(y, "mlp")
         check(error.value, "host tier is closed", "make a new manager")
@@ -981,7 +981,7 @@ def test_tensors_offloaded_before_the_tier_closed_come_back(
         with off_interface(True, leaf, "mlp") as x:
             y = x.exp()
         y = off_interface.group_commit(y, "mlp")
-        own.services.transfer.close()
+        own.wiring.transfer.close()
         y.sum().backward()
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, leaf.detach().exp())

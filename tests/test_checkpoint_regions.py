@@ -353,7 +353,7 @@ def test_delayed_commits(manager: PipelineOffloadManager, x: Tensor) -> None:
     assert moved > 0
     (found,) = torch.autograd.grad(loss, x)
     assert found.equal(expected)
-    assert not manager.services.delayed
+    assert not manager.wiring.delayed
     assert manager.statistics().bytes_offloaded == moved
 
 

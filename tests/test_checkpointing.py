@@ -307,7 +307,7 @@ BY_MODES = {
     "saved": ({"save_ops_keys": [ADDMM]}, 2),
     "offloaded": ({"offload_ops_keys": [ADDMM]}, 2),
     "draws": ({"save_ops_keys": [RAND]}, 2),
-    "all computed again": ({"save_ops_keys": [ADDMM], "recompute_every": {ADDMM: 1}}, 0),
+    "all recomputed": ({"save_ops_keys": [ADDMM], "recompute_every": {ADDMM: 1}}, 0),
 }
 
 

@@ -119,7 +119,7 @@ THREADS = {"late": LateThreads, "eager": EagerThreads}
 
 
 def disk_of(manager: PipelineOffloadManager) -> DiskTier:
-    engine = manager.services.transfer
+    engine = manager.wiring.transfer
     assert isinstance(engine, DiskTransferEngine)
     return engine.disk
 
@@ -168,7 +168,7 @@ def threads_that_wait(manager: PipelineOffloadManager) -> Iterator[None]:
 
 def tickets_of(engine: TransferEngine, values: Sequence[Tensor]) -> list[Ticket]:
     """One for each, which will be asked for once."""
-    members: Any = (SimpleNamespace(source=None, home=None, pending=None, is_part=False),)
+    members: Any = (SimpleNamespace(source=None, stream=None, pending=None, is_part=False),)
     return [Ticket(engine, "g", v, members, v.untyped_storage()) for v in values]
 
 
@@ -385,7 +385,7 @@ class WritesBeforeItArrived(StagedDiskEngine):
 
 class TakesBuffersStillReadInto(StagedDiskEngine):
     def _stage(self, nbytes: int) -> Loan:
-        loan = self.staging.take(nbytes)
+        loan = self.staging.allocate(nbytes)
         loan.buffer.last_use, loan.buffer.before = None, ()
         return loan
 
@@ -409,7 +409,7 @@ def is_caught(kind: str, directory: Path, fault: type[TransferEngine] | None) ->
         with disk_manager(kind, directory, max_in_flight_bytes=3000) as manager:
             disk_of(manager)._threads = LateThreads()  # type: ignore[assignment]
             if fault is not None:
-                manager.services.transfer.__class__ = fault
+                manager.wiring.transfer.__class__ = fault
             return not all(is_right_after_half_a_backward(manager, step) for step in range(3))
     except (RaceError, DiskTierError):
         return True
@@ -446,7 +446,7 @@ def test_without_a_fault_nothing_is_caught(kind: str, tmp_path: Path) -> None:
 def test_more_reads_than_room_to_stage_them(tmp_path: Path) -> None:
     """One batch of a copy still being written, and one at rest that needs its buffer."""
     with disk_manager("eager", tmp_path, max_in_flight_bytes=2**21) as manager:
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         assert isinstance(engine, StagedDiskEngine)
         values = [torch.full((2**21 // 4,), float(i)) for i in range(2)]
         tickets = tickets_of(engine, values)
@@ -461,7 +461,7 @@ def test_more_reads_than_room_to_stage_them(tmp_path: Path) -> None:
 
 def at_rest(manager: PipelineOffloadManager, *values: Tensor) -> list[Ticket]:
     """Tickets of bytes that are on disk alone, one offloaded after the other."""
-    engine = manager.services.transfer
+    engine = manager.wiring.transfer
     tickets = tickets_of(engine, values)
     for ticket in tickets:
         engine.offload([ticket])
@@ -473,7 +473,7 @@ def at_rest(manager: PipelineOffloadManager, *values: Tensor) -> list[Ticket]:
 def test_a_buffer_is_read_into_when_its_last_copy_was_made(tmp_path: Path) -> None:
     """That copy is late; the next group is read into the same buffer."""
     with disk_manager("late", tmp_path) as manager:
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         assert isinstance(engine, StagedDiskEngine)
         values = [torch.full((2**20,), float(i)) for i in range(2)]
         tickets = at_rest(manager, *values)
@@ -488,7 +488,7 @@ def test_a_buffer_is_read_into_when_its_last_copy_was_made(tmp_path: Path) -> No
 def test_a_buffer_is_copied_into_when_no_thread_writes_it(tmp_path: Path) -> None:
     """Nobody wants any more what a thread reads into it; the next group is copied there."""
     with disk_manager("eager", tmp_path) as manager:
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         assert isinstance(engine, StagedDiskEngine)
         dropped = at_rest(manager, torch.zeros(2**20))
         engine.disk._threads = threads = LateThreads()  # type: ignore[assignment]
@@ -506,7 +506,7 @@ def test_a_buffer_is_copied_into_when_no_thread_writes_it(tmp_path: Path) -> Non
 
 def test_a_small_payload_brings_what_shares_its_extent(tmp_path: Path) -> None:
     with disk_manager("eager", tmp_path) as manager:
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         values = [torch.full((100,), float(i)) for i in range(16)]
         tickets = tickets_of(engine, values)
         engine.offload(tickets)
@@ -524,7 +524,7 @@ def test_read_ahead_for_a_ticket_that_shares_another_one_s_copy(
 ) -> None:
     """What saved it first is gone; what saved it later is asked for, or gone as well."""
     with disk_manager("eager", tmp_path) as manager:
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         value = torch.arange(5000.0)
         first, later = tickets_of(engine, [value, value])
         engine.offload([first])
@@ -546,7 +546,7 @@ def test_read_ahead_for_a_ticket_that_shares_another_one_s_copy(
 
 def test_a_read_that_ends_while_it_is_asked_for_lands_once(tmp_path: Path) -> None:
     with disk_manager("eager", tmp_path) as manager:
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         assert isinstance(engine, StagedDiskEngine)
         value = torch.arange(5000.0)
         (ticket,) = tickets_of(engine, [value])
@@ -554,7 +554,7 @@ def test_a_read_that_ends_while_it_is_asked_for_lands_once(tmp_path: Path) -> No
         settle(manager)
         engine.disk._threads = threads = LateThreads()  # type: ignore[assignment]
         engine.prefetch([ticket])
-        assert ticket.is_coming and ticket.landed is None
+        assert ticket.is_coming and ticket.device_tensor is None
         poll, polls = engine.poll, []
 
         def poll_late() -> None:
@@ -601,7 +601,7 @@ def test_managers_that_go_leave_no_thread_and_no_file(tmp_path: Path) -> None:
 
 def test_a_group_larger_than_the_room_to_stage_it_is_streamed(tmp_path: Path) -> None:
     with disk_manager("eager", tmp_path, max_in_flight_bytes=2**21) as manager:
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         values = [torch.full((2**20 // 4,), float(i)) for i in range(12)]
         tickets = tickets_of(engine, values)
         assert engine.offload(tickets) == 12 * 2**20
@@ -617,7 +617,7 @@ def test_idle_staging_memory_makes_room_for_a_larger_piece(tmp_path: Path) -> No
     with disk_manager(
         "eager", tmp_path, max_in_flight_bytes=2**30, host_budget_bytes=limit
     ) as manager:
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         values = [torch.full((mib * 2**20 // 4,), float(mib)) for mib in (1, 1, 1, 1, 3)]
         tickets = tickets_of(engine, values)
         engine.offload(tickets)

@@ -32,7 +32,7 @@ def some_bytes(nbytes: int, seed: int = 0) -> Tensor:
 
 
 def write(tier: DiskTier, data: Tensor) -> DiskExtent:
-    extent = tier.take(data.numel())
+    extent = tier.allocate(data.numel())
     tier.write(extent, data).synchronize()
     return extent
 
@@ -44,7 +44,7 @@ def read(tier: DiskTier, extent: DiskExtent) -> Tensor:
 
 
 def start_of(tier: DiskTier, extent: DiskExtent) -> int:
-    return extent.place.start
+    return extent.file_range.start
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, (1 << 20) + 13])
@@ -70,7 +70,7 @@ def test_a_read_comes_after_the_write_that_is_queued_before_it(tmp_path: Path) -
     tier = DiskTier(tmp_path, num_threads=4)
     for seed in range(20):
         data = some_bytes(100_000, seed)
-        extent = tier.take(100_000)
+        extent = tier.allocate(100_000)
         tier.write(extent, data)
         target = torch.zeros(100_000, dtype=torch.uint8)
         tier.read(extent, target).synchronize()
@@ -86,12 +86,12 @@ def test_no_extent_writes_into_another(
     live: list[tuple[DiskExtent, Tensor]] = []
     for seed, (is_take, size) in enumerate(moves):
         if is_take or not live:
-            live.append((tier.take(size), some_bytes(size, seed)))
+            live.append((tier.allocate(size), some_bytes(size, seed)))
             tier.write(*live[-1])
         else:
             del live[size % len(live)]  # perhaps while it is being written
         assert tier.statistics().in_use == sum(extent.nbytes for extent, _ in live)
-        assert tier.statistics().num_parts == len(live)
+        assert tier.statistics().num_payloads == len(live)
     for extent, data in live:
         assert read(tier, extent).equal(data)
     tier.close()
@@ -126,7 +126,7 @@ def failing(number: int, after: int = 0) -> Step:
 def test_a_write_that_fails_is_noted(tmp_path: Path, number: int, after: int) -> None:
     tier = DiskTier(tmp_path)
     tier._pwrite = failing(number, after)  # type: ignore[method-assign]
-    extent = tier.take(10_000)
+    extent = tier.allocate(10_000)
     tier.write(extent, some_bytes(10_000)).synchronize()  # it does not raise: the bytes are there
     assert extent.failure is not None
     message = str(extent.failure)
@@ -185,7 +185,7 @@ def test_a_closed_tier_takes_nothing(tmp_path: Path) -> None:
     tier.close()
     tier.close()
     with pytest.raises(ClosedError):
-        tier.take(1)
+        tier.allocate(1)
     assert tier.statistics().in_use == extent.nbytes
 
 
@@ -215,7 +215,7 @@ def test_a_full_file_system_is_noted_and_read_never(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
         tier = DiskTier(sys.argv[1])
         data = [torch.full((600_000,), i, dtype=torch.uint8) for i in range(3)]
-        extents = [tier.take(600_000) for _ in data]
+        extents = [tier.allocate(600_000) for _ in data]
         for extent, one in zip(extents, data):
             tier.write(extent, one).synchronize()
         print([extent.failure is None for extent in extents])
@@ -241,7 +241,7 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
         import os, signal, sys, torch
         from pp_offload._memory.disk import DiskTier
         tier = DiskTier(sys.argv[1])
-        tier.write(tier.take(1 << 20), torch.ones(1 << 20, dtype=torch.uint8)).synchronize()
+        tier.write(tier.allocate(1 << 20), torch.ones(1 << 20, dtype=torch.uint8)).synchronize()
         os.kill(os.getpid(), signal.SIGKILL)
         """,
         tmp_path,

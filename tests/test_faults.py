@@ -53,8 +53,8 @@ class WaitsOnAStreamCapturedOnce(TransferEngine):
 
 
 class DropsSources(TransferEngine):
-    def _lend(self, *args: object) -> None:
-        self._flights.last.arrive()
+    def _keep_sources(self, *args: object) -> None:
+        self._pending_offloads.last.finish()
 
 
 class FreesHostBufferEarly(TransferEngine):
@@ -69,8 +69,8 @@ class FreesHostBufferEarly(TransferEngine):
 
 class ReleasesSourcesWithoutWaiting(TransferEngine):
     def keep_in_flight_bounded(self, last_bytes: int) -> None:
-        while (flight := self._first_to_wait_for(last_bytes)) is not None:
-            self._arrive(flight)
+        while (pending := self._first_to_wait_for(last_bytes)) is not None:
+            self._finish(pending)
 
 
 SEEN_IN_ANY_ORDER = [
@@ -115,7 +115,7 @@ def is_caught(engine: type[TransferEngine], order: str) -> bool:
     config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=2000)
     try:
         with use_backend(make_backend(order), config=config) as manager:
-            manager.services.transfer.__class__ = engine
+            manager.wiring.transfer.__class__ = engine
             return not steps_are_right(make_model(), make_model(groups=()))
     except RaceError:
         return True

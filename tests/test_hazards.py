@@ -32,7 +32,7 @@ from pp_offload import (
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._checkpoint.selective import OpPolicy
 from pp_offload._groups.plan import ChunkKey, GroupKey
-from pp_offload._groups.split_backward import Part
+from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.stash import ActivationStash
 from pp_offload._memory.budget import HostBudget, reserved_bytes
 from pp_offload._memory.disk import DiskTier
@@ -40,7 +40,7 @@ from pp_offload._memory.host import HostTier
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
 from pp_offload._memory.unfinished import Unfinished
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.landings import Landings
+from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.saved_tensor import SavedActivation
 from pp_offload._transfer.tensors import StorageSet
 from pp_offload._transfer.ticket import PACK_BYTES, Ticket, packs
@@ -75,7 +75,7 @@ def ticket_for(engine: TransferEngine, tensor: Tensor) -> tuple[SavedActivation,
 def settle(manager: PipelineOffloadManager) -> None:
     """All copies were made, and their sources let go."""
     manager.backend.synchronize()
-    manager.services.transfer.poll()
+    manager.wiring.transfer.poll()
 
 
 # A storage that two groups saved
@@ -168,7 +168,7 @@ def test_a_buffer_is_idle_when_its_own_copies_were_made(way: str) -> None:
 def being_written() -> tuple[HostTier, LateEvent]:
     """Of a buffer nobody has, a thread writes to disk: no stream's copy, so it is no last use."""
     tier, event = HostTier(lambda n: torch.empty(n, dtype=torch.uint8)), LateEvent()
-    tier.take(SLAB_BYTES).buffer.before += (event,)
+    tier.allocate(SLAB_BYTES).buffer.before += (event,)
     return tier, event
 
 
@@ -189,7 +189,7 @@ def test_who_wants_it_given_up_is_told_what_a_thread_still_reads() -> None:
 
 def test_bytes_of_a_buffer_are_not_idle_while_a_thread_reads_them() -> None:
     tier, event = being_written()
-    halves = [tier.take(SLAB_BYTES // 2) for _ in range(2)]
+    halves = [tier.allocate(SLAB_BYTES // 2) for _ in range(2)]
     assert all(event in half.buffer.last_uses() for half in halves)
 
 
@@ -217,22 +217,24 @@ def test_a_range_that_is_still_written_is_not_given_to_another(tmp_path: Path) -
     held = HeldStep(os.pwrite)
     tier._pwrite = held  # type: ignore[method-assign]
     try:
-        first = tier.take(5000)
+        first = tier.allocate(5000)
         late = tier.write(first, some_bytes(5000, 1))
         held.has_begun.wait()
         tier._pwrite = os.pwrite  # type: ignore[method-assign]
-        offset = first.place.range.offset
+        offset = first.file_range.range.offset
         del first  # while a thread writes there
-        data, second = some_bytes(5000, 2), tier.take(5000)
+        data, second = some_bytes(5000, 2), tier.allocate(5000)
         tier.write(second, data).synchronize()
         held.let_go()
         late.synchronize()
         assert read(tier, second).equal(data)
-        offsets = {offset, second.place.range.offset}
+        offsets = {offset, second.file_range.range.offset}
         del second
         assert tier.statistics().in_use == 0
-        again = [tier.take(5000) for _ in range(2)]
-        assert {one.place.range.offset for one in again} == offsets, "used again when it is done"
+        again = [tier.allocate(5000) for _ in range(2)]
+        assert {one.file_range.range.offset for one in again} == offsets, (
+            "used again when it is done"
+        )
     finally:
         held.let_go()
         tier.close()
@@ -242,7 +244,7 @@ def test_a_thread_that_reads_waits_for_the_one_that_writes(tmp_path: Path) -> No
     """Here the read begins first."""
     tier, threads = DiskTier(tmp_path), LateThreads()
     tier._threads = threads  # type: ignore[assignment]
-    data, extent = some_bytes(5000), tier.take(5000)
+    data, extent = some_bytes(5000), tier.allocate(5000)
     target = torch.zeros(5000, dtype=torch.uint8)
     tier.write(extent, data)
     reading = tier.read(extent, target)
@@ -255,7 +257,7 @@ def test_a_thread_that_reads_waits_for_the_one_that_writes(tmp_path: Path) -> No
 def test_looking_what_has_come_waits_for_no_thread(tmp_path: Path) -> None:
     """What is read ahead goes on to the device when it was read, not as soon as one looks."""
     with disk_manager("eager", tmp_path) as manager:
-        engine, threads = manager.services.transfer, LateThreads()
+        engine, threads = manager.wiring.transfer, LateThreads()
         disk_of(manager)._threads = threads  # type: ignore[assignment]
         (ticket,) = tickets_of(engine, [torch.ones(100)])
         engine.offload([ticket])
@@ -265,10 +267,10 @@ def test_looking_what_has_come_waits_for_no_thread(tmp_path: Path) -> None:
         engine.poll()
         engine.prefetch([ticket])
         engine.poll()
-        assert ticket.is_coming and ticket.landed is None
+        assert ticket.is_coming and ticket.device_tensor is None
         threads.queued[-1].result()
         engine.poll()
-        assert ticket.landed is not None
+        assert ticket.device_tensor is not None
         assert engine.deliver(ticket).eq(1).all()
 
 
@@ -319,9 +321,9 @@ def in_two_parts(manager: PipelineOffloadManager, between: Any) -> list[Tensor]:
     y = off_interface.group_commit(y, name="g")
     del product
     settle(manager)
-    with manager.backward_part(key, Part.INPUT), between():
+    with manager.backward_pass(key, BackwardPass.INPUT), between():
         got = list(torch.autograd.grad(y.sum(), x, retain_graph=True))
-    with manager.backward_part(key, Part.WEIGHT):
+    with manager.backward_pass(key, BackwardPass.WEIGHT):
         got += torch.autograd.grad(y.sum(), weight, retain_graph=True)
     return [t.detach() for t in got]
 
@@ -330,8 +332,8 @@ def in_two_parts(manager: PipelineOffloadManager, between: Any) -> list[Tensor]:
 def test_what_the_first_part_changed_is_not_kept_for_the_second(kind: str) -> None:
     config = OffloadConfig(min_offloaded_tensor_size=1, split_backward="keep")
     with use_backend(make_backend(kind), config=config) as manager:
-        services = manager.services
-        services.split = services.split_backward(frozenset({ChunkKey(0, 0)}), is_keeping=True)
+        wiring = manager.wiring
+        wiring.split = wiring.split_backward(frozenset({ChunkKey(0, 0)}), is_keeping=True)
         for _ in range(2):  # from the second on, what both use is foreseen and kept
             expected = in_two_parts(manager, lambda: torch.enable_grad())
         taken = manager.statistics().bytes_reloaded
@@ -344,8 +346,8 @@ def test_what_is_kept_on_one_stream_is_brought_again_for_another() -> None:
     """Nothing orders the other stream behind the copy that brought it for the first."""
     backend, key = SimulatedBackend("late"), ChunkKey(0, 0)
     with use_backend(backend) as manager:
-        engine = manager.services.transfer
-        split = manager.services.split_backward(frozenset({key}), is_keeping=True)
+        engine = manager.wiring.transfer
+        split = manager.wiring.split_backward(frozenset({key}), is_keeping=True)
         for step in range(2):
             x = torch.ones(4)
             saved = SavedActivation(x, Owner())
@@ -354,11 +356,11 @@ def test_what_is_kept_on_one_stream_is_brought_again_for_another() -> None:
             engine.offload([ticket])
             ticket.hand_over()
             del x
-            split.begin(key, Part.INPUT)
+            split.begin(key, BackwardPass.INPUT)
             first = saved.unpack()
             split.end()
             other = backend.new_stream(f"other {step}")
-            split.begin(key, Part.WEIGHT)
+            split.begin(key, BackwardPass.WEIGHT)
             with backend.stream(other):
                 second = saved.unpack()
                 assert second is not first and second.eq(1).all()
@@ -368,8 +370,8 @@ def test_what_is_kept_on_one_stream_is_brought_again_for_another() -> None:
 
 def test_only_what_the_first_part_will_use_is_waited_for(manager: PipelineOffloadManager) -> None:
     """The rest is brought for the second; till then it is no longer in the way."""
-    key, engine = ChunkKey(0, 0), manager.services.transfer
-    split = manager.services.split_backward(frozenset({key}), is_keeping=False)
+    key, engine = ChunkKey(0, 0), manager.wiring.transfer
+    split = manager.wiring.split_backward(frozenset({key}), is_keeping=False)
     for expected in ([1, 1], [2, 0]):
         values = [torch.ones(4).to(manager.backend.device) for _ in range(2)]
         pairs = [ticket_for(engine, value) for value in values]
@@ -381,7 +383,7 @@ def test_only_what_the_first_part_will_use_is_waited_for(manager: PipelineOffloa
         engine.offload(tickets)
         for ticket in tickets:
             ticket.hand_over()
-        split.begin(key, Part.INPUT)
+        split.begin(key, BackwardPass.INPUT)
         for _ in range(2):
             pairs[0][0].unpack()
         split.end()
@@ -477,7 +479,7 @@ def test_a_change_ahead_of_the_copy_is_remembered_when_the_source_is_let_go() ->
         with backend._inside():  # the device would report the race itself
             h.detach().add_(1)
         settle(manager)
-        assert manager.services.transfer.in_flight_bytes == 0
+        assert manager.wiring.transfer.in_flight_bytes == 0
         with pytest.raises(SavedTensorModifiedError, match="core"):
             y.sum().backward()
 
@@ -639,7 +641,7 @@ def test_what_is_used_up_is_passed_on_to_who_comes_soon(is_soon: bool) -> None:
         first, second = sharing(engine)
         engine.deliver(first)
         assert second.is_coming == is_soon
-        assert engine.landed_bytes == (400 if is_soon else 0)
+        assert engine.reloaded_bytes == (400 if is_soon else 0)
         assert engine.deliver(second).eq(1).all()
 
 
@@ -650,14 +652,14 @@ def test_what_is_shared_counts_as_long_as_somebody_waits_for_it() -> None:
         first, second, third = sharing(engine, 3)
         assert engine.reload([first, second]) == 1
         for ticket in (first, second):
-            assert engine.landed_bytes == 400
+            assert engine.reloaded_bytes == 400
             engine.deliver(ticket)
-        assert engine.landed_bytes == 0
+        assert engine.reloaded_bytes == 0
         engine.prefetch([first, second, third])
         assert engine.counters.prefetched_reloads == 1
         del first, second
         engine.poll()
-        assert engine.landed_bytes == 400
+        assert engine.reloaded_bytes == 400
 
 
 def test_a_copy_forgets_tickets_that_are_gone() -> None:
@@ -676,14 +678,19 @@ def test_a_copy_forgets_tickets_that_are_gone() -> None:
 
 def test_an_address_used_again_is_not_taken_for_the_copy_that_was_there() -> None:
     backend = SimulatedBackend("eager")
-    engine, landings = TransferEngine(backend, HostTier(backend.allocate_host), 2**30), Landings()
+    engine, pending_reloads = (
+        TransferEngine(backend, HostTier(backend.allocate_host), 2**30),
+        PendingReloads(),
+    )
     with backend.activate():
         (old, _), (new, _) = sharing(engine), sharing(engine)
         home = backend.current_stream()
-        landings.land(old, torch.zeros(100), home).is_there = True
-        assert landings.same_bytes(old, home) is not None
-        landings._arrived[new.where] = landings._arrived[old.where]  # the address is another's
-        assert landings.same_bytes(new, home) is None
+        pending_reloads.begin(old, torch.zeros(100), home).is_there = True
+        assert pending_reloads.same_bytes(old, home) is not None
+        pending_reloads._device_copies[new.where] = pending_reloads._device_copies[
+            old.where
+        ]  # the address is another's
+        assert pending_reloads.same_bytes(new, home) is None
 
 
 # Interrupts between a copy that is queued and what is known of it
@@ -799,7 +806,7 @@ def test_no_python_code_runs_where_a_ticket_dies() -> None:
             del ticket
         assert called == []
         engine.poll()
-        assert engine.landed_bytes == 0
+        assert engine.reloaded_bytes == 0
 
 
 def test_no_python_code_runs_where_a_marked_tensor_dies() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from pp_offload._activations.exclusions import is_left_out
+from pp_offload._activations.exclusions import is_excluded
 from pp_offload._activations.output_head import (
     find_head,
     get_lora_act_offloading_ctx_manager,
@@ -141,7 +141,7 @@ def test_a_head_with_an_adapter_is_left_out_with_it(options: dict[str, Any]) -> 
     seen = {}
     for name, module in wrapper.named_modules():
         if not list(module.children()) and isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda *_, name=name: seen.update({name: is_left_out()}))
+            module.register_forward_hook(lambda *_, name=name: seen.update({name: is_excluded()}))
     wrapper(input_ids=torch.arange(6)[None])
     assert {name for name, inside in seen.items() if inside} == {n for n in seen if "lm_head" in n}
     assert any("lm_head" in name for name in seen) and any("q_proj" in name for name in seen)
@@ -174,6 +174,6 @@ def test_modules_of_liger_are_left_out() -> None:
     get_lora_act_offloading_ctx_manager(model, head="head")
     seen = {}
     for name, module in model.items():
-        module.register_forward_pre_hook(lambda *_, name=name: seen.update({name: is_left_out()}))
+        module.register_forward_pre_hook(lambda *_, name=name: seen.update({name: is_excluded()}))
         module(torch.ones(2))
     assert seen == {"norm": False, "liger_loss": True, "head": True, "other": False}

@@ -34,7 +34,7 @@ from pp_offload import (
     offload_modules,
     use_backend,
 )
-from pp_offload._activations.exclusions import is_left_out, leave_out
+from pp_offload._activations.exclusions import exclude, is_left_out
 from pp_offload._groups.checkpoint_regions import top_pack
 from pp_offload._groups.hook_scopes import HookScope, leave_all
 from pp_offload._transfer.saved_tensor import Resident
@@ -336,7 +336,7 @@ def test_an_interrupt_at_any_line_of_a_context(is_inside: bool, run: Any) -> Non
     model = build(Block, run, device, num=1)
     expected = one_step(model, device, is_on=False)
     for block in model:
-        leave_out(block.part[0])
+        exclude(block.part[0])
         if is_inside:
             block.run = within(offload, run)
 

@@ -63,7 +63,7 @@ def budget(nbytes: int) -> HostBudget:
 
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 1000, SLAB_BYTES])
 def test_a_buffer_has_the_bytes_asked_for(nbytes: int) -> None:
-    buffer = HostTier(System().allocate).take(nbytes).buffer
+    buffer = HostTier(System().allocate).allocate(nbytes).buffer
     assert buffer.nbytes == sum(piece.numel() for piece in buffer.pieces) == nbytes
     assert all(piece.dtype is torch.uint8 for piece in buffer.pieces)
     assert buffer.last_use is None
@@ -73,7 +73,7 @@ def test_slabs_are_powers_of_two_and_not_small() -> None:
     system = System()
     tier = HostTier(system.allocate)
     for nbytes in (1, 3 * 2**20, 5 * 2**20 + 1, 2**23):
-        tier.take(nbytes)
+        tier.allocate(nbytes)
     assert all(size >= SLAB_BYTES and size & (size - 1) == 0 for size in system.asked)
     assert tier.statistics().reserved == sum(system.asked)
     assert tier.statistics().num_allocations == len(system.asked)
@@ -81,65 +81,65 @@ def test_slabs_are_powers_of_two_and_not_small() -> None:
 
 def test_buffers_start_aligned_within_their_slab() -> None:
     tier = HostTier(System().allocate)
-    taken = [tier.take(n) for n in (1, 7, 513, 4000)]
+    taken = [tier.allocate(n) for n in (1, 7, 513, 4000)]
     assert all(loan.buffer.ranges[0].offset % ALIGNMENT == 0 for loan in taken)
 
 
 def test_small_buffers_share_a_slab() -> None:
     system = System()
     tier = HostTier(system.allocate)
-    taken = [tier.take(1000) for _ in range(100)]
+    taken = [tier.allocate(1000) for _ in range(100)]
     assert len(taken) == 100
     assert len(system.asked) == 2
 
 
 def test_a_returned_buffer_serves_the_next_of_its_size() -> None:
     tier = HostTier(System().allocate)
-    buffer = tier.take(1000).buffer  # nobody refers to the loan
-    assert tier.take(1000).buffer is buffer
+    buffer = tier.allocate(1000).buffer  # nobody refers to the loan
+    assert tier.allocate(1000).buffer is buffer
 
 
 def test_a_reused_buffer_still_knows_its_last_use() -> None:
     tier, event = HostTier(System().allocate), LateEvent()
-    tier.take(1000).buffer.last_use = event
-    assert tier.take(1000).buffer.last_use is event
+    tier.allocate(1000).buffer.last_use = event
+    assert tier.allocate(1000).buffer.last_use is event
 
 
 def test_bytes_of_other_sizes_are_reused_before_the_system_is_asked() -> None:
     system = System()
     tier = HostTier(system.allocate)
-    taken = [tier.take(SLAB_BYTES // 4) for _ in range(4)]
+    taken = [tier.allocate(SLAB_BYTES // 4) for _ in range(4)]
     taken.clear()
-    tier.take(SLAB_BYTES)
+    tier.allocate(SLAB_BYTES)
     assert len(system.asked) == 1
 
 
 def test_bytes_carved_while_a_copy_uses_them_know_that_copy() -> None:
     system, event, other = System(), LateEvent(), LateEvent()
     tier = HostTier(system.allocate)
-    tier.take(SLAB_BYTES).buffer.last_use = event
-    first = tier.take(SLAB_BYTES // 2)
+    tier.allocate(SLAB_BYTES).buffer.last_use = event
+    first = tier.allocate(SLAB_BYTES // 2)
     assert len(system.asked) == 1
     assert list(first.buffer.last_uses()) == [event]
     first.buffer.last_use, first.buffer.before = other, ()  # its copy waited for the earlier one
     assert list(first.buffer.last_uses()) == [other]
-    second = tier.take(SLAB_BYTES // 2)
+    second = tier.allocate(SLAB_BYTES // 2)
     assert list(second.buffer.last_uses()) == [event], "it may have been the other half"
     del second
-    again = tier.take(SLAB_BYTES // 2)
+    again = tier.allocate(SLAB_BYTES // 2)
     assert list(again.buffer.last_uses()) == [event], "nobody has waited for it yet"
     event.has_passed = True
     del again, first
-    assert not [e for e in tier.take(SLAB_BYTES).buffer.last_uses() if e is event]
+    assert not [e for e in tier.allocate(SLAB_BYTES).buffer.last_uses() if e is event]
 
 
 def test_busy_bytes_are_carved_only_where_no_others_are_left() -> None:
     system, event = System(), LateEvent()
     tier = HostTier(system.allocate)
-    busy, idle = tier.take(SLAB_BYTES), tier.take(SLAB_BYTES)
+    busy, idle = tier.allocate(SLAB_BYTES), tier.allocate(SLAB_BYTES)
     busy.buffer.last_use = event
     del busy, idle
-    taken = [tier.take(SLAB_BYTES // 2) for _ in range(3)]
+    taken = [tier.allocate(SLAB_BYTES // 2) for _ in range(3)]
     uses = [list(loan.buffer.last_uses()) for loan in taken]
     assert uses == [[], [], [event]]
     assert len(system.asked) == 2
@@ -147,7 +147,7 @@ def test_busy_bytes_are_carved_only_where_no_others_are_left() -> None:
 
 def test_statistics_count_what_is_in_use() -> None:
     tier = HostTier(System().allocate)
-    first, second = tier.take(1000), tier.take(24)
+    first, second = tier.allocate(1000), tier.allocate(24)
     assert (tier.statistics().in_use, tier.statistics().num_buffers) == (1024, 2)
     del first
     assert (tier.statistics().in_use, tier.statistics().num_buffers) == (24, 1)
@@ -158,7 +158,7 @@ def test_statistics_count_what_is_in_use() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
 def test_a_buffer_takes_the_shape_of_its_payload(dtype: torch.dtype) -> None:
-    buffer = HostTier(System().allocate).take(240 * dtype.itemsize).buffer
+    buffer = HostTier(System().allocate).allocate(240 * dtype.itemsize).buffer
     (begin, shaped) = buffer.shaped([(torch.Size((12, 20)), dtype)])[0]
     assert begin == 0
     assert (shaped.shape, shaped.dtype) == ((12, 20), dtype)
@@ -176,7 +176,7 @@ def test_parts_lie_one_behind_the_other() -> None:
     ]
     rooms = [room_for(size.numel() * dtype.itemsize) for size, dtype in parts]
     assert rooms == [64, 128, 64]
-    buffer = HostTier(System().allocate).take(sum(rooms)).buffer
+    buffer = HostTier(System().allocate).allocate(sum(rooms)).buffer
     places = buffer.shaped(parts)
     assert [begin for begin, _ in places] == [0, 64, 192]
     assert [(place.shape, place.dtype) for _, place in places] == parts
@@ -186,23 +186,23 @@ def test_parts_lie_one_behind_the_other() -> None:
 
 def test_running_out_raises_and_leaves_the_tier_as_it_was() -> None:
     tier = HostTier(System().allocate, budget(SLAB_BYTES))
-    loan = tier.take(1000)
+    loan = tier.allocate(1000)
     before = tier.statistics()
     with pytest.raises(MemoryError, match="host_budget_bytes"):
-        tier.take(2 * SLAB_BYTES)
+        tier.allocate(2 * SLAB_BYTES)
     assert tier.statistics() == before
-    assert tier.take(SLAB_BYTES - 1024).nbytes == SLAB_BYTES - 1024
+    assert tier.allocate(SLAB_BYTES - 1024).nbytes == SLAB_BYTES - 1024
     buffer = loan.buffer
     del loan
-    assert tier.take(1000).buffer is buffer
+    assert tier.allocate(1000).buffer is buffer
 
 
 def test_a_closed_tier_says_what_to_do() -> None:
     tier = HostTier(System().allocate)
-    loan = tier.take(1000)
+    loan = tier.allocate(1000)
     tier.close()
     with pytest.raises(ClosedError, match=r"closed; make a new manager"):
-        tier.take(1000)
+        tier.allocate(1000)
     assert tier.statistics().in_use == 1000
     del loan
     assert tier.statistics().in_use == 0
@@ -211,7 +211,7 @@ def test_a_closed_tier_says_what_to_do() -> None:
 
 def test_buffers_may_come_back_from_any_thread() -> None:
     tier = HostTier(System().allocate)
-    taken = [[tier.take(64) for _ in range(50)] for _ in range(4)]
+    taken = [[tier.allocate(64) for _ in range(50)] for _ in range(4)]
 
     threads = [threading.Thread(target=own.clear) for own in taken]
     for thread in threads:
@@ -229,7 +229,7 @@ def test_live_buffers_never_overlap(actions: list[tuple[bool, int]]) -> None:
     live: list[Loan] = []
     for is_take, number in actions:
         if is_take or not live:
-            live.append(tier.take(number))
+            live.append(tier.allocate(number))
         else:
             del live[number % len(live)]
         assert not overlap(live)
@@ -240,7 +240,7 @@ def test_a_steady_step_asks_the_system_for_nothing() -> None:
     system = System()
     tier = HostTier(system.allocate)
     for step in range(5):
-        taken = [tier.take(n) for n in (1000, 70_000, 3000, SLAB_BYTES)]
+        taken = [tier.allocate(n) for n in (1000, 70_000, 3000, SLAB_BYTES)]
         taken.clear()
         if step == 0:
             after_first = len(system.asked)
@@ -250,9 +250,9 @@ def test_a_steady_step_asks_the_system_for_nothing() -> None:
 def test_a_buffer_is_made_of_pieces_where_no_range_is_long_enough() -> None:
     system = System()
     tier = HostTier(system.allocate)
-    small = [tier.take(SLAB_BYTES // 4) for _ in range(4)]
+    small = [tier.allocate(SLAB_BYTES // 4) for _ in range(4)]
     small = [small[1], small[3]]
-    loan = tier.take(SLAB_BYTES // 2)
+    loan = tier.allocate(SLAB_BYTES // 2)
     split = loan.buffer
     assert len(split.pieces) == 2 and len(system.asked) == 1
     third = torch.Size((SLAB_BYTES // 6 // 64 * 64,))
@@ -264,7 +264,7 @@ def test_a_buffer_is_made_of_pieces_where_no_range_is_long_enough() -> None:
         piece.copy_(values[at : at + piece.numel()])
         at += piece.numel()
     for begin, place in places:
-        part = split.part(begin, place.nbytes)
+        part = split.bytes_at(begin, place.nbytes)
         assert torch.cat(part).equal(values[begin : begin + place.nbytes])
         assert place.is_meta or place.equal(part[0])
     assert not overlap([*small, loan])
@@ -276,13 +276,13 @@ def test_memory_follows_the_largest_step(steps: list[list[int]]) -> None:
     tier = HostTier(System().allocate)
     largest = 0
     for sizes in steps:
-        taken = [tier.take(nbytes) for nbytes in sizes]
+        taken = [tier.allocate(nbytes) for nbytes in sizes]
         assert not overlap(taken)
         largest = max(largest, sum(loan.buffer.room_bytes for loan in taken))
         granule = max(SLAB_BYTES, largest // FINENESS)
         assert tier.statistics().reserved < largest + 2 * granule
         del taken
-        tier.fit()
+        tier.compact()
         assert tier.statistics().reserved < largest + granule
 
 
@@ -291,11 +291,11 @@ def test_fitting_makes_few_large_slabs_and_then_nothing() -> None:
     tier = HostTier(system.allocate)
     sizes = [3 * SLAB_BYTES] * 20
     for step in range(4):
-        taken = [tier.take(nbytes) for nbytes in sizes]
+        taken = [tier.allocate(nbytes) for nbytes in sizes]
         if step:
             assert sum(len(loan.buffer.pieces) > 1 for loan in taken) <= 3
         del taken
-        tier.fit()
+        tier.compact()
         if step == 0:
             after_first = len(system.asked)
     assert len(system.asked) == after_first
@@ -305,18 +305,18 @@ def test_fitting_makes_few_large_slabs_and_then_nothing() -> None:
 def test_fitting_waits_for_copies_but_not_for_buffers_in_use() -> None:
     system, event = System(), LateEvent()
     tier = HostTier(system.allocate)
-    first, second = tier.take(3 * SLAB_BYTES), tier.take(3 * SLAB_BYTES)
+    first, second = tier.allocate(3 * SLAB_BYTES), tier.allocate(3 * SLAB_BYTES)
     del first
-    tier.fit()
+    tier.compact()
     assert len(system.asked) == 4
     second.buffer.last_use = event
     del second
     with pytest.raises(Unfinished) as unfinished:  # or the system would get what is still read
-        tier.fit()
+        tier.compact()
     assert unfinished.value.events == (event,)
     assert len(system.asked) == 4
     event.synchronize()
-    tier.fit()
+    tier.compact()
     assert len(system.asked) == 5
     assert tier.statistics().reserved == 6 * SLAB_BYTES
 
@@ -324,14 +324,14 @@ def test_fitting_waits_for_copies_but_not_for_buffers_in_use() -> None:
 def test_memory_of_a_dropped_tier_is_free_for_others() -> None:
     shared = budget(4 * SLAB_BYTES)
     first, second = HostTier(System().allocate, shared), HostTier(System().allocate, shared)
-    loan = first.take(3 * SLAB_BYTES)
+    loan = first.allocate(3 * SLAB_BYTES)
     with pytest.raises(MemoryError, match="host_budget_bytes"):
-        second.take(2 * SLAB_BYTES)
+        second.allocate(2 * SLAB_BYTES)
     del first
     with pytest.raises(MemoryError):
-        second.take(2 * SLAB_BYTES)
+        second.allocate(2 * SLAB_BYTES)
     del loan
-    assert second.take(2 * SLAB_BYTES).nbytes == 2 * SLAB_BYTES
+    assert second.allocate(2 * SLAB_BYTES).nbytes == 2 * SLAB_BYTES
 
 
 def test_memory_that_cannot_be_pinned_in_one_piece_is_pinned_in_several() -> None:
@@ -342,7 +342,7 @@ def test_memory_that_cannot_be_pinned_in_one_piece_is_pinned_in_several() -> Non
             return super().allocate(nbytes)
 
     system = PerCall()
-    buffer = HostTier(system.allocate).take(8 * SLAB_BYTES)
+    buffer = HostTier(system.allocate).allocate(8 * SLAB_BYTES)
     assert system.asked == [2 * SLAB_BYTES] * 4
     assert buffer.nbytes == 8 * SLAB_BYTES
 
@@ -351,7 +351,7 @@ def test_memory_that_cannot_be_pinned_at_all_is_ordinary_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tier = HostTier(System(limit_bytes=2 * SLAB_BYTES).allocate)
-    taken = [tier.take(2 * SLAB_BYTES) for _ in range(3)]
+    taken = [tier.allocate(2 * SLAB_BYTES) for _ in range(3)]
     assert not overlap(taken)
     (record,) = caplog.records
     assert "pinned memory" in record.message and "ulimit -l" in record.message
@@ -359,41 +359,41 @@ def test_memory_that_cannot_be_pinned_at_all_is_ordinary_with_one_warning(
 
 def test_the_peak_counts_bytes_and_not_the_room_they_took() -> None:
     tier = HostTier(System().allocate, budget(2**30))
-    held = [tier.take(1), tier.take(1)]  # 1024 bytes of room
+    held = [tier.allocate(1), tier.allocate(1)]  # 1024 bytes of room
     held.clear()
-    tier.take(1000)
+    tier.allocate(1000)
     assert tier.statistics().peak == 1000
 
 
 def test_fitting_asks_for_no_more_than_there_is() -> None:
     tier = HostTier(System().allocate, budget(70000))
-    tier.take(66000)
+    tier.allocate(66000)
     reserved = tier.statistics().reserved
-    tier.fit()
+    tier.compact()
     assert tier.statistics().reserved <= reserved
-    tier.take(66000)
+    tier.allocate(66000)
 
 
 def test_a_system_with_less_than_before_leaves_fewer_slabs() -> None:
     system = System()
     tier = HostTier(system.allocate, budget(2**30))
-    held = [tier.take(3 * SLAB_BYTES), tier.take(5 * SLAB_BYTES)]
+    held = [tier.allocate(3 * SLAB_BYTES), tier.allocate(5 * SLAB_BYTES)]
     held.clear()
     system.limit_bytes = 0
-    tier.fit()
+    tier.compact()
     assert tier.statistics().reserved <= 8 * SLAB_BYTES
 
 
 def test_idle_memory_goes_back_unless_a_buffer_is_in_use() -> None:
     system = System()
     tier = HostTier(system.allocate, budget(2**30))
-    held = tier.take(1000)
+    held = tier.allocate(1000)
     tier.release_idle()
     assert tier.statistics().reserved > 0
     del held
     tier.release_idle()
     assert tier.statistics().reserved == 0
-    tier.take(1000)
+    tier.allocate(1000)
     assert len(system.asked) == 2
 
 
@@ -401,8 +401,8 @@ def test_whole_pieces_are_kept_by_fitting() -> None:
     system = System()
     tier = HostTier(system.allocate, budget(64 * SLAB_BYTES), may_split=False)
     for _ in range(3):
-        assert len(tier.take(33 * SLAB_BYTES).buffer.pieces) == 1
-        tier.fit()
+        assert len(tier.allocate(33 * SLAB_BYTES).buffer.pieces) == 1
+        tier.compact()
     assert system.asked == [64 * SLAB_BYTES]
 
 
@@ -414,7 +414,7 @@ def test_a_whole_piece_that_cannot_be_pinned_is_ordinary_memory() -> None:
         raise MemoryError("cannot pin")
 
     tier = HostTier(allocate, budget(2**30), may_split=False)
-    assert len(tier.take(3 * SLAB_BYTES).buffer.pieces) == 1
+    assert len(tier.allocate(3 * SLAB_BYTES).buffer.pieces) == 1
     assert asked == [4 * SLAB_BYTES], "in pieces it would be of no use"
 
 
@@ -422,22 +422,22 @@ def test_what_cannot_fit_is_not_asked_for() -> None:
     system = System()
     tier = HostTier(system.allocate, budget(10 * SLAB_BYTES))
     with pytest.raises(MemoryError, match="over the budget.*raise host_budget_bytes"):
-        tier.take(11 * SLAB_BYTES)
+        tier.allocate(11 * SLAB_BYTES)
     assert not system.asked
 
 
 def test_bytes_that_must_come_back_may_exceed_the_budget() -> None:
     tier = HostTier(System().allocate, budget(SLAB_BYTES))
-    held = tier.take(SLAB_BYTES)
+    held = tier.allocate(SLAB_BYTES)
     with pytest.raises(MemoryError):
-        tier.take(SLAB_BYTES)
-    assert not overlap([held, tier.take(SLAB_BYTES, force=True)])
+        tier.allocate(SLAB_BYTES)
+    assert not overlap([held, tier.allocate(SLAB_BYTES, force=True)])
 
 
 def test_the_system_is_told_to_take_freed_memory_back() -> None:
     calls: list[int] = []
     tier = HostTier(System().allocate, budget(2**30), trim=lambda: calls.append(1))
-    tier.take(1000)
+    tier.allocate(1000)
     tier.release_idle()
     assert calls
 
@@ -445,13 +445,13 @@ def test_the_system_is_told_to_take_freed_memory_back() -> None:
 def lines_of_a_take(num_sizes: int) -> int:
     """Lines that run for 20 buffers of new sizes, behind others that nobody has any more."""
     tier = HostTier(System().allocate)
-    tier.take(2**22)
+    tier.allocate(2**22)
     for i in range(1, num_sizes):
-        tier.take(512 * i)
-    tier.take(2**22)
+        tier.allocate(512 * i)
+    tier.allocate(2**22)
     with interrupted(None) as lines:
         for i in range(20):
-            tier.take(512 * (2000 + i))
+            tier.allocate(512 * (2000 + i))
     assert tier._bins.num_sizes <= MAX_SIZES
     return lines.count
 
@@ -465,13 +465,13 @@ def test_what_a_take_costs_does_not_depend_on_how_many_buffers_wait() -> None:
 
     def lines(num_waiting: int) -> int:
         tier = HostTier(System().allocate)
-        held = [tier.take(512 * (1 + i % 100)) for i in range(num_waiting)]
+        held = [tier.allocate(512 * (1 + i % 100)) for i in range(num_waiting)]
         for loan in held:
             loan.buffer.last_use = LateEvent()
         del held, loan
         tier.statistics()
         with interrupted(None) as lines:
-            tier.take(512 * 1000)
+            tier.allocate(512 * 1000)
         return lines.count
 
     assert lines(4000) <= 2 * lines(400)
@@ -480,10 +480,10 @@ def test_what_a_take_costs_does_not_depend_on_how_many_buffers_wait() -> None:
 def test_there_are_never_more_bins_than_may_be() -> None:
     event = LateEvent()
     tier = HostTier(System().allocate)
-    held = [tier.take(512 * (1 + i)) for i in range(3 * MAX_SIZES)]
+    held = [tier.allocate(512 * (1 + i)) for i in range(3 * MAX_SIZES)]
     for loan in held:
         loan.buffer.last_use = event
     del held, loan
     assert tier.statistics().in_use == 0
     assert tier._bins.num_sizes == MAX_SIZES
-    assert list(tier.take(512).buffer.last_uses()) == [event], "it was carved anew"
+    assert list(tier.allocate(512).buffer.last_uses()) == [event], "it was carved anew"

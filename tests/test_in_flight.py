@@ -79,7 +79,7 @@ def test_the_default_is_twice_the_largest_group() -> None:
 def test_none_is_the_default_and_a_number_is_kept() -> None:
     assert OffloadConfig().max_in_flight_bytes is None
     with use_backend(make_backend("late"), config=OffloadConfig(max_in_flight_bytes=17)) as manager:
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         engine._sent(1000)
         assert engine._max_in_flight_bytes == 17
 
@@ -109,16 +109,16 @@ def test_what_a_deliver_costs_does_not_depend_on_what_shares_its_pack() -> None:
 
 def test_a_buffer_that_nobody_uses_is_taken_before_one_just_given_back() -> None:
     tier = HostTier(System().allocate)
-    held = [tier.take(SIZE) for _ in range(3)]
+    held = [tier.allocate(SIZE) for _ in range(3)]
     buffers, events = [loan.buffer for loan in held], [LateEvent() for _ in held]
     for buffer, event in zip(buffers, events, strict=True):
         buffer.last_use = event
         del held[0]
         tier.statistics()
     events[0].synchronize()
-    first = tier.take(SIZE)
+    first = tier.allocate(SIZE)
     assert first.buffer is buffers[0], "its copies were made"
     for event in events:
         event.synchronize()
-    second = tier.take(SIZE)
+    second = tier.allocate(SIZE)
     assert second.buffer is buffers[2], "all were made, and this one is in the cache"

@@ -43,7 +43,7 @@ class HostUser:
         self.busy: list[tuple[int, int, LateEvent]] = []
 
     def take(self, nbytes: int) -> None:
-        self.held.append(when_finished(nullcontext(), lambda: self.tier.take(nbytes)))
+        self.held.append(when_finished(nullcontext(), lambda: self.tier.allocate(nbytes)))
 
     def drop(self, index: int) -> None:
         """While a copy uses it."""
@@ -69,7 +69,7 @@ class HostUser:
         self.take(2 * SLAB)
         self.take(SLAB // 4)
         self.drop_all()
-        when_finished(nullcontext(), self.tier.fit)
+        when_finished(nullcontext(), self.tier.compact)
         self.take(3 * SLAB)
         with pytest.raises(MemoryError):
             self.take(15 * SLAB)
@@ -81,7 +81,7 @@ class HostUser:
         """Who has what is what the tier says, and copies are waited for."""
         statistics = self.tier.statistics()
         assert statistics.in_use == sum(loan.nbytes for loan in self.held)
-        assert statistics.num_buffers == statistics.num_parts == len(self.held)
+        assert statistics.num_buffers == statistics.num_payloads == len(self.held)
         assert not overlap(self.held)
         for loan in self.held:
             waits = list(loan.buffer.last_uses())
@@ -185,7 +185,7 @@ class DiskUser:
         self.held: list[tuple[DiskExtent, int]] = []
 
     def write(self, index: int) -> None:
-        extent = self.tier.take(self.data[index].numel())
+        extent = self.tier.allocate(self.data[index].numel())
         self.tier.write(extent, self.data[index])
         self.held.append((extent, index))
 
@@ -205,7 +205,7 @@ class DiskUser:
         self.tier._threads.work()  # type: ignore[attr-defined]
         statistics = self.tier.statistics()
         assert statistics.in_use == sum(extent.nbytes for extent, _ in self.held)
-        assert statistics.num_parts == len(self.held)
+        assert statistics.num_payloads == len(self.held)
         assert self.tier._arena.statistics().num_live == len(self.held)
 
 
@@ -236,9 +236,9 @@ def test_an_event_that_was_interrupted_is_not_waited_for(tmp_path: Path) -> None
 
     tier = DiskTier(tmp_path)
     tier._threads = InTurn(is_late=True)
-    first = tier.take(5000)
+    first = tier.allocate(5000)
     for number in every_line(lambda: write(tier, first, DiskEvent())):
-        extent, event = tier.take(5000), DiskEvent()
+        extent, event = tier.allocate(5000), DiskEvent()
         with interrupted(number):
             write(tier, extent, event)
         event.synchronize()
@@ -270,7 +270,7 @@ def test_a_pool_goes_on_after_an_interrupt_at_any_line() -> None:
         for tensor in held:
             pool.free(tensor)
         assert pool.get_pool_status()["allocated_count"] == 0
-        live = sum(slab.arena.statistics().num_live for slab in pool._slabs)
+        live = sum(slab.arena.statistics().num_live for slab in pool._blocks)
         assert live == pool.get_pool_status()["free_count"], lines.was_at
 
 
@@ -288,7 +288,7 @@ def engine_step(engine: TransferEngine, seed: int = 0) -> None:
     expected = [*(v * 2.0 for v in values), *values]
     assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
     del first, second
-    engine.fit()
+    engine.compact()
 
 
 TIERS = [("host",), ("disk",)]
@@ -311,7 +311,7 @@ def test_an_engine_goes_on_after_an_interrupt_at_any_line_of_its_tiers(
         host_budget_bytes=room,
     )
     with use_backend(make_backend(kind), config=config) as manager:
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         if isinstance(engine, DiskTransferEngine):
             engine.disk._threads = InTurn(is_late=is_late)
         engine_step(engine)
@@ -329,7 +329,7 @@ def test_what_was_offloaded_is_still_had_after_an_interrupt(kind: str, tmp_path:
     gc.collect()
     config = OffloadConfig(min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path)
     with use_backend(make_backend(kind), config=config) as manager:
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         assert isinstance(engine, StagedDiskEngine)
         engine.disk._threads = threads = InTurn(is_late=True)
         values: list[Tensor] = []
@@ -368,7 +368,7 @@ def test_what_was_offloaded_is_still_had_after_an_interrupt(kind: str, tmp_path:
 def settled(manager: PipelineOffloadManager) -> tuple[int, int, int, int]:
     """What is in use when all that was queued is done."""
     manager.backend.synchronize()
-    engine = manager.services.transfer
+    engine = manager.wiring.transfer
     for _ in range(3):
         if isinstance(engine, DiskTransferEngine):
             engine.disk._threads.work()  # type: ignore[attr-defined]

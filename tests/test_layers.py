@@ -45,8 +45,8 @@ ASKS_FOR_THE_MANAGER = {
 
 ORDERS_COPIES = {
     "_transfer.engine",
-    "_transfer.flights",
-    "_transfer.landings",
+    "_transfer.pending_offloads",
+    "_transfer.pending_reloads",
     "_groups.cuda_graph",
 }
 """Beside the backends themselves, and the simulated one."""

@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from toy import assert_no_hooks, same_bits
 
 from pp_offload._activations.context import OffloadActivations
-from pp_offload._activations.exclusions import forget_left_out, is_left_out, leave_out
+from pp_offload._activations.exclusions import exclude, forget_excluded, is_excluded
 from pp_offload.testing import SimulatedBackend
 
 WIDTH, ROWS = 8, 16
@@ -27,7 +27,7 @@ WIDTH, ROWS = 8, 16
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    assert not is_left_out()
+    assert not is_excluded()
     assert_no_hooks()
 
 
@@ -40,7 +40,7 @@ class Body(nn.Module):
         self.error: BaseException | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(is_left_out())
+        self.seen.append(is_excluded())
         y = x.sin().exp().tanh()
         if self.error is not None:
             raise self.error
@@ -60,26 +60,26 @@ def make_x(device: torch.device | str = "cpu") -> Tensor:
 
 def test_inside_its_forward_and_nowhere_else() -> None:
     model = make_model()
-    leave_out(model[1])
-    leave_out(model[1])
+    exclude(model[1])
+    exclude(model[1])
     model(make_x())
     assert [layer[1].seen for layer in model] == [[False], [True], [False]]
 
 
 def test_one_inside_the_other() -> None:
     model = make_model()
-    leave_out(model)
-    leave_out(model[0])
+    exclude(model)
+    exclude(model[0])
     model(make_x())
     assert [layer[1].seen for layer in model] == [[True]] * 3
 
 
 def test_other_threads_are_others() -> None:
     model, seen = make_model(), []
-    leave_out(model)
+    exclude(model)
 
     def ask(*_: object) -> None:
-        thread = threading.Thread(target=lambda: seen.append(is_left_out()))
+        thread = threading.Thread(target=lambda: seen.append(is_excluded()))
         thread.start()
         thread.join()
 
@@ -90,8 +90,8 @@ def test_other_threads_are_others() -> None:
 
 def test_an_error_in_its_forward() -> None:
     model = make_model()
-    leave_out(model)
-    leave_out(model[0])
+    exclude(model)
+    exclude(model[0])
     model[0][1].error = ValueError("in the forward")
     with pytest.raises(ValueError, match="in the forward"):
         model(make_x())
@@ -105,13 +105,13 @@ def test_an_error_in_a_hook_before_ours() -> None:
         raise ValueError("in a hook")
 
     model[0][1].register_forward_pre_hook(fail)
-    leave_out(model[0][1])
-    leave_out(model)
+    exclude(model[0][1])
+    exclude(model)
 
     def outer(x: Tensor) -> Tensor:
         with pytest.raises(ValueError, match="in a hook"):
             model[0](x)
-        assert is_left_out()
+        assert is_excluded()
         return x
 
     model.forward = outer
@@ -121,32 +121,32 @@ def test_an_error_in_a_hook_before_ours() -> None:
 def test_an_interrupt_is_over_when_a_forward_begins() -> None:
     """Hooks at the end are not called then."""
     model = make_model()
-    leave_out(model[2][1])
+    exclude(model[2][1])
     model[2][1].error = KeyboardInterrupt()
     offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1)
     with pytest.raises(KeyboardInterrupt), offload:
         model(make_x())
-    assert is_left_out()
+    assert is_excluded()
     model[2][1].error = None
     with offload:
         y = model[0](make_x())
     assert offload.statistics().live_tensors > 0
     del y
-    forget_left_out()
+    forget_excluded()
 
 
 def test_a_copy_is_left_out_too() -> None:
     model = make_model()
-    leave_out(model[1])
+    exclude(model[1])
     for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        leave_out(same[1])
+        exclude(same[1])
         same(make_x())
         assert [layer[1].seen for layer in same] == [[False], [True], [False]]
 
 
 def test_a_compiled_model_is_one_graph() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    leave_out(model[1])
+    exclude(model[1])
     offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     runs = []
@@ -186,7 +186,7 @@ def test_in_a_checkpoint_it_keeps_nothing(impl: CheckpointImpl, order: str) -> N
         with backend.activate():
             model = checkpointed(make_model(backend.device), impl)
             for layer in model[:num_left_out]:
-                leave_out(layer[1])
+                exclude(layer[1])
             offload = OffloadActivations(
                 min_offload_size=1, max_fwd_stash_size=1, use_streams=False, backend=backend
             )
@@ -207,8 +207,8 @@ def test_in_a_checkpoint_same_bits(kind: str, impl: CheckpointImpl) -> None:
     backend = make_backend(kind)
     with backend.activate():
         model = checkpointed(make_model(backend.device), impl)
-        leave_out(model[0]._checkpoint_wrapped_module)
-        leave_out(model[2][1])
+        exclude(model[0]._checkpoint_wrapped_module)
+        exclude(model[2][1])
         offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=backend)
         got = gradients(model, make_x(backend.device), offload)
         plain = checkpointed(make_model(backend.device), impl)

@@ -235,8 +235,8 @@ def functions_called() -> Iterator[list[str]]:
 def test_no_python_code_runs_where_bytes_are_given_back(tmp_path: Path, is_cycle: bool) -> None:
     """What a signal handler raises in a destructor is lost, and autograd frees in backward."""
     host, disk = HostTier(CpuBackend().allocate_host), DiskTier(tmp_path)
-    copy = HostCopy(host.take(1000), disk.take(1000))
-    copy.lent[0] = torch.zeros(3)
+    copy = HostCopy(host.allocate(1000), disk.allocate(1000))
+    copy.in_flight_sources[0] = torch.zeros(3)
     gc.collect()  # what other tests left behind
     if is_cycle:
         copy.modified.add(copy)  # type: ignore[arg-type]

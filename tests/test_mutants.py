@@ -106,7 +106,7 @@ def test_a_fault_in_the_engine_itself_is_caught(tmp_path: Path) -> None:
     mutant = Mutant(
         "round trip",
         "pp_offload/_memory/disk.py",
-        "total.intdigest() != place.checksum",
+        "total.intdigest() != file_range.checksum",
         "False",
         "nothing is compared",
         ("tests/test_disk_tier.py::test_a_flipped_bit_is_an_error",),

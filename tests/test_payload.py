@@ -13,7 +13,7 @@ from torch import Tensor
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._groups.chunk import ChunkOffloadHandler
-from pp_offload._groups.wiring import Services
+from pp_offload._groups.wiring import Wiring
 from pp_offload._transfer.payload import tickets_for
 from pp_offload._transfer.saved_tensor import Resident, SavedActivation
 from pp_offload._transfer.tensors import Geometry
@@ -320,7 +320,7 @@ def test_deciding_copies_nothing() -> None:
 
     x = torch.arange(2400.0)
     saved = [SavedActivation(view, Owner()) for view in (x, x.view(40, 60).t(), x[::2])]
-    transfer = Services.alone().transfer
+    transfer = Wiring.alone().transfer
     (ticket,) = tickets_for(saved, transfer, "mlp")
     assert ticket.storage is x.untyped_storage()
     assert ticket.payload is not None

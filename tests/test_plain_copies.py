@@ -14,7 +14,7 @@ from test_hazards import cut_behind_the_copy
 from pp_offload import OffloadConfig, RaceError
 from pp_offload._memory.room import ALIGNMENT, host_room
 from pp_offload._memory.slabs import pageable
-from pp_offload._transfer.plain_copies import Arrival, PlainCopies
+from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
 from pp_offload._transfer.tiers import make_engine
 
 SHAPES = [(3, 5), (0, 2), (), (4, 1), (2, 3, 2, 2)]
@@ -28,9 +28,9 @@ def test_there_and_back(backend) -> None:
         sources.append(torch.randn(3, 1).to(backend.device).expand(3, 4))
         sources.append(torch.randn(3, dtype=torch.complex64).to(backend.device).conj())
         sources.append(torch.arange(5, device=backend.device)[::2])
-        sent = copies.settle(copies.send(sources, "gradients"))
+        sent = copies.synchronize(copies.copy_to_host(sources, "gradients"))
         assert all(one.device.type == "cpu" for one in sent)
-        brought = copies.settle(copies.bring(sent, "parameters"))
+        brought = copies.synchronize(copies.copy_to_device(sent, "parameters"))
         for one, host, source in zip(brought, sent, sources, strict=True):
             assert one.device == backend.device and one.dtype == source.dtype
             assert torch.equal(one, source) and torch.equal(host, source.cpu())
@@ -51,12 +51,12 @@ def test_sources_and_targets_live_until_the_copy_ran(kind: str) -> None:
     with backend.activate():
         copies = PlainCopies(make_engine(backend, OffloadConfig()))
         source = torch.randn(4)
-        arrival = copies.send([source], "gradients")
-        storages = [weakref.ref(t.untyped_storage()) for t in (source, arrival.tensors[0])]
+        pending = copies.copy_to_host([source], "gradients")
+        storages = [weakref.ref(t.untyped_storage()) for t in (source, pending.tensors[0])]
         there = torch.randn(4)
-        coming = copies.bring([there], "parameters")
+        coming = copies.copy_to_device([there], "parameters")
         storages += [weakref.ref(t.untyped_storage()) for t in (there, coming.tensors[0])]
-        del source, arrival, there, coming
+        del source, pending, there, coming
         if kind == "late":
             assert all(storage() is not None for storage in storages)
         backend.synchronize()
@@ -67,7 +67,7 @@ def test_sources_and_targets_live_until_the_copy_ran(kind: str) -> None:
         backend.check()
 
 
-@pytest.mark.parametrize("way", ["bring", "send"])
+@pytest.mark.parametrize("way", ["copy_to_device", "copy_to_host"])
 def test_copies_under_way_are_waited_for_when_all_is_let_go(way: str) -> None:
     """As with a model that goes while its next slice comes."""
     backend = make_backend("late")
@@ -82,7 +82,7 @@ def test_copies_under_way_are_waited_for_when_all_is_let_go(way: str) -> None:
         backend.check()
 
 
-@pytest.mark.parametrize("way", ["bring", "send"])
+@pytest.mark.parametrize("way", ["copy_to_device", "copy_to_host"])
 def test_memory_outlives_a_copy_that_was_cut_off(way: str) -> None:
     backend = make_backend("late")
     with backend.activate():
@@ -92,7 +92,7 @@ def test_memory_outlives_a_copy_that_was_cut_off(way: str) -> None:
         copies.poll()
         backend.synchronize()  # it raises if a copy uses what was freed
         copies.poll()
-        assert copies._kept == []
+        assert copies._in_use == []
         backend.check()
 
 
@@ -100,16 +100,16 @@ def test_not_waited_for_is_a_race() -> None:
     backend = make_backend("late")
     with backend.activate():
         copies = PlainCopies(make_engine(backend, OffloadConfig()))
-        arrival = copies.bring([torch.ones(4)], "parameters")
+        pending = copies.copy_to_device([torch.ones(4)], "parameters")
         with pytest.raises(RaceError):
-            arrival.tensors[0].sum()
-        copies.settle(arrival)
-        assert arrival.tensors[0].sum() == 4
+            pending.tensors[0].sum()
+        copies.synchronize(pending)
+        assert pending.tensors[0].sum() == 4
         source = torch.ones(4)
-        arrival = copies.send([source], "gradients")
+        pending = copies.copy_to_host([source], "gradients")
         with pytest.raises(RaceError):
             source.add_(1)
-        copies.settle(arrival)
+        copies.synchronize(pending)
         source.add_(1)
 
 
@@ -130,7 +130,10 @@ def test_the_host_waits_and_no_stream() -> None:
     copies = PlainCopies(make_engine(backend, OffloadConfig()))
     event = Spied()
     tensors = [torch.ones(1)]
-    assert copies.settle(Arrival(tensors, event, backend.current_stream(), "gradients")) is tensors
+    assert (
+        copies.synchronize(PendingCopy(tensors, event, backend.current_stream(), "gradients"))
+        is tensors
+    )
     assert event.waited
 
 
@@ -139,7 +142,7 @@ def test_bytes_in_flight_are_bounded() -> None:
     with backend.activate():
         copies = PlainCopies(make_engine(backend, OffloadConfig(max_in_flight_bytes=64)))
         for _ in range(4):
-            copies.send([torch.ones(10)], "gradients")
+            copies.copy_to_host([torch.ones(10)], "gradients")
             assert copies.transfer.in_flight_bytes <= 64
         assert backend.pending == 1
 

@@ -167,7 +167,7 @@ def test_a_new_shape_gets_the_bytes_of_old_ones_without_asking_the_system(
 def test_slabs_nobody_uses_go_back_before_another_is_asked_for(pool) -> None:
     for kib in (100, 300, 900, 2700, 8100):
         pool.free(pool.allocate((kib, 1024), torch.uint8))
-    assert sum(slab.data.numel() for slab in pool._slabs) == 8192 * 1024
+    assert sum(slab.data.numel() for slab in pool._blocks) == 8192 * 1024
 
 
 def test_status_counts_bytes_and_utilisation(pool) -> None:

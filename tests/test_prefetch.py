@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pp_offload._groups.chunk import ChunkOffloadHandler
 from pp_offload._groups.group import OffloadTensorGroup
 from pp_offload._groups.prefetch import Prefetcher, Upcoming
-from pp_offload._groups.wiring import Services
+from pp_offload._groups.wiring import Wiring
 from pp_offload._memory.host import HostTier
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.saved_tensor import SavedActivation
@@ -48,10 +48,8 @@ class Bench:
         self.transfer = TransferEngine(backend, HostTier(backend.allocate_host), 2**30)
         self.upcoming = Backwards()
         self.prefetcher = Prefetcher(self.transfer, self.upcoming, window_bytes)
-        services = Services(
-            self.transfer, Eligibility(backend.device, StorageSet()), self.prefetcher
-        )
-        chunk = ChunkOffloadHandler(1, None, services=services)
+        wiring = Wiring(self.transfer, Eligibility(backend.device, StorageSet()), self.prefetcher)
+        chunk = ChunkOffloadHandler(1, None, wiring=wiring)
         self.saved: list[list[SavedActivation]] = []
         for position, row in enumerate(sizes):
             group = chunk.on_group_start_forward(f"g{position}")
@@ -69,16 +67,16 @@ class Bench:
         """All tickets, those needed first first."""
         return [t for group in reversed(self.groups) for t in group.tickets_last_first()]
 
-    def landed(self) -> list[Ticket]:
-        return [ticket for ticket in self.backward_order() if ticket.landed is not None]
+    def on_device(self) -> list[Ticket]:
+        return [ticket for ticket in self.backward_order() if ticket.device_tensor is not None]
 
     def check(self, window_bytes: int) -> None:
         """The invariants of the window, now."""
-        landed = self.landed()
-        assert self.transfer.landed_bytes == sum(ticket.nbytes for ticket in landed)
-        assert self.transfer.landed_bytes <= window_bytes or len(landed) == 1
+        on_device = self.on_device()
+        assert self.transfer.reloaded_bytes == sum(ticket.nbytes for ticket in on_device)
+        assert self.transfer.reloaded_bytes <= window_bytes or len(on_device) == 1
         needed = [ticket for ticket in self.backward_order() if ticket.num_waiting > 0]
-        assert landed == needed[: len(landed)]
+        assert on_device == needed[: len(on_device)]
 
 
 sizes = st.lists(st.lists(st.integers(1, 40), max_size=4), min_size=1, max_size=6)
@@ -97,7 +95,7 @@ def test_the_window_holds_through_a_whole_backward(
             tensor = tag.unpack()
             assert tensor.eq(tensor.numel() % 251).all()
             bench.check(window_bytes)
-    assert bench.transfer.landed_bytes == 0
+    assert bench.transfer.reloaded_bytes == 0
     assert bench.transfer.counters.bytes_reloaded == sum(map(sum, sizes))
 
 
@@ -113,61 +111,61 @@ def test_any_order_of_use_gives_the_right_bytes_once_each(
     for tag in tags:
         tensor = tag.unpack()
         assert tensor.eq(tensor.numel() % 251).all()
-        assert bench.transfer.landed_bytes <= max(window_bytes, largest)
-    assert bench.transfer.landed_bytes == 0
+        assert bench.transfer.reloaded_bytes <= max(window_bytes, largest)
+    assert bench.transfer.reloaded_bytes == 0
     assert bench.transfer.counters.bytes_reloaded == sum(map(sum, sizes))
 
 
 def test_the_next_groups_are_reloaded_the_earliest_needed_first() -> None:
     bench = Bench([[10], [10], [10], [10]], 30)
     bench.groups[3].on_use()
-    assert bench.landed() == bench.backward_order()[:3]
+    assert bench.on_device() == bench.backward_order()[:3]
 
 
 def test_within_a_group_the_tensor_saved_last_comes_first() -> None:
     bench = Bench([[10, 11, 12]], 25)
     bench.groups[0].on_use()
-    assert [ticket.nbytes for ticket in bench.landed()] == [12, 11]
+    assert [ticket.nbytes for ticket in bench.on_device()] == [12, 11]
 
 
 def test_a_tensor_that_does_not_fit_is_not_overtaken_by_a_smaller_one() -> None:
     bench = Bench([[1], [100], [10]], 50)
     bench.groups[2].on_use()
-    assert [ticket.nbytes for ticket in bench.landed()] == [10]
+    assert [ticket.nbytes for ticket in bench.on_device()] == [10]
 
 
 def test_one_tensor_may_be_ahead_however_large() -> None:
     bench = Bench([[5], [1000]], 1)
     bench.groups[1].on_use()
-    assert [ticket.nbytes for ticket in bench.landed()] == [1000]
+    assert [ticket.nbytes for ticket in bench.on_device()] == [1000]
     bench.saved[1][0].unpack()
     bench.groups[0].on_use()
-    assert [ticket.nbytes for ticket in bench.landed()] == [5]
+    assert [ticket.nbytes for ticket in bench.on_device()] == [5]
 
 
 def test_the_window_is_filled_again_when_half_of_it_was_used() -> None:
     bench = Bench([[10], [10], [10], [10], [10, 10]], 40)
     bench.groups[4].on_use()
-    assert len(bench.landed()) == 4
+    assert len(bench.on_device()) == 4
     bench.saved[4][1].unpack()
     bench.saved[4][0].unpack()
     bench.groups[3].on_use()
     bench.check(40)
-    assert len(bench.landed()) == 4
+    assert len(bench.on_device()) == 4
 
 
 def test_room_that_the_last_tensor_of_a_group_made_is_used_at_once() -> None:
     bench = Bench([[10], [10], [10]], 10)
     bench.groups[2].on_use()
     bench.saved[2][0].unpack()
-    assert bench.landed() == bench.backward_order()[1:2]
+    assert bench.on_device() == bench.backward_order()[1:2]
     assert bench.transfer.counters.prefetched_reloads == 1
 
 
 def test_a_group_approached_is_reloaded_before_its_use() -> None:
     bench = Bench([[10], [10]], 15)
     bench.prefetcher.approach(bench.groups[1])
-    assert bench.landed() == bench.backward_order()[:1]
+    assert bench.on_device() == bench.backward_order()[:1]
     assert bench.upcoming.begun == []
     bench.groups[1].on_use()
     assert bench.upcoming.begun == [bench.groups[1]]
@@ -199,7 +197,7 @@ def test_a_group_autograd_let_go_of_is_not_reloaded() -> None:
 def test_fill_before_any_use_does_nothing() -> None:
     bench = Bench([[10]], 100)
     bench.prefetcher.fill()
-    assert bench.landed() == []
+    assert bench.on_device() == []
 
 
 def test_a_window_of_no_said_size_holds_two_of_the_largest_group() -> None:
@@ -207,7 +205,7 @@ def test_a_window_of_no_said_size_holds_two_of_the_largest_group() -> None:
     bench.transfer.backend.synchronize()
     bench.transfer.poll()  # what is used now is had back without a copy until its copy was made
     bench.groups[2].on_use()
-    assert bench.landed() == bench.backward_order()[:2]
+    assert bench.on_device() == bench.backward_order()[:2]
 
 
 def test_after_reset_it_has_no_place_in_the_step() -> None:
@@ -217,7 +215,7 @@ def test_after_reset_it_has_no_place_in_the_step() -> None:
     bench.transfer.poll()  # the window is empty, so it would be filled
     bench.prefetcher.reset()
     bench.prefetcher.fill()
-    assert bench.landed() == []
+    assert bench.on_device() == []
 
 
 @pytest.mark.parametrize("window_bytes", [0, 10, 1000])
@@ -227,4 +225,4 @@ def test_a_tensor_used_twice_is_brought_again(window_bytes: int) -> None:
         for group, tags in zip(reversed(bench.groups), reversed(bench.saved), strict=True):
             group.on_use()
             assert tags[0].unpack().eq(tags[0].unpack()).all()
-    assert bench.transfer.landed_bytes == 0
+    assert bench.transfer.reloaded_bytes == 0

@@ -28,7 +28,7 @@ def forget(cache: SliceCache, slices: list[Slice]) -> None:
 
 
 def values(cache: SliceCache, one: Slice) -> list[float]:
-    (tensor,) = cache.use(one).arrival.tensors
+    (tensor,) = cache.use(one).pending.tensors
     return tensor.tolist()
 
 
@@ -70,9 +70,9 @@ def test_what_changed_is_brought_again(backend, is_foreseen: bool, change) -> No
         change(wanted.parameters[0])
         assert values(cache, wanted) == wanted.parameters[0].tolist()
         (index,) = range(len(wanted.parameters))
-        assert cache.use(wanted, index).arrival.tensors[0].tolist() == wanted.parameters[0].tolist()
+        assert cache.use(wanted, index).pending.tensors[0].tolist() == wanted.parameters[0].tolist()
         change(wanted.parameters[0])
-        assert cache.use(wanted, index).arrival.tensors[0].tolist() == wanted.parameters[0].tolist()
+        assert cache.use(wanted, index).pending.tensors[0].tolist() == wanted.parameters[0].tolist()
         cache.drop()
 
 
@@ -101,10 +101,10 @@ def test_a_slice_on_one_stream_is_brought_again_for_another() -> None:
     with backend.activate():
         cache = SliceCache(PlainCopies(make_engine(backend, OffloadConfig())))
         (one,) = slices_of(1)
-        first = cache.use(one).arrival
+        first = cache.use(one).pending
         other = backend.new_stream("other")
         with backend.stream(other):
-            second = cache.use(one).arrival
-            assert second.home is other and second.tensors[0] is not first.tensors[0]
+            second = cache.use(one).pending
+            assert second.stream is other and second.tensors[0] is not first.tensors[0]
             assert second.tensors[0].add(1).eq(1).all()
         backend.check()

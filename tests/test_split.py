@@ -17,9 +17,9 @@ from toy import assert_idle, batches, make_model, same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._groups.plan import ChunkKey, WeightPassKey
-from pp_offload._groups.split_backward import Part
+from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.ticket import Arrived
+from pp_offload._transfer.ticket import DeviceCopy
 
 MICROBATCHES = 6
 GROUP_BYTES = 3 * 5 * 8 * 4
@@ -46,7 +46,7 @@ def tell(manager: PipelineOffloadManager, delay: int) -> None:
     manager.step.queue.know_order(keys, is_told=True)
     chunks = frozenset(ChunkKey(0, m) for m in range(MICROBATCHES))
     is_keeping = manager.config.split_backward == "keep"
-    manager.services.split = manager.services.split_backward(chunks, is_keeping=is_keeping)
+    manager.wiring.split = manager.wiring.split_backward(chunks, is_keeping=is_keeping)
 
 
 def run_step(
@@ -66,13 +66,13 @@ def run_step(
             leaves[m] = inputs[m].clone().requires_grad_()
             outputs[m] = model(leaves[m]).square().mean()
         elif kind == "I":
-            with part(manager, m, Part.INPUT):
+            with part(manager, m, BackwardPass.INPUT):
                 gradients, groups[m] = stage_backward_input(
                     [outputs.pop(m)], None, [leaves.pop(m)], model.parameters()
                 )
             found += [g for g in gradients if g is not None]
         else:
-            with part(manager, m, Part.WEIGHT):
+            with part(manager, m, BackwardPass.WEIGHT):
                 stage_backward_weight(model.parameters(), groups.pop(m))
     found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
@@ -87,8 +87,8 @@ class NoPart:
     def __exit__(self, *args: object) -> None: ...
 
 
-def part(manager: PipelineOffloadManager | None, m: int, which: Part) -> Any:
-    return NoPart() if manager is None else manager.backward_part(ChunkKey(0, m), which)
+def part(manager: PipelineOffloadManager | None, m: int, which: BackwardPass) -> Any:
+    return NoPart() if manager is None else manager.backward_pass(ChunkKey(0, m), which)
 
 
 def both(device: torch.device) -> tuple[nn.Module, nn.Module]:
@@ -109,7 +109,7 @@ def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None
     )
     with use_backend(make_backend(kind), config=config) as manager:
         on, off = both(manager.backend.device)
-        manager.services.transfer.__class__ = Watched
+        manager.wiring.transfer.__class__ = Watched
         tell(manager, delay)
         seen = [manager.statistics()]
         for step in range(4):
@@ -138,10 +138,10 @@ class Watched(TransferEngine):
 
     most_unused = 0
 
-    def _land(self, *args: Any) -> Arrived:
-        arrived = super()._land(*args)
-        Watched.most_unused = max(Watched.most_unused, self.landed_bytes)
-        return arrived
+    def _begin_reload(self, *args: Any) -> DeviceCopy:
+        device_copy = super()._begin_reload(*args)
+        Watched.most_unused = max(Watched.most_unused, self.reloaded_bytes)
+        return device_copy
 
 
 def pairs(seen: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -199,18 +199,18 @@ def test_what_is_kept_goes_with_the_second_part_or_the_step(ends: str) -> None:
             manager.init_model_chunk_offload_handler(None, None, 1)
             leaf = x.clone().requires_grad_()
             y = model(leaf).square().mean()
-            with part(manager, 0, Part.INPUT):
+            with part(manager, 0, BackwardPass.INPUT):
                 torch.autograd.grad(y, leaf, retain_graph=True)
             kept = [weakref.ref(one.tensor) for one in kept_of(manager)]
             if ends == "without" and kept:
                 manager.reset()
             else:
-                with part(manager, 0, Part.WEIGHT):
+                with part(manager, 0, BackwardPass.WEIGHT):
                     torch.autograd.grad(y, list(model.parameters()), retain_graph=True)
         assert kept and not any(ref() is not None for ref in kept)
 
 
 def kept_of(manager: PipelineOffloadManager) -> list[Any]:
-    split = manager.services.split
+    split = manager.wiring.split
     assert split is not None
     return [one for kept in split._kept.values() for one in kept.values()]

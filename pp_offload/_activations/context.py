@@ -27,7 +27,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from pp_offload._activations.exclusions import forget_left_out, is_left_out
+from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem
 from pp_offload._groups.checkpoint_regions import Keeping, Saving, is_recomputing
 from pp_offload._groups.hook_scopes import Caller, HookScope
@@ -93,7 +93,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self._say_if_nothing_leaves(config)
         self._knows_model = False
         self._here = _OfThread()
-        super().__init__(_unless_left_out(self.stash.pack), unpack)
+        super().__init__(_unless_excluded(self.stash.pack), unpack)
 
     has_said_that_it_copies = False
 
@@ -127,7 +127,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         if is_recomputing():
             entered.scope.enter(Keeping(Resident))
             return
-        forget_left_out()
+        forget_excluded()
         self.stash.begin()
         if not self._knows_model:
             entered.watch = register_module_forward_pre_hook(self._keep_buffers)
@@ -207,9 +207,9 @@ class _OfThread(threading.local):
         self.entered: list[_Entered] = []
 
 
-def _unless_left_out(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:
+def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:
     def hook(tensor: Tensor) -> Packed:
-        return Resident(tensor) if is_left_out() else pack(tensor)
+        return Resident(tensor) if is_excluded() else pack(tensor)
 
     return hook
 
@@ -218,7 +218,7 @@ class NoOpManager(saved_tensors_hooks, ContextDecorator):
     """What autograd saves inside stays on the device, also inside :class:`OffloadActivations`.
 
     And inside a checkpoint, which then keeps it. For a module that may be in one, there is
-    :func:`pp_offload._activations.exclusions.leave_out`.
+    :func:`pp_offload._activations.exclusions.exclude`.
     """
 
     def __init__(self) -> None:

@@ -3,8 +3,8 @@
 Their forward is marked; who packs saved tensors asks for the mark. Hooks of their own would do
 harm inside a checkpoint: they would take the place of its hooks, and keep what it is to drop.
 
-    leave_out(module)  # once
-    is_left_out()      # in a pack hook: does such a module's forward run?
+    exclude(module)  # once
+    is_excluded()      # in a pack hook: does such a module's forward run?
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def leave_out(module: Module) -> None:
+def exclude(module: Module) -> None:
     """From now on, OffloadActivations leave what ``module`` saves in its forward on the device.
 
     Checkpoints and groups do not ask for the mark. In a compiled region it does nothing. Twice is
@@ -39,12 +39,12 @@ def leave_out(module: Module) -> None:
         module.register_forward_hook(_leave, always_call=True)
 
 
-def is_left_out() -> bool:
+def is_excluded() -> bool:
     """Whether the forward of a left-out module runs on this thread."""
     return bool(_running.modules)
 
 
-def forget_left_out() -> None:
+def forget_excluded() -> None:
     """A forward begins: what an interrupt left of another one here is gone."""
     _running.modules.clear()
 

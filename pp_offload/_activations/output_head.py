@@ -14,7 +14,7 @@ from typing import Any
 from torch.nn import Module
 
 from pp_offload._activations.context import NoOpManager, OffloadActivations
-from pp_offload._activations.exclusions import leave_out
+from pp_offload._activations.exclusions import exclude
 from pp_offload._common.checks import check_flag, check_kind
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
@@ -110,7 +110,7 @@ def get_lora_act_offloading_ctx_manager(
     )
     offload.keep_module(model)
     if found is not None:
-        leave_out(found)
+        exclude(found)
     elif warn_if_no_head:
         warnings.warn(
             f"no output head found in {type(model).__name__}: none of {', '.join(HEADS)}; what it "
@@ -119,7 +119,7 @@ def get_lora_act_offloading_ctx_manager(
             stacklevel=2,
         )
     for module in liger_modules(model):
-        leave_out(module)
+        exclude(module)
     return offload
 
 

@@ -52,7 +52,7 @@ class ActivationCheckpointingVariants(enum.Enum):
     """
 
     FULL_ACTIVATION_CHECKPOINTING = "full_activation_checkpointing"
-    """Every layer: its inputs are kept, all else is computed again."""
+    """Every layer: its inputs are kept, all else is recomputed."""
 
     SELECTIVE_LAYER_ACTIVATION_CHECKPOINTING = "selective_layer_activation_checkpointing"
     """Every ``ac_freq``-th layer."""
@@ -90,7 +90,7 @@ class FullACParams:
     """Draw the same random numbers again, for dropout. The reference does not."""
 
     determinism_check: str = "default"
-    """Compare shapes, dtypes and devices of what was computed again; ``"none"`` for nothing."""
+    """Compare shapes, dtypes and devices of what was recomputed; ``"none"`` for nothing."""
 
     early_stop: bool = True
     """Compute again only as far as backward needs."""
@@ -145,7 +145,7 @@ class SelectiveOpACParams(FullACParams):
     """Outputs of these go to the tiers."""
 
     recompute_every: Mapping[str, int] = field(default_factory=lambda: {MATMUL: 2})
-    """Of the operators above, those of which every n-th call in a layer is computed again all the
+    """Of the operators above, those of which every n-th call in a layer is recomputed all the
     same. The reference does so with every second matrix product, that is ``aten.mm``: a linear
     layer without a bias.
     """

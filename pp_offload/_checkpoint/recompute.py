@@ -35,7 +35,7 @@ class Recompute:
 
     Args:
         stash: Takes inputs, and outputs of operators to offload; None keeps them on the device.
-        policy: Which operators' outputs are not computed again; None for all are.
+        policy: Which operators' outputs are not recomputed; None for all are.
         offload_inputs: Whether inputs go to the stash.
         use_reentrant: PyTorch's older way, which runs backward inside backward; takes no policy.
         preserve_rng_state: Draw the same random numbers again.

@@ -1,8 +1,8 @@
-"""What a checkpoint keeps of the operators inside: outputs saved, offloaded, or computed again.
+"""What a checkpoint keeps of the operators inside: outputs saved, offloaded, or recomputed.
 
 PyTorch's selective checkpointing saves and recomputes, in one mode for the forward and one for the
 recomputation. It asks what is to become of an output when that is there; one that is to be
-offloaded goes to a stash then, and PyTorch is told that it is to be computed again. Where
+offloaded goes to a stash then, and PyTorch is told that it is to be recomputed. Where
 something was offloaded, or drew random numbers, PyTorch's mode for the recomputation is one that
 brings it. Where nothing is ever kept there is no mode, for each costs time at every operator.
 
@@ -43,7 +43,7 @@ class Choice(enum.Enum):
 
     SAVE = "saved on the device"
     OFFLOAD = "offloaded"
-    RECOMPUTE = "computed again"
+    RECOMPUTE = "recomputed"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class OpPolicy:
     """Operators whose outputs go to the tiers."""
 
     recompute_every: Mapping[OpOverload, int] = field(default_factory=dict)
-    """Of the operators above, those of which every n-th call is computed again."""
+    """Of the operators above, those of which every n-th call is recomputed."""
 
     def choose(self, op: OpOverload, number: int) -> Choice:
         """What becomes of the output of the ``number``-th call of ``op``, from 1 on."""
@@ -108,7 +108,7 @@ class CheckpointCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A call whose output is not computed again."""
+    """A call whose output is not recomputed."""
 
     packed: Any = None
     """Its output, if that was offloaded; else PyTorch has it."""
@@ -123,11 +123,11 @@ class _Kept:
 
 
 _Calls = dict[OpOverload, list[_Kept | None]]
-"""Of each operator that may be kept, its calls in the forward; None for one computed again."""
+"""Of each operator that may be kept, its calls in the forward; None for one recomputed."""
 
 
 class KeptOutputs:
-    """Of one forward, the outputs that are not computed again.
+    """Of one forward, the outputs that are not recomputed.
 
     Args:
         policy: Chooses them.

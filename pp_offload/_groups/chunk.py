@@ -1,6 +1,6 @@
 """One microbatch on one model chunk: its groups, from forward to backward.
 
-Its collaborators come in the constructor, bundled as :class:`Services`; it asks no singleton.
+Its collaborators come in the constructor, bundled as :class:`Wiring`; it asks no singleton.
 
     group = chunk.on_group_start_forward("mlp")  # tensors saved from here on belong to the group
     saved = chunk.tensor_push(tensor)            # pack hook
@@ -29,7 +29,7 @@ from pp_offload._common.checks import (
 from pp_offload._groups.group import GroupState, OffloadTensorGroup
 from pp_offload._groups.plan import ChunkKey, ChunkShape, GroupKey, GroupShape
 from pp_offload._groups.prefetch import Visit
-from pp_offload._groups.wiring import Services
+from pp_offload._groups.wiring import Wiring
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._transfer.payload import tickets_for
 from pp_offload._transfer.saved_tensor import Packed, Resident, SavedActivation, SavedWrapper
@@ -51,7 +51,7 @@ class ChunkOffloadHandler:
         min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
         cpu_tensor_pool: Kept for callers that manage host tensors themselves; the engine's own
             host memory is its host tier.
-        services: What it shares with other chunks; its own when not given.
+        wiring: What it shares with other chunks; its own when not given.
         vp_stage: Virtual pipeline stage it runs.
         microbatch: Its number in the step; counted when None.
 
@@ -63,7 +63,7 @@ class ChunkOffloadHandler:
         min_offloaded_tensor_size: int,
         cpu_tensor_pool: GPUTensorPool | None,
         *,
-        services: Services | None = None,
+        wiring: Wiring | None = None,
         vp_stage: int = 0,
         microbatch: int | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class ChunkOffloadHandler:
         self.key: ChunkKey | None = None
         self.groups: list[OffloadTensorGroup] = []
         self._open: list[OffloadTensorGroup] = []
-        self._services = services or Services.alone()
+        self._wiring = wiring or Wiring.alone()
         self.thread = threading.current_thread()
 
     # Single tensors
@@ -95,7 +95,7 @@ class ChunkOffloadHandler:
             An opaque state for :meth:`reload`; the host bytes live as long as it does.
         """
         check_kind("src_tensor", src_tensor, Tensor, "a tensor")
-        if not self._services.eligibility.can_move(src_tensor):
+        if not self._wiring.eligibility.can_move(src_tensor):
             return Resident(src_tensor)
         group = OffloadTensorGroup("tensor")
         saved = SavedActivation(src_tensor, group)
@@ -120,7 +120,7 @@ class ChunkOffloadHandler:
 
         See :class:`pp_offload._transfer.tensors.Eligibility`.
         """
-        return self._services.eligibility.admits(tensor, self.min_offloaded_tensor_size)
+        return self._wiring.eligibility.admits(tensor, self.min_offloaded_tensor_size)
 
     def tensor_push(self, tensor: Tensor) -> Packed:
         """Save ``tensor`` in the group started last; what it returns is bound to that group.
@@ -133,11 +133,11 @@ class ChunkOffloadHandler:
 
     def pack(self, group: OffloadTensorGroup, tensor: Tensor) -> Packed:
         """Save ``tensor`` in ``group``; of one made of others, the others."""
-        services = self._services
-        if group.state is not GroupState.OPEN or not services.is_enabled:
+        wiring = self._wiring
+        if group.state is not GroupState.OPEN or not wiring.is_enabled:
             return Resident(tensor)
-        if services.eligibility.admits(tensor, self.min_offloaded_tensor_size):
-            saved = SavedActivation(tensor, group, services.current_stream())
+        if wiring.eligibility.admits(tensor, self.min_offloaded_tensor_size):
+            saved = SavedActivation(tensor, group, wiring.current_stream())
             group.add(saved)
             return saved
         if is_wrapper(tensor):
@@ -164,10 +164,10 @@ class ChunkOffloadHandler:
         check_group_name("start", name)
         if threading.get_ident() != self.thread.ident:
             raise self._other_thread("start", name)
-        with self._services.lock:
-            self._services.transfer.follow(self._services.current_stream())
+        with self._wiring.lock:
+            self._wiring.transfer.follow(self._wiring.current_stream())
             if self.key is None:
-                self.key = self._services.number_chunk(self)
+                self.key = self._wiring.number_chunk(self)
             group = self._new_group(name)
             self.groups.append(group)
             self._open.append(group)
@@ -175,7 +175,7 @@ class ChunkOffloadHandler:
 
     def _new_group(self, name: str) -> OffloadTensorGroup:
         key = None if self.key is None else GroupKey(self.key, len(self.groups))
-        prefetcher = self._services.prefetcher
+        prefetcher = self._wiring.prefetcher
         on_use = None if prefetcher is None else prefetcher.on_use
         return OffloadTensorGroup(name, key=key, on_use=on_use)
 
@@ -221,7 +221,7 @@ class ChunkOffloadHandler:
         if delay:
             self._open.remove(group)
             refs = [weakref.ref(tensor) for tensor in released or ()]
-            self._services.delayed.append(partial(self._close_delayed, group, refs))
+            self._wiring.delayed.append(partial(self._close_delayed, group, refs))
         elif group is self._open[-1]:
             self.on_group_commit_forward(released)
         else:
@@ -265,8 +265,8 @@ class ChunkOffloadHandler:
         else:
             self._keep(self._open.pop())
         if forced_released_tensors and group.state is GroupState.OFFLOADED:
-            services = self._services
-            services.transfer.after_copies(services.release.of(forced_released_tensors))
+            wiring = self._wiring
+            wiring.transfer.after_copies(wiring.release.of(forced_released_tensors))
 
     def should_bulk_offload(self) -> bool:
         """Whether the group being committed leaves the device.
@@ -274,29 +274,29 @@ class ChunkOffloadHandler:
         Not if offload is disabled, the plan keeps it, or its backward has begun or is about to: it
         is the last of its name in a chunk that certainly runs backward next.
         """
-        services, group = self._services, self._open[-1]
-        if not services.is_enabled or group.is_used:
+        wiring, group = self._wiring, self._open[-1]
+        if not wiring.is_enabled or group.is_used:
             return False
         if group.key is None:
             return True
-        if services.plan.keeps(group.key, group.name):
+        if wiring.plan.keeps(group.key, group.name):
             return False
-        if not services.plan.is_last_of_its_name(group.key, group.name):
+        if not wiring.plan.is_last_of_its_name(group.key, group.name):
             return True
-        return next(services.queue.certain(), None) is not self
+        return next(wiring.queue.certain(), None) is not self
 
     def bulk_offload_group(self) -> None:
         """Queue the copies of the group being committed. With no room on the host it is kept."""
         group = self._open.pop()
         tickets = self._tickets(group)
-        self._services.on_change()
-        if self._services.prefetcher is not None:
-            self._services.prefetcher.expect(group.total_offload_bytes)
+        self._wiring.on_change()
+        if self._wiring.prefetcher is not None:
+            self._wiring.prefetcher.expect(group.total_offload_bytes)
         try:
             self._move(group, tickets)
         except MemoryError as failure:
-            level = logging.DEBUG if self._services.has_warned else logging.WARNING
-            self._services.has_warned = True
+            level = logging.DEBUG if self._wiring.has_warned else logging.WARNING
+            self._wiring.has_warned = True
             logger.log(
                 level,
                 "group '%s' stays on the device, for its %d bytes find no room off it (%s); other "
@@ -331,8 +331,8 @@ class ChunkOffloadHandler:
 
     def bulk_reload(self) -> None:
         """Reload ahead as far as the window allows."""
-        if self._services.prefetcher is not None:
-            self._services.prefetcher.fill()
+        if self._wiring.prefetcher is not None:
+            self._wiring.prefetcher.fill()
 
     def bulk_reload_group(self) -> None:
         """Reload the next group to run backward."""
@@ -343,8 +343,8 @@ class ChunkOffloadHandler:
     def pre_reload_last_layer(self) -> None:
         """Reload the groups backward uses first, before it begins."""
         last = self.find_next_unused()
-        if last is not None and self._services.prefetcher is not None:
-            self._services.prefetcher.approach(last)
+        if last is not None and self._wiring.prefetcher is not None:
+            self._wiring.prefetcher.approach(last)
 
     # Questions
 
@@ -418,23 +418,23 @@ class ChunkOffloadHandler:
 
     def _tickets(self, group: OffloadTensorGroup) -> list[Ticket]:
         saved = [one for one in group.saved() if one.may_leave]
-        tickets = tickets_for(saved, self._services.mover, group.name)
+        tickets = tickets_for(saved, self._wiring.mover, group.name)
         for ticket in tickets:
             group.total_offload_bytes += ticket.nbytes
         group.total_tensor_count += len(tickets)
         return tickets
 
     def _move(self, group: OffloadTensorGroup, tickets: list[Ticket]) -> None:
-        transfer, copies = self._services.transfer, self._services.copies
-        if self._services.verifier is not None:
-            self._services.verifier.watch(tickets)
+        transfer, copies = self._wiring.transfer, self._wiring.copies
+        if self._wiring.verifier is not None:
+            self._wiring.verifier.watch(tickets)
         # What a graph copies is there when it is launched, and not for others.
         is_capturing = transfer.backend.is_capturing
-        with self._services.lock:
+        with self._wiring.lock:
             new = tickets if is_capturing else copies.share(tickets)
         if new:
             group.copied_bytes += transfer.offload(new)  # which may wait, so the lock is not held
-        with self._services.lock:
+        with self._wiring.lock:
             if not is_capturing:
                 copies.add(new)
             self._hand_over(group, tickets)
@@ -443,6 +443,6 @@ class ChunkOffloadHandler:
         for ticket in tickets:
             ticket.hand_over()
         group.follow(tickets)
-        if self._services.split is not None and group.key is not None:
-            self._services.split.follow(group.key, tickets)
+        if self._wiring.split is not None and group.key is not None:
+            self._wiring.split.follow(group.key, tickets)
         group.move_to(GroupState.OFFLOADED)

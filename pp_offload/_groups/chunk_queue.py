@@ -26,7 +26,7 @@ class QueuedChunk(Protocol):
 
     @property
     def key(self) -> Key | None:
-        """Its place in the order."""
+        """Its position in the order."""
         ...
 
     def visits(self) -> Iterator[Visit]:
@@ -124,15 +124,15 @@ class ChunkQueue:
 
         What lies behind the gap would take the room its groups need.
         """
-        place = self._num_done
+        position = self._num_done
         for chunk in self._queued:
             rank = self._rank(chunk)
-            while place < rank and self._order[place] in self._begun:
-                place += 1
-            if place < rank:
+            while position < rank and self._order[position] in self._begun:
+                position += 1
+            if position < rank:
                 return
             yield chunk
-            place = min(rank + 1, len(self._order))
+            position = min(rank + 1, len(self._order))
 
     def front(self, name: str | None = None) -> QueuedChunk | None:
         """The next chunk with a group (of that name); it stays."""

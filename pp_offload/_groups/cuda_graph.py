@@ -57,6 +57,6 @@ def _check_event(event: object) -> None:
 
 
 def _record_and_join(event: Any) -> None:
-    transfer = PipelineOffloadManager.get_instance().services.transfer
+    transfer = PipelineOffloadManager.get_instance().wiring.transfer
     event.record(bare(transfer.backend.current_stream()))
     transfer.join()

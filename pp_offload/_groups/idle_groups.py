@@ -20,7 +20,7 @@ NUM_STEPS = 3
 """After so many steps nothing is looked at any more, until more is asked for."""
 
 
-class Activity(NamedTuple):
+class GroupUse(NamedTuple):
     """What a step did under one name."""
 
     num_groups: int
@@ -31,7 +31,7 @@ class Activity(NamedTuple):
     """Groups that were started and not committed."""
 
 
-class ActivityWatch:
+class IdleGroups:
     """Knows what was asked for, and what was said about it."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class ActivityWatch:
         """They are not, any more."""
         self._wanted.subtract(names)
 
-    def check(self, found: Mapping[str, Activity], smallest_numel: int) -> None:
+    def check(self, found: Mapping[str, GroupUse], smallest_numel: int) -> None:
         """Say which names did nothing in a step.
 
         Args:
@@ -62,26 +62,26 @@ class ActivityWatch:
                 logger.warning(message)
 
     def _idle(
-        self, found: Mapping[str, Activity], smallest_numel: int
+        self, found: Mapping[str, GroupUse], smallest_numel: int
     ) -> Iterator[tuple[str, str]]:
         for name in sorted({*found, *(+self._wanted)}):
-            activity = found.get(name)
-            if activity is None:
+            use = found.get(name)
+            if use is None:
                 yield (
                     name,
                     f"group '{name}' never ran: a step had forwards, but none went through the "
                     "modules its patterns match; look whether the step calls them, and not a copy "
                     "or a function of theirs, or compiles around them",
                 )
-            elif activity.num_open == activity.num_groups:
+            elif use.num_open == use.num_groups:
                 yield (
                     name,
-                    f"group '{name}' offloaded nothing: it was started {activity.num_groups} times "
+                    f"group '{name}' offloaded nothing: it was started {use.num_groups} times "
                     "and never committed; call group_commit(output, name), with the name it was "
                     "started with, at the end of its forward",
                 )
-            elif not activity.num_tensors:
-                committed = activity.num_groups - activity.num_open
+            elif not use.num_tensors:
+                committed = use.num_groups - use.num_open
                 yield (
                     name,
                     f"group '{name}' offloaded nothing: none of its {committed} groups "

@@ -31,12 +31,12 @@ from pp_offload._groups.checkpoint_regions import (
 from pp_offload._groups.chunk import ChunkOffloadHandler
 from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.hook_scopes import Caller, HookScope, leave_all
-from pp_offload._groups.idle_groups import ActivityWatch
+from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.plan import ChunkKey
 from pp_offload._groups.prefetch import Prefetcher
-from pp_offload._groups.split_backward import Part
+from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.step import StepRecord
-from pp_offload._groups.wiring import Services
+from pp_offload._groups.wiring import Wiring
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._transfer.saved_tensor import Packed, Resident, is_in_backward, unpack
 from pp_offload._transfer.statistics import OffloadStatistics, collect
@@ -95,17 +95,17 @@ class PipelineOffloadManager:
     ) -> None:
         self.config = config_or_default(config)
         self.step = StepRecord(ChunkQueue())
-        self.services = self._services(self.config, backend_or_default(backend), self.step)
+        self.wiring = self._wiring(self.config, backend_or_default(backend), self.step)
         self.num_attached = 0
-        self.activity = ActivityWatch()
+        self.idle_groups = IdleGroups()
         self._was_disabled = False
         self._has_warned_of_no_reset = False
         self._forward = _Forward()
         self._contexts = _Contexts()
         self._pool: GPUTensorPool | None = None
 
-    def _services(self, config: OffloadConfig, backend: Backend, step: StepRecord) -> Services:
-        return Services.made(
+    def _wiring(self, config: OffloadConfig, backend: Backend, step: StepRecord) -> Wiring:
+        return Wiring.made(
             make_engine(backend, config),
             config,
             step,
@@ -137,9 +137,9 @@ class PipelineOffloadManager:
 
     def take_over(self, old: PipelineOffloadManager) -> None:
         """Go on in its place: what was marked stays marked, what was disabled disabled."""
-        self.activity = old.activity
-        self.services.go_on_as(old.services)
-        self._was_disabled = not self.services.is_enabled
+        self.idle_groups = old.idle_groups
+        self.wiring.go_on_as(old.wiring)
+        self._was_disabled = not self.wiring.is_enabled
 
     def configure(self, config: OffloadConfig) -> None:
         """Go on with these options, between steps.
@@ -159,32 +159,32 @@ class PipelineOffloadManager:
                 "detach() it first, or give both the same config"
             )
         step = StepRecord(ChunkQueue())
-        services = self._services(config, self.backend, step)  # first, for a disk may not be there
-        services.go_on_as(self.services)
+        wiring = self._wiring(config, self.backend, step)  # first, for a disk may not be there
+        wiring.go_on_as(self.wiring)
         self.retire()
-        self.config, self.step, self.services = config, step, services
+        self.config, self.step, self.wiring = config, step, wiring
         self._forward = _Forward()  # of every thread, or one goes on with a chunk of the old step
 
     def release_idle_memory(self) -> None:
         """Give host memory back to the system that no saved tensor needs; waits for copies."""
-        self.services.transfer.release_idle()
+        self.wiring.transfer.release_idle()
 
     def retire(self) -> None:
         """Something else takes over: forget the step, and keep only what living graphs need."""
         self.abort()
-        self.services.transfer.retire()
+        self.wiring.transfer.retire()
 
     # What it is made of
 
     @property
     def _prefetcher(self) -> Prefetcher:
-        assert self.services.prefetcher is not None  # of a manager there is one
-        return self.services.prefetcher
+        assert self.wiring.prefetcher is not None  # of a manager there is one
+        return self.wiring.prefetcher
 
     @property
     def backend(self) -> Backend:
         """The device it works on."""
-        return self.services.transfer.backend
+        return self.wiring.transfer.backend
 
     @property
     def d2h_stream(self) -> Stream:
@@ -243,16 +243,16 @@ class PipelineOffloadManager:
         self._forward.chunk = ChunkOffloadHandler(
             min_offloaded_tensor_size,
             self._pool,
-            services=self.services,
+            wiring=self.wiring,
             vp_stage=stage,
             microbatch=microbatch,
         )
 
     def _forget_finished(self) -> None:
         """Nobody calls reset(), so it seems: do not grow with every microbatch."""
-        with self.services.lock:
+        with self.wiring.lock:
             self.step.forget_finished()
-            self.services.copies.forget_dead()
+            self.wiring.copies.forget_dead()
         if not self._has_warned_of_no_reset:
             self._has_warned_of_no_reset = True
             logger.warning(
@@ -262,7 +262,7 @@ class PipelineOffloadManager:
             )
 
     def _add_chunk(self, chunk: ChunkOffloadHandler) -> ChunkKey:
-        key, split = self.step.add(chunk), self.services.split
+        key, split = self.step.add(chunk), self.wiring.split
         if split is not None and key in split.chunks:
             self.step.expect_weight_pass(chunk, split)
         return key
@@ -272,35 +272,35 @@ class PipelineOffloadManager:
 
         Reloads nothing yet: the loss and its inputs are still there, and memory is highest.
         """
-        with self.services.lock:
+        with self.wiring.lock:
             chunk = self.step.chunk(key)
             if chunk is not None:
                 self.step.begin_backward(chunk)
 
     @contextmanager
-    def backward_part(self, key: ChunkKey, part: Part) -> Iterator[None]:
+    def backward_pass(self, key: ChunkKey, part: BackwardPass) -> Iterator[None]:
         """Around one part of the backward of a chunk, where it comes in two."""
-        chunk, split = self.step.chunk(key), self.services.split
+        chunk, split = self.step.chunk(key), self.wiring.split
         if chunk is None or split is None:
             yield
             return
         try:
-            with self.services.lock:
+            with self.wiring.lock:
                 split.begin(key, part)
-                self._begin_part(chunk, part)
+                self._begin_pass(chunk, part)
             yield
         except BaseException:
             split.stop()
             raise
         else:
-            with self.services.lock:
+            with self.wiring.lock:
                 split.end()
         finally:
-            with self.services.lock:
-                self.step.end_part()
+            with self.wiring.lock:
+                self.step.end_pass()
 
-    def _begin_part(self, chunk: ChunkOffloadHandler, part: Part) -> None:
-        if part is Part.INPUT:
+    def _begin_pass(self, chunk: ChunkOffloadHandler, part: BackwardPass) -> None:
+        if part is BackwardPass.INPUT:
             self.step.begin_backward(chunk)
         else:
             self.step.begin_weight_pass(chunk)
@@ -388,7 +388,7 @@ class PipelineOffloadManager:
         except BaseException:
             self.abort()
             raise
-        with self.services.lock:
+        with self.wiring.lock:
             self._check_not_busy_elsewhere()  # again: nobody begins between this and the end
             forgotten = self.step.forgotten()
             if self.step.is_complete():
@@ -400,7 +400,7 @@ class PipelineOffloadManager:
             if not was_cut_off:  # what an interrupt left open nobody has forgotten to commit
                 self._look_for_idle_groups()
             self._end_step()
-        self.services.transfer.fit()
+        self.wiring.transfer.compact()
         if forgotten:
             raise GroupStateError(
                 f"groups {forgotten} were started and never committed, so nothing of them was "
@@ -409,7 +409,7 @@ class PipelineOffloadManager:
 
     def _check_not_busy_elsewhere(self) -> None:
         """A step has one begin for all its threads: one of them must not end it for the others."""
-        with self.services.lock:
+        with self.wiring.lock:
             chunk = self.step.awaited_elsewhere()
         if chunk is not None:
             here = threading.current_thread()
@@ -424,25 +424,25 @@ class PipelineOffloadManager:
         """Forget the step that runs. Tensors autograd still holds stay good."""
         leave_all()
         self._end_step()
-        self.services.transfer.fit()
+        self.wiring.transfer.compact()
 
     def _end_step(self) -> None:
-        with self.services.lock:
-            self.services.delayed.clear()
-            self.services.copies.clear()
+        with self.wiring.lock:
+            self.wiring.delayed.clear()
+            self.wiring.copies.clear()
             self._forward.end()  # other threads have their own
             self.step.clear()
             self._prefetcher.reset()
-            if self.services.split is not None:
-                self.services.split.clear()
+            if self.wiring.split is not None:
+                self.wiring.split.clear()
 
     def _look_for_idle_groups(self) -> None:
         step, smallest = self.step, self.step.smallest_numel
         is_silent = self._was_disabled or self._forward.is_evaluating
-        is_silent = is_silent or not self.activity.num_steps_left
+        is_silent = is_silent or not self.idle_groups.num_steps_left
         if smallest is not None and not is_silent:
-            self.activity.check(step.activity(), smallest)
-        self._was_disabled = not self.services.is_enabled
+            self.idle_groups.check(step.group_uses(), smallest)
+        self._was_disabled = not self.wiring.is_enabled
 
     def post_warmup_callback(self) -> None:
         """Derive the plan, and :attr:`offload_summary_bytes`, from the first complete step."""
@@ -450,8 +450,8 @@ class PipelineOffloadManager:
         self.step.is_warmup = False
 
     def _learn(self) -> None:
-        old = self.services.plan
-        self.services.plan = plan = self.step.make_plan(self.config)
+        old = self.wiring.plan
+        self.wiring.plan = plan = self.step.make_plan(self.config)
         if not self.step.is_warmup and plan != old:
             logger.info(
                 "the step changed: it had %d chunks, the plan was for %d; the plan is derived anew "
@@ -476,7 +476,7 @@ class PipelineOffloadManager:
 
     def statistics(self) -> OffloadStatistics:
         """What was moved and what is in use, exact at the call."""
-        return collect(self.services.transfer)
+        return collect(self.wiring.transfer)
 
     def verify(self) -> list[str]:
         """With ``verify=True``: what the groups committed since the last call did not free.
@@ -487,19 +487,19 @@ class PipelineOffloadManager:
             A message for each storage that is still on the device, with who holds it; each is
             logged once. Empty without ``verify``.
         """
-        verifier = self.services.verifier
+        verifier = self.wiring.verifier
         return [] if verifier is None else verifier.check_freed()
 
     # Switches
 
     def disable_offload(self) -> None:
         """From now on nothing is offloaded, until :meth:`enable_offload`."""
-        self.services.is_enabled = False
+        self.wiring.is_enabled = False
         self._was_disabled = True
 
     def enable_offload(self) -> None:
         """Offload again."""
-        self.services.is_enabled = True
+        self.wiring.is_enabled = True
 
     def mark_not_offloadable(self, tensor: Tensor) -> None:
         """Keep ``tensor`` and every view of it on the device, as long as its storage lives.
@@ -508,7 +508,7 @@ class PipelineOffloadManager:
             TypeError: It is no tensor.
         """
         check_kind("tensor", tensor, Tensor, "a tensor", "mark each tensor on its own")
-        self.services.eligibility.kept.add(tensor)
+        self.wiring.eligibility.kept.add(tensor)
 
     # Delayed groups
 
@@ -523,11 +523,11 @@ class PipelineOffloadManager:
         if not callable(group_hook):
             raise TypeError(f"group_hook is {said(group_hook)}, expected a function of the tensors")
         released = checked_tensors("forced_released_tensors", forced_released_tensors)
-        self.services.delayed.append(lambda: group_hook(released))
+        self.wiring.delayed.append(lambda: group_hook(released))
 
     def flush_delayed_groups(self) -> None:
         """Do the queued commits, in forward order."""
-        delayed = self.services.delayed
+        delayed = self.wiring.delayed
         while delayed:
             delayed.pop(0)()
 

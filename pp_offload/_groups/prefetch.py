@@ -130,9 +130,9 @@ class Prefetcher:
         group, changes = self._current, self._upcoming.num_changes
         if group is None or self._done_at == changes:
             return
-        if 2 * self._transfer.landed_bytes > self._window_bytes:
+        if 2 * self._transfer.reloaded_bytes > self._window_bytes:
             return
-        room = self._window_bytes - self._transfer.landed_bytes
+        room = self._window_bytes - self._transfer.reloaded_bytes
         batches: list[list[Ticket]] = []
         chosen: set[Ticket] = set()
         is_all = True
@@ -159,7 +159,7 @@ class Prefetcher:
             self._transfer.refill_below_bytes = self._window_bytes // 2
 
     def _bring(self, group: OffloadTensorGroup) -> None:
-        room = self._window_bytes - self._transfer.landed_bytes
+        room = self._window_bytes - self._transfer.reloaded_bytes
         batch, _ = self._missing(group, room, set())
         if batch:
             self._transfer.counters.on_demand_reloads += self._transfer.reload(batch)
@@ -186,11 +186,11 @@ class Prefetcher:
             chosen: Tickets that will be brought before it.
         """
         batch: list[Ticket] = []
-        may_exceed = not chosen and self._transfer.landed_bytes == 0
+        may_exceed = not chosen and self._transfer.reloaded_bytes == 0
         for ticket in visit.wanted():
             if ticket in chosen:
                 continue
-            if visit is self._current and ticket.lent is not None:
+            if visit is self._current and ticket.in_flight_source is not None:
                 continue  # what is used now can be had without a copy
             if ticket.nbytes > room and not (may_exceed and not batch):
                 return batch, False

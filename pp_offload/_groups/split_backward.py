@@ -4,9 +4,9 @@ Both read the same saved tensors, the second part only some of them. Which ones,
 nobody tells beforehand; it is written down when it happens, and foreseen for the chunks of the same
 stage that follow, and for the same chunk of the next step.
 
-    split.begin(key, Part.INPUT)    # backward_one_chunk(full_backward=False)
+    split.begin(key, BackwardPass.INPUT)   # backward_one_chunk(full_backward=False)
     split.end()
-    split.begin(key, Part.WEIGHT)   # backward_weight_one_chunk, maybe many microbatches later
+    split.begin(key, BackwardPass.WEIGHT)  # backward_weight_one_chunk, maybe much later
     split.end()
 """
 
@@ -26,14 +26,14 @@ from pp_offload._transfer.ticket import Mover, Ticket
 from pp_offload.backends import Backend, Stream
 
 
-class Part(enum.Enum):
+class BackwardPass(enum.Enum):
     """Which part of a backward."""
 
     INPUT = "input"
     WEIGHT = "weight"
 
 
-class Place(NamedTuple):
+class TicketIndex(NamedTuple):
     """Which ticket of a chunk, the same in every step."""
 
     position: int
@@ -43,15 +43,15 @@ class Place(NamedTuple):
     """Its own, in the group."""
 
 
-Uses = Mapping[Place, int]
+Uses = Mapping[TicketIndex, int]
 """How often each ticket was used in a part, the one used first first."""
 
 
 class Known(NamedTuple):
-    """A ticket's chunk, and its place there."""
+    """A ticket's chunk, and its index there."""
 
     chunk: ChunkKey
-    place: Place
+    ticket_index: TicketIndex
 
 
 class Kept(NamedTuple):
@@ -60,11 +60,11 @@ class Kept(NamedTuple):
     ticket: weakref.ref[Ticket]
     tensor: Tensor
     version: int
-    home: Stream
+    stream: Stream
 
     def is_good(self, live: Stream) -> bool:
         """Whether stream ``live`` would find what was saved."""
-        return self.home == live and self.tensor._version == self.version
+        return self.stream == live and self.tensor._version == self.version
 
 
 class SplitBackward:
@@ -84,15 +84,15 @@ class SplitBackward:
         self._inner = inner
         self._backend = backend
         self._is_keeping = is_keeping
-        self._running: tuple[ChunkKey, Part] | None = None
-        self._used: Counter[Place] = Counter()
-        self._seen: dict[tuple[ChunkKey | int, Part], Uses] = {}  # by chunk, and by stage
-        self._kept: defaultdict[ChunkKey, dict[Place, Kept]] = defaultdict(dict)
+        self._running: tuple[ChunkKey, BackwardPass] | None = None
+        self._used: Counter[TicketIndex] = Counter()
+        self._seen: dict[tuple[ChunkKey | int, BackwardPass], Uses] = {}  # by chunk, and by stage
+        self._kept: defaultdict[ChunkKey, dict[TicketIndex, Kept]] = defaultdict(dict)
 
     @property
-    def landed_bytes(self) -> int:
+    def reloaded_bytes(self) -> int:
         """As the engine counts them; without what is kept."""
-        return self._inner.landed_bytes
+        return self._inner.reloaded_bytes
 
     @property
     def refill_below_bytes(self) -> int:
@@ -103,14 +103,14 @@ class SplitBackward:
         """A group was offloaded: know its tickets, and how often the first part will use each."""
         if key.chunk not in self.chunks:
             return
-        uses = self.foreseen(key.chunk, Part.INPUT)
+        uses = self.foreseen(key.chunk, BackwardPass.INPUT)
         for ordinal, ticket in enumerate(tickets):
-            place = Place(key.position, ordinal)
-            ticket.place = Known(key.chunk, place)
+            index = TicketIndex(key.position, ordinal)
+            ticket.index_in_chunk = Known(key.chunk, index)
             if uses:
-                ticket.num_waiting = uses.get(place, 0)  # see NOTE [ Uses ]
+                ticket.num_waiting = uses.get(index, 0)  # see NOTE [ Uses ]
 
-    def begin(self, key: ChunkKey, part: Part) -> None:
+    def begin(self, key: ChunkKey, part: BackwardPass) -> None:
         """A part of a chunk's backward begins."""
         self._running = key, part
         self._used = Counter()
@@ -124,7 +124,7 @@ class SplitBackward:
         if self._running is not None:
             key, part = self._running
             self._seen[key, part] = self._seen[key.vp_stage, part] = self._used
-            if part is Part.WEIGHT:
+            if part is BackwardPass.WEIGHT:
                 self._kept.pop(key, None)
         self._running = None
 
@@ -133,37 +133,41 @@ class SplitBackward:
         self._running = None
         self._kept.clear()
 
-    def foreseen(self, key: ChunkKey, part: Part) -> Uses:
+    def foreseen(self, key: ChunkKey, part: BackwardPass) -> Uses:
         """What the part will use, as the last one of its chunk, or of its stage, did."""
         seen = self._seen.get((key, part))
         return self._seen.get((key.vp_stage, part), {}) if seen is None else seen
 
     def deliver(self, ticket: Ticket) -> Tensor:
         """The payload on the device."""
-        known, running = ticket.place, self._running
+        known, running = ticket.index_in_chunk, self._running
         if not isinstance(known, Known) or running is None or known.chunk != running[0]:
             return self._inner.deliver(ticket)
-        (key, part), place = running, known.place
-        self._used[place] += 1
+        (key, part), index = running, known.ticket_index
+        self._used[index] += 1
         live = self._backend.current_stream()
         self._forget_gone(key)
-        kept = self._kept[key].get(place) if part is Part.WEIGHT else None
+        kept = self._kept[key].get(index) if part is BackwardPass.WEIGHT else None
         if kept is not None and kept.ticket() is ticket and kept.is_good(live):
             return kept.tensor
         tensor = self._inner.deliver(ticket)
-        if part is Part.INPUT and self._is_keeping and place in self.foreseen(key, Part.WEIGHT):
-            self._kept[key][place] = Kept(weakref.ref(ticket), tensor, tensor._version, live)
+        if (
+            part is BackwardPass.INPUT
+            and self._is_keeping
+            and index in self.foreseen(key, BackwardPass.WEIGHT)
+        ):
+            self._kept[key][index] = Kept(weakref.ref(ticket), tensor, tensor._version, live)
         return tensor
 
     def _forget_gone(self, key: ChunkKey) -> None:
         """What is kept for tickets that autograd let go. See NOTE [ Nobody is called ]."""
         kept = self._kept[key]
-        for place in [place for place, one in kept.items() if one.ticket() is None]:
-            del kept[place]
+        for index in [index for index, one in kept.items() if one.ticket() is None]:
+            del kept[index]
 
-    def stays(self, key: ChunkKey, place: Place) -> bool:
+    def stays(self, key: ChunkKey, index: TicketIndex) -> bool:
         """Whether it is on the device after the first part, for the second."""
-        return self._is_keeping and place in self.foreseen(key, Part.INPUT)
+        return self._is_keeping and index in self.foreseen(key, BackwardPass.INPUT)
 
 
 class WeightPass:
@@ -182,7 +186,7 @@ class WeightPass:
         self.is_brought = False
         self._groups = groups
         self._split = split
-        self._uses: list[tuple[Place, int]] | None = None
+        self._uses: list[tuple[TicketIndex, int]] | None = None
         self._num_claimed = 0
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
@@ -196,7 +200,7 @@ class WeightPass:
 
     def waiting(self) -> Iterator[Ticket]:
         """What it is known to use."""
-        found = (self._ticket(place) for place in self._foreseen())
+        found = (self._ticket(index) for index in self._foreseen())
         return (ticket for ticket in found if ticket is not None)
 
     def wanted(self) -> Iterator[Ticket]:
@@ -207,18 +211,18 @@ class WeightPass:
         if self._uses is None:
             self._uses = list(self._foreseen().items())
         while self._num_claimed < len(self._uses):
-            place, num_uses = self._uses[self._num_claimed]
-            ticket = self._ticket(place)
-            if ticket is not None and not self._split.stays(self.key.chunk, place):
+            index, num_uses = self._uses[self._num_claimed]
+            ticket = self._ticket(index)
+            if ticket is not None and not self._split.stays(self.key.chunk, index):
                 if not ticket.is_coming:
                     yield ticket
                 ticket.num_waiting = max(ticket.num_waiting, 0) + num_uses
             self._num_claimed += 1
 
-    def _ticket(self, place: Place) -> Ticket | None:
-        if place.position >= len(self._groups):
+    def _ticket(self, index: TicketIndex) -> Ticket | None:
+        if index.position >= len(self._groups):
             return None
-        return self._groups[place.position].ticket(place.ordinal)
+        return self._groups[index.position].ticket(index.ordinal)
 
     def _foreseen(self) -> Uses:
-        return self._split.foreseen(self.key.chunk, Part.WEIGHT)
+        return self._split.foreseen(self.key.chunk, BackwardPass.WEIGHT)

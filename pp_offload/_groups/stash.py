@@ -24,7 +24,7 @@ from pp_offload._groups.chunk import ChunkOffloadHandler
 from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.group import GroupState, OffloadTensorGroup
 from pp_offload._groups.step import StepRecord
-from pp_offload._groups.wiring import Services
+from pp_offload._groups.wiring import Wiring
 from pp_offload._memory.slabs import pageable
 from pp_offload._transfer.saved_tensor import Packed, Resident, is_in_backward
 from pp_offload._transfer.statistics import OffloadStatistics, collect
@@ -70,34 +70,34 @@ class ActivationStash:
         self.min_offload_size = min_offload_size
         self.max_tensors = max_tensors
         self.backend, config = backend_or_default(backend), config_or_default(config)
-        self._engine = partial(_services, self.backend, config, use_pin_memory=use_pin_memory)
-        self._inherited: Services | None = None
+        self._engine = partial(_wiring, self.backend, config, use_pin_memory=use_pin_memory)
+        self._inherited: Wiring | None = None
         self._start()
 
     def _start(self) -> None:
         self._owner = current()
         self._forward = _Forward()
         self._step = StepRecord(ChunkQueue())
-        self._services = self._engine(self._step)
+        self._wiring = self._engine(self._step)
 
     def _start_in_child(self) -> None:
         """A forked process has an engine of its own: see :mod:`pp_offload._groups.forked`."""
-        self._inherited = old = self._services  # not let go of, or it would wait for its copies
+        self._inherited = old = self._wiring  # not let go of, or it would wait for its copies
         self._start()
-        self._services.eligibility.kept = old.eligibility.kept
+        self._wiring.eligibility.kept = old.eligibility.kept
 
     def begin(self) -> None:
         """The forward of a microbatch begins; what the last one left here is sent."""
         if self._owner != current():
             self._start_in_child()
         self.send()
-        with self._services.lock:
+        with self._wiring.lock:
             self._step.forget_finished()
-            self._services.copies.forget_dead()
-        self._services.transfer.fit()
-        if self._services.verifier is not None:
-            self._services.verifier.check_freed()
-        self._forward.chunk = ChunkOffloadHandler(0, None, services=self._services)
+            self._wiring.copies.forget_dead()
+        self._wiring.transfer.compact()
+        if self._wiring.verifier is not None:
+            self._wiring.verifier.check_freed()
+        self._forward.chunk = ChunkOffloadHandler(0, None, wiring=self._wiring)
 
     @property
     def is_over(self) -> bool:
@@ -107,15 +107,15 @@ class ActivationStash:
 
     def keep_module(self, model: Module) -> None:
         """Leave parameters and buffers where they are, whichever view of them is saved."""
-        self._services.eligibility.kept.add_module(model)
+        self._wiring.eligibility.kept.add_module(model)
 
     def keep(self, tensor: Tensor) -> None:
         """Leave ``tensor`` and its views where they are."""
-        self._services.eligibility.kept.add(tensor)
+        self._wiring.eligibility.kept.add(tensor)
 
     def statistics(self) -> OffloadStatistics:
         """What was moved and what is in use, exact at the call."""
-        return collect(self._services.transfer)
+        return collect(self._wiring.transfer)
 
     def pack(self, tensor: Tensor) -> Packed:
         """Save ``tensor``; it leaves with the others."""
@@ -144,11 +144,11 @@ class ActivationStash:
             forward.chunk.commit(self.name)
 
 
-def _services(
+def _wiring(
     backend: Backend, config: OffloadConfig, step: StepRecord, *, use_pin_memory: bool
-) -> Services:
+) -> Wiring:
     """The engine, without a manager."""
     transfer = make_engine(backend, config, None if use_pin_memory else pageable)
-    return Services.made(
+    return Wiring.made(
         transfer, config, step, step.queue, on_change=step.change, number_chunk=step.add
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pp_offload._groups.chunk import ChunkOffloadHandler
 from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.group import GroupState, OffloadTensorGroup
-from pp_offload._groups.idle_groups import Activity
+from pp_offload._groups.idle_groups import GroupUse
 from pp_offload._groups.plan import ChunkKey, Plan, make_plan
 from pp_offload._groups.prefetch import Upcoming, Visit
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
@@ -84,7 +84,7 @@ class StepRecord(Upcoming):
         self.weight_pass = None
         self.begin_chunk(chunk)
 
-    def end_part(self) -> None:
+    def end_pass(self) -> None:
         """A part is over, and more may be foreseen than before."""
         self.weight_pass = None
         self.change()
@@ -166,13 +166,13 @@ class StepRecord(Upcoming):
         self.summary = {name: nbytes for name, nbytes in summary.items() if nbytes}
         return make_plan(shapes, config, self.pipeline_rank)
 
-    def activity(self) -> dict[str, Activity]:
+    def group_uses(self) -> dict[str, GroupUse]:
         """What was done, by group name."""
-        found: dict[str, Activity] = {}
+        found: dict[str, GroupUse] = {}
         for chunk in self._forward.values():
             for group in chunk.groups:
                 groups, tensors, num_open = found.get(group.name, (0, 0, 0))
-                found[group.name] = Activity(
+                found[group.name] = GroupUse(
                     groups + 1,
                     tensors + group.total_tensor_count,
                     num_open + (group.state is GroupState.OPEN),

@@ -23,7 +23,7 @@ from pp_offload.config import OffloadConfig
 
 
 @dataclass
-class Services:
+class Wiring:
     """What every chunk of a manager shares."""
 
     transfer: TransferEngine
@@ -71,7 +71,7 @@ class Services:
         inner = self.verifier or self.transfer
         return SplitBackward(inner, self.transfer.backend, chunks, is_keeping=is_keeping)
 
-    def go_on_as(self, old: Services) -> None:
+    def go_on_as(self, old: Wiring) -> None:
         """In place of ``old``: what was marked stays marked, what was disabled disabled."""
         self.eligibility.kept = old.eligibility.kept
         self.is_enabled = old.is_enabled
@@ -86,7 +86,7 @@ class Services:
         *,
         on_change: Callable[[], None],
         number_chunk: Callable[[Any], ChunkKey | None],
-    ) -> Services:
+    ) -> Wiring:
         """As the options say, for chunks of which somebody knows what comes next."""
         return cls(
             transfer,
@@ -99,7 +99,7 @@ class Services:
         )
 
     @classmethod
-    def alone(cls) -> Services:
+    def alone(cls) -> Wiring:
         """For a chunk without a manager."""
         backend, config = default_backend(), OffloadConfig()
         return cls(make_engine(backend, config), Eligibility(backend.device, StorageSet()))

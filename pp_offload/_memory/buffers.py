@@ -19,7 +19,7 @@ from pp_offload.backends import Event
 PART_ALIGNMENT = 64
 """Of parts in a buffer. In bytes."""
 
-Part = tuple[torch.Size, torch.dtype]
+Spec = tuple[torch.Size, torch.dtype]
 """A contiguous tensor that a buffer is to hold."""
 
 Place = tuple[int, Tensor]
@@ -41,7 +41,7 @@ class HostBuffer:
         "before",
         "last_use",
         "nbytes",
-        "num_parts",
+        "num_payloads",
         "pieces",
         "ranges",
         "room_bytes",
@@ -49,7 +49,7 @@ class HostBuffer:
 
     def __init__(self, nbytes: int, ranges: list[Range], slabs: list[Slab]) -> None:
         self.nbytes = nbytes
-        self.num_parts = 1
+        self.num_payloads = 1
         self.ranges = ranges
         self.room_bytes = sum(one.nbytes for one in ranges)
         self.pieces: list[Tensor] = []
@@ -60,7 +60,7 @@ class HostBuffer:
         for one, slab in zip(ranges, self._slabs, strict=True):
             self.pieces.append(slab.data[one.offset : one.offset + min(left, one.nbytes)])
             left -= one.nbytes
-        self._shape: tuple[list[Part], list[Place]] = [], []
+        self._shape: tuple[list[Spec], list[Place]] = [], []
 
     def last_uses(self) -> Iterator[Event]:
         """What must have finished before the memory is written."""
@@ -68,7 +68,7 @@ class HostBuffer:
         if self.last_use is not None:
             yield self.last_use
 
-    def shaped(self, parts: list[Part]) -> list[Place]:
+    def shaped(self, parts: list[Spec]) -> list[Place]:
         """Where contiguous tensors lie, one behind the other. Made once for the same parts.
 
         One that a single piece does not hold is a tensor without bytes, on the ``meta`` device.
@@ -77,18 +77,18 @@ class HostBuffer:
             self._shape = parts, list(self._placed(parts))
         return self._shape[1]
 
-    def _placed(self, parts: list[Part]) -> Iterator[Place]:
+    def _placed(self, parts: list[Spec]) -> Iterator[Place]:
         begin = 0
         for size, dtype in parts:
             nbytes = size.numel() * dtype.itemsize
-            held = self.part(begin, nbytes)
+            held = self.bytes_at(begin, nbytes)
             if len(held) == 1:
                 yield begin, held[0].view(dtype).view(size)
             else:
                 yield begin, torch.empty(size, dtype=dtype, device="meta")
             begin += room_for(nbytes)
 
-    def part(self, begin: int, nbytes: int) -> list[Tensor]:
+    def bytes_at(self, begin: int, nbytes: int) -> list[Tensor]:
         """The ``nbytes`` from byte ``begin`` on, as flat ``uint8`` tensors."""
         held: list[Tensor] = []
         for piece in self.pieces:

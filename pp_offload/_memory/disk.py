@@ -3,15 +3,15 @@
 The file has no name, so nothing is left of it when the process and those forked from it have ended,
 however they end. Every extent has a checksum, compared when it is read. Only its owner may read it.
 
-    extent = tier.take(nbytes)
+    extent = tier.allocate(nbytes)
     written = tier.write(extent, data)   # data must stay unchanged until the event; then see
     extent.failure                       # what went wrong, if anything
     read = tier.read(extent, target)     # after the write, whoever asks
     del extent                           # on any thread: what was not written yet never is
 
-What is there is told by the extents and places that somebody refers to; the arena and the counts
-are books, made anew after an interrupt as in ``host.py``. A forked process has the parent's file
-open as well, and must not touch it: there the tier raises.
+What is there is told by the extents and file ranges that somebody refers to; the arena and the
+counts are books, made anew after an interrupt as in ``host.py``. A forked process has the
+parent's file open as well, and must not touch it: there the tier raises.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class DiskEvent:
             raise DiskTierError(str(failure))  # a new one: its traceback holds graphs
 
 
-class _Place:
+class _FileRange:
     """A range of the file, and what was found when it was written.
 
     An extent refers to it, and so does a thread while it works on it. Nobody else gets the range
@@ -115,30 +115,30 @@ class DiskExtent:
     """Room in the file for as long as anybody refers to this object.
 
     Attributes:
-        place: Where it is.
+        file_range: Where it is.
         last_use: The work that was queued last.
     """
 
-    __slots__ = ("__weakref__", "last_use", "place")
+    __slots__ = ("__weakref__", "last_use", "file_range")
 
-    def __init__(self, place: _Place) -> None:
-        self.place = place
+    def __init__(self, file_range: _FileRange) -> None:
+        self.file_range = file_range
         self.last_use: DiskEvent | None = None
 
     @property
     def nbytes(self) -> int:
         """What was asked for."""
-        return self.place.nbytes
+        return self.file_range.nbytes
 
     @property
     def checksum(self) -> int | None:
         """Of what was written; None before."""
-        return self.place.checksum
+        return self.file_range.checksum
 
     @property
     def failure(self) -> DiskTierError | None:
         """Why it could not be written."""
-        return self.place.failure
+        return self.file_range.failure
 
     @property
     def was_sent(self) -> bool:
@@ -152,13 +152,13 @@ class _Size:
     """Of one extent, or of several."""
 
     nbytes: int
-    num_parts: int
+    num_payloads: int
 
     def plus(self, other: _Size) -> _Size:
-        return _Size(self.nbytes + other.nbytes, self.num_parts + other.num_parts)
+        return _Size(self.nbytes + other.nbytes, self.num_payloads + other.num_payloads)
 
     def minus(self, other: _Size) -> _Size:
-        return _Size(self.nbytes - other.nbytes, self.num_parts - other.num_parts)
+        return _Size(self.nbytes - other.nbytes, self.num_payloads - other.num_payloads)
 
 
 class _File:
@@ -203,7 +203,7 @@ class DiskStatistics:
     read: int = 0
     """Queued to be read since the tier was made."""
 
-    num_parts: int = 0
+    num_payloads: int = 0
     """Payloads in extents that somebody has."""
 
 
@@ -233,19 +233,19 @@ class DiskTier:
         # What is there
         self._slabs: list[int] = []
         self._extents = Loans[_Size]()
-        self._places = Loans[Range]()
+        self._file_ranges = Loans[Range]()
         # The books
         self._is_suspect = False
         self._arena = Arena(alignment=ALIGNMENT)
         self._in_use = _Size(0, 0)
         self._peak = 0
 
-    def take(self, nbytes: int, num_parts: int = 1) -> DiskExtent:
+    def allocate(self, nbytes: int, num_payloads: int = 1) -> DiskExtent:
         """An extent of ``nbytes``. That the file system has room is known only after the write.
 
         Args:
             nbytes: At least one.
-            num_parts: How many payloads share it; only counted.
+            num_payloads: How many payloads share it; only counted.
 
         Returns:
             It is taken for as long as anybody refers to this object.
@@ -257,10 +257,10 @@ class DiskTier:
         self._check_open()
         self._settle()
         self._is_suspect = True
-        range_, size = self._range(nbytes), _Size(nbytes, num_parts)
-        place = _Place(nbytes, range_, self._arena.slab_start(range_.slab) + range_.offset)
-        self._places.add(place, range_)
-        extent = DiskExtent(place)
+        range_, size = self._range(nbytes), _Size(nbytes, num_payloads)
+        file_range = _FileRange(nbytes, range_, self._arena.slab_start(range_.slab) + range_.offset)
+        self._file_ranges.add(file_range, range_)
+        extent = DiskExtent(file_range)
         self._extents.add(extent, size)
         self._in_use = self._in_use.plus(size)
         self._peak = max(self._peak, self._in_use.nbytes)
@@ -285,15 +285,15 @@ class DiskTier:
             ClosedError: The tier was closed.
             ForkedError: The tier is that of another process.
         """
-        source, place, owner = data.numpy(), extent.place, weakref.ref(extent)
+        source, file_range, owner = data.numpy(), extent.file_range, weakref.ref(extent)
 
         def run() -> DiskTierError | None:
             total = new_checksum()
-            failure = self._transfer(place, source, self._pwrite, total, owner)
+            failure = self._transfer(file_range, source, self._pwrite, total, owner)
             if failure is None:
-                place.checksum = total.intdigest()
+                file_range.checksum = total.intdigest()
             else:
-                place.failure = failure
+                file_range.failure = failure
             return None  # the bytes are still where they were
 
         event = self._queue(extent, run, ended)
@@ -322,15 +322,15 @@ class DiskTier:
             ClosedError: The tier was closed.
             ForkedError: The tier is that of another process.
         """
-        into, place = target.numpy(), extent.place
+        into, file_range = target.numpy(), extent.file_range
 
         def run() -> DiskTierError | None:
-            if place.checksum is None:
-                return place.failure or self._error(place, "it was never written")
+            if file_range.checksum is None:
+                return file_range.failure or self._error(file_range, "it was never written")
             total = new_checksum()
-            failure = self._transfer(place, into, self._pread, total)
-            if failure is None and total.intdigest() != place.checksum:
-                return self._error(place, "its checksum is not that of what was written")
+            failure = self._transfer(file_range, into, self._pread, total)
+            if failure is None and total.intdigest() != file_range.checksum:
+                return self._error(file_range, "its checksum is not that of what was written")
             return failure
 
         event = self._queue(extent, run, ended, after)
@@ -341,7 +341,7 @@ class DiskTier:
         """Exact at the call."""
         self._settle()
         now = self._in_use
-        return DiskStatistics(now.nbytes, self._peak, self._written, self._read, now.num_parts)
+        return DiskStatistics(now.nbytes, self._peak, self._written, self._read, now.num_payloads)
 
     def close(self) -> None:
         """Finish what is queued and wanted, and drop the file. Twice is fine."""
@@ -387,7 +387,7 @@ class DiskTier:
 
     def _transfer(
         self,
-        place: _Place,
+        file_range: _FileRange,
         data: NDArray[np.uint8],
         step: Step,
         total: xxh3_64,
@@ -401,28 +401,30 @@ class DiskTier:
         try:
             for begin in range(0, len(data), BLOCK_BYTES):
                 if owner() is None:
-                    return self._error(place, "nobody needs it any more")
+                    return self._error(file_range, "nobody needs it any more")
                 block = data[begin : begin + BLOCK_BYTES]
-                failure = self._transfer_block(place, begin, block.data, step)
+                failure = self._transfer_block(file_range, begin, block.data, step)
                 if failure is not None:
                     return failure
                 total.update(block.data)
         except Exception as error:  # whatever it is, the bytes are not where they should be
-            return self._error(place, f"{type(error).__name__}: {error}")
+            return self._error(file_range, f"{type(error).__name__}: {error}")
         return None
 
     def _transfer_block(
-        self, place: _Place, begin: int, rest: memoryview, step: Step
+        self, file_range: _FileRange, begin: int, rest: memoryview, step: Step
     ) -> DiskTierError | None:
         """Go on until it is done, however short the steps are."""
         at = begin
         while rest:
             try:
-                done = step(self._file.fd, rest, place.start + at)
+                done = step(self._file.fd, rest, file_range.start + at)
             except OSError as failure:
-                return self._error(place, f"{failure.strerror} [errno {failure.errno}]")
+                return self._error(file_range, f"{failure.strerror} [errno {failure.errno}]")
             if done <= 0:
-                return self._error(place, f"the file ends {place.nbytes - at} bytes too early")
+                return self._error(
+                    file_range, f"the file ends {file_range.nbytes - at} bytes too early"
+                )
             rest, at = rest[done:], at + done
         return None
 
@@ -431,10 +433,10 @@ class DiskTier:
         if self._is_closed:
             raise ClosedError("the disk tier is closed; make a new manager to go on")
 
-    def _error(self, place: _Place, cause: str) -> DiskTierError:
+    def _error(self, file_range: _FileRange, cause: str) -> DiskTierError:
         return DiskTierError(
-            f"disk tier, unnamed file in {self.directory}: {place.nbytes} bytes at offset "
-            f"{place.start}: {cause}; check that file system, or set disk_dir to a "
+            f"disk tier, unnamed file in {self.directory}: {file_range.nbytes} bytes at offset "
+            f"{file_range.start}: {cause}; check that file system, or set disk_dir to a "
             "directory on another"
         )
 
@@ -454,7 +456,7 @@ class DiskTier:
         self._is_suspect = True
         for size in self._extents.ended():
             self._in_use = self._in_use.minus(size)
-        for range_ in self._places.ended():
+        for range_ in self._file_ranges.ended():
             self._arena.free(range_)
         self._is_suspect = False
 
@@ -463,7 +465,7 @@ class DiskTier:
         self._in_use = _Size(0, 0)
         for size in self._extents.audit():
             self._in_use = self._in_use.plus(size)
-        self._arena = Arena.of(self._slabs, self._places.audit(), ALIGNMENT)
+        self._arena = Arena.of(self._slabs, self._file_ranges.audit(), ALIGNMENT)
 
 
 def _directory(given: object) -> Path:
@@ -514,7 +516,7 @@ def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) ->
     with suppress(OSError):
         inside = directory.resolve()
         for line in mounts.read_text().splitlines():
-            _, place, found, *_ = line.split(" ")
-            if inside.is_relative_to(place) and len(place) >= best:
-                best, kind = len(place), found
+            _, file_range, found, *_ = line.split(" ")
+            if inside.is_relative_to(file_range) and len(file_range) >= best:
+                best, kind = len(file_range), found
     return kind

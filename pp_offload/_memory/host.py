@@ -6,8 +6,8 @@ back to the arena, where neighbours become one range again; and where no range i
 buffer is made of several. So the slabs need not hold more than was live at the peak. Not even
 copies that still read what was freed make it ask: the next user's copy waits for them.
 
-    loan = tier.take(nbytes)   # loan.buffer: its last_uses must have finished before it is written
-    del loan                   # on any thread; then the buffer is the tier's again
+    loan = tier.allocate(nbytes)  # loan.buffer: to be written when its last_uses have finished
+    del loan                      # on any thread; then the buffer is the tier's again
 
 NOTE [ Ground truth ]
     An interrupt may come between any two lines. What is there is told by the slabs, by the loans
@@ -63,7 +63,7 @@ class HostStatistics:
     num_buffers: int
     """Buffers that somebody has."""
 
-    num_parts: int
+    num_payloads: int
     """Payloads in them."""
 
     num_allocations: int
@@ -74,7 +74,7 @@ class _InUse:
     """What the buffers hold that somebody has, and the most they ever held."""
 
     def __init__(self, buffers: Iterable[HostBuffer] = (), before: _InUse | None = None) -> None:
-        self.nbytes = self.room = self.num_buffers = self.num_parts = 0
+        self.nbytes = self.room = self.num_buffers = self.num_payloads = 0
         self.peak: int = 0 if before is None else before.peak
         self.peak_room: int = 0 if before is None else before.peak_room
         for buffer in buffers:
@@ -85,7 +85,7 @@ class _InUse:
         self.nbytes += buffer.nbytes
         self.room += buffer.room_bytes
         self.num_buffers += 1
-        self.num_parts += buffer.num_parts
+        self.num_payloads += buffer.num_payloads
         if self.nbytes > self.peak:
             self.peak = self.nbytes
         if self.room > self.peak_room:
@@ -96,7 +96,7 @@ class _InUse:
         self.nbytes -= buffer.nbytes
         self.room -= buffer.room_bytes
         self.num_buffers -= 1
-        self.num_parts -= buffer.num_parts
+        self.num_payloads -= buffer.num_payloads
 
 
 class HostTier:
@@ -133,14 +133,14 @@ class HostTier:
         self._arena = Arena(alignment=ALIGNMENT)
         self._bins = Bins()
         self._in_use = _InUse()
-        self._fitted_to = 0
+        self._compacted_to = 0
 
-    def take(self, nbytes: int, num_parts: int = 1, *, force: bool = False) -> Loan:
+    def allocate(self, nbytes: int, num_payloads: int = 1, *, force: bool = False) -> Loan:
         """A buffer of ``nbytes``; wait for its ``last_uses`` before writing.
 
         Args:
             nbytes: At least one.
-            num_parts: How many payloads share it; only counted.
+            num_payloads: How many payloads share it; only counted.
             force: Take it also over the budget, for bytes that must come back; in one piece.
 
         Returns:
@@ -161,14 +161,14 @@ class HostTier:
         except (MemoryError, Unfinished):
             self._is_suspect = False  # nothing was begun
             raise
-        buffer.num_parts = num_parts
+        buffer.num_payloads = num_payloads
         loan = Loan(buffer)
         self._loans.add(loan, buffer)
         self._in_use.add(buffer)
         self._is_suspect = False
         return loan
 
-    def fit(self) -> None:
+    def compact(self) -> None:
         """Between steps: make the slabs as few and as large as hold the peak so far.
 
         Does nothing while a buffer is in use, or if nothing changed since the last time. Never asks
@@ -182,7 +182,7 @@ class HostTier:
         peak = self._in_use.peak_room
         if not self._may_split or self._is_closed:
             return
-        if self._in_use.num_buffers or peak == self._fitted_to:
+        if self._in_use.num_buffers or peak == self._compacted_to:
             return
         sizes = list(powers_of_two(peak, granule_for(peak)))
         if sum(sizes) <= self._reserved_bytes():
@@ -191,7 +191,7 @@ class HostTier:
             with suppress(MemoryError):
                 self._replace_slabs(sizes)
             self._is_suspect = False
-        self._fitted_to = peak
+        self._compacted_to = peak
 
     def release_idle(self) -> None:
         """Give all slabs back to the system, unless a buffer is in use.
@@ -215,7 +215,7 @@ class HostTier:
             in_use.peak,
             self._reserved_bytes(),
             in_use.num_buffers,
-            in_use.num_parts,
+            in_use.num_payloads,
             self.source.num_allocations,
         )
 
@@ -349,7 +349,7 @@ class HostTier:
         if not self._in_use.num_buffers:
             check_finished(self._last_uses())
             self._keep([])
-            self._fitted_to = 0
+            self._compacted_to = 0
             self._trim()
 
     def _replace_slabs(self, sizes: list[int]) -> None:

@@ -31,10 +31,10 @@ from pp_offload._memory.storages import has_storage
 _Key = tuple[tuple[int, ...], torch.dtype]
 
 ALIGNMENT = 512
-"""Of tensors in a slab. In bytes."""
+"""Of tensors in a block. In bytes."""
 
 
-class _Slab:
+class _Block:
     """Memory of its own, parcelled out."""
 
     def __init__(self, data: Tensor) -> None:
@@ -53,8 +53,8 @@ class _Lease:
 
     tensor: Tensor
     key: _Key
-    slab: _Slab | None = None
-    place: Range | None = None
+    block: _Block | None = None
+    range_: Range | None = None
     freed_at: int = 0
     """Which of the pool's frees it was."""
 
@@ -97,11 +97,11 @@ class PoolStatus(TypedDict):
 class GPUTensorPool:
     """Tensors on one device, handed out and taken back in constant time.
 
-    NOTE [ Footprint ]. Where none of its shape and dtype is free, a tensor is carved from slabs the
-    pool has. Before, free tensors of other shapes are let go, the longest unused first, until their
+    NOTE [ Footprint ]. Where none of its shape and dtype is free, a tensor is carved from blocks of
+    the pool. Before, free tensors of other shapes are let go, the longest unused first, until their
     bytes cover the new one, and more where their bytes do not lie together. So tensors never hold
     more bytes than were once in use at the same time, however many shapes come by. Only when all
-    that does not help is a slab asked for; those that nobody uses go back first.
+    that does not help is a block asked for; those that nobody uses go back first.
 
     A tensor is known by its address, so a view of a pooled tensor frees the whole of it. The pool
     does not order streams: free a tensor only after waiting for the copies that use it. It is not
@@ -120,7 +120,7 @@ class GPUTensorPool:
     """
 
     def __init__(self, device: str = "cuda", pin_memory: bool = False) -> None:
-        self._slabs: list[_Slab] = []
+        self._blocks: list[_Block] = []
         self._in_use: dict[int, _Lease] = {}
         self._free: dict[_Key, deque[_Lease]] = {}
         self._keys: dict[_Key, _Key] = {}
@@ -226,8 +226,8 @@ class GPUTensorPool:
         if self._is_suspect:
             self._free = {key: queue for key, queue in self._free.items() if queue}
             leases = [*self._in_use.values(), *chain(*self._free.values())]
-            for slab in self._slabs:
-                slab.make_books(lease.place for lease in leases if lease.slab is slab)
+            for block in self._blocks:
+                block.make_books(lease.range_ for lease in leases if lease.block is block)
         self._is_suspect = True
 
     # Where bytes come from: see NOTE [ Footprint ]
@@ -241,31 +241,31 @@ class GPUTensorPool:
         needed = nbytes
         while needed > 0 and self._free:
             needed -= self._calculate_memory_size(*self._let_go().key)
-        slab, place = self._carve(nbytes)
-        return _Lease(_tensor_at(slab, place, key), key, slab, place)
+        block, range_ = self._carve(nbytes)
+        return _Lease(_tensor_at(block, range_, key), key, block, range_)
 
-    def _carve(self, nbytes: int) -> tuple[_Slab, Range]:
+    def _carve(self, nbytes: int) -> tuple[_Block, Range]:
         while True:
-            for slab in self._slabs:
-                place = slab.arena.allocate(nbytes)
-                if place is not None:
-                    return slab, place
+            for block in self._blocks:
+                range_ = block.arena.allocate(nbytes)
+                if range_ is not None:
+                    return block, range_
             if not self._free:
                 break
             self._let_go()
-        self._slabs = [slab for slab in self._slabs if slab.arena.statistics().num_live]
+        self._blocks = [block for block in self._blocks if block.arena.statistics().num_live]
         size = whole_slab_bytes(nbytes)
         data = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pin_memory)
-        self._slabs.append(slab := _Slab(data))
-        place = slab.arena.allocate(nbytes)
-        assert place is not None
-        return slab, place
+        self._blocks.append(block := _Block(data))
+        range_ = block.arena.allocate(nbytes)
+        assert range_ is not None
+        return block, range_
 
     def _let_go(self) -> _Lease:
         """Give the bytes of the longest unused tensor back. Each is let go of once."""
         lease = self._pop_free(min(self._free, key=lambda key: self._free[key][0].freed_at))
-        if lease.slab is not None and lease.place is not None:
-            lease.slab.arena.free(lease.place)
+        if lease.block is not None and lease.range_ is not None:
+            lease.block.arena.free(lease.range_)
         return lease
 
     def _pop_free(self, key: _Key) -> _Lease:
@@ -279,9 +279,9 @@ class GPUTensorPool:
         """Queue a tensor; one that is no longer what was handed out, or has a history, anew."""
         tensor = lease.tensor
         if tensor.requires_grad or tensor.shape != lease.key[0] or not tensor.is_contiguous():
-            if lease.slab is None or lease.place is None:
+            if lease.block is None or lease.range_ is None:
                 return
-            lease.tensor = _tensor_at(lease.slab, lease.place, lease.key)
+            lease.tensor = _tensor_at(lease.block, lease.range_, lease.key)
         self._num_freed = lease.freed_at = self._num_freed + 1
         self._free.setdefault(lease.key, deque()).append(lease)
 
@@ -306,7 +306,7 @@ class GPUTensorPool:
     def _forget_all(self) -> None:
         self._in_use.clear()
         self._free.clear()
-        self._slabs.clear()
+        self._blocks.clear()
         self._keys.clear()
 
     def _status(self, in_use: list[_Key], free: list[_Key]) -> PoolStatus:
@@ -338,9 +338,9 @@ def _usable_device(name: object) -> torch.device:
     return device
 
 
-def _tensor_at(slab: _Slab, place: Range, key: _Key) -> Tensor:
+def _tensor_at(block: _Block, range_: Range, key: _Key) -> Tensor:
     shape, dtype = key
-    flat = slab.data[place.offset : place.offset + place.requested_nbytes]
+    flat = block.data[range_.offset : range_.offset + range_.requested_nbytes]
     return flat.view(dtype).view(shape).detach()
 
 

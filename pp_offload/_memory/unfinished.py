@@ -1,7 +1,7 @@
 """What must end before memory can be had: a tier says it, and who holds no lock waits.
 
-def take() -> Loan: ...                # raises Unfinished; then nothing was begun
-loan = when_finished(lock, take)       # with the lock held, but for the waits
+def allocate() -> Loan: ...                # raises Unfinished; then nothing was begun
+loan = when_finished(lock, allocate)       # with the lock held, but for the waits
 """
 
 from __future__ import annotations

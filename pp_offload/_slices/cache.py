@@ -25,7 +25,7 @@ from typing import NoReturn
 from torch.nn import Parameter
 
 from pp_offload._memory.loans import Loans
-from pp_offload._transfer.plain_copies import Arrival, PlainCopies
+from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
 from pp_offload.errors import OffloadError
 
 
@@ -57,7 +57,7 @@ class Loaded:
     slice: Slice
     """Which one."""
 
-    arrival: Arrival
+    pending: PendingCopy
     """Its tensors."""
 
     stamps: list[tuple[int, int]]
@@ -186,11 +186,11 @@ class SliceCache:
         self._current = None
         loaded, self._coming = self._coming, None
         if loaded is not None:
-            self.copies.settle(loaded.arrival)
+            self.copies.synchronize(loaded.pending)
         if loaded is None or not self._is_usable(loaded, wanted):
             del loaded
             loaded = self._bring(wanted)
-            self.copies.settle(loaded.arrival)
+            self.copies.synchronize(loaded.pending)
         self._current = loaded
         return loaded
 
@@ -198,19 +198,19 @@ class SliceCache:
         stamps = [stamp(parameter) for parameter in wanted.parameters]
         sources = [parameter.detach() for parameter in wanted.parameters]
         self.peak_bytes = max(self.peak_bytes, self.nbytes + wanted.nbytes)
-        return Loaded(wanted, self.copies.bring(sources, wanted.label), stamps)
+        return Loaded(wanted, self.copies.copy_to_device(sources, wanted.label), stamps)
 
     def _give_up_coming(self) -> None:
         loaded, self._coming = self._coming, None
         if loaded is not None:
-            self.copies.settle(loaded.arrival)
+            self.copies.synchronize(loaded.pending)
 
     def _is_usable(self, loaded: Loaded, wanted: Slice) -> bool:
         return self._is_home(loaded) and loaded.slice.has_same(wanted) and loaded.is_fresh()
 
     def _is_home(self, loaded: Loaded) -> bool:
         """Whether its memory belongs to the live compute stream."""
-        return loaded.arrival.home == self.copies.transfer.backend.current_stream()
+        return loaded.pending.stream == self.copies.transfer.backend.current_stream()
 
 
 def stamp(parameter: Parameter) -> tuple[int, int]:

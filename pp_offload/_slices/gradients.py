@@ -7,7 +7,7 @@ data; Wait blocks until they do. They are two nodes since autograd runs a node o
 device its gradients are on: the wait is on the thread of the host, beside the device's own. Every
 use on the device meets in one ToDevice, so gradients are summed there and copied once.
 
-    tensors = on_device(slice_.parameters, arrival.tensors, GradientPath(copies, "slice 0"))
+    tensors = on_device(slice_.parameters, pending.tensors, GradientPath(copies, "slice 0"))
     inputs = gated(inputs, path)
 
 NOTE [ Order of gradients of gradients ]
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pp_offload._transfer.plain_copies import Arrival, PlainCopies
+from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
 from pp_offload.errors import OffloadError
 
 Gradients = tuple[Tensor | None, ...]
@@ -51,7 +51,7 @@ class GradientPath:
     def __init__(self, copies: PlainCopies, label: str) -> None:
         self._copies = copies
         self._label = label
-        self._under_way: deque[Arrival] = deque()
+        self._under_way: deque[PendingCopy] = deque()
         self._passed: Callable[[], Passed | None] = lambda: None
 
     def note_passed(self, token: Tensor) -> None:
@@ -78,25 +78,25 @@ class GradientPath:
             self._check_dense(gradient)
         if not present:
             return tuple(gradients)
-        arrival = self._copies.send(present, self._label)
-        self._under_way.append(arrival)
+        pending = self._copies.copy_to_host(present, self._label)
+        self._under_way.append(pending)
         if torch.is_anomaly_check_nan_enabled():
             self.settle()  # autograd reads them as they come out of this node
         # The tensors themselves may still be written, by a thread, when these belong to a graph.
-        sent = iter([tensor.detach() for tensor in arrival.tensors])
+        sent = iter([tensor.detach() for tensor in pending.tensors])
         return tuple(None if gradient is None else next(sent) for gradient in gradients)
 
     def settle(self) -> None:
         """Block the host until all that was sent is there."""
         while self._under_way:
-            self._copies.settle(self._under_way.popleft())
+            self._copies.synchronize(self._under_way.popleft())
 
     def bring(self, tensors: Sequence[Tensor | None]) -> Gradients:
         """The same on the device, with their data."""
         present = [tensor.detach() for tensor in tensors if tensor is not None]
         if not present:
             return tuple(tensors)
-        brought = iter(self._copies.settle(self._copies.bring(present, self._label)))
+        brought = iter(self._copies.synchronize(self._copies.copy_to_device(present, self._label)))
         return tuple(None if tensor is None else next(brought) for tensor in tensors)
 
     def _check_dense(self, gradient: Tensor) -> None:

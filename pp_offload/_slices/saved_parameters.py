@@ -58,7 +58,7 @@ class SlicedRun:
         following = next((one for one in self.slices[index + 1 :] if one.parameters), None)
         if following is not None:
             self.cache.prefetch(following)
-        return loaded.arrival.tensors
+        return loaded.pending.tensors
 
     def want(self, index: int) -> None:
         """Backward, if it gets there, will ask for this slice."""
@@ -72,7 +72,7 @@ class SlicedRun:
             before = next((i for i in reversed(range(index)) if self._is_wanted[i]), None)
             if before is not None:
                 self.cache.prefetch(self.slices[before])
-        return loaded.arrival.tensors
+        return loaded.pending.tensors
 
     def saving(self, index: int, tensors: Sequence[Tensor]) -> saved_tensors_hooks:
         """Hooks for what the layers of a slice save, whose parameters are ``tensors``."""

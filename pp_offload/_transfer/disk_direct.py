@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pp_offload._memory.disk import DiskEvent
 from pp_offload._transfer.disk_transfer import DiskTransferEngine
-from pp_offload._transfer.flights import Flight
+from pp_offload._transfer.pending_offloads import PendingOffload
 from pp_offload._transfer.tensors import flat_bytes
 from pp_offload._transfer.ticket import HostCopy, Ticket, place
 from pp_offload.errors import DiskTierError
@@ -36,23 +36,24 @@ class DirectDiskEngine(DiskTransferEngine):
             return super().deliver(ticket)
         except DiskTierError:
             self._give_up([ticket])
-            if ticket.lent is None:
+            if ticket.in_flight_source is None:
                 raise
             return super().deliver(ticket)  # it could not be written, and is still there
 
     def _disk_copies(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
         self._check_disk()
         return [
-            place([ticket], HostCopy(None, self.disk.take(ticket.nbytes, 1))) for ticket in batch
+            place([ticket], HostCopy(None, self.disk.allocate(ticket.nbytes, 1)))
+            for ticket in batch
         ]
 
     def _send(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
         sources = [ticket.source() for ticket in tickets]
-        homes = self.homes(tickets)
+        streams = self.compute_streams(tickets)
         nbytes = sum(ticket.nbytes for ticket in tickets)
-        flight = self.begin_flight(sources, copies, homes, nbytes)
-        flight.offloaded = DiskEvent.all_of(list(map(self._write, copies, sources)))
-        self._lend(tickets, sources, homes[0])
+        pending = self.begin_offload(sources, copies, streams, nbytes)
+        pending.offloaded = DiskEvent.all_of(list(map(self._write, copies, sources)))
+        self._keep_sources(tickets, sources, streams[0])
         self.counters.bytes_offloaded += nbytes
         return nbytes
 
@@ -61,19 +62,19 @@ class DirectDiskEngine(DiskTransferEngine):
         return self.disk.write(copy.extent, flat_bytes(source))
 
     def _fetch(self, tickets: Sequence[Ticket]) -> int:
-        num, home = 0, self.backend.current_stream()
-        for ticket in chain.from_iterable(self._distinct(tickets, home)):
+        num, stream = 0, self.backend.current_stream()
+        for ticket in chain.from_iterable(self._distinct(tickets, stream)):
             num += 1
             copy, shape = ticket.copy, ticket.host_bytes
             assert copy is not None and copy.extent is not None and shape is not None
             target = torch.empty_like(shape, device=self.backend.device)
-            arrived = self._land(ticket, target, home)
-            arrived.reloaded = self.disk.read(copy.extent, flat_bytes(target))
+            device_copy = self._begin_reload(ticket, target, stream)
+            device_copy.reloaded = self.disk.read(copy.extent, flat_bytes(target))
         return num
 
-    def _arrive(self, flight: Flight) -> None:
-        for ref in flight.copies:
+    def _finish(self, pending: PendingOffload) -> None:
+        for ref in pending.copies:
             copy = ref()
             if copy is not None and copy.extent is not None and copy.extent.failure is not None:
                 self._note(copy.extent.failure)
-        super()._arrive(flight)
+        super()._finish(pending)

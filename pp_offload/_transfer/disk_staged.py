@@ -109,7 +109,7 @@ class StagedDiskEngine(DiskTransferEngine):
         # No stream can wait for a thread's end; but those have ended.
         copies = tuple(event for event in uses if not isinstance(event, DiskEvent))
         loan.buffer.before, loan.buffer.last_use = copies, None
-        return [place(batch, HostCopy(loan, self.disk.take(nbytes, len(batch))))]
+        return [place(batch, HostCopy(loan, self.disk.allocate(nbytes, len(batch))))]
 
     def _send(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
         nbytes = self._queue_offload(tickets, copies)
@@ -155,7 +155,7 @@ class StagedDiskEngine(DiskTransferEngine):
                 self._read_ahead.append(weakref.ref(copy))
                 for ticket in self._all_of(copy, asked):
                     num += 1
-                    self._landings.expect(ticket)
+                    self._pending_reloads.expect(ticket)
         return num
 
     def _reload_now(self, ticket: Ticket) -> int:
@@ -163,7 +163,7 @@ class StagedDiskEngine(DiskTransferEngine):
         self.poll()  # which may bring it
         copy = ticket.copy
         assert copy is not None, "reload before offload"
-        if ticket.landed is not None:
+        if ticket.device_tensor is not None:
             return 0
         if copy.extent is None or _is_here(copy):
             return self._copy_back([ticket])
@@ -183,7 +183,7 @@ class StagedDiskEngine(DiskTransferEngine):
                 return False
             if isinstance(failure, Unfinished):
                 raise
-            loan = self.staging.take(extent.nbytes, force=True)
+            loan = self.staging.allocate(extent.nbytes, force=True)
         buffer = loan.buffer
         buffer.before = unfinished_uses(buffer)  # first, or an interrupt would have them forgotten
         reading = buffer.last_use = DiskEvent()
@@ -216,7 +216,9 @@ class StagedDiskEngine(DiskTransferEngine):
     def _all_of(self, copy: HostCopy, asked: Sequence[Ticket]) -> list[Ticket]:
         """The tickets with bytes in ``copy`` that are asked for or will be, and are not there."""
         mates = [t for refs in copy.tickets.values() for ref in refs if (t := ref()) is not None]
-        more = [t for t in mates if t.num_waiting > 0 and t.landed is None and t not in asked]
+        more = [
+            t for t in mates if t.num_waiting > 0 and t.device_tensor is None and t not in asked
+        ]
         return [*asked, *more]
 
     def _send_ahead(self, copy: HostCopy | None) -> None:
@@ -241,7 +243,7 @@ class StagedDiskEngine(DiskTransferEngine):
         if self.staging.statistics().in_use + nbytes > self._max_in_flight_bytes:
             self._let_the_furthest_pass()
         try:
-            return self.staging.take(nbytes)
+            return self.staging.allocate(nbytes)
         except MemoryError:
             self._let_the_furthest_pass()
             raise

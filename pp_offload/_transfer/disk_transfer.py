@@ -95,9 +95,9 @@ class DiskTransferEngine(TransferEngine):
             near, far = by_place(tickets)
             return self._copy_back(near) + self._fetch(far)
 
-    def fit(self) -> None:
+    def compact(self) -> None:
         """Between steps: make host memory tight, and let the next step try the disk again."""
-        super().fit()
+        super().compact()
         self._failure = None
 
     def retire(self) -> None:
@@ -122,14 +122,14 @@ class DiskTransferEngine(TransferEngine):
                 'memory, with tiers=("host",)'
             )
 
-    def _host_copy(self, nbytes: int, num_parts: int) -> HostCopy | None:
+    def _host_copy(self, nbytes: int, num_payloads: int) -> HostCopy | None:
         """Room in host memory; None if there is none."""
         if self._is_only:
             return None
         with self.lock:
             self.poll()
             with suppress(MemoryError):
-                return HostCopy(self.host.take(nbytes, num_parts))
+                return HostCopy(self.host.allocate(nbytes, num_payloads))
         return None
 
     def _check_disk(self) -> None:
@@ -177,7 +177,7 @@ def by_place(tickets: Sequence[Ticket]) -> tuple[list[Ticket], list[Ticket]]:
     for ticket in tickets:
         copy = ticket.copy
         assert copy is not None, "reload before offload"
-        if ticket.landed is not None:
+        if ticket.device_tensor is not None:
             continue
         if copy.extent is not None:
             far.append(ticket)

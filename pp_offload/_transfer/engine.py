@@ -36,7 +36,7 @@ NOTE [ Modified while queued ]
 NOTE [ Brought once ]
     A tensor that several groups saved is copied out once, and its tickets share the bytes. It is
     also brought once for all of them that wait for it within the window: a ticket takes what has
-    landed for another, and the memory goes when the last of them has used it. One whose bytes were
+    came for another, and the memory goes when the last of them has used it. One whose bytes were
     changed in place meanwhile, by a backward that was given them, brings its own.
 
     transfer.offload(tickets)           # at the end of a group's forward
@@ -60,10 +60,10 @@ from pp_offload._common.processes import check, current
 from pp_offload._memory.disk import DiskStatistics
 from pp_offload._memory.host import HostTier
 from pp_offload._memory.unfinished import when_finished
-from pp_offload._transfer.flights import Flight, Flights, Queued
-from pp_offload._transfer.landings import Landings
+from pp_offload._transfer.pending_offloads import PendingOffload, PendingOffloads, Queued
+from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.tensors import flat_bytes
-from pp_offload._transfer.ticket import Arrived, HostCopy, Landing, Ticket, packs, place
+from pp_offload._transfer.ticket import DeviceCopy, HostCopy, PendingReload, Ticket, packs, place
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.errors import OffloadError, SavedTensorModifiedError
 
@@ -72,7 +72,7 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT_BYTES = 2**29
 """On their way to the host, where nobody says how much may be."""
 
-MAX_HOMES = 32
+MAX_STREAMS = 32
 """Compute streams that are remembered; PyTorch hands out so many, again and again."""
 
 _nothing = nullcontext()
@@ -102,7 +102,7 @@ class TransferEngine:
 
     Attributes:
         lock: See NOTE [ One lock ].
-        refill_below_bytes: Below so many that landed, more should be brought; who prefetches says.
+        refill_below_bytes: Below so many that came, more should be brought; who prefetches says.
         comes_soon: Whether backward will ask for a ticket within the window; who prefetches knows.
     """
 
@@ -117,10 +117,10 @@ class TransferEngine:
         self._max_in_flight_bytes = (
             IN_FLIGHT_BYTES if max_in_flight_bytes is None else max_in_flight_bytes
         )
-        self._flights = Flights()
-        self._landings = Landings()
-        self._homes: tuple[Stream, ...] = (backend.current_stream(),)
-        self._knows_all_homes = True
+        self._pending_offloads = PendingOffloads()
+        self._pending_reloads = PendingReloads()
+        self._compute_streams: tuple[Stream, ...] = (backend.current_stream(),)
+        self._knows_all_streams = True
         self._waited: tuple[Event, Stream] | None = None
         self._of_graphs: list[HostCopy] = []
         self._owner = current()
@@ -134,23 +134,23 @@ class TransferEngine:
         check(self._owner, "what was offloaded")
 
     @property
-    def landed_bytes(self) -> int:
+    def reloaded_bytes(self) -> int:
         """Bytes on the device, or on their way there, that autograd has not asked for."""
-        return self._landings.nbytes
+        return self._pending_reloads.nbytes
 
     @property
     def in_flight_bytes(self) -> int:
         """Bytes on the device that are kept for their copy to the host."""
-        return self._flights.nbytes
+        return self._pending_offloads.nbytes
 
     def follow(self, stream: Stream) -> None:
         """What is offloaded may have been allocated on this compute stream."""
-        homes = self._homes
-        if stream is homes[-1] or stream in homes or self.backend.is_capturing:
+        streams = self._compute_streams
+        if stream is streams[-1] or stream in streams or self.backend.is_capturing:
             return
-        if len(homes) >= MAX_HOMES:
-            self._knows_all_homes = False
-        self._homes = (*homes, stream)[-MAX_HOMES:]
+        if len(streams) >= MAX_STREAMS:
+            self._knows_all_streams = False
+        self._compute_streams = (*streams, stream)[-MAX_STREAMS:]
 
     def offload(self, tickets: Sequence[Ticket]) -> int:
         """Queue the copies of a group to the host; the sources are kept alive until they ran.
@@ -177,7 +177,9 @@ class TransferEngine:
 
     def _offload(self, tickets: Sequence[Ticket]) -> int:
         self.poll()
-        copies = [place(one, HostCopy(self.host.take(n, len(one)))) for one, n in packs(tickets)]
+        copies = [
+            place(one, HostCopy(self.host.allocate(n, len(one)))) for one, n in packs(tickets)
+        ]
         return self._queue_offload(tickets, copies)
 
     def _queue_offload(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
@@ -185,8 +187,8 @@ class TransferEngine:
         targets: list[Tensor] = []
         parts: list[Tensor] = []
         nbytes = 0
-        homes = self.homes(tickets)
-        gathered = [t for t in tickets if t.storage is None] if len(homes) > 1 else []
+        streams = self.compute_streams(tickets)
+        gathered = [t for t in tickets if t.storage is None] if len(streams) > 1 else []
         with self.reading(gathered) if gathered else _nothing:
             sources = [ticket.source() for ticket in tickets]
         for ticket, source in zip(tickets, sources, strict=True):
@@ -200,10 +202,10 @@ class TransferEngine:
             else:
                 targets.append(target)
                 parts.append(source)
-        for home in homes:
-            self._d2h_waits_for_compute(home)
+        for stream in streams:
+            self._d2h_waits_for_compute(stream)
         self._d2h_waits_for_last_users(copies)
-        flight = self.begin_flight(sources, copies, homes, nbytes)
+        pending = self.begin_offload(sources, copies, streams, nbytes)
         self._note_uses(copies, self.backend.d2h)
         self.backend.copy(self.backend.d2h, targets, parts, tickets[0].label)
         offloaded = self.backend.d2h.record_event()
@@ -212,42 +214,44 @@ class TransferEngine:
         if self.backend.is_capturing:
             self._of_graphs += copies  # their graph, launched again, copies to the same place
         if offloaded.query():
-            self._flights.take_back(flight)
+            self._pending_offloads.take_back(pending)
         else:
-            self._lend(tickets, sources, homes[0])
-            flight.offloaded = offloaded
+            self._keep_sources(tickets, sources, streams[0])
+            pending.offloaded = offloaded
         self.counters.bytes_offloaded += nbytes
         return nbytes
 
-    def _lend(self, tickets: Sequence[Ticket], sources: Sequence[Tensor], home: Stream) -> None:
+    def _keep_sources(
+        self, tickets: Sequence[Ticket], sources: Sequence[Tensor], stream: Stream
+    ) -> None:
         """The copies are queued: until they were made, sources can be had back, and are watched."""
         for ticket, source in zip(tickets, sources, strict=True):
             assert ticket.copy is not None
-            ticket.copy.lend(ticket.begin, source, home)
+            ticket.copy.keep_source(ticket.begin, source, stream)
             ticket.watch()
 
-    def begin_flight(
+    def begin_offload(
         self,
         sources: list[Tensor],
         copies: Sequence[HostCopy],
-        homes: Sequence[Stream],
+        streams: Sequence[Stream],
         nbytes: int,
-    ) -> Flight:
+    ) -> PendingOffload:
         """Keep ``sources``, of which copies are about to be queued, until these were made.
 
         Args:
             sources: What is read.
             copies: What is told when it was.
-            homes: The compute streams they may have been allocated on.
+            streams: The compute streams they may have been allocated on.
             nbytes: Of the sources.
 
         Returns:
-            A flight, whose event is to be set behind the copies. Then too much may be under way:
-            see :meth:`keep_in_flight_bounded`.
+            What is pending, whose event is to be set behind the copies. Then too much may be
+            under way: see :meth:`keep_in_flight_bounded`.
         """
-        for home in homes:
-            self.follow(home)
-        return self._flights.begin(sources, copies, nbytes)
+        for stream in streams:
+            self.follow(stream)
+        return self._pending_offloads.begin(sources, copies, nbytes)
 
     def reload(self, tickets: Sequence[Ticket]) -> int:
         """Queue the copies back to the device. Data is valid once :meth:`deliver` returned it.
@@ -269,30 +273,30 @@ class TransferEngine:
         return num
 
     def _distinct(self, tickets: Sequence[Ticket], live: Stream) -> Iterator[list[Ticket]]:
-        """Batches of tickets with bytes of their own; what has landed when it is asked for, shared.
+        """Batches of tickets with bytes of their own; what came by then is shared.
 
         There are two batches where tickets of the same batch have the same bytes: all but the first
-        of these find them landed behind the first batch, if they are still as they came.
+        of these find their bytes behind the first batch, if those are still as they came.
         """
         left = list(tickets)
-        while left := [ticket for ticket in left if not self._landings.is_shared(ticket, live)]:
+        while left := [ticket for ticket in left if not self._pending_reloads.share(ticket, live)]:
             batch = list({ticket.where: ticket for ticket in reversed(left)}.values())[::-1]
             yield batch
-            left = [ticket for ticket in left if ticket.landed is None]
+            left = [ticket for ticket in left if ticket.device_tensor is None]
 
-    def _queue_reload(self, tickets: Sequence[Ticket], home: Stream) -> None:
+    def _queue_reload(self, tickets: Sequence[Ticket], stream: Stream) -> None:
         """Copy from the buffers of their copies into new memory on the device."""
         device = self.backend.device
         copies: list[HostCopy] = []
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        landed: list[Arrived] = []
+        device_copies: list[DeviceCopy] = []
         for ticket in tickets:
             copy, source = ticket.copy, ticket.host_bytes
             assert copy is not None and source is not None, "reload before offload"
             copies.append(copy)
             target = torch.empty_like(source, device=device)
-            landed.append(self._land(ticket, target, home))
+            device_copies.append(self._begin_reload(ticket, target, stream))
             if source.is_meta:
                 pieces = ticket.pieces()
                 sources += pieces
@@ -300,7 +304,7 @@ class TransferEngine:
             else:
                 sources.append(source)
                 targets.append(target)
-        self._h2d_waits_for_compute(home)
+        self._h2d_waits_for_compute(stream)
         self._h2d_waits_for_offloaded(copies)
         self._note_uses(copies, self.backend.h2d)
         self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
@@ -308,15 +312,15 @@ class TransferEngine:
         for copy in set(copies):
             assert copy.buffer is not None, "not in host memory"
             copy.buffer.last_use = reloaded
-        for arrived in landed:
-            arrived.reloaded = reloaded
+        for device_copy in device_copies:
+            device_copy.reloaded = reloaded
         if self.backend.is_capturing:
             self._of_graphs += copies
 
-    def _land(self, ticket: Ticket, target: Tensor, home: Stream) -> Arrived:
+    def _begin_reload(self, ticket: Ticket, target: Tensor, stream: Stream) -> DeviceCopy:
         """A copy into ``target`` is about to be queued; its event is to be set behind it."""
         self.counters.bytes_reloaded += ticket.nbytes
-        return self._landings.land(ticket, target, home)
+        return self._pending_reloads.begin(ticket, target, stream)
 
     def prefetch(self, tickets: Sequence[Ticket]) -> None:
         """A reload ahead of its use."""
@@ -345,56 +349,60 @@ class TransferEngine:
         with self.lock:
             return self._give_out(ticket, found)
 
-    def _find(self, ticket: Ticket, live: Stream) -> Tensor | Arrived:
+    def _find(self, ticket: Ticket, live: Stream) -> Tensor | DeviceCopy:
         """The payload, if it never left; or where it lands, which has to be waited for."""
-        copy, landing = ticket.copy, ticket.landing
+        copy, reload = ticket.copy, ticket.pending_reload
         if copy is not None and (copy.watched is not None or copy.modified):
             self._check_unmodified(ticket, copy)
-        if landing is not None and not self._is_good(landing, live):
-            self._landings.give_up(landing, self.backend.h2d)
+        if reload is not None and not self._is_good(reload, live):
+            self._pending_reloads.give_up(reload, self.backend.h2d)
         if ticket.num_waiting <= 0:  # another backward through the same graph
             ticket.num_waiting = ticket.num_members
-        if ticket.landed is None:
-            lent = ticket.lent
-            if lent is not None and copy is not None and copy.home == live:
+        if ticket.device_tensor is None:
+            lent = ticket.in_flight_source
+            if lent is not None and copy is not None and copy.stream == live:
                 return self._take_back(ticket, lent)
-            is_expected = ticket.landing is not None
+            is_expected = ticket.pending_reload is not None
             num = self._reload_now(ticket)
             self.counters.on_demand_reloads += 0 if is_expected else num
-        assert ticket.landing is not None and ticket.landing.arrived is not None
-        return ticket.landing.arrived
+        assert ticket.pending_reload is not None and ticket.pending_reload.device_copy is not None
+        return ticket.pending_reload.device_copy
 
     def _reload_now(self, ticket: Ticket) -> int:
-        """Queue the copy that brings a ticket, which has not landed."""
+        """Queue the copy that brings the payload of a ticket, which is not on the device."""
         return self.reload([ticket])
 
-    def _is_good(self, landing: Landing, live: Stream) -> bool:
+    def _is_good(self, reload: PendingReload, live: Stream) -> bool:
         """Whether it belongs to the live stream, its copy was not interrupted, and nobody to whom
         it was given, in place of this ticket, has changed it.
         """
-        arrived = landing.arrived
-        if arrived is None:
+        device_copy = reload.device_copy
+        if device_copy is None:
             return True  # a disk is read, which is of no stream yet
-        is_known = arrived.is_there or arrived.reloaded is not None
-        return is_known and arrived.home == live and (landing.is_used or arrived.is_as_it_came)
+        is_known = device_copy.is_there or device_copy.reloaded is not None
+        return (
+            is_known
+            and device_copy.stream == live
+            and (reload.is_used or device_copy.is_as_it_came)
+        )
 
-    def _give_out(self, ticket: Ticket, arrived: Arrived) -> Tensor:
+    def _give_out(self, ticket: Ticket, device_copy: DeviceCopy) -> Tensor:
         """Compute has waited for the copy: one use of the payload."""
-        arrived.is_there = True
-        landing = ticket.landing
-        if not arrived.is_as_it_came:
-            raise self._used_up(ticket, arrived)
-        arrived.version = arrived.tensor._version
+        device_copy.is_there = True
+        reload = ticket.pending_reload
+        if not device_copy.is_as_it_came:
+            raise self._used_up(ticket, device_copy)
+        device_copy.version = device_copy.tensor._version
         ticket.num_waiting -= 1
-        if landing is not None and landing.arrived is arrived:
-            landing.is_used = True
+        if reload is not None and reload.device_copy is device_copy:
+            reload.is_used = True
             if ticket.num_waiting <= 0:
-                self._pass_on(ticket, arrived.home)
-                self._landings.give_up(landing, self.backend.h2d)
-        return arrived.shaped_for(ticket)
+                self._pass_on(ticket, device_copy.stream)
+                self._pending_reloads.give_up(reload, self.backend.h2d)
+        return device_copy.shaped_for(ticket)
 
-    def _pass_on(self, ticket: Ticket, home: Stream) -> None:
-        """Before a ticket gives up what landed: who has the same bytes and comes soon, takes it."""
+    def _pass_on(self, ticket: Ticket, stream: Stream) -> None:
+        """Before a ticket gives memory up: who has the same bytes and comes soon, takes it."""
         assert ticket.copy is not None, "reload before offload"
         same = ticket.copy.tickets[ticket.begin]
         for ref in reversed(same) if len(same) > 1 else ():  # saved later, so used earlier
@@ -402,15 +410,15 @@ class TransferEngine:
             if other is None or other is ticket or other.num_waiting <= 0 or other.is_coming:
                 continue
             if self.comes_soon(other):
-                self._landings.is_shared(other, home)
+                self._pending_reloads.share(other, stream)
                 return
 
     def _give_up(self, tickets: Sequence[Ticket]) -> None:
         """What came, or was to come, is not good."""
         with self.lock:
             for ticket in tickets:
-                if ticket.landing is not None:
-                    self._landings.give_up(ticket.landing, self.backend.h2d)
+                if ticket.pending_reload is not None:
+                    self._pending_reloads.give_up(ticket.pending_reload, self.backend.h2d)
 
     def _take_back(self, ticket: Ticket, source: Tensor) -> Tensor:
         self.counters.taken_back += 1
@@ -421,13 +429,13 @@ class TransferEngine:
             return source
         return flat_bytes(source).view(shape.dtype).view(shape.shape)
 
-    def _used_up(self, ticket: Ticket, arrived: Arrived) -> SavedTensorModifiedError:
+    def _used_up(self, ticket: Ticket, device_copy: DeviceCopy) -> SavedTensorModifiedError:
         """Of several users of a payload, one in backward has changed it in place."""
         return SavedTensorModifiedError(
             f"one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a tensor of group '{ticket.label}' with payload shape "
-            f"{tuple(arrived.tensor.shape)}, saved several times, was changed by a backward that "
-            "used it before; use an out-of-place operation there"
+            f"{tuple(device_copy.tensor.shape)}, saved several times, was changed by a backward "
+            "that used it before; use an out-of-place operation there"
         )
 
     def _check_unmodified(self, ticket: Ticket, copy: HostCopy) -> None:
@@ -441,21 +449,21 @@ class TransferEngine:
                 "raises for it"
             )
 
-    def homes(self, tickets: Sequence[Ticket]) -> list[Stream]:
+    def compute_streams(self, tickets: Sequence[Ticket]) -> list[Stream]:
         """The live compute stream, then others that saved these; see NOTE [ Side streams ]."""
-        homes = [self.backend.current_stream()]
-        live = homes[0]
+        streams = [self.backend.current_stream()]
+        live = streams[0]
         for ticket in tickets:
             for member in ticket.members:
-                home = member.home
-                if home is not live and home is not None and home not in homes:
-                    homes.append(home)
-        return homes
+                stream = member.stream
+                if stream is not live and stream is not None and stream not in streams:
+                    streams.append(stream)
+        return streams
 
     @contextmanager
     def reading(self, tickets: Sequence[Ticket]) -> Iterator[None]:
         """Inside, compute reads what these tickets take, wherever that was computed."""
-        live, *sides = self.homes(tickets)
+        live, *sides = self.compute_streams(tickets)
         for side in sides:
             live.wait_event(side.record_event())
         yield
@@ -466,17 +474,17 @@ class TransferEngine:
         """Run ``action`` when the sources of the copies queued so far have been let go."""
         with self.lock:
             self.poll()
-            if self._flights:
-                self._flights.last.then.append(action)
+            if self._pending_offloads:
+                self._pending_offloads.last.then.append(action)
                 return
         action()
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
         with self.lock:
-            while self._flights.is_first_over(self.backend.d2h):
-                self._arrive(self._flights.first)
-            self._landings.poll(self.backend.h2d)
+            while self._pending_offloads.is_first_over(self.backend.d2h):
+                self._finish(self._pending_offloads.first)
+            self._pending_reloads.poll(self.backend.h2d)
 
     def join(self) -> None:
         """Make the live compute stream wait for all copies queued so far.
@@ -489,12 +497,12 @@ class TransferEngine:
             live.wait_event(side.record_event())
         self.backend.joined()
 
-    def fit(self) -> None:
+    def compact(self) -> None:
         """Between steps: make host memory as tight as what the steps needed; waits for copies.
 
         Not to be called with the lock held. Does nothing inside a capture, where nobody can wait.
         """
-        self._tidy(self._fit)
+        self._tidy(self._compact)
 
     def _tidy(self, act: Callable[[], None]) -> None:
         if self.backend.is_capturing:
@@ -506,11 +514,11 @@ class TransferEngine:
         except Exception as failure:  # who needs what a copy failed to bring hears of it
             logger.debug("host memory stays as it is, for a copy failed: %s", failure)
 
-    def _fit(self) -> None:
+    def _compact(self) -> None:
         self.poll()
-        self._landings.count()
+        self._pending_reloads.count()
         for tier in self.host_tiers:
-            tier.fit()
+            tier.compact()
 
     @property
     def host_tiers(self) -> tuple[HostTier, ...]:
@@ -545,7 +553,7 @@ class TransferEngine:
         """
         with suppress(Exception):  # a copy that failed is over; or the process ends, and its driver
             if not self.backend.is_capturing:
-                for event in (*self._flights.events(), *self._landings.events()):
+                for event in (*self._pending_offloads.events(), *self._pending_reloads.events()):
                     event.synchronize()
 
     def close(self) -> None:
@@ -555,11 +563,11 @@ class TransferEngine:
         for tier in self.host_tiers:
             tier.close()
 
-    def _d2h_waits_for_compute(self, home: Stream) -> None:
-        self.backend.d2h.wait_event(home.record_event())
+    def _d2h_waits_for_compute(self, stream: Stream) -> None:
+        self.backend.d2h.wait_event(stream.record_event())
 
-    def _h2d_waits_for_compute(self, home: Stream) -> None:
-        self.backend.h2d.wait_event(home.record_event())
+    def _h2d_waits_for_compute(self, stream: Stream) -> None:
+        self.backend.h2d.wait_event(stream.record_event())
 
     def _h2d_waits_for_offloaded(self, copies: Sequence[HostCopy]) -> None:
         seen: Event | None = None
@@ -606,28 +614,28 @@ class TransferEngine:
         Args:
             last_bytes: Of what was queued last.
         """
-        while (flight := self._first_to_wait_for(last_bytes)) is not None:
-            assert flight.offloaded is not None
-            for home in (self.backend.current_stream(), *self._homes):
-                home.wait_event(flight.offloaded)
-            if not self._knows_all_homes:  # memory may go back to a stream that did not wait
-                flight.offloaded.synchronize()
+        while (pending := self._first_to_wait_for(last_bytes)) is not None:
+            assert pending.offloaded is not None
+            for stream in (self.backend.current_stream(), *self._compute_streams):
+                stream.wait_event(pending.offloaded)
+            if not self._knows_all_streams:  # memory may go back to a stream that did not wait
+                pending.offloaded.synchronize()
             with self.lock:
-                self._arrive(flight)
-        self._landings.keep_few_abandoned()
+                self._finish(pending)
+        self._pending_reloads.keep_few_abandoned()
         self.poll()
 
-    def _first_to_wait_for(self, last_bytes: int) -> Flight | None:
+    def _first_to_wait_for(self, last_bytes: int) -> PendingOffload | None:
         cap = self._max_in_flight_bytes
         with self.lock:
             self.poll()
-            if self._flights.nbytes <= (max(cap, last_bytes) if cap else 0):
+            if self._pending_offloads.nbytes <= (max(cap, last_bytes) if cap else 0):
                 return None
-            return self._flights.first if self._flights else None
+            return self._pending_offloads.first if self._pending_offloads else None
 
-    def _arrive(self, flight: Flight) -> None:
-        flight.arrive()
-        self._flights.end(flight)
+    def _finish(self, pending: PendingOffload) -> None:
+        pending.finish()
+        self._pending_offloads.end(pending)
 
     def _wait_once(self, live: Stream, reloaded: Event) -> None:
         """Make the live stream wait; many payloads that came together share an event."""

@@ -3,9 +3,9 @@
 They are ordered as the transfer engine orders its own. But the host, not a stream, waits for them:
 who writes the host side afterwards is the program, which knows of no event.
 
-    coming = copies.bring(parameters, "slice 0")  # to the device
-    going = copies.send(gradients, "slice 0")     # to the host
-    tensors = copies.settle(coming)               # the host waits; they hold their data
+    coming = copies.copy_to_device(parameters, "slice 0")  # to the device
+    going = copies.copy_to_host(gradients, "slice 0")     # to the host
+    tensors = copies.synchronize(coming)               # the host waits; they hold their data
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pp_offload._memory.buffers import as_tensor
 from pp_offload._memory.room import host_room
 from pp_offload._memory.slabs import pageable
 from pp_offload._transfer.engine import TransferEngine, record, wait
-from pp_offload._transfer.flights import Queued
+from pp_offload._transfer.pending_offloads import Queued
 from pp_offload._transfer.tensors import as_dense
 from pp_offload._transfer.verify import checksum_of
 from pp_offload.backends import Event, Stream
@@ -32,16 +32,16 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class PendingCopy:
     """Copies under way."""
 
     tensors: list[Tensor]
-    """They hold no data until :meth:`PlainCopies.settle` has returned."""
+    """They hold no data until :meth:`PlainCopies.synchronize` has returned."""
 
     event: Event
     """Behind the copies."""
 
-    home: Stream
+    stream: Stream
     """The compute stream it was asked for on; on the device, the tensors belong to it."""
 
     label: str
@@ -52,7 +52,7 @@ class Arrival:
 
 
 class PlainCopies:
-    """Brings and sends tensors; two threads of a backward may ask at once.
+    """Copies tensors to the device and to the host; two threads of a backward may ask at once.
 
     Args:
         transfer: Counts them, keeps what is in flight bounded, and has the host memory of what is
@@ -64,33 +64,33 @@ class PlainCopies:
         self.transfer = transfer
         self._verify = verify
         self._has_warned = False
-        self._kept: list[tuple[Event, Sequence[Tensor]]] = []
+        self._in_use: list[tuple[Event, Sequence[Tensor]]] = []
 
-    def bring(self, sources: Sequence[Tensor], label: str) -> Arrival:
+    def copy_to_device(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
         """Start copying host tensors to the device.
 
         Args:
             sources: At least one dense tensor on the host, none of which requires grad; not
-                written until the copies are settled.
+                written until :meth:`synchronize` has returned.
             label: For messages.
 
         Returns:
             Device tensors of the same shapes, dtypes and layouts.
         """
         backend = self.transfer.backend
-        home = backend.current_stream()
+        stream = backend.current_stream()
         checksums = self._checksums(sources)
         with self.transfer.lock:
             self._let_go()
             with torch.inference_mode(False):  # a thread is not in it, and may write them
                 targets = [torch.empty_like(one, device=backend.device) for one in sources]
-            wait(backend.h2d, record(home))
-            arrived = self._copy(backend.h2d, targets, sources, [*sources, *targets], label)
-            arrival = Arrival(targets, arrived, home, label, checksums)
+            wait(backend.h2d, record(stream))
+            device_copy = self._copy(backend.h2d, targets, sources, [*sources, *targets], label)
+            pending = PendingCopy(targets, device_copy, stream, label, checksums)
             self.transfer.counters.bytes_reloaded += sum(one.nbytes for one in sources)
-        return arrival
+        return pending
 
-    def send(self, sources: Sequence[Tensor], label: str) -> Arrival:
+    def copy_to_host(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
         """Start copying device tensors to host memory, which is free again when they are gone.
 
         What the host budget does not allow is ordinary memory, with one warning: gradients have
@@ -105,22 +105,22 @@ class PlainCopies:
             own.
         """
         backend = self.transfer.backend
-        home = backend.current_stream()
+        stream = backend.current_stream()
         dense = [as_dense(source.detach()) for source in sources]
         checksums = self._checksums(dense)
         with self.transfer.lock:
             self._let_go()
             with torch.inference_mode(False):  # or the program could not go on with them
                 targets = host_room(dense, self._allocate, is_shared=False)
-            wait(backend.d2h, record(home))
+            wait(backend.d2h, record(stream))
             nbytes = sum(one.nbytes for one in dense)
-            flight = self.transfer.begin_flight(dense, (), [home], nbytes)
+            offload = self.transfer.begin_offload(dense, (), [stream], nbytes)
             # Its targets are kept here: no stream's wait lets the host free them
-            flight.offloaded = self._copy(backend.d2h, targets, dense, targets, label)
-            arrival = Arrival(targets, flight.offloaded, home, label, checksums)
+            offload.offloaded = self._copy(backend.d2h, targets, dense, targets, label)
+            pending = PendingCopy(targets, offload.offloaded, stream, label, checksums)
             self.transfer.counters.bytes_offloaded += nbytes
         self.transfer.keep_in_flight_bounded(nbytes)
-        return arrival
+        return pending
 
     def _copy(
         self,
@@ -134,10 +134,10 @@ class PlainCopies:
 
         See NOTE [ Torn bookkeeping ].
         """
-        self._kept.append((Queued(stream), kept))
+        self._in_use.append((Queued(stream), kept))
         self.transfer.backend.copy(stream, targets, list(sources), label)
         event = record(stream)
-        self._kept[-1] = event, kept
+        self._in_use[-1] = event, kept
         return event
 
     def _allocate(self, nbytes: int) -> Tensor:
@@ -145,7 +145,7 @@ class PlainCopies:
         host = self.transfer.host
         assert host is not None  # its engine has no other tier
         try:
-            return as_tensor(host.take(max(nbytes, 1)))
+            return as_tensor(host.allocate(max(nbytes, 1)))
         except MemoryError as refused:
             if not self._has_warned:
                 self._has_warned = True
@@ -156,23 +156,23 @@ class PlainCopies:
                 )
             return pageable(nbytes)
 
-    def settle(self, arrival: Arrival) -> list[Tensor]:
+    def synchronize(self, pending: PendingCopy) -> list[Tensor]:
         """Block the host until the copies ran; the tensors, which hold their data now.
 
         Raises:
             VerifyError: They are not what was copied. Only where that is looked at.
         """
-        arrival.event.synchronize()
+        pending.event.synchronize()
         self.poll()
-        for tensor, expected in zip(arrival.tensors, arrival.checksums, strict=False):
+        for tensor, expected in zip(pending.tensors, pending.checksums, strict=False):
             found = checksum_of(as_dense(tensor))
             if found != expected:
                 raise VerifyError(
-                    f"a tensor of {arrival.label} with shape {tuple(tensor.shape)} came to "
+                    f"a tensor of {pending.label} with shape {tuple(tensor.shape)} came to "
                     f"{tensor.device} with checksum {found:#010x}, expected {expected:#010x}; "
                     "please report this with the backend and the options in use"
                 )
-        return arrival.tensors
+        return pending.tensors
 
     def _checksums(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple(checksum_of(as_dense(one)) for one in tensors) if self._verify else ()
@@ -186,9 +186,9 @@ class PlainCopies:
         """Memory goes with it that copies may still write, for which no stream waits."""
         with suppress(Exception):  # a copy that failed is over; or the process ends, and its driver
             if not self.transfer.backend.is_capturing:
-                for event, _ in self._kept:
+                for event, _ in self._in_use:
                     event.synchronize()
 
     def _let_go(self) -> None:
         self.transfer.poll()
-        self._kept = [one for one in self._kept if not one[0].query()]
+        self._in_use = [one for one in self._in_use if not one[0].query()]

@@ -65,7 +65,7 @@ class SavedActivation:
     Args:
         tensor: What autograd saves.
         owner: Its group, told when backward first asks for one of its tensors.
-        home: The stream of the operation that saves it; None means that of the commit.
+        stream: The stream of the operation that saves it; None means that of the commit.
 
     Attributes:
         source: The tensor itself, until a ticket takes its bytes.
@@ -76,7 +76,7 @@ class SavedActivation:
 
     __slots__ = (
         "__weakref__",
-        "home",
+        "stream",
         "is_part",
         "owner",
         "pending",
@@ -86,11 +86,11 @@ class SavedActivation:
         "version",
     )
 
-    def __init__(self, tensor: Tensor, owner: Owner, home: Stream | None = None) -> None:
+    def __init__(self, tensor: Tensor, owner: Owner, stream: Stream | None = None) -> None:
         self.source: Tensor | None = tensor.detach()
         self.version = tensor._version
         self.owner = owner
-        self.home = home
+        self.stream = stream
         self.ticket: Ticket | None = None
         self.restore: Restore | None = None
         self.pending: Tensor | None = None
@@ -125,10 +125,10 @@ class SavedActivation:
         transfer = ticket.transfer
         if not (owner.is_used and ticket.is_coming):
             owner.on_use()
-        landed = transfer.deliver(ticket)
-        if transfer.landed_bytes < transfer.refill_below_bytes:
+        payload = transfer.deliver(ticket)
+        if transfer.reloaded_bytes < transfer.refill_below_bytes:
             owner.on_use()
-        return landed if self.restore is None else self.restore(landed)
+        return payload if self.restore is None else self.restore(payload)
 
 
 class SavedWrapper:

@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from pp_offload._memory.buffers import HostBuffer, Loan, Part, Place, room_for
+from pp_offload._memory.buffers import HostBuffer, Loan, Place, Spec, room_for
 from pp_offload._memory.disk import DiskEvent, DiskExtent
 from pp_offload._transfer.tensors import flat_bytes
 from pp_offload.backends import Event, Stream
@@ -64,8 +64,8 @@ class HostCopy:
     __slots__ = (
         "__weakref__",
         "extent",
-        "home",
-        "lent",
+        "stream",
+        "in_flight_sources",
         "loan",
         "modified",
         "offloaded",
@@ -79,8 +79,8 @@ class HostCopy:
         self.extent = extent
         self.offloaded: Event | None = None
         self.reading: DiskEvent | None = None
-        self.home: Stream | None = None
-        self.lent: dict[int, Tensor] = {}
+        self.stream: Stream | None = None
+        self.in_flight_sources: dict[int, Tensor] = {}
         self.watched: dict[int, list[Watched]] | None = None
         self.modified: set[int] = set()
         self.tickets: dict[int, list[weakref.ref[Ticket]]] = {}
@@ -90,7 +90,7 @@ class HostCopy:
         """Where the bytes are in host memory."""
         return None if self.loan is None else self.loan.buffer
 
-    def places(self, parts: list[Part]) -> list[Place]:
+    def places(self, parts: list[Spec]) -> list[Place]:
         """Where tensors lie one behind the other; without bytes if those may change places."""
         if self.extent is None and self.buffer is not None:
             return self.buffer.shaped(parts)
@@ -104,12 +104,12 @@ class HostCopy:
         self.offloaded = self.buffer.last_use = offloaded
         self.buffer.before = ()
 
-    def lend(self, begin: int, source: Tensor, home: Stream) -> None:
-        """``source`` is there until the copy was made, and may be had back from stream ``home``."""
-        self.lent[begin] = source
-        self.home = home
+    def keep_source(self, begin: int, source: Tensor, stream: Stream) -> None:
+        """``source`` is there until the copy was made, and may be had back on ``stream``."""
+        self.in_flight_sources[begin] = source
+        self.stream = stream
 
-    def arrive(self) -> None:
+    def finish(self) -> None:
         """The copy was made; or the disk failed, and then what was lent is all there is."""
         for begin in self.watched or ():
             self.check_unmodified(begin)
@@ -117,7 +117,7 @@ class HostCopy:
         if self.buffer is None and self.extent is not None and self.extent.failure is not None:
             self.drop_extent()
         else:
-            self.lent.clear()
+            self.in_flight_sources.clear()
 
     def drop_buffer(self) -> None:
         """The bytes are on disk alone."""
@@ -139,7 +139,7 @@ class Member(Protocol):
 
     source: Tensor | None
     version: int
-    home: Stream | None
+    stream: Stream | None
     pending: Tensor | None
     is_part: bool
     ticket: Ticket | None
@@ -149,7 +149,7 @@ class Mover(Protocol):
     """What a ticket needs of the transfer engine."""
 
     @property
-    def landed_bytes(self) -> int:
+    def reloaded_bytes(self) -> int:
         """Bytes on the device that nobody has used yet, or on their way there."""
         ...
 
@@ -167,41 +167,41 @@ Where = tuple[int, int]
 """A host copy, by its address, and a first byte there. Only as good as the copy lives."""
 
 
-class Arrived:
+class DeviceCopy:
     """Device memory that a payload is copied into, for one ticket or for several that share bytes.
 
     Args:
         tensor: Of the payload's bytes.
         ticket: Whose payload it is.
-        home: The compute stream it was allocated on.
+        stream: The compute stream it was allocated on.
 
     Attributes:
         reloaded: Behind the copy into it; None until that is queued.
         is_there: Whether that stream has waited for the copy.
         version: Of the tensor when it was first given out.
-        num_landings: Tickets that wait for it or use it.
+        num_reloads: Tickets that wait for it or use it.
     """
 
     __slots__ = (
         "copy",
-        "home",
+        "stream",
         "is_there",
         "nbytes",
-        "num_landings",
+        "num_reloads",
         "reloaded",
         "tensor",
         "version",
         "where",
     )
 
-    def __init__(self, tensor: Tensor, ticket: Ticket, home: Stream) -> None:
+    def __init__(self, tensor: Tensor, ticket: Ticket, stream: Stream) -> None:
         assert ticket.copy is not None, "reload before offload"
         self.tensor = tensor
-        self.home = home
+        self.stream = stream
         self.nbytes = ticket.nbytes
         self.copy = weakref.ref(ticket.copy)
         self.where = ticket.where
-        self.num_landings = 0
+        self.num_reloads = 0
         self.reloaded: Event | None = None
         self.is_there = False
         self.version: int | None = None
@@ -220,16 +220,16 @@ class Arrived:
         return flat_bytes(self.tensor).view(like.dtype).view(like.shape)
 
 
-class Landing(weakref.ref["Ticket"]):
+class PendingReload(weakref.ref["Ticket"]):
     """A payload that is on the device or on its way there, until its ticket is used up or gone.
 
     Held by the engine and not by the ticket alone: the memory must outlive the copy into it, also
     if the ticket does not. See NOTE [ Nobody is called ].
     """
 
-    __slots__ = ("arrived", "is_used", "nbytes")
+    __slots__ = ("device_copy", "is_used", "nbytes")
 
-    arrived: Arrived | None
+    device_copy: DeviceCopy | None
     """None while a disk is read ahead of the copy."""
 
     nbytes: int
@@ -238,13 +238,13 @@ class Landing(weakref.ref["Ticket"]):
     """Whether it was given out for its ticket."""
 
     @classmethod
-    def of(cls, ticket: Ticket, gone: deque[Landing]) -> Landing:
+    def of(cls, ticket: Ticket, gone: deque[PendingReload]) -> PendingReload:
         """The payload of ``ticket``, which goes to ``gone`` when the ticket does."""
-        landing = cls(ticket, gone.append)
-        landing.arrived = None
-        landing.nbytes = ticket.nbytes
-        landing.is_used = False
-        return landing
+        reload = cls(ticket, gone.append)
+        reload.device_copy = None
+        reload.nbytes = ticket.nbytes
+        reload.is_used = False
+        return reload
 
 
 class Ticket:
@@ -258,8 +258,8 @@ class Ticket:
         storage: If the payload is all of one; then others may share the copy.
 
     Attributes:
-        landing: The payload as it came back; None before, and when it was used up.
-        place: Which ticket of its chunk it is, for who foresees what a backward uses.
+        pending_reload: The payload as it came back; None before, and when it was used up.
+        index_in_chunk: Which ticket of its chunk it is, for who foresees what a backward uses.
         checksum: Of the payload when it left, with ``verify``.
     """
 
@@ -270,13 +270,13 @@ class Ticket:
         "checksum",
         "host_bytes",
         "label",
-        "landing",
+        "pending_reload",
         "members",
         "nbytes",
         "num_members",
         "num_waiting",
         "payload",
-        "place",
+        "index_in_chunk",
         "storage",
         "transfer",
         "where",
@@ -301,25 +301,25 @@ class Ticket:
         self.begin = 0
         self.where: Where = (0, 0)
         self.host_bytes: Tensor | None = None
-        self.landing: Landing | None = None
-        self.place: object = None
+        self.pending_reload: PendingReload | None = None
+        self.index_in_chunk: object = None
         self.checksum: int | None = None
 
     @property
-    def landed(self) -> Tensor | None:
+    def device_tensor(self) -> Tensor | None:
         """The payload on the device. It may hold no data yet."""
-        arrived = None if self.landing is None else self.landing.arrived
-        return None if arrived is None else arrived.tensor
+        device_copy = None if self.pending_reload is None else self.pending_reload.device_copy
+        return None if device_copy is None else device_copy.tensor
 
     @property
     def is_coming(self) -> bool:
         """Whether the payload is on the device, or on its way there from the disk."""
-        return self.landing is not None
+        return self.pending_reload is not None
 
     @property
-    def lent(self) -> Tensor | None:
+    def in_flight_source(self) -> Tensor | None:
         """The source of a copy that has not been made yet."""
-        return None if self.copy is None else self.copy.lent.get(self.begin)
+        return None if self.copy is None else self.copy.in_flight_sources.get(self.begin)
 
     def source(self) -> Tensor:
         """The bytes to copy, contiguous. A gather runs on the compute stream."""
@@ -330,7 +330,7 @@ class Ticket:
         with torch.no_grad():
             return payload.contiguous()
 
-    def part(self) -> Part:
+    def spec(self) -> Spec:
         """What it needs of a buffer."""
         assert self.payload is not None, "offloaded twice"
         return self.payload.shape, self.payload.dtype
@@ -358,7 +358,7 @@ class Ticket:
     def pieces(self) -> list[Tensor]:
         """Its bytes on the host as flat ``uint8`` tensors, where one cannot hold them."""
         assert self.copy is not None and self.copy.buffer is not None, "not in host memory"
-        return self.copy.buffer.part(self.begin, self.nbytes)
+        return self.copy.buffer.bytes_at(self.begin, self.nbytes)
 
     def hand_over(self) -> None:
         """The copy is queued: the members need their tensors no more."""
@@ -388,7 +388,7 @@ def _trimmed(batch: list[Ticket], room: int) -> int:
 
 def place(batch: list[Ticket], copy: HostCopy) -> HostCopy:
     """Give every ticket its place in ``copy``, which it gives back."""
-    places = copy.places([ticket.part() for ticket in batch])
+    places = copy.places([ticket.spec() for ticket in batch])
     for ticket, (begin, tensor) in zip(batch, places, strict=True):
         ticket.attach(copy, begin, tensor)
     return copy

@@ -46,9 +46,9 @@ class Verifier:
         self._said: set[str] = set()
 
     @property
-    def landed_bytes(self) -> int:
+    def reloaded_bytes(self) -> int:
         """As the engine counts them."""
-        return self._transfer.landed_bytes
+        return self._transfer.reloaded_bytes
 
     @property
     def refill_below_bytes(self) -> int:

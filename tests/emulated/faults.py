@@ -1,6 +1,7 @@
 """A line of the engine left out, in this process: the rest of its function stays as it is.
 
-FAULT = Fault("_transfer/landings:Landings.keep_few_abandoned", "home.wait_event(reloaded)")
+RELOADS = "_transfer/pending_reloads:PendingReloads"
+FAULT = Fault(f"{RELOADS}.keep_few_abandoned", "stream.wait_event(reloaded)")
 FAULT.plant(monkeypatch)
 """
 

@@ -23,8 +23,8 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
 from pp_offload._transfer.disk_staged import StagedDiskEngine
-from pp_offload._transfer.engine import MAX_HOMES, TransferEngine
-from pp_offload._transfer.landings import MAX_ABANDONED
+from pp_offload._transfer.engine import MAX_STREAMS, TransferEngine
+from pp_offload._transfer.pending_reloads import MAX_ABANDONED
 from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload._transfer.saved_tensor import SavedActivation
 from pp_offload._transfer.ticket import Ticket
@@ -198,7 +198,7 @@ def too_much_in_flight_of_another_stream(on: Program) -> bool:
 def too_much_in_flight_of_a_stream_long_ago(on: Program) -> bool:
     engine, given = engine_of(max_in_flight_bytes=0), some(N)
     x = given.to("emulated")
-    for _ in range(MAX_HOMES):
+    for _ in range(MAX_STREAMS):
         engine.follow(torch.Stream(device="emulated"))
     with on.late(engine.backend.d2h, compute()) as gate:
         on.before_the_host_waits(gate)
@@ -248,7 +248,7 @@ def forward_beside_a_backward(on: Program) -> bool:
     """The same, with groups: the next microbatch begins on a stream of its own."""
     config = OffloadConfig(min_offloaded_tensor_size=1)
     with use_backend(AcceleratorBackend(), config=config) as manager:
-        engine, given = manager.services.transfer, some(N).requires_grad_()
+        engine, given = manager.wiring.transfer, some(N).requires_grad_()
         side = side_stream(engine)
         x, other = (t.detach().to("emulated").requires_grad_() for t in (given, some(N)))
         first = offloaded_sine(x)
@@ -281,7 +281,7 @@ def part_of_a_buffer_read_for_another_stream(on: Program) -> bool:
 def slab_read_for_another_stream(on: Program) -> bool:
     def fit(it: SimpleNamespace) -> None:
         on.before_the_host_waits(it.gate)
-        it.engine.fit()
+        it.engine.compact()
 
     return read_for_another_stream(on, N, fit)
 
@@ -308,7 +308,7 @@ def brought_into_memory_in_use(on: Program) -> bool:
         result = x * 2
         del x
         engine.prefetch([ticket])
-        target = ticket.landed.data_ptr()
+        target = ticket.device_tensor.data_ptr()
     assert target == address
     return result.cpu().equal(given * 2) and brings(engine, ticket, others)
 
@@ -408,18 +408,18 @@ def plain_computed_late(on: Program) -> bool:
     copies, given = PlainCopies(engine_of()), some(N)
     x = given.to("emulated")
     with on.late(compute(), copies.transfer.backend.d2h):
-        arrival = copies.send([x * 2], "g")
-    return copies.settle(arrival)[0].equal(given * 2)
+        pending = copies.copy_to_host([x * 2], "g")
+    return copies.synchronize(pending)[0].equal(given * 2)
 
 
 def plain_source_let_go(on: Program) -> bool:
     copies, given = PlainCopies(engine_of()), some(N)
     x = given.to("emulated")
     with on.late(copies.transfer.backend.d2h, compute()):
-        arrival = copies.send([x], "g")
+        pending = copies.copy_to_host([x], "g")
         del x
         use_of_memory()
-    return copies.settle(arrival)[0].equal(given)
+    return copies.synchronize(pending)[0].equal(given)
 
 
 def plain_brought_into_memory_in_use(on: Program) -> bool:
@@ -430,17 +430,17 @@ def plain_brought_into_memory_in_use(on: Program) -> bool:
     with on.late(compute(), copies.transfer.backend.h2d):
         result = x * 2
         del x
-        arrival = copies.bring([source], "g")
-        target = arrival.tensors[0].data_ptr()
+        pending = copies.copy_to_device([source], "g")
+        target = pending.tensors[0].data_ptr()
     assert target == address
-    return result.cpu().equal(given * 2) and copies.settle(arrival)[0].cpu().equal(source)
+    return result.cpu().equal(given * 2) and copies.synchronize(pending)[0].cpu().equal(source)
 
 
 def plain_target_nobody_wants(on: Program) -> bool:
     copies, source = PlainCopies(engine_of()), some(N).pin_memory()
     on.without_cached_memory()
     with on.late(copies.transfer.backend.h2d, compute()):
-        copies.bring([source], "g")
+        copies.copy_to_device([source], "g")
         copies.poll()
         result = use_of_memory()
     return bool(result.eq(5).all())
@@ -451,7 +451,7 @@ def plain_copies_gone(on: Program) -> bool:
     h2d = copies.transfer.backend.h2d
     on.without_cached_memory()
     with on.late(h2d, compute()) as gate:
-        copies.bring([source], "g")
+        copies.copy_to_device([source], "g")
         on.before_the_host_waits(gate)
         del copies
         result = use_of_memory()
@@ -462,9 +462,9 @@ def plain_read_by_the_host(on: Program) -> bool:
     copies, given = PlainCopies(engine_of()), some(N)
     x = given.to("emulated")
     with on.late(copies.transfer.backend.d2h) as gate:
-        arrival = copies.send([x], "g")
+        pending = copies.copy_to_host([x], "g")
         on.before_the_host_waits(gate)
-        return copies.settle(arrival)[0].equal(given)
+        return copies.synchronize(pending)[0].equal(given)
 
 
 # The disk
@@ -490,7 +490,7 @@ def read_ahead(engine: StagedDiskEngine, ticket: Ticket) -> Any:
     buffer = ticket.copy.buffer
     ticket.copy.reading.synchronize()
     engine.poll()
-    assert ticket.landed is not None and ticket.copy.buffer is None
+    assert ticket.device_tensor is not None and ticket.copy.buffer is None
     return buffer
 
 

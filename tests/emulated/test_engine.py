@@ -65,7 +65,7 @@ def test_steps_with_and_without_offload_have_the_same_bits(
     emulated.set_delays(**DELAYS[delays])
     with manager_of(tmp_path, OPTIONS[options]) as manager:
         assert steps_are_equal()
-        counters = manager.services.transfer.counters
+        counters = manager.wiring.transfer.counters
         assert counters.bytes_offloaded > 0 and counters.bytes_reloaded > 0
         gc.collect()
         assert_idle(manager)

@@ -23,7 +23,7 @@ from emulated.programs import Program
 pytestmark = pytest.mark.emulated
 
 ENGINE, STAGED = "_transfer/engine:TransferEngine", "_transfer/disk_staged:StagedDiskEngine"
-LANDINGS, PLAIN = "_transfer/landings:Landings", "_transfer/plain_copies:PlainCopies"
+RELOADS, PLAIN = "_transfer/pending_reloads:PendingReloads", "_transfer/plain_copies:PlainCopies"
 
 Case = tuple[Callable[[Program], bool], *tuple[Fault, ...]]
 
@@ -31,13 +31,15 @@ CASES: dict[str, Case] = {
     "d2h waits for compute": (
         programs.computed_late,
         Fault(
-            f"{ENGINE}._d2h_waits_for_compute", "self.backend.d2h.wait_event(home.record_event())"
+            f"{ENGINE}._d2h_waits_for_compute", "self.backend.d2h.wait_event(stream.record_event())"
         ),
     ),
     "d2h waits for each stream that computed": (
         programs.computed_late_on_another_stream,
         Fault(
-            f"{ENGINE}._queue_offload", "_waits_for_compute(home)", "_waits_for_compute(homes[0])"
+            f"{ENGINE}._queue_offload",
+            "_waits_for_compute(stream)",
+            "_waits_for_compute(streams[0])",
         ),
     ),
     "a gather waits for the stream that computed": (
@@ -51,23 +53,29 @@ CASES: dict[str, Case] = {
     "sources are kept until they are copied": (
         programs.source_let_go,
         Fault(f"{ENGINE}._queue_offload", "if offloaded.query():", "if True:"),
-        Fault("_transfer/flights:Flights.is_first_over", "flight.offloaded.query()", "True"),
+        Fault(
+            "_transfer/pending_offloads:PendingOffloads.is_first_over",
+            "pending.offloaded.query()",
+            "True",
+        ),
     ),
     "a source is emptied when it is copied": (
         programs.source_emptied,
-        Fault(f"{ENGINE}.after_copies", "self._flights.last.then.append(action)", "action()"),
+        Fault(
+            f"{ENGINE}.after_copies", "self._pending_offloads.last.then.append(action)", "action()"
+        ),
     ),
     "compute waits where too much is in flight": (
         programs.too_much_in_flight,
-        Fault(f"{ENGINE}.keep_in_flight_bounded", "home.wait_event(flight.offloaded)"),
+        Fault(f"{ENGINE}.keep_in_flight_bounded", "stream.wait_event(pending.offloaded)"),
     ),
     "so does each stream that may own the source": (
         programs.too_much_in_flight_of_another_stream,
-        Fault(f"{ENGINE}.keep_in_flight_bounded", "*self._homes", ""),
+        Fault(f"{ENGINE}.keep_in_flight_bounded", "*self._compute_streams", ""),
     ),
     "and the host, where not all of these are known": (
         programs.too_much_in_flight_of_a_stream_long_ago,
-        Fault(f"{ENGINE}.keep_in_flight_bounded", "flight.offloaded.synchronize()"),
+        Fault(f"{ENGINE}.keep_in_flight_bounded", "pending.offloaded.synchronize()"),
     ),
     "compute joins the copies": (
         programs.joined,
@@ -92,7 +100,7 @@ CASES: dict[str, Case] = {
     ),
     "slabs are dealt anew when no copy uses them": (
         programs.slab_read_for_another_stream,
-        Fault("_memory/host:HostTier.fit", "check_finished(self._last_uses())"),
+        Fault("_memory/host:HostTier.compact", "check_finished(self._last_uses())"),
     ),
     "h2d waits for the offload": (
         programs.brought_before_it_left,
@@ -101,7 +109,7 @@ CASES: dict[str, Case] = {
     "h2d waits for compute": (
         programs.brought_into_memory_in_use,
         Fault(
-            f"{ENGINE}._h2d_waits_for_compute", "self.backend.h2d.wait_event(home.record_event())"
+            f"{ENGINE}._h2d_waits_for_compute", "self.backend.h2d.wait_event(stream.record_event())"
         ),
     ),
     "compute waits for the reload": (
@@ -111,13 +119,14 @@ CASES: dict[str, Case] = {
     "a target nobody wants is kept until it is written": (
         programs.target_nobody_wants,
         Fault(
-            f"{LANDINGS}._let_go", "self._abandoned.append((arrived.tensor, event, arrived.home))"
+            f"{RELOADS}._let_go",
+            "self._abandoned.append((device_copy.tensor, event, device_copy.stream))",
         ),
-        Fault(f"{LANDINGS}.poll", " and self._abandoned[0][1].query()", ""),
+        Fault(f"{RELOADS}.poll", " and self._abandoned[0][1].query()", ""),
     ),
     "its stream waits where there are many": (
         programs.targets_nobody_wants,
-        Fault(f"{LANDINGS}.keep_few_abandoned", "home.wait_event(reloaded)"),
+        Fault(f"{RELOADS}.keep_few_abandoned", "stream.wait_event(reloaded)"),
     ),
     "an engine that goes waits for its copies": (
         programs.engine_gone,
@@ -125,35 +134,35 @@ CASES: dict[str, Case] = {
     ),
     "a source is taken back on its own stream": (
         programs.taken_back_on_another_stream,
-        Fault(f"{ENGINE}._find", "copy.home == live", "True"),
+        Fault(f"{ENGINE}._find", "copy.stream == live", "True"),
     ),
     "what came is used on the stream it came for": (
         programs.landed_for_another_stream,
-        Fault(f"{ENGINE}._is_good", "arrived.home == live and ", ""),
+        Fault(f"{ENGINE}._is_good", "device_copy.stream == live and ", ""),
     ),
     "and shared there": (
         programs.same_bytes_landed_for_another_stream,
-        Fault(f"{LANDINGS}.same_bytes", " or arrived.home != live", ""),
+        Fault(f"{RELOADS}.same_bytes", " or device_copy.stream != live", ""),
     ),
     "plain: d2h waits for compute": (
         programs.plain_computed_late,
-        Fault(f"{PLAIN}.send", "wait(backend.d2h, record(home))"),
+        Fault(f"{PLAIN}.copy_to_host", "wait(backend.d2h, record(stream))"),
     ),
     "plain: sources are kept until they are copied": (
         programs.plain_source_let_go,
         Fault(
-            f"{PLAIN}.send",
-            "flight = self.transfer.begin_flight(dense,",
-            "flight = self.transfer.begin_flight([],",
+            f"{PLAIN}.copy_to_host",
+            "pending = self.transfer.begin_offload(dense,",
+            "pending = self.transfer.begin_offload([],",
         ),
     ),
     "plain: h2d waits for compute": (
         programs.plain_brought_into_memory_in_use,
-        Fault(f"{PLAIN}.bring", "wait(backend.h2d, record(home))"),
+        Fault(f"{PLAIN}.copy_to_device", "wait(backend.h2d, record(stream))"),
     ),
     "plain: a target nobody wants is kept until it is written": (
         programs.plain_target_nobody_wants,
-        Fault(f"{PLAIN}.bring", "[*sources, *targets]", "sources"),
+        Fault(f"{PLAIN}.copy_to_device", "[*sources, *targets]", "sources"),
         Fault(f"{PLAIN}._let_go", "if not one[0].query()", "if False"),
     ),
     "plain: copies that go are waited for": (
@@ -162,7 +171,7 @@ CASES: dict[str, Case] = {
     ),
     "plain: the host waits before it reads": (
         programs.plain_read_by_the_host,
-        Fault(f"{PLAIN}.settle", "arrival.event.synchronize()"),
+        Fault(f"{PLAIN}.synchronize", "pending.event.synchronize()"),
     ),
     "disk: a thread writes what has arrived": (
         programs.written_before_it_arrived,
@@ -201,7 +210,7 @@ BY_OTHERS = {
     "_memory/host:HostTier._drop_slabs": PINNED,
     "_memory/host:HostTier._wait_for_copies": PINNED,
     "_transfer/engine:wait": "only passes it on",
-    "_transfer/flights:Queued.synchronize": "only passes it on",
+    "_transfer/pending_offloads:Queued.synchronize": "only passes it on",
 }
 """One wait each that can be left out on an accelerator without harm, and why.
 
@@ -212,7 +221,14 @@ nobody does; tests/test_hazards.py shows these waits there.
 ORDERING = (
     *(
         f"_transfer/{name}"
-        for name in ("engine", "landings", "flights", "plain_copies", "disk_staged", "disk_direct")
+        for name in (
+            "engine",
+            "pending_reloads",
+            "pending_offloads",
+            "plain_copies",
+            "disk_staged",
+            "disk_direct",
+        )
     ),
     "_memory/host",
     "_memory/disk",

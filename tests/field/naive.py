@@ -48,7 +48,7 @@ from torch.nn import Parameter
 from pp_offload import FineGrainedActivationOffloadingInterface as Interface
 from pp_offload import OffloadConfig, PipelineOffloadManager
 from pp_offload._groups.chunk_queue import ChunkQueue
-from pp_offload._groups.idle_groups import ActivityWatch
+from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.plan import ChunkKey, GroupKey, Plan
 from pp_offload._transfer.tensors import StorageSet
 from pp_offload.backends import Backend, GraphSafeBackend, default_backend
@@ -99,7 +99,7 @@ class NaiveChunk:
     """The groups of one microbatch."""
 
     def __init__(self, manager: NaiveManager, number: int, min_numel: int) -> None:
-        self.services = manager.services
+        self.wiring = manager.wiring
         self.manager, self.key, self.min_numel = manager, ChunkKey(0, number), min_numel
         self.groups: list[Group] = []
         self.open: list[Group] = []
@@ -128,15 +128,15 @@ class NaiveChunk:
 
     def pack(self, _group: Group, tensor: Tensor) -> Tag | Kept:
         """Copy a tensor of the group started last to the host, unless its address is known."""
-        services, group = self.services, (self.open or self.groups)[-1]
-        is_resident = GroupKey(self.key, group.index) in services.plan.kept
-        may_leave = services.eligibility.admits(tensor, self.min_numel)
-        if is_resident or not may_leave or not services.is_enabled:
+        wiring, group = self.wiring, (self.open or self.groups)[-1]
+        is_resident = GroupKey(self.key, group.index) in wiring.plan.kept
+        may_leave = wiring.eligibility.admits(tensor, self.min_numel)
+        if is_resident or not may_leave or not wiring.is_enabled:
             return Kept(tensor.detach())
         key = tensor.data_ptr(), tensor.dtype
         if key not in group.seen:
             group.seen[key] = stored = Stored(group.name, tensor.detach())
-            services.transfer.offload([stored])
+            wiring.transfer.offload([stored])
             self.nbytes[group.name] += stored.nbytes
         self._num_saved += 1
         self.tensors[group.index, self._num_saved] = group.seen[key]
@@ -146,13 +146,13 @@ class NaiveChunk:
         """The tensor under a tag, for the first and last time."""
         if tag.group != self._last:
             self._reach(tag.group)
-        tensor = self.services.transfer.use(self.tensors.pop((tag.group, tag.number)))
+        tensor = self.wiring.transfer.use(self.tensors.pop((tag.group, tag.number)))
         self._in_use.append(tensor)
         return tensor if tensor.shape == tag.shape else tensor.reshape(tag.shape)
 
     def _reach(self, index: int) -> None:
         """Backward comes to another group: drop what is behind."""
-        transfer, self._last = self.services.transfer, index
+        transfer, self._last = self.wiring.transfer, index
         for key in [key for key in self.tensors if key[0] > index]:
             transfer.drop(self.tensors.pop(key))
         while self._in_use:
@@ -169,7 +169,7 @@ class NaiveChunk:
         """Queue the reloads of a group, and give its host buffers to the next who offloads."""
         for one in dict.fromkeys(one for key, one in self.tensors.items() if key[0] == index):
             if one.landed is None:
-                self.services.transfer.reload(one, is_ahead=True)
+                self.wiring.transfer.reload(one, is_ahead=True)
 
 
 def release(tensor: Tensor) -> None:
@@ -192,9 +192,9 @@ class NaiveManager:
         self.backend: Backend = backend.inner if isinstance(backend, GraphSafeBackend) else backend
         self.d2h_stream, self.h2d_stream = self.backend.d2h, self.backend.h2d
         self.num_attached = 0
-        self.activity = ActivityWatch()
+        self.idle_groups = IdleGroups()
         self.step = SimpleNamespace(is_warmup=True, pipeline_rank=0, queue=ChunkQueue())
-        self.services = SimpleNamespace(
+        self.wiring = SimpleNamespace(
             transfer=NaiveTransfer(self.backend),
             eligibility=Eligibility(),
             plan=Plan(),
@@ -202,7 +202,7 @@ class NaiveManager:
             verifier=None,
             split=None,
         )
-        self.statistics = self.services.transfer.statistics
+        self.statistics = self.wiring.transfer.statistics
         self.offload_summary_bytes: dict[str, int] = {}
         self._chunks: list[NaiveChunk] = []
         self._num_begun = 0
@@ -256,7 +256,7 @@ class NaiveManager:
             self.step.is_warmup = False
             first = self._chunks[0]
             last = {group.name: GroupKey(first.key, group.index) for group in first.groups}
-            self.services.plan = Plan(kept=frozenset(last.values()))
+            self.wiring.plan = Plan(kept=frozenset(last.values()))
             self.offload_summary_bytes = dict(sum((c.nbytes for c in self._chunks), Counter()))
         self._num_begun = 0
         self._current = None
@@ -271,10 +271,10 @@ class NaiveManager:
         return []
 
     def disable_offload(self) -> None:
-        self.services.is_enabled = False
+        self.wiring.is_enabled = False
 
     def enable_offload(self) -> None:
-        self.services.is_enabled = True
+        self.wiring.is_enabled = True
 
     def mark_not_offloadable(self, tensor: Tensor) -> None:
         """The mark is on this object; a view of it has none."""
@@ -353,7 +353,7 @@ class NaiveScope:
         return Start.apply(tensor, chunk) if self.is_open else tensor
 
     def __exit__(self: Any, *error: object) -> None:
-        if PipelineOffloadManager.get_instance().services.is_enabled:
+        if PipelineOffloadManager.get_instance().wiring.is_enabled:
             NaiveScope.leave(self, *error)
 
     @staticmethod

@@ -189,7 +189,7 @@ SAVED = ["ops.aten.addmm.default", "ops.aten.tanh.default"]
 
 
 def keep_some(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Products and tanh are saved, the rest is computed again."""
+    """Products and tanh are saved, the rest is recomputed."""
     return CheckpointPolicy.MUST_SAVE if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -66,7 +66,7 @@ def microbatch(
 
 
 def gradients(side: SideStream, backend: Backend, when: str, is_on: bool) -> list[Tensor]:
-    """Of one step of three microbatches, two of them in flight."""
+    """Of one step of three microbatches, two of them in pending."""
     if is_on:
         off_interface.reset()
     *inputs, v, w = make_inputs(5, device=backend.device)

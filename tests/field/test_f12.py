@@ -1,4 +1,4 @@
-"""F12: what is computed again is what was computed: calls are counted apart, routes do not flip,
+"""F12: what is recomputed is what was computed: calls are counted apart, routes do not flip,
 and buffers change once.
 
 PyTorch alone is the control: where it computes a route again, gradients are wrong.

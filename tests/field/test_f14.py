@@ -67,7 +67,7 @@ def train(
             assert_idle(manager)
             moved.append(manager.statistics().bytes_offloaded)
         manager.reset()
-        return manager.services.plan, moved
+        return manager.wiring.plan, moved
 
 
 @pytest.mark.parametrize("kind", BACKENDS)

@@ -56,7 +56,7 @@ def in_the_managers_scope(model: Chain, x: Tensor, manager: PipelineOffloadManag
 
 
 def in_pack(model: Chain, x: Tensor, manager: PipelineOffloadManager) -> None:
-    eligibility = manager.services.eligibility
+    eligibility = manager.wiring.eligibility
     h = model(x)
     eligibility.admits = boom  # type: ignore[method-assign]
     try:
@@ -151,5 +151,5 @@ def test_f18_aborted_step_is_not_the_first(
     with pytest.raises(Boom):
         fails(model, x.requires_grad_(), manager)
     off_interface.reset()
-    assert not manager.services.plan.kept
+    assert not manager.wiring.plan.kept
     assert manager.step.is_warmup

@@ -29,7 +29,7 @@ Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Products are saved, the rest is computed again."""
+    """Products are saved, the rest is recomputed."""
     is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -147,7 +147,7 @@ def test_verify_catches_bytes_that_changed_on_the_host(kind: str) -> None:
         y, _ = one_chain(manager)
         manager.backend.synchronize()
         manager.statistics()
-        engine = manager.services.transfer
+        engine = manager.wiring.transfer
         assert type(engine) is TransferEngine
         for slab in engine.host._slabs:
             slab.data.numpy()[:] ^= 1
@@ -157,5 +157,5 @@ def test_verify_catches_bytes_that_changed_on_the_host(kind: str) -> None:
 
 def test_without_verify_there_is_no_verifier() -> None:
     with use_backend(make_backend("cpu")) as manager:
-        assert manager.services.verifier is None
+        assert manager.wiring.verifier is None
         assert manager.verify() == []

@@ -77,7 +77,7 @@ def storages(model: nn.Module) -> set[int]:
 @pytest.fixture
 def moved(manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Addresses of the storages of all saved tensors whose bytes went to the host."""
-    transfer, seen = manager.services.transfer, []
+    transfer, seen = manager.wiring.transfer, []
     offload = transfer.offload
 
     def spy(tickets: Sequence[Ticket]) -> int:
@@ -107,7 +107,7 @@ def test_f47_nothing_of_the_model_moves(
 
     on, off = build(), build()
     if way == "add_module":
-        manager.services.eligibility.kept.add_module(on)
+        manager.wiring.eligibility.kept.add_module(on)
     else:
         offload_modules(on, {"part": "*"})
 

@@ -30,8 +30,8 @@ from pp_offload import PipelineOffloadManager, offload_modules
 ENGINE = files(
     "_transfer/engine",
     "_transfer/ticket",
-    "_transfer/flights",
-    "_transfer/landings",
+    "_transfer/pending_offloads",
+    "_transfer/pending_reloads",
     "_transfer/saved_tensor",
     "_transfer/deduplication",
     "_transfer/payload",
@@ -89,7 +89,7 @@ DELAY = 1
 
 def step_in_parts(manager: PipelineOffloadManager, number: int) -> list[Tensor]:
     """Six microbatches, the backward of each in two parts."""
-    if manager.services.split is None:
+    if manager.wiring.split is None:
         tell(manager, DELAY)
     return run_in_parts(make_model(layers=2), batches(MICROBATCHES, step=number), DELAY, manager)
 

@@ -143,7 +143,7 @@ def test_f58_fork_while_copies_and_writes_are_under_way(tmp_path: Path, tiers: s
         manager.backend.d2h.submit(gate.wait)
         if "disk" in tiers:
             for _ in range(4):
-                manager.services.transfer.disk._threads.submit(gate.wait)
+                manager.wiring.transfer.disk._threads.submit(gate.wait)
         living = graph()
         def work():
             global living, manager
@@ -151,10 +151,10 @@ def test_f58_fork_while_copies_and_writes_are_under_way(tmp_path: Path, tiers: s
             old = manager
             manager = None
             try:
-                old.services.transfer.offload([])
+                old.wiring.transfer.offload([])
             except ForkedError:
                 print("refused")
-            old.services.transfer.close()
+            old.wiring.transfer.close()
             living = None
             print(is_right(1))
         code = in_child(work)

@@ -42,7 +42,7 @@ config = OffloadConfig(
 backend = CpuBackend() if sys.argv[3] == "cpu" else SimulatedBackend(sys.argv[3])
 manager = PipelineOffloadManager(config=config, backend=backend)
 PipelineOffloadManager.OFFLOAD_MGR = manager
-disk = manager.services.transfer.disk
+disk = manager.wiring.transfer.disk
 model, plain = make_model(width=32), make_model(width=32, groups=())
 
 def is_right(step):
@@ -251,5 +251,5 @@ def test_f59_streams_that_come_and_go() -> None:
             with backend.stream(side):
                 assert same_bits(run_step(model, [x]), expected)
             backend.current_stream().wait_stream(side)
-        assert len(manager.services.transfer._homes) <= MAX_HOMES
+        assert len(manager.wiring.transfer._homes) <= MAX_HOMES
         assert same_bits(run_step(model, [x]), expected)

@@ -36,7 +36,7 @@ from pp_offload import (
 )
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._groups.plan import ChunkKey
-from pp_offload._groups.split_backward import Part
+from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.stash import ActivationStash
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload.errors import GroupStateError
@@ -75,7 +75,7 @@ class Plain:
         """What the forward that just ran belongs to."""
         return None
 
-    def part(self, chunk: ChunkKey | None, part: Part) -> AbstractContextManager[object]:
+    def part(self, chunk: ChunkKey | None, part: BackwardPass) -> AbstractContextManager[object]:
         """Around a part of its backward."""
         return nullcontext()
 
@@ -167,12 +167,12 @@ class Offload(Plain):
         return in_use(self.statistics()) | inputs
 
     def synchronize(self) -> None:
-        inputs = self._inputs._services.transfer
+        inputs = self._inputs._wiring.transfer
         for _ in range(2):  # to the host, and from there to the disk
             self.backend.synchronize()
             for engine in (self.transfer, inputs):
-                while engine._flights:
-                    engine._flights.first.offloaded.synchronize()
+                while engine._pending_offloads:
+                    engine._pending_offloads.first.offloaded.synchronize()
                     engine.poll()
             self.statistics()
             self._inputs.statistics()
@@ -212,7 +212,7 @@ class OffloadAll(Offload):
             config=config_of(options),
             backend=self.backend,
         )
-        self.transfer = self._offload.stash._services.transfer
+        self.transfer = self._offload.stash._wiring.transfer
         self.statistics = self._offload.statistics
         return self
 
@@ -229,7 +229,7 @@ class OffloadGroups(Offload):
         self.manager = self._stack.enter_context(
             use_backend(self.backend, config=config_of(program.options))
         )
-        self.transfer = self.manager.services.transfer
+        self.transfer = self.manager.wiring.transfer
         self.statistics = self.manager.statistics
         self.manager.step.pipeline_rank = program.options.pipeline_rank
         if program.options.split_backward is not None:
@@ -237,8 +237,8 @@ class OffloadGroups(Offload):
             keys = frozenset(
                 ChunkKey(stage, m) for stage in range(len(program.stages)) for m in range(20)
             )
-            services = self.manager.services
-            services.split = services.split_backward(keys, is_keeping=is_keeping)
+            wiring = self.manager.wiring
+            wiring.split = wiring.split_backward(keys, is_keeping=is_keeping)
         return self
 
     def reset(self) -> None:
@@ -252,9 +252,9 @@ class OffloadGroups(Offload):
         current = self.manager.cur_forward_chunk()
         return None if current is None else current.key
 
-    def part(self, chunk: ChunkKey | None, part: Part) -> AbstractContextManager[object]:
-        is_told = self.manager.services.split is not None and chunk is not None
-        return self.manager.backward_part(chunk, part) if is_told else nullcontext()
+    def part(self, chunk: ChunkKey | None, part: BackwardPass) -> AbstractContextManager[object]:
+        is_told = self.manager.wiring.split is not None and chunk is not None
+        return self.manager.backward_pass(chunk, part) if is_told else nullcontext()
 
     def begin(self, stage: int, min_numel: int) -> None:
         off_interface.init_chunk_handler(len(self.program.stages), stage, min_numel)
@@ -398,7 +398,7 @@ def fine_thresholds() -> Iterator[None]:
     with (
         patch("pp_offload._transfer.ticket.PACK_BYTES", 128),
         patch("pp_offload._groups.prefetch.SMALL_BYTES", 64),
-        patch("pp_offload._transfer.landings.MAX_ABANDONED", 1),
+        patch("pp_offload._transfer.pending_reloads.MAX_ABANDONED", 1),
         patch("pp_offload._transfer.tensors.MAX_PADDING_BYTES", 8),
         patch("pp_offload._memory.slabs.SMALLEST_BYTES", 1024),
     ):

@@ -51,7 +51,7 @@ from torch.utils.checkpoint import checkpoint
 from pp_offload import OffloadStatistics, RaceError, SavedTensorModifiedError
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._groups.plan import ChunkKey
-from pp_offload._groups.split_backward import Part
+from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._transfer.tensors import flat_bytes
 
 AT_END = 10**6
@@ -311,7 +311,7 @@ def stage_input(machine: Machine, slot: Slot) -> bool:
         return False
     weights = machine.weights[slot.stage]
     gradient = machine.gradient(slot)
-    with machine.engine.part(slot.chunk, Part.INPUT):
+    with machine.engine.part(slot.chunk, BackwardPass.INPUT):
         _, slot.parts = stage_backward_input([slot.y], [gradient], [slot.x], iter(weights))
     return False
 
@@ -320,7 +320,7 @@ def stage_weight(machine: Machine, slot: Slot) -> bool:
     parts, slot.parts = slot.parts, None
     if parts is None:
         return whole(machine, slot)
-    with machine.engine.part(slot.chunk, Part.WEIGHT):
+    with machine.engine.part(slot.chunk, BackwardPass.WEIGHT):
         stage_backward_weight(iter(machine.weights[slot.stage]), parts)
     return True
 

@@ -1,6 +1,6 @@
 """Moves parameters to the host for good: it is the same parameter, with its hooks and attributes.
 
-move_home(parameter, home)  # parameter.is_cpu; optimizers and tied layers still have it
+move_to_host(parameter, on_host)  # parameter.is_cpu; optimizers and tied layers still have it
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 
-def move_home(parameter: Parameter, home: Tensor) -> None:
+def move_to_host(parameter: Parameter, on_host: Tensor) -> None:
     """Give a parameter other memory, which may be on another device; its gradient goes along.
 
     Args:
         parameter: Stays the same object.
-        home: Has its values.
+        on_host: Has its values.
 
     Raises:
         ValueError: PyTorch cannot do it, for something else refers to the parameter.
@@ -23,18 +23,18 @@ def move_home(parameter: Parameter, home: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     try:
         # PyTorch's own devices can be exchanged by .data; a device of a plug-in cannot.
-        if torch._has_compatible_shallow_copy_type(parameter, home):
-            parameter.data = home
+        if torch._has_compatible_shallow_copy_type(parameter, on_host):
+            parameter.data = on_host
         else:
-            _exchange(parameter, home)
+            _exchange(parameter, on_host)
     finally:
         if gradient is not None:
             parameter.grad = gradient.to(parameter.device)
 
 
-def _exchange(parameter: Parameter, home: Tensor) -> None:
+def _exchange(parameter: Parameter, on_host: Tensor) -> None:
     """As ``Module.to`` does it, but with what the program has attached to the parameter."""
-    fresh = Parameter(home, requires_grad=parameter.requires_grad)
+    fresh = Parameter(on_host, requires_grad=parameter.requires_grad)
     vars(fresh).update(vars(parameter))
     fresh._backward_hooks = parameter._backward_hooks
     fresh._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks

@@ -1,8 +1,8 @@
 """Copies to the host under way, and the device memory they read.
 
-flight = flights.begin(sources, copies)   # before the copies are queued
-flight.offloaded = d2h.record_event()     # behind them
-while flights.is_first_over(d2h): ...     # let go of flights.first, then flights.end_first()
+pending = offloads.begin(sources, copies, nbytes)  # before the copies are queued
+pending.offloaded = d2h.record_event()             # behind them
+while offloads.is_first_over(d2h): ...             # offloads.first.finish(), then end(first)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pp_offload.backends import Event, Stream
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class PendingOffload:
     """A batch that leaves the device, with the sources that must outlive the copy."""
 
     payloads: list[Tensor]
@@ -40,12 +40,12 @@ class Flight:
     then: list[Callable[[], None]] = field(default_factory=list)
     """To be done when the payloads were let go."""
 
-    def arrive(self) -> None:
+    def finish(self) -> None:
         """The copies were made: let go of what they read. A second time is fine."""
         for ref in self.copies:
             copy = ref()
             if copy is not None:
-                copy.arrive()
+                copy.finish()
         self.payloads.clear()
         while self.then:
             self.then.pop(0)()
@@ -79,11 +79,11 @@ class Queued:
         self.event.synchronize()
 
 
-class Flights:
-    """Flights in the order they began, which is that in which they end."""
+class PendingOffloads:
+    """Offloads in the order they began, which is that in which they end."""
 
     def __init__(self) -> None:
-        self._queue: deque[Flight] = deque()
+        self._queue: deque[PendingOffload] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -99,37 +99,39 @@ class Flights:
         return queue[-1].total - queue[0].total + queue[0].nbytes if queue else 0
 
     @property
-    def first(self) -> Flight:
+    def first(self) -> PendingOffload:
         """The one that ends next. There must be one."""
         return self._queue[0]
 
     @property
-    def last(self) -> Flight:
+    def last(self) -> PendingOffload:
         """The one that began last. There must be one."""
         return self._queue[-1]
 
-    def begin(self, payloads: list[Tensor], copies: Sequence[HostCopy], nbytes: int) -> Flight:
+    def begin(
+        self, payloads: list[Tensor], copies: Sequence[HostCopy], nbytes: int
+    ) -> PendingOffload:
         """Keep ``payloads``, which are about to be copied."""
         total = nbytes + (self._queue[-1].total if self._queue else 0)
-        flight = Flight(payloads, [weakref.ref(copy) for copy in copies], nbytes, total)
-        self._queue.append(flight)
-        return flight
+        pending = PendingOffload(payloads, [weakref.ref(copy) for copy in copies], nbytes, total)
+        self._queue.append(pending)
+        return pending
 
     def is_first_over(self, d2h: Stream) -> bool:
         """Whether there is one, and its copies were made."""
         if not self._queue:
             return False
-        flight = self._queue[0]
-        if flight.offloaded is None:  # NOTE [ Torn bookkeeping ]
-            flight.offloaded = d2h.record_event()
-        return flight.offloaded.query()
+        pending = self._queue[0]
+        if pending.offloaded is None:  # NOTE [ Torn bookkeeping ]
+            pending.offloaded = d2h.record_event()
+        return pending.offloaded.query()
 
-    def end(self, flight: Flight) -> None:
+    def end(self, pending: PendingOffload) -> None:
         """It has ended. A second time is fine."""
-        if self._queue and self._queue[0] is flight:
+        if self._queue and self._queue[0] is pending:
             self._queue.popleft()
 
-    def take_back(self, flight: Flight) -> None:
+    def take_back(self, pending: PendingOffload) -> None:
         """The one that began last ended at once."""
-        if self._queue and self._queue[-1] is flight:
+        if self._queue and self._queue[-1] is pending:
             self._queue.pop()
