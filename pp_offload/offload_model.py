@@ -38,7 +38,6 @@ from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_count, check_flag, count_problem, said
 from pp_offload._groups.checkpoint_regions import is_recomputing
 from pp_offload._groups.stash import ActivationStash
-from pp_offload._memory.room import host_room
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.gradients import GradientPath, gated, on_device
@@ -248,9 +247,16 @@ class OffloadModel(nn.Module):
             if backend.is_host:
                 host_tensors = [parameter.detach().to(HOST) for parameter in new]
             else:
-                host_tensors = _pinned(new, backend) if new else []
+                host_tensors = self._copies_of(new) if new else []
             for parameter, on_host in zip(new, host_tensors, strict=True):
                 move_to_host(parameter, on_host)
+
+    def _copies_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """In memory that a device can copy from beside computing."""
+        copies = self._cache.copies.host_tensors(parameters)
+        for copy, parameter in zip(copies, parameters, strict=True):
+            copy.copy_(parameter.detach())
+        return copies
 
     def _place_buffers(self, device: torch.device) -> None:
         moved: dict[int, Tensor] = {}
@@ -412,14 +418,6 @@ def _check_devices(device: torch.device, offload_device: torch.device, backend: 
         raise ValueError(
             f"offload_device is {offload_device}; expected the host, torch.device('cpu')"
         )
-
-
-def _pinned(parameters: Sequence[Tensor], backend: Backend) -> list[Tensor]:
-    """Copies in memory that a device can copy from beside computing."""
-    host_tensors = host_room(parameters, backend.allocate_host)
-    for on_host, parameter in zip(host_tensors, parameters, strict=True):
-        on_host.copy_(parameter.detach())
-    return host_tensors
 
 
 def _requires_grad(value: Any) -> bool:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -940,11 +941,12 @@ def test_all_that_a_slice_has_is_in_one_storage() -> None:
     backend = SimulatedBackend("late")
     with backend.activate():
         model = OffloadModel(sliced.across(), "cpu", backend=backend)
-        assert backend.num_host_allocations == 3
+        assert backend.num_host_allocations == model.statistics().host_allocations == 1
+        assert model.statistics().live_tensors == 3 and model.statistics().host_bytes_in_use > 0
         assert len({p.untyped_storage()._cdata for p in model.parameters()}) == 3
         (x,) = inputs_for(model, 1)
         model(x).sum().backward()
-        assert backend.num_host_allocations == 3 + model.statistics().host_allocations
+        assert backend.num_host_allocations == model.statistics().host_allocations
         for parameter in model.parameters():  # to be saved apart, for instance
             assert parameter.grad.untyped_storage().nbytes() == parameter.nbytes
 
@@ -955,21 +957,22 @@ def test_gradients_ask_the_system_in_the_first_step_alone(kind: str, keeps: bool
     """And their memory is the tier's again when nobody has them."""
     with pair(norms, kind) as (_, model):
         (x,) = inputs_for(model, 1)
-        asked = []
+        placed = model.statistics()
+        asked = [placed.host_allocations]
         for _ in range(4):
             model(x).sum().backward()
             asked.append(model.statistics().host_allocations)
-            assert model.statistics().host_bytes_in_use >= sum(
+            assert model.statistics().host_bytes_in_use >= placed.host_bytes_in_use + sum(
                 p.grad.nbytes for p in model.parameters()
             )
             model.zero_grad(set_to_none=not keeps)
-        assert 0 < asked[0] and len(set(asked[1 if keeps else 0 :])) == 1
+        assert 0 < asked[1] and len(set(asked[2 if keeps else 1 :])) == 1
         model.zero_grad(set_to_none=True)
         autograd_lets_go()
         gc.collect()
         model._cache.copies.transfer.backend.synchronize()
         model._cache.copies.poll()
-        assert model.statistics().host_bytes_in_use == 0
+        assert model.statistics().host_bytes_in_use == placed.host_bytes_in_use
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
@@ -1089,11 +1092,18 @@ def test_one_thread_at_a_time(again: bool) -> None:
 
 
 def test_gradients_over_the_budget_are_in_ordinary_memory(caplog) -> None:
-    with pair(mlp, "late", config=OffloadConfig(host_budget_bytes=1)) as (plain, model):
-        assert same_bits(train(model, one_by_one, sgd), train(plain, one_by_one, sgd))
+    """Parameters fill slabs of their own."""
+    layers, slab = partial(slices_of, 128), 2 * 128 * 128 * 4
+    with pair(layers, "late", config=OffloadConfig(host_budget_bytes=1)) as (plain, model):
+        placed = model.statistics()
+        assert placed.host_bytes_reserved == 3 * slab, "parameters have to be there"
+        for one in (plain, model):
+            one(torch.ones(2, 128)).sum().backward()
+        expected = [parameter.grad for parameter in plain.parameters()]
+        assert same_bits([parameter.grad for parameter in model.parameters()], expected)
         (said,) = [r.message for r in caplog.records if "gradients for which" in r.message]
         assert "ordinary memory" in said and said.endswith("raise host_budget_bytes")
-        assert model.statistics().host_bytes_reserved == 0
+        assert model.statistics().host_bytes_reserved == placed.host_bytes_reserved
 
 
 @pytest.mark.parametrize("which", ["slice 1", "gradients"])

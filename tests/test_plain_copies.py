@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 
 import pytest
@@ -12,9 +11,11 @@ from conftest import make_backend
 from test_hazards import cut_behind_the_copy
 
 from pp_offload import OffloadConfig, RaceError
-from pp_offload._memory.room import ALIGNMENT, host_room
+from pp_offload._memory.budget import reserved_bytes
+from pp_offload._memory.host_tensors import ALIGNMENT, host_tensors
 from pp_offload._memory.slabs import pageable
 from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
+from pp_offload._transfer.statistics import collect
 from pp_offload._transfer.tiers import make_engine
 
 SHAPES = [(3, 5), (0, 2), (), (4, 1), (2, 3, 2, 2)]
@@ -147,7 +148,7 @@ def test_bytes_in_flight_are_bounded() -> None:
         assert backend.pending == 1
 
 
-def test_room_is_one_aligned_allocation(caplog) -> None:
+def test_host_tensors_are_one_aligned_allocation() -> None:
     likes = [torch.empty(shape) for shape in SHAPES]
     taken: list[int] = []
 
@@ -155,15 +156,27 @@ def test_room_is_one_aligned_allocation(caplog) -> None:
         taken.append(nbytes)
         return pageable(nbytes)
 
-    views = host_room(likes, allocate)
+    views = host_tensors(likes, allocate)
     assert taken == [4 * ALIGNMENT]
     for view, like in zip(views, likes, strict=True):
         assert (view.shape, view.dtype, view.stride()) == (like.shape, like.dtype, like.stride())
         assert view.storage_offset() * view.itemsize % ALIGNMENT == 0
+    assert [one.shape for one in host_tensors([torch.empty(0)], allocate)] == [(0,)]
+    assert taken[1:] == [1], "no tier has an empty buffer"
 
-    def refuse(nbytes: int) -> torch.Tensor:
-        raise MemoryError("no")
 
-    with caplog.at_level(logging.WARNING):
-        assert len(host_room(likes, refuse)) == len(likes)
-    assert f"no pinned memory for {4 * ALIGNMENT} more bytes (no)" in caplog.text
+def test_what_has_to_be_there_is_counted_and_had_over_the_budget() -> None:
+    """And it is free again when nobody has a view of it."""
+    backend = make_backend("late")
+    with backend.activate():
+        engine = make_engine(backend, OffloadConfig(host_budget_bytes=1), in_one_piece=True)
+        before = reserved_bytes()
+        tensors = PlainCopies(engine).host_tensors([torch.empty(3, 5), torch.empty(7)])
+        statistics = collect(engine)
+        assert statistics.host_bytes_in_use == 2 * ALIGNMENT
+        assert statistics.host_bytes_reserved == reserved_bytes() - before > 0
+        view = tensors[1][2:]
+        del tensors
+        assert collect(engine).host_bytes_in_use == 2 * ALIGNMENT
+        del view
+        assert collect(engine).host_bytes_in_use == 0

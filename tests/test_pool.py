@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.pool import GPUTensorPool
 
 
@@ -255,3 +256,28 @@ def test_on_a_device_and_in_pinned_memory() -> None:
     on_device.clear()
     with pytest.raises(ValueError, match="pinned memory is host memory"):
         GPUTensorPool("cuda", pin_memory=True)
+
+
+def test_host_memory_of_a_pool_is_counted_until_the_last_tensor_on_it_is_gone() -> None:
+    before = reserved_bytes()
+    pool = GPUTensorPool("cpu")
+    tensor, other = pool.allocate((1000, 1000)), pool.allocate((3,))
+    held = reserved_bytes() - before
+    assert held >= tensor.nbytes + other.nbytes
+    pool.clear()
+    del other
+    assert 0 < reserved_bytes() - before <= held
+    del tensor
+    assert reserved_bytes() == before
+
+
+def test_a_pool_says_what_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pp_offload._memory.budget.available_bytes", lambda: 0)
+    pool = GPUTensorPool("cpu")
+    with pytest.raises(MemoryError, match="over the budget of this process"):
+        pool.allocate((1000,))
+    monkeypatch.undo()
+    assert GPUTensorPool("cpu").allocate((1000,)).shape == (1000,)
+    with pytest.raises(MemoryError, match="over the budget"):
+        pool.allocate((1000,))
+    assert pool.get_pool_status()["total_count"] == 0, "nothing was begun"

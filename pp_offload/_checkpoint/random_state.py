@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 
 @dataclass(frozen=True)
@@ -19,19 +20,21 @@ class RandomState:
     """Of the generators that an operator may have drawn from."""
 
     host: Tensor
-    device: torch.device
-    on_device: Tensor | None
+    device_type: str
+    indices: list[int]
+    """Of the devices the outputs are on; none for those of the host."""
+
+    on_devices: list[Tensor]
 
     @classmethod
     def after(cls, outputs: Any) -> RandomState:
         """As the operator that made these left it."""
-        device = next(leaf.device for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-        module = None if device.type == "cpu" else torch.get_device_module(device)
-        on_device = None if module is None else module.get_rng_state(device)
-        return cls(torch.get_rng_state(), device, on_device)
+        first = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+        indices, states = get_device_states(first)
+        return cls(torch.get_rng_state(), first.device.type, indices, states)
 
     def set(self) -> None:
         """Draw from here on."""
         torch.set_rng_state(self.host)
-        if self.on_device is not None:
-            torch.get_device_module(self.device).set_rng_state(self.on_device, self.device)
+        if self.indices:
+            set_device_states(self.indices, self.on_devices, device_type=self.device_type)

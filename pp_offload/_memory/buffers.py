@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pp_offload._memory.arena import Range
-from pp_offload._memory.slabs import Slab
+from pp_offload._memory.slabs import Slab, owned_by
 from pp_offload.backends import Event
 
 PART_ALIGNMENT = 64
@@ -113,21 +112,13 @@ class Loan:
         return self.buffer.nbytes
 
 
-class _Memory(np.ndarray):
-    """Bytes of a loan, which is there for as long as a storage is on them."""
-
-    loan: Loan
-
-
 def as_tensor(loan: Loan) -> Tensor:
     """The buffer of a loan as a flat ``uint8`` tensor, whose storage alone keeps the loan.
 
     So the user may keep the tensor, any view of it, or none. The buffer has to be in one piece.
     """
     (piece,) = loan.buffer.pieces
-    memory = piece.numpy().view(_Memory)
-    memory.loan = loan
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return owned_by(loan, piece)
 
 
 def room_for(nbytes: int) -> int:

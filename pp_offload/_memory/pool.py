@@ -2,7 +2,8 @@
 
 A training step asks for the same shapes over and over, and pinned host memory in particular is
 slow to acquire. So a freed tensor waits in the queue of its shape and dtype. The bytes come from an
-arena, so that what one shape needs no more another can have.
+arena, so that what one shape needs no more another can have; those of the host are asked for, and
+counted, where the engine's are.
 
     pool = GPUTensorPool(device="cpu", pin_memory=True)
     tensor = pool.allocate((128, 512), torch.bfloat16)  # contents undefined
@@ -25,8 +26,10 @@ from torch import Tensor
 
 from pp_offload._common.checks import check_flag, check_kind, described, said
 from pp_offload._memory.arena import Arena, Range
-from pp_offload._memory.slabs import whole_slab_bytes
+from pp_offload._memory.budget import HostBudget
+from pp_offload._memory.slabs import SlabSource, owned_by, pageable, whole_slab_bytes
 from pp_offload._memory.storages import has_storage
+from pp_offload.backends import default_backend
 
 _Key = tuple[tuple[int, ...], torch.dtype]
 
@@ -110,7 +113,7 @@ class GPUTensorPool:
     Args:
         device: Where the tensors live.
         pin_memory: Page-lock them, for asynchronous copies. Only for host tensors, and without
-            effect where there is no CUDA device to copy to.
+            effect where there is no accelerator to copy to.
 
     Raises:
         ValueError: There is no such device, or ``pin_memory`` was asked for device memory.
@@ -131,6 +134,10 @@ class GPUTensorPool:
         if pin_memory and self.device.type != "cpu":
             raise ValueError(f"pin_memory=True, device={device!r}; pinned memory is host memory")
         self.pin_memory = pin_memory and torch.accelerator.is_available()
+        self._source: SlabSource | None = None
+        if self.device.type == "cpu":
+            allocate = default_backend().allocate_host if self.pin_memory else pageable
+            self._source = SlabSource(allocate, HostBudget())
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """A contiguous tensor with undefined contents: the longest free one, or else a new one.
@@ -138,6 +145,7 @@ class GPUTensorPool:
         Raises:
             ValueError: A dimension is negative.
             TypeError: ``shape`` is no tuple of integers, or ``dtype`` no dtype.
+            MemoryError: Host memory would be over this process's share of what there is.
         """
         key = self._get_pool_key(shape, dtype)
         self._begin()
@@ -254,12 +262,18 @@ class GPUTensorPool:
                 break
             self._let_go()
         self._blocks = [block for block in self._blocks if block.arena.statistics().num_live]
-        size = whole_slab_bytes(nbytes)
-        data = torch.empty(size, dtype=torch.uint8, device=self.device, pin_memory=self.pin_memory)
-        self._blocks.append(block := _Block(data))
+        self._blocks.append(block := _Block(self._acquire(nbytes)))
         range_ = block.arena.allocate(nbytes)
         assert range_ is not None
         return block, range_
+
+    def _acquire(self, nbytes: int) -> Tensor:
+        """Memory for a block, which of the host is counted for as long as a tensor is on it."""
+        if self._source is None:
+            size = whole_slab_bytes(nbytes)
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        slab = self._source.acquire_whole(nbytes)
+        return owned_by(slab, slab.data)
 
     def _let_go(self) -> _Lease:
         """Give the bytes of the longest unused tensor back. Each is let go of once."""

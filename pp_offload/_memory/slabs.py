@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,11 +122,24 @@ class SlabSource:
     def _fall_back(self, nbytes: int) -> None:
         self._is_pageable = True
         logger.warning(
-            "no pinned memory for %d more bytes of offloaded activations; ordinary memory is used "
-            "from now on, whose copies are slower and block; raise the limit of locked memory "
+            "no pinned memory for %d more bytes; ordinary memory is used from now on, whose copies "
+            "are slower and block; raise the limit of locked memory "
             "(ulimit -l), or offload less",
             nbytes,
         )
+
+
+class _Memory(np.ndarray):
+    """Bytes of an owner, who is there for as long as a storage is on them."""
+
+    owner: object
+
+
+def owned_by(owner: object, data: Tensor) -> Tensor:
+    """The bytes of flat ``uint8`` host memory as a storage that alone keeps ``owner``."""
+    memory = data.numpy().view(_Memory)
+    memory.owner = owner
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def pageable(nbytes: int) -> Tensor:

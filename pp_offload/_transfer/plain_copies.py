@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._memory.buffers import as_tensor
-from pp_offload._memory.room import host_room
+from pp_offload._memory.host_tensors import host_tensors
 from pp_offload._memory.slabs import pageable
 from pp_offload._transfer.engine import TransferEngine, record, wait
 from pp_offload._transfer.pending_offloads import Queued
@@ -111,7 +111,7 @@ class PlainCopies:
         with self.transfer.lock:
             self._let_go()
             with torch.inference_mode(False):  # or the program could not go on with them
-                targets = host_room(dense, self._allocate, is_shared=False)
+                targets = host_tensors(dense, self._gradient_memory, is_shared=False)
             wait(backend.d2h, record(stream))
             nbytes = sum(one.nbytes for one in dense)
             offload = self.transfer.begin_offload(dense, (), [stream], nbytes)
@@ -140,12 +140,18 @@ class PlainCopies:
         self._in_use[-1] = event, kept
         return event
 
-    def _allocate(self, nbytes: int) -> Tensor:
-        """Of the host tier, until nobody has a view of it: copies that use it keep one as well."""
+    def host_tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
+        """Host memory for tensors that have to be there, such as parameters: in one allocation.
+
+        It counts in the budget, and is had also where that is used up.
+        """
         host = self.transfer.host
-        assert host is not None  # its engine has no other tier
+        return host_tensors(likes, lambda nbytes: as_tensor(host.allocate(nbytes, force=True)))
+
+    def _gradient_memory(self, nbytes: int) -> Tensor:
+        """Of the host tier, until nobody has a view of it: copies that use it keep one as well."""
         try:
-            return as_tensor(host.allocate(max(nbytes, 1)))
+            return as_tensor(self.transfer.host.allocate(nbytes))
         except MemoryError as refused:
             if not self._has_warned:
                 self._has_warned = True

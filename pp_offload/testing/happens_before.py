@@ -181,18 +181,24 @@ class RaceDetector:
         self.device_bytes = 0
         self.device_bytes_peak = 0
         self._histories: dict[int, StorageHistory] = {}
+        self._host_bytes: dict[int, range] = {}
         self._fault: RaceError | None = None
 
     def see(self, tensor: Tensor, owner: StreamClock, *, is_host: bool) -> None:
         """Start the history of the tensor's storage, if it has none.
 
-        Device memory counts as just written by ``owner``, which computed or allocated it.
+        Device memory counts as just written by ``owner``, which computed or allocated it. A storage
+        on bytes of another one that is host memory is host memory, too.
         """
         storage = tensor.untyped_storage()
         if storage._cdata in self._histories:
             return
+        begin = storage.data_ptr()
+        is_host = is_host or any(begin in known for known in self._host_bytes.values())
         history = StorageHistory(owner, is_host)
-        if not is_host:
+        if is_host:
+            self._host_bytes[storage._cdata] = range(begin, begin + storage.nbytes())
+        else:
             history.accesses.append(owner.access("write", WHOLE, "produced or allocated"))
             history.nbytes = storage.nbytes()
             self.device_bytes += history.nbytes
@@ -227,6 +233,7 @@ class RaceDetector:
     def _freed(self, key: int, _reference: object) -> None:
         """Called when a storage dies; cannot raise here."""
         history = self._histories.pop(key, None)
+        self._host_bytes.pop(key, None)
         if history is None:
             return
         self.device_bytes -= history.nbytes
