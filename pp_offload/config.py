@@ -30,14 +30,10 @@ COUNTS = (
     "max_in_flight_bytes",
     "prefetch_bytes",
     "host_budget_bytes",
-    "numa_node",
 )
 """Options that are integers of at least zero."""
 
-MAX_NUMA_NODES = 1024
-"""No Linux kernel can be built for more; which of them a machine has is not known here."""
-
-OPTIONAL_COUNTS = ("max_in_flight_bytes", "prefetch_bytes", "host_budget_bytes", "numa_node")
+OPTIONAL_COUNTS = ("max_in_flight_bytes", "prefetch_bytes", "host_budget_bytes")
 """Those of them that may be None."""
 
 
@@ -109,9 +105,6 @@ class OffloadConfig:
     mode 0600. It is gone with the process and those forked from it, however they end.
     """
 
-    numa_node: int | None = None
-    """Place host memory on this NUMA node. None leaves that to the system."""
-
     verify: bool = False
     """Compare what comes back with what left, and log which offloaded storages are still on the
     device and who holds them. Slow.
@@ -128,11 +121,6 @@ class OffloadConfig:
             problem = count_problem(name, value)
             if problem and not (value is None and name in OPTIONAL_COUNTS):
                 yield problem
-        if isinstance(self.numa_node, int) and self.numa_node >= MAX_NUMA_NODES:
-            yield (
-                f"numa_node is {self.numa_node}, expected a node as the system numbers them, at "
-                f"most {MAX_NUMA_NODES - 1}; lscpu lists them"
-            )
         if not _is_fraction(self.activation_offload_fraction):
             fraction = said(self.activation_offload_fraction)
             yield f"activation_offload_fraction is {fraction}, expected 0 to 1"

@@ -57,7 +57,7 @@ def test_it_takes_keywords_only() -> None:
         ("prefetch_mib", "prefetch_bytes"),
         ("tier", "tiers"),
         ("min_offload_size", "min_offloaded_tensor_size"),
-        ("numa", "numa_node"),
+        ("disk_directory", "disk_dir"),
     ],
 )
 def test_an_unknown_option_is_an_error_that_names_the_near_one(name: str, meant: str) -> None:
@@ -76,8 +76,8 @@ def test_an_option_like_no_other_has_no_near_one() -> None:
 
 def test_unknown_options_and_wrong_values_are_in_one_error() -> None:
     with pytest.raises(ConfigError) as error:
-        OffloadConfig(host_budget=1, numa=0, prefetch_bytes=-5, verify="yes")  # type: ignore[call-arg, arg-type]
-    for word in ("host_budget_bytes?", "numa_node?", "prefetch_bytes is -5", "verify is 'yes'"):
+        OffloadConfig(host_budget=1, disk_directory=0, prefetch_bytes=-5, verify="yes")  # type: ignore[call-arg, arg-type]
+    for word in ("host_budget_bytes?", "disk_dir?", "prefetch_bytes is -5", "verify is 'yes'"):
         assert word in str(error.value)
 
 
@@ -168,17 +168,10 @@ def test_a_nul_byte_in_a_directory_is_said() -> None:
         OffloadConfig(tiers=("disk",), disk_dir=Path("/scr\0atch"))
 
 
-@pytest.mark.parametrize("node", [1024, 99999])
-def test_a_node_that_no_machine_has_is_an_error(node: int) -> None:
-    with pytest.raises(ConfigError, match=f"numa_node is {node}, expected .* at most 1023; lscpu"):
-        OffloadConfig(numa_node=node)
-    assert OffloadConfig(numa_node=1023).numa_node == 1023
-
-
 def test_violations_of_the_chain_are_in_the_same_error() -> None:
     with pytest.raises(ConfigError) as error:
-        OffloadConfig(tiers=("tape",), disk_dir=7, numa_node=-1, host_budget_bytes=-1)  # type: ignore[arg-type]
-    assert all(name in str(error.value) for name in ("tiers", "disk_dir", "numa", "host_budget"))
+        OffloadConfig(tiers=("tape",), disk_dir=7, host_budget_bytes=-1)  # type: ignore[arg-type]
+    assert all(name in str(error.value) for name in ("tiers", "disk_dir", "host_budget"))
 
 
 def test_the_error_is_a_value_error_and_one_of_ours() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.disk import DiskTier
 from pp_offload._memory.host import HostTier
-from pp_offload._memory.numa import on_node
 from pp_offload._memory.slabs import Allocate
 from pp_offload._transfer.disk_direct import DirectDiskEngine
 from pp_offload._transfer.disk_staged import StagedDiskEngine
@@ -47,8 +46,6 @@ def make_engine(
         DiskTierError: The file of the disk tier cannot be made.
     """
     allocate = allocate or backend.allocate_host
-    if config.numa_node is not None:
-        allocate = on_node(config.numa_node, allocate)
     has_disk = "disk" in config.tiers
     advice = FOR_THE_WAY if has_disk else RAISE_IT if in_one_piece else OR_THE_DISK
     whole = HostBudget(config.host_budget_bytes, advice)
