@@ -96,6 +96,22 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(str(failure)) from None
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Of what is marked ``quick``, other cases are slow; on an accelerator there are few anyway."""
+    if item.get_closest_marker("gpu") or item.get_closest_marker("emulated"):
+        return
+    for mark in item.iter_markers("quick"):
+        callspec = getattr(item, "callspec", None)
+        values = () if callspec is None else callspec.params.values()
+        names = {getattr(value, "__name__", value) for value in values if _is_named(value)}
+        if names.isdisjoint(mark.args):
+            item.add_marker(pytest.mark.slow)
+
+
+def _is_named(value: object) -> bool:
+    return isinstance(value, str | int) or hasattr(value, "__name__")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With it loaded, the default backend is another one: its tests and the others never mix."""
     is_loaded = config.getoption("emulated") is not None

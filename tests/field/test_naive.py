@@ -29,14 +29,8 @@ def failures(report: Path, kind: str) -> dict[str, str]:
     """What the field tests say of a naive engine, by test."""
     command = [sys.executable, "-m", "pytest", str(FIELD), f"--ignore={__file__}"]
     command += [f"--naive={kind}", "-p", "naive_run", "-p", "no:cacheprovider", "--tb=line"]
-    command += [
-        f"--rootdir={FIELD.parents[1]}",
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        f"--junitxml={report}",
-    ]
+    command += [f"--rootdir={FIELD.parents[1]}", f"--junitxml={report}", "-m", ""]
+    command += ["-n", "2", "--dist", "loadfile"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     env["OMP_NUM_THREADS"] = "1"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(FIELD), env.get("PYTHONPATH"))))

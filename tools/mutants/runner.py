@@ -191,7 +191,8 @@ class Runner:
 
     def _pytest(self, copy: Path, tests: Sequence[str]) -> tuple[int, str]:
         options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "--import-mode=prepend"]
-        return _python(copy, "-m", "pytest", *options, "--hypothesis-seed=0", *tests)
+        options += ["--hypothesis-seed=0", "-m", ""]  # also what is slow
+        return _python(copy, "-m", "pytest", *options, *tests)
 
     def _fuzz(self, copy: Path, programs: int) -> tuple[int, str]:
         arguments = ["--programs", str(programs), "--seed", "1"]
