@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import pp_offload
 
 ROOT = Path(pp_offload.__file__).parent
@@ -114,10 +112,9 @@ def test_every_row_names_what_exists() -> None:
     assert set(RANK) == {room(name) for name in FILES}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row) or "pp_offload")
-def test_a_folder_imports_from_below(row: tuple[str, ...]) -> None:
+def test_a_folder_imports_from_below() -> None:
     """And from itself."""
-    for name in (name for name in FILES if room(name) in row):
+    for name in FILES:
         for other in set(imported(name)):
             is_below = RANK[room(other)] < RANK[room(name)]
             assert is_below or room(other) == room(name), f"{name} imports {other}"
@@ -128,40 +125,40 @@ def test_no_module_is_in_a_cycle() -> None:
     TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("name", sorted(set(FILES) - FACADES))
-def test_nobody_imports_who_only_listens(name: str) -> None:
-    assert not {"summary", "trace"} & set(imported(name))
+def test_nobody_imports_who_only_listens() -> None:
+    who = [name for name in set(FILES) - FACADES if {"summary", "trace"} & set(imported(name))]
+    assert not who
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_only_the_surface_asks_for_the_current_manager(name: str) -> None:
-    asks = any(call.split(".")[-1] == "get_instance" for call in calls(TREES[name]))
-    assert not asks or name in ASKS_FOR_THE_MANAGER
+def test_only_the_surface_asks_for_the_current_manager() -> None:
+    for name, tree in TREES.items():
+        asks = any(call.split(".")[-1] == "get_instance" for call in calls(tree))
+        assert not asks or name in ASKS_FOR_THE_MANAGER, name
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_cuda_is_named_in_one_place(name: str) -> None:
-    assert name in NAMES_CUDA or not uses_of_cuda(TREES[name])
+def test_cuda_is_named_in_one_place() -> None:
+    for name, tree in TREES.items():
+        assert name in NAMES_CUDA or not uses_of_cuda(tree), name
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_only_the_function_whose_name_says_so_prints(name: str) -> None:
-    tree = TREES[name]
-    may_print = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == "print_offload_summary_table"
-    ]
-    allowed = sum(list(calls(node)).count("print") for node in may_print)
-    assert list(calls(tree)).count("print") == allowed
+def test_only_the_function_whose_name_says_so_prints() -> None:
+    for name, tree in TREES.items():
+        may_print = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name == "print_offload_summary_table"
+        ]
+        allowed = sum(list(calls(node)).count("print") for node in may_print)
+        assert list(calls(tree)).count("print") == allowed, name
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_events_are_recorded_and_waited_for_in_few_places(name: str) -> None:
-    if room(name) in ("backends", "testing") or name in ORDERS_COPIES:
-        return
-    last = {call.split(".")[-1] for call in calls(TREES[name])}
-    assert not last & {"record_event", "wait_event", "wait_stream", "record_stream"}
+def test_events_are_recorded_and_waited_for_in_few_places() -> None:
+    for name, tree in TREES.items():
+        if room(name) in ("backends", "testing") or name in ORDERS_COPIES:
+            continue
+        last = {call.split(".")[-1] for call in calls(tree)}
+        ordering = {"record_event", "wait_event", "wait_stream", "record_stream"}
+        assert not last & ordering, name
 
 
 def test_the_package_imports_no_compiler() -> None:
@@ -171,6 +168,5 @@ def test_the_package_imports_no_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_file_is_without_a_docstring(name: str) -> None:
-    assert ast.get_docstring(TREES[name])
+def test_no_file_is_without_a_docstring() -> None:
+    assert not [name for name, tree in TREES.items() if not ast.get_docstring(tree)]
