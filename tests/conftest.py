@@ -10,6 +10,7 @@ import emulated
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from quick import mark_slow
 
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.backends import Backend, CpuBackend, default_backend
@@ -40,6 +41,12 @@ ACCELERATORS = [
     pytest.param("emulated", marks=pytest.mark.emulated),
 ]
 BACKENDS = [*ON_THE_HOST, *ACCELERATORS]
+TWO_BACKENDS = ["cpu", "late", *ACCELERATORS]
+"""Where neither the order of copies nor who makes them can matter: one whose copies are made at
+once, and one whose copies are late."""
+
+on_two_backends = pytest.mark.parametrize("backend", TWO_BACKENDS, indirect=True)
+"""For a test of the ``backend`` fixture, or of another on top of it."""
 DELAYS: dict[str, dict[str, int]] = {
     "fast": {},
     "slow-d2h": {"d2h_us": 2000},
@@ -96,28 +103,14 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(str(failure)) from None
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of what is marked ``quick``, other cases are slow; on an accelerator there are few anyway."""
-    if item.get_closest_marker("gpu") or item.get_closest_marker("emulated"):
-        return
-    for mark in item.iter_markers("quick"):
-        callspec = getattr(item, "callspec", None)
-        values = () if callspec is None else callspec.params.values()
-        names = {getattr(value, "__name__", value) for value in values if _is_named(value)}
-        if names.isdisjoint(mark.args):
-            item.add_marker(pytest.mark.slow)
-
-
-def _is_named(value: object) -> bool:
-    return isinstance(value, str | int) or hasattr(value, "__name__")
-
-
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With it loaded, the default backend is another one: its tests and the others never mix."""
     is_loaded = config.getoption("emulated") is not None
     kept = [one for one in items if bool(one.get_closest_marker("emulated")) is is_loaded]
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
+    mark_slow(items)
 
 
 @pytest.fixture(autouse=True)

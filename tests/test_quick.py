@@ -1,0 +1,68 @@
+"""Marks that say which cases of a test are not slow."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from quick import chosen, tuples
+
+pytest_plugins = ["pytester"]
+
+
+def cases(*sizes: int) -> list[dict[str, int]]:
+    """The full product of parameters with so many values each."""
+    return [dict(zip("abcd", values, strict=False)) for values in product(*map(range, sizes))]
+
+
+@pytest.mark.parametrize("sizes", [(5, 4, 3), (3, 3), (7,), (2, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_tuple_is_in_one_of_those_chosen(sizes: tuple[int, ...], size: int) -> None:
+    every = cases(*sizes)
+    found = chosen(every, size)
+    wanted = set().union(*(tuples(case, size) for case in every))
+    assert set().union(*(tuples(every[index], size) for index in found)) == wanted
+    assert found == chosen(every, size), "each worker chooses the same"
+
+
+def test_they_are_few() -> None:
+    assert len(chosen(cases(5, 4, 3), 1)) == 5
+    assert 20 <= len(chosen(cases(5, 4, 3), 2)) <= 26
+
+
+def test_the_others_are_slow(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        from quick import mark_slow
+
+        def pytest_collection_modifyitems(items):
+            mark_slow(items)
+        """
+    )
+    pytester.makeini("[pytest]\naddopts = -m 'not slow'\nmarkers =\n  slow\n  quick\n  covering")
+    pytester.makepyfile(
+        """
+        import pytest
+
+        both = pytest.mark.parametrize("a", ["x", "y", "z"]), pytest.mark.parametrize("b", [1, 2])
+
+        @both[0]
+        @both[1]
+        @pytest.mark.quick("y", "z")
+        def test_named(a, b): pass
+
+        @both[0]
+        @both[1]
+        @pytest.mark.covering(1)
+        @pytest.mark.quick("y", "z")
+        def test_covering(a, b): pass
+
+        @pytest.mark.slow
+        def test_slow(): pass
+
+        def test_other(): pass
+        """
+    )
+    pytester.runpytest().assert_outcomes(passed=4 + 2 + 1, deselected=2 + 4 + 1)
+    pytester.runpytest("-m", "slow").assert_outcomes(passed=2 + 4 + 1, deselected=4 + 2 + 1)
+    pytester.runpytest("-m", "").assert_outcomes(passed=14)
