@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import NO_SPARSE, skip_on_emulated
+from conftest import NO_SPARSE, on_two_backends, skip_on_emulated
 from torch import Tensor, nn
 from toy import batches, make_model, run_step, same_bits
 
@@ -636,6 +636,7 @@ RELEASED: Mapping[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
+@on_two_backends
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("name", RELEASED)
 def test_forced_release_of_what_is_no_list_of_tensors(
@@ -698,6 +699,7 @@ def test_a_group_never_committed_is_not_blamed_on_size(
 # Chunks
 
 
+@on_two_backends
 @pytest.mark.parametrize(
     ("vp_size", "vp_stage"), [(2, 2), (2, -1), (None, 1), (0, 0), (-1, None), (1, 5)]
 )
@@ -710,12 +712,14 @@ def test_a_stage_outside_its_size(
     assert manager.cur_forward_chunk() is None
 
 
+@on_two_backends
 def test_a_negative_minimum_size(manager: PipelineOffloadManager) -> None:
     with pytest.raises(ValueError) as error:
         off_interface.init_chunk_handler(None, None, -1)
     check(error.value, "min_offloaded_tensor_size is -1", "expected an integer of at least 0")
 
 
+@on_two_backends
 def test_a_wrong_stage_leaves_the_current_chunk(manager: PipelineOffloadManager) -> None:
     chunk = open_chunk(manager)
     with pytest.raises(ValueError):
@@ -922,6 +926,7 @@ def test_a_tensor_that_cannot_move_passes_through(
         assert torch.equal(back.detach().to_dense(), tensor.detach().to_dense())
 
 
+@on_two_backends
 def test_a_sparse_group_input_passes_through(manager: PipelineOffloadManager) -> None:
     skip_on_emulated(manager.backend, NO_SPARSE)
     open_chunk(manager)
@@ -932,6 +937,7 @@ def test_a_sparse_group_input_passes_through(manager: PipelineOffloadManager) ->
     assert leaf.grad is not None
 
 
+@on_two_backends
 @pytest.mark.parametrize("name", ["zero-size", "sparse coo", "meta"])
 def test_a_tensor_that_cannot_move_may_be_marked(
     manager: PipelineOffloadManager, name: str
@@ -945,6 +951,7 @@ def test_a_tensor_that_cannot_move_may_be_marked(
     assert isinstance(chunk.tensor_push(tensor), Resident)
 
 
+@on_two_backends
 def test_outputs_that_are_no_tensors_pass_through_a_commit(
     manager: PipelineOffloadManager,
 ) -> None:

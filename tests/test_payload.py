@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BACKENDS, make_backend
+from conftest import TWO_BACKENDS, make_backend, on_two_backends
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -146,11 +146,13 @@ def round_trip(manager: PipelineOffloadManager, make: Make) -> int:
     return moved
 
 
+@on_two_backends
 @pytest.mark.parametrize("name", COVERING)
 def test_a_view_of_all_moves_as_its_storage(manager: PipelineOffloadManager, name: str) -> None:
     assert round_trip(manager, COVERING[name]) == 9600
 
 
+@on_two_backends
 @pytest.mark.parametrize("name", PARTIAL)
 def test_a_view_with_others_bytes_beside_it_moves_alone(
     manager: PipelineOffloadManager, name: str
@@ -159,6 +161,7 @@ def test_a_view_with_others_bytes_beside_it_moves_alone(
     assert round_trip(manager, PARTIAL[name]) == view.nbytes < 9600
 
 
+@on_two_backends
 @pytest.mark.parametrize("name", SMALL)
 def test_a_smaller_view_moves_alone(manager: PipelineOffloadManager, name: str) -> None:
     view = SMALL[name](whole(manager))
@@ -167,6 +170,7 @@ def test_a_smaller_view_moves_alone(manager: PipelineOffloadManager, name: str) 
     assert moved < 9600 / 2
 
 
+@on_two_backends
 @pytest.mark.parametrize("name", FAR)
 def test_a_far_view_moves_alone_and_keeps_its_offset(
     manager: PipelineOffloadManager, name: str
@@ -175,6 +179,7 @@ def test_a_far_view_moves_alone_and_keeps_its_offset(
     assert round_trip(manager, FAR[name]) == Geometry.of(view).distinct_numel * 4
 
 
+@on_two_backends
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_strides_of_dimensions_of_size_one_come_back(
     manager: PipelineOffloadManager, name: str
@@ -182,6 +187,7 @@ def test_strides_of_dimensions_of_size_one_come_back(
     assert round_trip(manager, DEGENERATE[name]) == 9600
 
 
+@on_two_backends
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back(manager: PipelineOffloadManager, dtype: torch.dtype) -> None:
     tensor = whole(manager).view(torch.uint8)
@@ -192,6 +198,7 @@ def test_every_dtype_comes_back(manager: PipelineOffloadManager, dtype: torch.dt
     check_same(backs[1], tensor[: tensor.numel() // 4])
 
 
+@on_two_backends
 def test_a_broadcast_is_not_materialised(manager: PipelineOffloadManager) -> None:
     scalar = torch.ones((), device=manager.backend.device)
     (back,), moved = offload_all(manager, [scalar.expand(1000, 1000)])
@@ -201,6 +208,7 @@ def test_a_broadcast_is_not_materialised(manager: PipelineOffloadManager) -> Non
     assert back.stride() == (0, 0)
 
 
+@on_two_backends
 def test_a_gathered_broadcast_comes_back_small(manager: PipelineOffloadManager) -> None:
     view = whole(manager)[:10].expand(100, 10)
     (back,), moved = offload_all(manager, [view])
@@ -208,6 +216,7 @@ def test_a_gathered_broadcast_comes_back_small(manager: PipelineOffloadManager) 
     assert back.untyped_storage().nbytes() < 9600
 
 
+@on_two_backends
 def test_query_key_and_value_move_as_one(manager: PipelineOffloadManager) -> None:
     projected = whole(manager).view(40, 60)
     views = list(projected.split(20, dim=1))
@@ -218,6 +227,7 @@ def test_query_key_and_value_move_as_one(manager: PipelineOffloadManager) -> Non
     assert len({back.untyped_storage()._cdata for back in backs}) == 1
 
 
+@on_two_backends
 def test_small_views_that_cover_half_together_move_as_the_storage(
     manager: PipelineOffloadManager,
 ) -> None:
@@ -229,6 +239,7 @@ def test_small_views_that_cover_half_together_move_as_the_storage(
         check_same(back, view)
 
 
+@on_two_backends
 def test_views_that_do_not_reach_the_end_of_their_storage_move_alone(
     manager: PipelineOffloadManager,
 ) -> None:
@@ -241,6 +252,7 @@ def test_views_that_do_not_reach_the_end_of_their_storage_move_alone(
         check_same(back, view)
 
 
+@on_two_backends
 def test_two_small_views_of_one_storage_move_alone(manager: PipelineOffloadManager) -> None:
     x = whole(manager)
     views = [x[:100], x.view(40, 60)[:, :3]]
@@ -250,6 +262,7 @@ def test_two_small_views_of_one_storage_move_alone(manager: PipelineOffloadManag
         check_same(back, view)
 
 
+@on_two_backends
 @pytest.mark.parametrize("make", [COVERING["itself"], COVERING["transpose"], SMALL["first rows"]])
 def test_a_tensor_saved_many_times_moves_once(manager: PipelineOffloadManager, make: Make) -> None:
     view = make(whole(manager))
@@ -260,6 +273,7 @@ def test_a_tensor_saved_many_times_moves_once(manager: PipelineOffloadManager, m
         check_same(back, view)
 
 
+@on_two_backends
 def test_views_of_different_dtypes_move_as_one(manager: PipelineOffloadManager) -> None:
     x = whole(manager)
     views = [x, x.view(torch.int64), x.view(torch.bfloat16)[7:], x.view(torch.uint8)[3:5]]
@@ -269,6 +283,7 @@ def test_views_of_different_dtypes_move_as_one(manager: PipelineOffloadManager) 
         check_same(back, view)
 
 
+@on_two_backends
 def test_a_storage_saved_by_two_groups_moves_once(manager: PipelineOffloadManager) -> None:
     x = whole(manager)
     chunk = open_chunk(manager)
@@ -282,6 +297,7 @@ def test_a_storage_saved_by_two_groups_moves_once(manager: PipelineOffloadManage
         check_same(chunk.tensor_pop(tag), view)
 
 
+@on_two_backends
 def test_different_storages_move_apart(manager: PipelineOffloadManager) -> None:
     tensors = [torch.full((n,), float(n), device=manager.backend.device) for n in (1, 5, 300)]
     backs, moved = offload_all(manager, tensors)
@@ -290,6 +306,7 @@ def test_different_storages_move_apart(manager: PipelineOffloadManager) -> None:
         check_same(back, tensor)
 
 
+@on_two_backends
 @pytest.mark.parametrize("name", [*COVERING, *PARTIAL, *SMALL])
 def test_offload_and_reload_of_one_tensor_do_the_same(
     manager: PipelineOffloadManager, name: str
@@ -301,6 +318,7 @@ def test_offload_and_reload_of_one_tensor_do_the_same(
     check_same(chunk.reload(state), view)
 
 
+@on_two_backends
 def test_what_stays_is_the_tensor_itself(manager: PipelineOffloadManager) -> None:
     chunk = open_chunk(manager)
     group = chunk.on_group_start_forward("mlp")
@@ -330,7 +348,7 @@ def test_deciding_copies_nothing() -> None:
     assert transfer.counters.bytes_offloaded == 0
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("kind", TWO_BACKENDS)
 @pytest.mark.parametrize(
     "options", [{"tiers": ("disk",)}, {"verify": True}], ids=["disk", "verify"]
 )

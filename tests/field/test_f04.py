@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import on_two_backends
 from field_checks import make_inputs
 from torch import Tensor
 from toy import assert_idle, same_bits
@@ -79,6 +80,7 @@ def assert_same(got: tuple[Seen, list[Tensor]], expected: tuple[Seen, list[Tenso
     assert same_bits([g.cpu() for g in gradient], plain_gradient)
 
 
+@on_two_backends
 @dtypes
 def test_f04_each_pair_of_views(manager: PipelineOffloadManager, dtype: torch.dtype) -> None:
     """One saved first, the other after it, in one group and in two."""
@@ -89,6 +91,7 @@ def test_f04_each_pair_of_views(manager: PipelineOffloadManager, dtype: torch.dt
             assert_idle(manager)
 
 
+@on_two_backends
 @dtypes
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_f04_all_of_them_move_once(
@@ -102,6 +105,7 @@ def test_f04_all_of_them_move_once(
     assert_idle(manager)
 
 
+@on_two_backends
 @dtypes
 def test_f04_in_ordinary_operations(manager: PipelineOffloadManager, dtype: torch.dtype) -> None:
     """The gradients of a weight that meets x, x.t(), x[1:] and x.expand differ."""
@@ -128,6 +132,7 @@ def test_f04_in_ordinary_operations(manager: PipelineOffloadManager, dtype: torc
         assert_idle(manager)
 
 
+@on_two_backends
 @dtypes
 @pytest.mark.parametrize("stash", [1, 2, len(SAVES)])
 def test_f04_in_the_context(

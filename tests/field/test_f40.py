@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import on_two_backends
 from torch import Tensor
 from toy import assert_idle, same_bits
 from wrapped import KeepsSaved
@@ -45,6 +46,7 @@ def geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
 
 
+@on_two_backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS)
 def test_f40_view(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import on_two_backends
 from field_checks import make_inputs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -80,6 +81,7 @@ def test_f41_dtensor_local_bytes(manager: PipelineOffloadManager, mesh: DeviceMe
     assert_idle(manager)
 
 
+@on_two_backends
 @pytest.mark.parametrize("is_known", [False, True])
 def test_f41_dtensor_parameters_stay(
     manager: PipelineOffloadManager, mesh: DeviceMesh, is_known: bool
@@ -126,6 +128,7 @@ def one_rank() -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+@on_two_backends
 @pytest.mark.parametrize("reshard", [True, False])
 def test_f41_fsdp2_parameters_stay(
     manager: PipelineOffloadManager, one_rank: DeviceMesh, reshard: bool

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from conftest import skip_on_emulated
+from conftest import on_two_backends, skip_on_emulated
 from field_checks import make_inputs
 from torch import Tensor, nn
 from toy import assert_idle, same_bits
@@ -89,6 +89,7 @@ def moved(manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch) -> I
     yield seen
 
 
+@on_two_backends
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize("way", ["add_module", "offload_modules"])
 def test_f47_nothing_of_the_model_moves(
@@ -137,6 +138,7 @@ def test_f47_nothing_of_the_model_moves(
     assert not storages(on) & set(moved)
 
 
+@on_two_backends
 def test_f47_linear_without_being_told(manager: PipelineOffloadManager, moved: list[int]) -> None:
     """A view of a Parameter is known by what it is a view of; one group moves its input only."""
     device = manager.backend.device
@@ -154,6 +156,7 @@ def test_f47_linear_without_being_told(manager: PipelineOffloadManager, moved: l
     assert_idle(manager)
 
 
+@on_two_backends
 @pytest.mark.parametrize("is_parameter", [True, False])
 def test_f47_marks_hold_for_views(
     manager: PipelineOffloadManager, moved: list[int], is_parameter: bool
