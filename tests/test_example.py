@@ -49,6 +49,7 @@ def check(figures: dict[str, Any], output: str) -> None:
     assert "activations offloaded to the host" in output
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mark", ["modules", "markers"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])
 def test_offload_changes_memory_and_no_bit(schedule: str, mark: str, tmp_path: Path) -> None:
@@ -64,6 +65,7 @@ ORDER = """0F0,0F1,0I0,0F2,0W0,0I1,0F3,0W1,0I2,0W2,0I3,0W3
 SCHEDULES = "gpipe 1f1b interleaved1f1b loopedbfs interleavedzerobubble zbv dualpipev csv".split()
 
 
+@pytest.mark.quick("interleavedzerobubble")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str, tmp_path: Path) -> None:
     if schedule == "csv":
@@ -77,6 +79,7 @@ def test_every_schedule(schedule: str, tmp_path: Path) -> None:
     assert min(figures["offloaded_bytes"]) > 0
 
 
+@pytest.mark.quick("host+disk")
 @pytest.mark.parametrize("tier", ["disk", "host+disk"])
 def test_the_disk_takes_what_leaves(tier: str, tmp_path: Path) -> None:
     flags = ["--tier", tier, "--disk-dir", str(tmp_path / "scratch")]

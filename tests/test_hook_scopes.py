@@ -307,6 +307,7 @@ def everything_is_off(manager: PipelineOffloadManager) -> None:
 KINDS = {"markers": Marked, "context": InContext, "by name": Block}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("run", [plainly, anew])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("order", ["cpu", "late"])
@@ -326,6 +327,7 @@ def test_an_interrupt_at_any_line_of_a_step(order: str, kind: type[Block], run: 
             everything_is_off(manager)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("run", [plainly, anew])
 @pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "around"])
 def test_an_interrupt_at_any_line_of_a_context(is_inside: bool, run: Any) -> None:

@@ -99,7 +99,7 @@ class HostUser:
         assert all(event.has_passed for _, _, event in self.busy)
 
 
-@pytest.mark.parametrize("may_split", [True, False])
+@pytest.mark.parametrize("may_split", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_host_tier_goes_on_after_an_interrupt_at_any_line(may_split: bool) -> None:
     gc.collect()
     before = reserved_bytes()
@@ -120,7 +120,7 @@ def test_a_host_tier_goes_on_after_an_interrupt_at_any_line(may_split: bool) -> 
         assert reserved_bytes() == before, lines.was_at
 
 
-@pytest.mark.parametrize("may_split", [True, False])
+@pytest.mark.parametrize("may_split", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_second_interrupt_while_the_books_are_made_anew(may_split: bool) -> None:
     numbers = every_line(HostUser(may_split=may_split).step)
     for number in numbers[:: len(numbers) // 40]:
@@ -209,7 +209,7 @@ class DiskUser:
         assert self.tier._arena.statistics().num_live == len(self.held)
 
 
-@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_disk_tier_goes_on_after_an_interrupt_at_any_line(tmp_path: Path, is_late: bool) -> None:
     numbers = every_line(DiskUser(tmp_path, is_late=is_late).step)
     assert len(numbers) > 100
@@ -294,6 +294,7 @@ def engine_step(engine: TransferEngine, seed: int = 0) -> None:
 TIERS = [("host",), ("disk",)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
 @pytest.mark.parametrize("kind", ["cpu", "late", "eager"])
 def test_an_engine_goes_on_after_an_interrupt_at_any_line_of_its_tiers(

@@ -90,6 +90,7 @@ def test_sums_in_another_order_are_close(make) -> None:
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("optimizer", [sgd, adamw], ids=name)
 @pytest.mark.parametrize("num_slices", [1, 2, 7])
@@ -100,6 +101,7 @@ def test_optimizers_and_dtypes(kind: str, num_slices: int, optimizer, dtype: tor
         assert same_bits(got, train(plain, first_in_first_out, optimizer, dtype=dtype))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("make", [sliced.mlp, sliced.named, sliced.images, sliced.frozen], ids=name)
 @pytest.mark.parametrize("num", [2, 4])
@@ -115,6 +117,7 @@ def test_microbatches(kind: str, num: int, make, again: bool) -> None:
         assert same_bits(train(model, one_by_one, sgd), expected)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("make", [sliced.mlp, sliced.named, sliced.images], ids=name)
 @pytest.mark.parametrize("last", [7, 5, 3, 1, 0])
@@ -157,6 +160,7 @@ def test_what_has_no_batch_goes_to_every_microbatch(rows: int, expected: list[in
     assert seen == [(one, 3.0, "a") for one in expected]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("make", MODELS, ids=name)
 @pytest.mark.parametrize("kind", BACKENDS)
@@ -512,6 +516,7 @@ class Fails(nn.Module):
         raise KeyError("backward")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("kind", BACKENDS)
@@ -704,6 +709,7 @@ def sharded(model: nn.Module, num: int) -> list[nn.Module]:
     return list(cut.children())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("as_list", [list, nn.ModuleList], ids=name)

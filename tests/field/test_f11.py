@@ -158,6 +158,7 @@ CHECKS = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("num_slices", [1, 2, 3])

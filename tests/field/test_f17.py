@@ -17,7 +17,6 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager
 from pp_offload.backends import Backend
 
-NUM_STEPS = 50
 NUM_MICROBATCHES = 3
 
 Forward = Callable[[Chain, Tensor, int], Tensor | None]
@@ -115,34 +114,53 @@ forwards = pytest.mark.parametrize(
 )
 
 
+steps = pytest.mark.parametrize(
+    ("num_first", "num_steps"), [(5, 10), pytest.param(10, 50, marks=pytest.mark.slow)]
+)
+
+
+@pytest.mark.quick("late", "eager", "random")
+@steps
 @forwards
-def test_f17_never_unpacked(manager: PipelineOffloadManager, forward: Forward) -> None:
-    check_steps(manager, manager.backend, forward)
+def test_f17_never_unpacked(
+    manager: PipelineOffloadManager, forward: Forward, num_first: int, num_steps: int
+) -> None:
+    check_steps(manager, manager.backend, forward, num_first, num_steps)
 
 
+@pytest.mark.quick("late")
+@steps
 @forwards
 def test_f17_never_unpacked_in_the_context(
-    activations: OffloadActivations, backend: Backend, forward: Forward
+    activations: OffloadActivations,
+    backend: Backend,
+    forward: Forward,
+    num_first: int,
+    num_steps: int,
 ) -> None:
-    check_steps(activations, backend, forward)
+    check_steps(activations, backend, forward, num_first, num_steps)
 
 
 def check_steps(
-    engine: PipelineOffloadManager | OffloadActivations, backend: Backend, forward: Forward
+    engine: PipelineOffloadManager | OffloadActivations,
+    backend: Backend,
+    forward: Forward,
+    num_first: int,
+    num_steps: int,
 ) -> None:
     """Right in each of many steps; after the last there is as much as after the first few."""
     has_groups = isinstance(engine, PipelineOffloadManager)
     on, off = (Chain(("a", "b"), 2, is_on=b, device=backend.device) for b in (has_groups, False))
     context = None if has_groups else engine
     found: list[tuple[int, int, int]] = []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         expected = run_step(off, forward, step)
         before = engine.statistics().bytes_offloaded
         assert same_bits(run_step(on, forward, step, context), expected), step
         assert engine.statistics().bytes_offloaded > before
         del expected
         assert_idle(engine)
-        if step in (9, NUM_STEPS - 1):
+        if step in (num_first - 1, num_steps - 1):
             backend.synchronize()
             statistics = engine.statistics()
             reserved, peak = statistics.host_bytes_reserved, statistics.host_bytes_peak

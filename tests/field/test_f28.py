@@ -121,6 +121,7 @@ def iteration(
     return results
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
 @pytest.mark.parametrize("nesting", ["groups in checkpoint", "checkpoint in group", "both"])
 @pytest.mark.parametrize("kind", BACKENDS)
@@ -164,6 +165,7 @@ def test_f28_recompute_opens_no_groups(kind: str) -> None:
             assert_idle(manager)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
 @pytest.mark.parametrize("nesting", ["around checkpoints", "in checkpoints", "both"])
 def test_f28_with_the_context(

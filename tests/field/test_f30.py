@@ -11,7 +11,13 @@ from shape_zoo import Shape, shape_zoo
 ZOO = list(shape_zoo(16))
 
 
-@pytest.mark.parametrize("shape", ZOO, ids=str)
+CASES = [
+    pytest.param(shape, marks=() if number % 4 == 0 else pytest.mark.slow)
+    for number, shape in enumerate(ZOO)
+]
+
+
+@pytest.mark.parametrize("shape", CASES, ids=str)
 def test_f30_requested_is_nearly_all_that_is_reserved(shape: Shape) -> None:
     figures = measure_footprint(shape)
     assert 1 / figures["ours"] >= 0.97

@@ -13,19 +13,19 @@ from toy import assert_idle, make_model, run_step, same_bits
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._memory.budget import reserved_bytes
 
-NUM_STEPS = 200
 WIDTH = 64
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_f31_random_lengths_hold_no_more_than_the_largest_step(kind: str) -> None:
+@pytest.mark.parametrize("num_steps", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_f31_random_lengths_hold_no_more_than_the_largest_step(kind: str, num_steps: int) -> None:
     draw = random.Random(0)
     config = OffloadConfig(min_offloaded_tensor_size=1)
     with use_backend(make_backend(kind), config=config) as manager:
         device = str(manager.backend.device)
         model = make_model(2, WIDTH, device=device)
         largest = 0
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             lengths = [draw.randrange(200, 600) for _ in range(3)]
             inputs = [torch.randn(length, WIDTH).to(device) for length in lengths]
             run_step(model, inputs, in_flight=3)

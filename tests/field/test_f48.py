@@ -38,6 +38,7 @@ class Model(nn.Module):
         return x
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", ["frozen embedding", "first stage on integers", "LoRA"])
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_f48_input_without_grad(manager: PipelineOffloadManager, kind: str, in_flight: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from conftest import ACCELERATORS, ON_THE_HOST, make_backend
 from field_checks import hook_depth, make_inputs
+from quick import chosen
 from regions import (
     ORDERS,
     REENTRANT,
@@ -56,14 +58,17 @@ CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 
 
 def cases() -> Iterator[object]:
-    """Those on "late" are repeated on accelerators."""
-    for case in covering(ON_THE_HOST):
-        yield pytest.param(case, case.kind, id=str(case))
+    """Those on "late" are repeated on accelerators. Few have every value of each parameter."""
+    every = list(covering(ON_THE_HOST))
+    few = chosen([{**asdict(case), "way of": (case.way, case.kind)} for case in every], 1)
+    for number, case in enumerate(every):
+        marks = () if number in few else (pytest.mark.slow,)
+        yield pytest.param(case, case.kind, id=str(case), marks=marks)
         if case.kind == "late":
             for accelerator in ACCELERATORS:
                 (kind,) = accelerator.values
                 name = str(case).replace("late", kind)
-                yield pytest.param(case, kind, id=name, marks=accelerator.marks)
+                yield pytest.param(case, kind, id=name, marks=(*accelerator.marks, *marks))
 
 
 @pytest.fixture
@@ -315,6 +320,7 @@ def as_before(manager: PipelineOffloadManager) -> Iterator[None]:
 SITUATIONS = [disabled, without_chunk, with_chunk_of_large_tensors, as_before]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("in_backward", [*SITUATIONS, after_reset])
 @pytest.mark.parametrize("in_forward", SITUATIONS)
 def test_f53_what_the_forward_did_decides(

@@ -443,10 +443,11 @@ def test_f54_one_context_in_several_threads() -> None:
 # Stress
 
 
+@pytest.mark.parametrize("num_steps", [50, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["host", "copy threads", "disk", "host and disk"])
-def test_f54_stress(kind: str, tmp_path: Path) -> None:
-    """500 steps with a shape of its own each; graphs change hands between forward and backward."""
-    num_steps, num_shapes = 500, 40
+def test_f54_stress(kind: str, num_steps: int, tmp_path: Path) -> None:
+    """Steps with a shape of its own each; graphs change hands between forward and backward."""
+    num_shapes = 40
     expected = [[plain(n, n, step) for step in range(num_shapes)] for n in range(NUM_THREADS)]
     with frequent_switches(), manager_of(kind, tmp_path, window_bytes=6000) as manager:
         barrier = Lockstep(NUM_THREADS)

@@ -212,6 +212,7 @@ def unraisable(say: Callable[[object], None]) -> AbstractContextManager[None]:
     return hooked()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("where", ["before", "behind"])
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_f56_a_signal_at_every_node(kind: str, where: str, tmp_path: Path) -> None:

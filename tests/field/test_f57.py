@@ -160,16 +160,31 @@ class Program:
             pytest.fail(text, pytrace=False)
 
 
+FEW = 24
+"""Of so many lines one is interrupted where the others are slow."""
+
+which = pytest.mark.parametrize(
+    "are_few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "every"]
+)
+
+
+@which
 @pytest.mark.parametrize("paths", [ENGINE, STEPS], ids=["engine", "steps"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_f57_an_interrupt_at_every_line(kind: str, paths: frozenset[str], tmp_path: Path) -> None:
-    Program(step, expected, paths).check(kind, tmp_path, every=1 if kind == "host" else 4)
+def test_f57_an_interrupt_at_every_line(
+    kind: str, paths: frozenset[str], are_few: bool, tmp_path: Path
+) -> None:
+    every = 1 if kind == "host" else 4
+    Program(step, expected, paths).check(kind, tmp_path, every=FEW if are_few else every)
 
 
+@which
 @pytest.mark.parametrize("kind", ["host", "disk"])
-def test_f57_an_interrupt_in_a_backward_of_two_parts(kind: str, tmp_path: Path) -> None:
+def test_f57_an_interrupt_in_a_backward_of_two_parts(
+    kind: str, are_few: bool, tmp_path: Path
+) -> None:
     program = Program(step_in_parts, expected_in_parts, PARTS, is_freed=False)
-    program.check(kind, tmp_path, every=6)
+    program.check(kind, tmp_path, every=FEW if are_few else 6)
 
 
 # The forward of a module

@@ -80,7 +80,13 @@ def run(code: str, tmp_path: Path, tiers: str, kind: str) -> list[str]:
 
 on_tiers = pytest.mark.parametrize(
     ("tiers", "kind"),
-    [("host", "cpu"), ("disk", "cpu"), ("host", "late"), ("disk", "late"), ("disk", "eager")],
+    [
+        ("host", "cpu"),
+        pytest.param("disk", "cpu", marks=pytest.mark.slow),
+        pytest.param("host", "late", marks=pytest.mark.slow),
+        ("disk", "late"),
+        ("disk", "eager"),
+    ],
 )
 
 

@@ -171,6 +171,7 @@ def num_objects() -> int:
     return len(gc.get_objects())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("is_told", [True, False])
 def test_f59_a_loop_that_never_calls_reset(

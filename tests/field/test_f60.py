@@ -59,6 +59,7 @@ def manager_of(kind: str, tier: str, directory: Path, window: int | None) -> Ite
         yield manager
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("window", [None, 0, 200, 10**6])
 @pytest.mark.parametrize("tier", ["host", "disk"])

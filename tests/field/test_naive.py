@@ -47,6 +47,7 @@ def shown(failed: dict[str, str], *, waits: bool) -> set[str | None]:
     return {row_of(test) for test, said in failed.items() if is_shown(test, said, waits=waits)}
 
 
+@pytest.mark.slow
 def test_every_row_fails_on_the_naive_engine(tmp_path: Path) -> None:
     failed = failures(tmp_path / "all.xml", "all faults")
     failed_if_it_waits = failures(tmp_path / "waits.xml", "waits")

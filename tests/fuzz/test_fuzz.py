@@ -25,6 +25,7 @@ SMALL = Program(
 )
 
 
+@pytest.mark.quick(0, 1, 2)
 @pytest.mark.parametrize("seed", range(10))
 def test_programs_agree(seed: int) -> None:
     totals = explore(seed, NUM_PROGRAMS)
