@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from processes import HANG_S
 
 from pp_offload.backends import AcceleratorBackend
 
@@ -52,7 +53,7 @@ def test_threads_that_copy_at_once_keep_their_streams(current: Current) -> None:
     """Both are inside the same copy stream at a time, and each goes back to its own."""
     backend = backend_without_a_device()
     shared = torch.Stream(device="cpu")
-    Meeting.barrier, Meeting.inside = threading.Barrier(2, timeout=100), []
+    Meeting.barrier, Meeting.inside = threading.Barrier(2, timeout=HANG_S), []
     seen: list[bool] = []
 
     def copy() -> None:

@@ -9,6 +9,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,13 @@ from pp_offload._transfer.saved_tensor import Resident
 from pp_offload.testing import SimulatedBackend
 
 
+@cache
+def without_offload(device: str) -> Sequence[Tensor]:
+    """What a step comes to; always the same."""
+    inputs = [x.to(device) for x in batches(3)]
+    return run_step(make_model(groups=(), device=device), inputs, offload=False)
+
+
 @pytest.fixture(autouse=True)
 def next_step_works(manager: PipelineOffloadManager) -> Iterator[None]:
     """After each test a step on the current manager has the right numbers, and leaves nothing."""
@@ -63,9 +71,8 @@ def next_step_works(manager: PipelineOffloadManager) -> Iterator[None]:
     current = PipelineOffloadManager.get_instance()
     device = str(current.backend.device)
     inputs = [x.to(device) for x in batches(3)]
-    expected = run_step(make_model(groups=(), device=device), inputs, offload=False)
     for _ in range(2):
-        assert same_bits(run_step(make_model(device=device), inputs), expected)
+        assert same_bits(run_step(make_model(device=device), inputs), without_offload(device))
     assert current.statistics().host_bytes_in_use == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
@@ -489,6 +496,7 @@ def test_a_bad_call_says_what_was_expected(manager: PipelineOffloadManager, name
     refused(manager, *CALLS[name][:2], *CALLS[name][2])
 
 
+@pytest.mark.covering(1)
 @ONE_BACKEND
 @pytest.mark.parametrize("config", [{"prefetch_bytes": 1}, {}, "late", OffloadConfig, 0], ids=str)
 @pytest.mark.parametrize("where", CONFIGS)
@@ -501,6 +509,7 @@ def test_options_that_are_no_config(
     refused(manager, lambda: CONFIGS[where](config), TypeError, *parts)
 
 
+@pytest.mark.covering(1)
 @ONE_BACKEND
 @pytest.mark.parametrize("wrong", ["late", "", 0, [], torch.device("cpu"), CpuBackend], ids=str)
 @pytest.mark.parametrize("where", BACKENDS)
@@ -508,6 +517,7 @@ def test_a_backend_that_is_none(manager: PipelineOffloadManager, where: str, wro
     refused(manager, lambda: BACKENDS[where](wrong), TypeError, "backend is ", "expected a backe")
 
 
+@pytest.mark.covering(1)
 @ONE_BACKEND
 @pytest.mark.parametrize("value", [2.0, "1", True, [], -1], ids=repr)
 @pytest.mark.parametrize("where", COUNTS)
@@ -517,6 +527,7 @@ def test_a_count_that_is_none(manager: PipelineOffloadManager, where: str, value
     refused(manager, lambda: call(value), ValueError, message.format(found))
 
 
+@pytest.mark.covering(1)
 @ONE_BACKEND
 @pytest.mark.parametrize("value", ["yes", "", 0, []], ids=repr)
 @pytest.mark.parametrize("where", FLAGS)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from processes import run
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +29,7 @@ def run_quick(name: str, tmp_path: Path, *flags: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_hook_overhead_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("hook_overhead.py", tmp_path)
     assert set(figures["ratio_to_floor"]) == {"4", "10", "100"}
@@ -44,6 +47,7 @@ def test_step_time_writes_its_figures(tmp_path: Path) -> None:
     assert ours["offloaded_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_host_memory_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("host_memory.py", tmp_path)
     assert figures["footprint_ratio"] >= 1
@@ -61,7 +65,7 @@ def test_disk_tier_writes_its_figures(tmp_path: Path) -> None:
 
 def test_activations_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("activations.py", tmp_path)
-    assert figures["ratio_to_floor"] > 0
+    assert math.isfinite(figures["ratio_to_floor"]), "a difference of times may have any sign"
     for key in ("step_ratio", "held_bytes"):
         assert {"none", "ours", "ours, checkpoints", "checkpoints", "save_on_cpu"} <= set(
             figures[key]

@@ -49,7 +49,8 @@ def check(figures: dict[str, Any], output: str) -> None:
     assert "activations offloaded to the host" in output
 
 
-@pytest.mark.covering(1)
+@pytest.mark.quick("markers")
+@pytest.mark.quick("interleaved1f1b")
 @pytest.mark.parametrize("mark", ["modules", "markers"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])
 def test_offload_changes_memory_and_no_bit(schedule: str, mark: str, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_runs_under_torchrun(tmp_path: Path) -> None:
     check(*train(tmp_path / "figures.json", launcher=launcher))
 
 
+@pytest.mark.slow
 def test_without_comparison_says_so(tmp_path: Path) -> None:
     figures, output = train(tmp_path / "figures.json", "--no-compare", "--groups", "mlp")
     assert figures["bitwise_equal"] is None
@@ -107,6 +109,7 @@ def test_without_comparison_says_so(tmp_path: Path) -> None:
     assert "not compared" in output
 
 
+@pytest.mark.slow
 def test_reads_another_text(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"ab" * 200)
@@ -114,20 +117,43 @@ def test_reads_another_text(tmp_path: Path) -> None:
     assert figures["loss_last"] < figures["loss_first"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--groups moe", "unknown groups ['moe']"),
-        ("--virtual-stages 2", "1f1b takes --virtual-stages 1"),
-        ("--schedule zbv --virtual-stages 3", "zbv takes --virtual-stages 2"),
-        ("--schedule 2f2b", "none of gpipe, 1f1b, interleaved1f1b"),
-        ("--text no/such/file", "is not a file"),
-        ("--disk-dir /tmp", "needs --tier disk"),
-        ("--device emulated", "needs --stages 1"),
-        ("--mark markers --groups mlp_norm", "mark only attn and mlp"),
-    ],
-)
-def test_wrong_flags_are_explained(flags: str, message: str) -> None:
-    done = run_command([sys.executable, SCRIPT, *flags.split()])
-    assert done.returncode == 2
-    assert message in done.stderr
+WRONG = {
+    "--groups moe": "unknown groups ['moe']",
+    "--virtual-stages 2": "1f1b takes --virtual-stages 1",
+    "--schedule zbv --virtual-stages 3": "zbv takes --virtual-stages 2",
+    "--schedule 2f2b": "none of gpipe, 1f1b, interleaved1f1b",
+    "--text no/such/file": "is not a file",
+    "--disk-dir /tmp": "needs --tier disk",
+    "--device emulated": "needs --stages 1",
+    "--mark markers --groups mlp_norm": "mark only attn and mlp",
+}
+
+ONE_AFTER_ANOTHER = """
+import json, os, runpy, sys
+from contextlib import redirect_stderr
+from io import StringIO
+
+script, *lines = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(script))
+found = {}
+for line in lines:
+    sys.argv = [script, *line.split()]
+    code, said = 0, StringIO()
+    with redirect_stderr(said):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as exit:
+            code = exit.code
+    found[line] = code, said.getvalue()
+print(json.dumps(found))
+"""
+"""Runs a script with each line of flags; prints their statuses, and what is said on stderr."""
+
+
+def test_wrong_flags_are_explained() -> None:
+    done = run_command([sys.executable, "-c", ONE_AFTER_ANOTHER, SCRIPT, *WRONG])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found) == list(WRONG)
+    for flags, (code, said) in found.items():
+        assert code == 2 and WRONG[flags] in said, f"{flags}: {code}, {said}"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
+from processes import HANG_S
 from test_disk import LateThreads, disk_manager, disk_of, tickets_of
 from test_disk_tier import read, some_bytes
 from test_host_tier import LateEvent
@@ -903,11 +904,11 @@ def test_a_forward_that_begins_amid_a_reset_is_not_forgotten(
         manager.init_model_chunk_offload_handler(None, None, 1)
         with off_interface(True, torch.ones(3, device=device), "g"):
             has_begun.set()
-            assert may_end.wait(60)
+            assert may_end.wait(HANG_S)
 
     def begin(_: object) -> None:
         thread.start()
-        assert has_begun.wait(60)
+        assert has_begun.wait(HANG_S)
 
     thread = threading.Thread(target=forward, daemon=True)
     manager.push_offload_groups(begin, None)
@@ -917,4 +918,4 @@ def test_a_forward_that_begins_amid_a_reset_is_not_forgotten(
         assert manager.step.num_chunks == 1
     finally:
         may_end.set()
-        thread.join(60)
+        thread.join(HANG_S)

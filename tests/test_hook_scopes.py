@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
+from processes import HANG_S
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as torch_module
@@ -168,7 +169,7 @@ def test_two_threads_in_one_module_may_end_in_any_order(
     def wait_there(*_: object) -> None:
         if threading.current_thread() is not threading.main_thread():
             is_inside.set()
-            assert may_end.wait(60)
+            assert may_end.wait(HANG_S)
 
     for block in model:
         block.part[0].register_forward_hook(wait_there)
@@ -182,7 +183,7 @@ def test_two_threads_in_one_module_may_end_in_any_order(
 
         def begin() -> None:
             done.append(thread.submit(evaluate))
-            assert is_inside.wait(60)
+            assert is_inside.wait(HANG_S)
 
         done: list[Any] = []
         at(model[0].part[0], place, begin)
@@ -190,7 +191,7 @@ def test_two_threads_in_one_module_may_end_in_any_order(
             found = one_step(model, device)
         finally:
             may_end.set()
-        done[0].result(60)
+        done[0].result(HANG_S)
     assert same_bits(found, expected)
     assert_idle(manager)
 

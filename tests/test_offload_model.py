@@ -17,6 +17,7 @@ import pytest
 import sliced
 import torch
 from conftest import BACKENDS, NO_SPARSE, make_backend, skip_on_emulated
+from quick import chosen
 from sliced import (
     MODELS,
     ORDERS,
@@ -57,6 +58,18 @@ def name(one) -> str:
 
 
 def cases() -> Iterator[Any]:
+    """On the host some have every pair of parameters; the others are slow."""
+    every = list(all_cases())
+    names = "kind", "make", "again", "order"
+    on_host = [index for index, (_, _, marks) in enumerate(every) if not marks]
+    values = [dict(zip(names, map(name, every[index][0]), strict=True)) for index in on_host]
+    quick = {on_host[index] for index in chosen(values, 2)}
+    for index, (one, words, marks) in enumerate(every):
+        is_slow = index in on_host and index not in quick
+        yield pytest.param(*one, id="-".join(words), marks=pytest.mark.slow if is_slow else marks)
+
+
+def all_cases() -> Iterator[tuple[tuple[Any, ...], list[str], tuple[Any, ...]]]:
     """All orders on two backends; on the others one for each model, in turn."""
     for kind, (number, make), again in product(BACKENDS, enumerate(MODELS), [False, True]):
         is_whole = kind in ("cpu threads", "late")
@@ -64,7 +77,7 @@ def cases() -> Iterator[Any]:
         for order in ORDERS if is_whole else [turn]:
             one, marks = (kind, ()) if isinstance(kind, str) else (kind.values[0], kind.marks)
             words = [one, name(make), name(order), "again" * again]
-            yield pytest.param(one, make, again, order, id="-".join(words), marks=marks)
+            yield (one, make, again, order), words, tuple(marks)
 
 
 @pytest.mark.parametrize(("kind", "make", "again", "order"), list(cases()))
@@ -188,6 +201,7 @@ def twice_derived(model: nn.Module, call) -> list[Tensor]:
     return [x.grad.cpu(), *(g.detach().cpu() for g in first), *state(model)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("num", [2, 3])
 @pytest.mark.parametrize("kind", BACKENDS)
@@ -268,6 +282,7 @@ def test_inside_a_checkpoint(backend) -> None:
             assert same_bits(*results)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("num", [1, 2])
 def test_autocast(backend, num: int, again: bool) -> None:

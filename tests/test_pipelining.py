@@ -62,6 +62,7 @@ V_SHAPED = [("zbv", 2), ("dualpipev", 2)]
 ALL = [*ONE_STAGE, *SEVERAL, *V_SHAPED, ("csv", 2)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_schedule_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
     cases = [

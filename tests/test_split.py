@@ -99,6 +99,7 @@ def inputs_of(step: int, device: torch.device) -> list[Tensor]:
     return [x.to(device) for x in batches(MICROBATCHES, step=step)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("policy", ["reload", "keep"])
 @pytest.mark.parametrize("delay", [0, 1, 3])

@@ -8,12 +8,12 @@ from queue import SimpleQueue
 
 import pytest
 from injected import Injected, files, interrupt_at, num_lines
+from processes import HANG_S
 
 from pp_offload._common import workers as module
 from pp_offload._common.workers import Workers
 
 LINES = files("_common/workers")
-LONG_S = 60.0
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def is_done_soon(piece: module.Piece) -> bool:
     """Asked by another thread, which an interrupt cannot reach."""
     waiting = threading.Thread(target=piece.wait, daemon=True)
     waiting.start()
-    waiting.join(LONG_S)
+    waiting.join(HANG_S)
     return piece.done()
 
 

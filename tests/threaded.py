@@ -17,15 +17,13 @@ from typing import Any
 
 import torch
 from field_checks import make_inputs
+from processes import HANG_S
 from toy import AwayBackend, assert_idle
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._groups.stash import ActivationStash
 from pp_offload.backends import CpuBackend
-
-TIMEOUT_S = 120
-"""So long, no machine is busy: a thread that takes longer hangs."""
 
 WIDTH = 12
 
@@ -37,7 +35,7 @@ class Lockstep(threading.Barrier):
     """A barrier at which nobody waits for ever."""
 
     def __init__(self, parties: int, action: Callable[[], None] | None = None) -> None:
-        super().__init__(parties, action, timeout=TIMEOUT_S)
+        super().__init__(parties, action, timeout=HANG_S)
 
 
 def on_threads(
@@ -71,7 +69,7 @@ def on_threads(
 
 
 def _join(threads: Sequence[threading.Thread]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + HANG_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     hanging = [thread for thread in threads if thread.is_alive()]
@@ -128,7 +126,7 @@ def settled(owner: PipelineOffloadManager | OffloadActivations | ActivationStash
     Raises:
         AssertionError: It is long over, for these are a few kilobytes, and still counted.
     """
-    deadline = time.monotonic() + TIMEOUT_S / 4
+    deadline = time.monotonic() + HANG_S
     while owner.statistics().bytes_in_flight > 0:
         assert time.monotonic() < deadline, "copies are under way for ever"
         time.sleep(0.001)  # a disk has no event that tells of the last piece of work

@@ -107,6 +107,7 @@ def test_f06_backward_gives_a_view(kind: str, view: View, prefetch_bytes: int) -
         assert_idle(manager)
 
 
+@pytest.mark.covering(2)
 @windows
 @on_backends
 @pytest.mark.parametrize("is_reentrant", [False, True], ids=["saved hooks", "reentrant"])

@@ -48,6 +48,7 @@ streams_of = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", ON_STREAMS)
 @streams_of
 @pytest.mark.parametrize("in_flight", [2])
@@ -126,6 +127,7 @@ def test_f07_one_graph_over_two_streams(kind: str) -> None:
             assert_idle(manager)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", ON_STREAMS)
 @streams_of
 def test_f07_the_context_on_side_streams(

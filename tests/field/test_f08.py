@@ -31,6 +31,7 @@ views = pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 
 
+@pytest.mark.covering(2)
 @views
 @dtypes
 def test_f08_views(
@@ -64,6 +65,7 @@ def test_f08_views(
     assert manager.statistics().bytes_offloaded > 0
 
 
+@pytest.mark.covering(2)
 @views
 @dtypes
 def test_f08_views_in_the_context(

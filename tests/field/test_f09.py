@@ -128,6 +128,7 @@ def run(program: Program, split: Split, reader: Reader, device: torch.device) ->
     return [value, y.detach(), *torch.autograd.grad(y, x)]
 
 
+@pytest.mark.covering(2)
 @settles
 @splits
 @pytest.mark.parametrize("reader", READERS)

@@ -70,6 +70,7 @@ def train(
         return manager.wiring.plan, moved
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize(
     "passes",

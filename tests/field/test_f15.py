@@ -132,6 +132,7 @@ def evaluate(schedule: Any, model: nn.Module, num: int, *, raises: bool) -> None
     schedule._internal_losses.clear()  # which torch would add to those of the next step
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "not attached"])
 @pytest.mark.parametrize("has_grad", [True, False], ids=["grad enabled", "no_grad"])
 @pytest.mark.parametrize("length", [*COUNTS, "raises"])

@@ -41,6 +41,7 @@ def pipelining_parts(model: Chain, x: Tensor, loss: Tensor) -> list[Tensor]:
     return [of_input[0], *(w.grad for w in model.weights)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "backward", [three_times, input_then_weight, double_backward, pipelining_parts]
 )

@@ -115,8 +115,9 @@ forwards = pytest.mark.parametrize(
 
 
 steps = pytest.mark.parametrize(
-    ("num_first", "num_steps"), [(5, 10), pytest.param(10, 50, marks=pytest.mark.slow)]
+    ("num_first", "num_steps"), [(8, 16), pytest.param(10, 50, marks=pytest.mark.slow)]
 )
+"""The same experts are on the path in every eighth step."""
 
 
 @pytest.mark.quick("late", "eager", "random")

@@ -103,6 +103,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("fails", FAILURES)
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_f18_aborted_step(

@@ -99,6 +99,7 @@ def step(
     return results
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("backward", BACKWARDS, ids=lambda backward: backward.__name__)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("in_flight", [2, 3])

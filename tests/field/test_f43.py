@@ -49,6 +49,7 @@ def step(model: Chain, inputs: list[Tensor], delay: int, held: list[int]) -> lis
     return results + losses
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("delay", [0, 1, 3, MICROBATCHES])
 def test_f43_weight_pass_delayed(kind: str, delay: int) -> None:

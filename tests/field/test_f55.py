@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from conftest import make_backend
 from field_checks import hook_depth
-from threaded import TIMEOUT_S, assert_all_idle, on_threads
+from processes import HANG_S
+from threaded import assert_all_idle, on_threads
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from toy import same_bits
@@ -52,7 +53,7 @@ class Turns:
     def begin(self, who: str) -> None:
         """Wait for the first turn of this thread."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._may(who), TIMEOUT_S), self._left
+            assert self._changed.wait_for(lambda: self._may(who), HANG_S), self._left
 
     def pause(self, who: str) -> None:
         """The turn of this thread is over. Wait for its next, unless it has none: then go on."""
@@ -60,7 +61,7 @@ class Turns:
             if who in self._left:
                 self._left.remove(who)
                 self._changed.notify_all()
-                assert self._changed.wait_for(lambda: self._may(who), TIMEOUT_S), self._left
+                assert self._changed.wait_for(lambda: self._may(who), HANG_S), self._left
 
     def end(self, who: str) -> None:
         """This thread needs no turn any more."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import processes
 import pytest
 
 TESTS = Path(__file__).parent.parent
 
 PROLOGUE = """
-import os, sys, signal, threading, traceback
+import os, sys, threading, traceback
 import torch
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[1])
@@ -41,11 +41,10 @@ def graph():
     return model(batches(1, 32)[0]).sum()
 
 def in_child(work):
-    '''What a forked process says; nothing if it hangs.'''
+    '''What a forked process says.'''
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(60)
         code = 1
         try:
             work()
@@ -61,6 +60,9 @@ def in_child(work):
 
 def run(code: str, tmp_path: Path, tiers: str, kind: str) -> list[str]:
     """What the program prints."""
+    directory, said = tmp_path / "disk", tmp_path / "said"
+    directory.mkdir()
+    said.mkdir()
     program = textwrap.dedent(PROLOGUE) + textwrap.dedent(code)
     command = [
         sys.executable,
@@ -69,11 +71,11 @@ def run(code: str, tmp_path: Path, tiers: str, kind: str) -> list[str]:
         "-c",
         program,
         str(TESTS),
-        str(tmp_path),
+        str(directory),
         tiers,
         kind,
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = processes.run(command, said)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout.splitlines()
 
@@ -181,7 +183,7 @@ def test_f58_workers_that_load_data_do_no_harm(tmp_path: Path, tiers: str) -> No
     said = run(
         """
         from torch.utils.data import DataLoader
-        loader = DataLoader(batches(6, 32), batch_size=None, num_workers=2, timeout=100)
+        loader = DataLoader(batches(6, 32), batch_size=None, num_workers=2)
         for epoch in range(2):
             living = graph()
             for x in loader:

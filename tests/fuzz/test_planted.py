@@ -91,7 +91,15 @@ FAULTS: list[tuple[Callable[[Patch], None], int]] = [
 """With the most records that the smallest program may have."""
 
 
-@pytest.mark.parametrize(("plant", "largest"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+SOON_FOUND = FAULTS[:3]
+CASES = [
+    pytest.param(plant, largest, marks=marks, id=plant.__name__)
+    for plant, largest in FAULTS
+    for marks in [() if (plant, largest) in SOON_FOUND else pytest.mark.slow]
+]
+
+
+@pytest.mark.parametrize(("plant", "largest"), CASES)
 def test_a_planted_fault_is_found(
     plant: Callable[[Patch], None], largest: int, monkeypatch: Patch
 ) -> None:
