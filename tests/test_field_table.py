@@ -8,29 +8,36 @@ import field_table
 import pytest
 
 FILES = {
-    "test_f07.py": '''
+    "test_streams.py": '''
 """F07: waits go to
 the live stream. And more."""
+import pytest
 
-def test_f07_one(): pass
+pytestmark = pytest.mark.field("F07")
 
-def test_f07_two(): assert False
+def no_test(): pass
+
+def test_one(): pass
+
+def test_two(): assert False
 ''',
-    "test_f35.py": '''
+    "test_holders.py": '''
 """F35 and F36: who holds what.
 
 Details.
 """
 import pytest
 
+@pytest.mark.field("F36")
 @pytest.mark.parametrize("n", [1, 2])
-def test_f36_leaf(n): pass
+def test_leaf(n): pass
 
-def test_f35_other(): pytest.skip("no device")
+@pytest.mark.field("F35")
+def test_other(): pytest.skip("no device")
 
 def test_of_no_row(): pass
 ''',
-    "checks.py": "def test_f99_no_test_file(): pass",
+    "checks.py": "@pytest.mark.field('F99')\ndef test_in_no_test_file(): pass",
 }
 
 
@@ -45,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_rows_are_found_by_the_names_of_tests(folder: Path) -> None:
+def test_rows_are_found_by_the_marks_of_tests(folder: Path) -> None:
     assert field_table.find_rows(folder) == [
         field_table.Row("F07", "waits go to the live stream.", 2),
         field_table.Row("F35", "who holds what.", 1),
@@ -65,7 +72,7 @@ def test_results_and_exit_status(folder: Path, capfd: pytest.CaptureFixture[str]
     _, *rows = capfd.readouterr().out.splitlines()
     ends = ["1 failed, 1 passed", "1 skipped", "2 passed"]
     assert [row.endswith("  " + end) for row, end in zip(rows, ends, strict=True)] == [True] * 3
-    assert field_table.main(["--", "-k", "f36"]) == 0
+    assert field_table.main(["--", "-k", "leaf"]) == 0
     out = capfd.readouterr().out
     assert "not run" in out and "2 passed" in out
 

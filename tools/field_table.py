@@ -1,7 +1,8 @@
 """The field tests as a table: what fails in engines elsewhere, and whether it is right here.
 
-A row is a number; its tests are the functions ``test_f07_...`` under ``tests/field``, its scenario
-the first sentence of their file's docstring. So a new file is a new row, and there is no list.
+A row is a number; its tests are those under ``tests/field`` that are marked with it, or whose file
+is, and its scenario is the first sentence of their file's docstring. So a new file is a new row,
+and there is no list. As a plugin of pytest, which this is too, it writes rows into the report.
 
     python tools/field_table.py          # runs them; exits with 1 if one fails
     python tools/field_table.py --list   # only lists them
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -21,11 +23,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
+
+if TYPE_CHECKING:
+    import pytest
 
 FOLDER = Path(__file__).parents[1] / "tests" / "field"
 
-_TEST = re.compile(r"test_f(\d\d)_")
 _ROWS = re.compile(r"(F\d\d(?:(?:, | and )F\d\d)*): *")
 _OUTCOMES = {"failure": "failed", "error": "failed", "skipped": "skipped"}
 _SCENARIO_WIDTH = 72
@@ -45,10 +50,16 @@ class Row:
     """Test functions, before parameters."""
 
 
-def row_of(test: str) -> str | None:
-    """``F07`` for ``test_f07_...``; None for a test of no row."""
-    found = _TEST.match(test)
-    return None if found is None else f"F{found[1]}"
+def row_of(item: pytest.Item) -> str | None:
+    """``F07`` for a test with ``pytest.mark.field("F07")``; None for a test of no row."""
+    mark = item.get_closest_marker("field")
+    return None if mark is None else mark.args[0]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What is said of it, is said of its row."""
+    if (row := row_of(item)) is not None:
+        item.user_properties.append(("field", row))
 
 
 def find_rows(folder: Path) -> list[Row]:
@@ -62,16 +73,27 @@ def find_rows(folder: Path) -> list[Row]:
             f"there are no field tests at {folder}; they come with the sources and are not "
             "installed: run this in a checkout, with the package installed by pip install -e ."
         )
-    found = [one for path in sorted(folder.glob("test_f*.py")) for one in _rows_in(path)]
+    found = [one for path in sorted(folder.glob("test_*.py")) for one in _rows_in(path)]
     return sorted(found, key=lambda row: row.name)
 
 
 def _rows_in(path: Path) -> Iterator[Row]:
     tree = ast.parse(path.read_text())
-    functions = (node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-    counts = Counter(filter(None, map(row_of, functions)))
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+    of_file = [row for node in assigned for row in _marked(node.value)]
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    tests = (node for node in functions if node.name.startswith("test_"))
+    rows = ([r for d in test.decorator_list for r in _marked(d)] or of_file for test in tests)
+    counts = Counter(row for one in rows for row in one)
     scenario = _scenario(ast.get_docstring(tree) or "")
     return (Row(name, scenario, number) for name, number in counts.items())
+
+
+def _marked(code: ast.AST) -> Iterator[str]:
+    """The rows of ``pytest.mark.field(...)`` in an expression."""
+    for node in ast.walk(code):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.field":
+            yield ast.literal_eval(node.args[0])
 
 
 def _scenario(docstring: str) -> str:
@@ -94,20 +116,36 @@ def run(folder: Path, options: Sequence[str] = ()) -> tuple[int, dict[str, Count
         report = Path(scratch) / "report.xml"
         command = [sys.executable, "-m", "pytest", str(folder), "-q", "-m", ""]
         command += [f"--junitxml={report}"]
+        command += ["-p", Path(__file__).stem, *options]
         # What pytest says goes to stderr, so that the table can be piped.
-        done = subprocess.run([*command, *options], cwd=folder.parents[1], stdout=2, check=False)
+        done = subprocess.run(
+            command, cwd=folder.parents[1], env=environment(), stdout=2, check=False
+        )
         return done.returncode, outcomes(report) if report.exists() else {}
+
+
+def environment() -> dict[str, str]:
+    """Of a pytest that has this as a plugin."""
+    here = str(Path(__file__).resolve().parent)
+    paths = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": paths}
 
 
 def outcomes(report: Path) -> dict[str, Counter[str]]:
     """By row, how many cases of a JUnit report passed, failed and were skipped."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for case in ElementTree.parse(report).iter("testcase"):
-        row = row_of(case.get("name", ""))
+        row = row_of_case(case)
         kinds = [_OUTCOMES[child.tag] for child in case if child.tag in _OUTCOMES]
         if row is not None:
             counts[row][min(kinds, default="passed")] += 1
     return dict(counts)
+
+
+def row_of_case(case: ElementTree.Element) -> str | None:
+    """That of a test in a report."""
+    properties = {one.get("name"): one.get("value") for one in case.iter("property")}
+    return properties.get("field")
 
 
 def format_table(rows: Sequence[Row], results: Mapping[str, Counter[str]] | None = None) -> str:

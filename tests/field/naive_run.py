@@ -1,6 +1,6 @@
 """A pytest plugin for runs on the naive engine: of each row, tests until one fails as it should.
 
-python -m pytest tests/field --naive -p naive_run -m "" --junitxml report.xml
+python -m pytest tests/field --naive -p naive_run -p field_table -m "" --junitxml report.xml
 """
 
 from __future__ import annotations
@@ -98,17 +98,17 @@ class TookTooLong(BaseException):
     """A test hangs. No test expects it."""
 
 
-def is_shown(test: str, message: str, *, waits: bool = False) -> bool:
-    """Whether a failure is for the reason of the test's row."""
-    reason = _reason(test, waits=waits)
+def is_shown(row: str | None, test: str, message: str, *, waits: bool = False) -> bool:
+    """Whether the failure of a test is for the reason of its row."""
+    reason = _reason(row, waits=waits)
     if reason is None:
         return message.partition(":")[0].split(".")[-1] not in LACKS
     where, what = reason
     return bool(re.search(where, test) and re.search(what, message, re.DOTALL))
 
 
-def _reason(test: str, *, waits: bool) -> tuple[str, str] | None:
-    return (REASONS_IF_IT_WAITS if waits else REASONS).get(row_of(test) or "")
+def _reason(row: str | None, *, waits: bool) -> tuple[str, str] | None:
+    return (REASONS_IF_IT_WAITS if waits else REASONS).get(row or "")
 
 
 _shown: set[str | None] = set(NOT_SHOWN)
@@ -124,16 +124,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out backends and rows; of a file, what should fail comes first."""
     items[:] = [item for item in items if _is_wanted(item)]
-    items.sort(key=lambda item: (item.path, not _should_fail(item.name), "late" in item.name))
+    items.sort(key=lambda item: (item.path, not _should_fail(item), "late" in item.name))
 
 
-def _should_fail(test: str) -> bool:
-    reason = _reason(test, waits=_is_waiting)
-    return reason is None or bool(re.search(reason[0], test))
+def _should_fail(item: pytest.Item) -> bool:
+    reason = _reason(row_of(item), waits=_is_waiting)
+    return reason is None or bool(re.search(reason[0], item.name))
 
 
 def _is_wanted(item: pytest.Item) -> bool:
-    row, callspec = row_of(item.name), getattr(item, "callspec", None)
+    row, callspec = row_of(item), getattr(item, "callspec", None)
     values = [] if callspec is None else callspec.params.values()
     is_left_out = any(isinstance(value, str) and value in LEFT_OUT for value in values)
     is_elsewhere = (row in REASONS_IF_IT_WAITS) != _is_waiting
@@ -142,7 +142,7 @@ def _is_wanted(item: pytest.Item) -> bool:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A row that has failed as it should needs no more tests."""
-    if row_of(item.name) in _shown:
+    if row_of(item) in _shown:
         pytest.skip("its row is shown")
 
 
@@ -164,7 +164,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Remember what is shown; runs in each worker for its own tests."""
-    test = report.nodeid.split("::")[-1]
+    test, row = report.nodeid.split("::")[-1], dict(report.user_properties).get("field")
     crash = getattr(report.longrepr, "reprcrash", None)
-    if report.failed and crash is not None and is_shown(test, crash.message, waits=_is_waiting):
-        _shown.add(row_of(test))
+    if report.failed and crash is not None:
+        if is_shown(row, test, crash.message, waits=_is_waiting):
+            _shown.add(row)

@@ -175,7 +175,7 @@ MUTANTS = [
         "and device_copy.stream == live\n",
         "\n",
         "memory outlives the stream it belongs to",
-        ("tests/field/test_f07.py::test_f07_forward_and_backward_on_side_streams",),
+        ("tests/field/test_live_stream.py::test_forward_and_backward_on_side_streams",),
     ),
     Mutant(
         "source taken back on another stream",
@@ -191,7 +191,7 @@ MUTANTS = [
         "            self._check_unmodified(ticket, copy)\n",
         "            pass\n",
         "what was copied is what it was changed to",
-        ("tests/field/test_f03.py::test_f03_changed_while_the_copy_is_queued",),
+        ("tests/field/test_saved_then_changed.py::test_changed_while_the_copy_is_queued",),
     ),
     Mutant(
         "after a copy at once",
@@ -231,7 +231,7 @@ MUTANTS = [
         "            side.wait_event(live.record_event())\n            live.wait_event(side.record_event())",
         "            side.wait_event(live.record_event())",
         "a graph is closed while a copy stream is still in it",
-        ("tests/field/test_f24.py::test_f24_sibling_captures",),
+        ("tests/field/test_captures.py::test_sibling_captures",),
     ),
     Mutant(
         "versions never compared",
@@ -239,7 +239,7 @@ MUTANTS = [
         "alias._version != version for",
         "False for",
         "what was changed while its copy was queued is taken for what was saved",
-        ("tests/field/test_f03.py::test_f03_changed_while_the_copy_is_queued",),
+        ("tests/field/test_saved_then_changed.py::test_changed_while_the_copy_is_queued",),
     ),
     Mutant(
         "pending looks at nothing",
@@ -273,7 +273,7 @@ MUTANTS = [
         "member.source = member.pending = None",
         "member.pending = None",
         "nothing ever leaves the device",
-        ("tests/field/test_f35.py::test_f35_who_holds_what_was_offloaded",),
+        ("tests/field/test_second_references.py::test_who_holds_what_was_offloaded",),
     ),
     Mutant(
         "pack too large",
@@ -289,7 +289,7 @@ MUTANTS = [
         "for buffer in self._loans.ended():",
         "for buffer in ():",
         "host memory grows with every step",
-        ("tests/field/test_f16.py::test_f16_second_use",),
+        ("tests/field/test_saved_tensor_used_again.py::test_second_use",),
     ),
     Mutant(
         "saved and changed before the commit",
@@ -329,7 +329,7 @@ MUTANTS = [
         "return pending is None or not is_pending(pending)",
         "return True",
         "it is copied before the collective has written it",
-        ("tests/field/test_f10.py::test_f10_async_collective_tensor",),
+        ("tests/field/test_copied_before_it_is_there.py::test_async_collective_tensor",),
     ),
     Mutant(
         "whole storage for a part",
@@ -363,7 +363,7 @@ MUTANTS = [
         "if known() is not storage or version",
         "if version",
         "a tensor at the address of one that is gone is taken for it",
-        ("tests/field/test_f05.py::test_f05_offloaded_then_freed",),
+        ("tests/field/test_address_used_again.py::test_offloaded_then_freed",),
     ),
     Mutant(
         "shared though something is around it",
@@ -427,7 +427,7 @@ MUTANTS = [
         "if wiring.plan.keeps(group.key, group.name):",
         "if False:",
         "what backward uses first is sent away",
-        ("tests/field/test_f13.py::test_f13_all_resident",),
+        ("tests/field/test_every_number_of_layers.py::test_all_resident",),
     ),
     Mutant(
         "no room is an error",
@@ -435,7 +435,9 @@ MUTANTS = [
         "except MemoryError as failure:",
         "except KeyError as failure:",
         "a step fails where it could keep a group",
-        ("tests/field/test_f32.py::test_f32_over_budget_groups_stay_with_one_warning",),
+        (
+            "tests/field/test_out_of_pinned_memory.py::test_over_budget_groups_stay_with_one_warning",
+        ),
     ),
     Mutant(
         "window off by one",
@@ -699,7 +701,9 @@ MUTANTS = [
         "if chunk is None or is_in_backward():",
         "if chunk is None:",
         "what is used at once goes to the host and back",
-        ("tests/field/test_f28.py::test_f28_recompute_in_the_context_opens_no_entries",),
+        (
+            "tests/field/test_groups_and_checkpoints.py::test_recompute_in_the_context_opens_no_entries",
+        ),
     ),
     Mutant(
         "stash one too large",
@@ -723,7 +727,7 @@ MUTANTS = [
         "first, self._first = self._first, None",
         "first = self._first",
         "inputs stay on the device beside their copies",
-        ("tests/field/test_f39.py::test_f39_same_bits",),
+        ("tests/field/test_arguments_of_checkpoints.py::test_same_bits",),
     ),
     Mutant(
         "the first answer every time",
@@ -731,7 +735,7 @@ MUTANTS = [
         "            self.func_counter[func] += 1",
         "            pass",
         "each call of an operator gets what the first one offloaded",
-        ("tests/field/test_f12.py::test_f12_calls_are_counted_apart",),
+        ("tests/field/test_computed_again.py::test_calls_are_counted_apart",),
     ),
     Mutant(
         "drawn numbers drawn again",
@@ -747,7 +751,7 @@ MUTANTS = [
         "number % every == 0",
         "number % every == 1",
         "other calls are kept than were asked for",
-        ("tests/field/test_f12.py::test_f12_calls_are_counted_apart",),
+        ("tests/field/test_computed_again.py::test_calls_are_counted_apart",),
     ),
     Mutant(
         "stale slice",
@@ -844,7 +848,7 @@ MUTANTS = [
         "return device_copy if is_coming and device_copy.is_as_it_came else None",
         "return device_copy if is_coming else None",
         "a group computes with what the backward of another has changed in place",
-        ("tests/field/test_f60.py::test_f60_one_group_changes_what_it_was_given",),
+        ("tests/field/test_shared_by_groups.py::test_one_group_changes_what_it_was_given",),
     ),
     Mutant(
         "shared with any stream",
@@ -958,7 +962,7 @@ MUTANTS = [
         "any(not group.is_used and group.is_alive for group in self.groups)",
         "False",
         "a thread ends the step of another, whose backward is to come",
-        ("tests/field/test_f54.py::test_f54_reset_inside_the_step_of_another",),
+        ("tests/field/test_many_threads.py::test_reset_inside_the_step_of_another",),
     ),
     Mutant(
         "open groups are not awaited",
@@ -968,7 +972,7 @@ MUTANTS = [
         "a thread ends the step of another, whose forward runs",
         (
             "tests/test_hazards.py::test_a_forward_that_begins_amid_a_reset_is_not_forgotten",
-            "tests/field/test_f54.py::test_f54_reset_inside_the_step_of_another",
+            "tests/field/test_many_threads.py::test_reset_inside_the_step_of_another",
         ),
     ),
     Mutant(
@@ -977,7 +981,7 @@ MUTANTS = [
         "chunk.thread is not here and chunk.thread.is_alive() and chunk.is_awaited",
         "False",
         "a thread ends the step of another",
-        ("tests/field/test_f54.py::test_f54_reset_inside_the_step_of_another",),
+        ("tests/field/test_many_threads.py::test_reset_inside_the_step_of_another",),
     ),
     Mutant(
         "the dead are awaited",
@@ -1001,7 +1005,7 @@ MUTANTS = [
         "if chunk.is_over:",
         "if False:",
         "a loop that never ends its steps grows",
-        ("tests/field/test_f59.py::test_f59_a_loop_that_never_calls_reset[True-1]",),
+        ("tests/field/test_end_of_the_process.py::test_a_loop_that_never_calls_reset[True-1]",),
     ),
     Mutant(
         "numbers of finished chunks are kept",
@@ -1113,7 +1117,9 @@ MUTANTS = [
         "if owner != _IDS[0]:",
         "if False:",
         "a forked process waits for copies that never end",
-        ("tests/field/test_f58.py::test_f58_a_graph_of_the_other_process_raises[host-late]",),
+        (
+            "tests/field/test_forked_processes.py::test_a_graph_of_the_other_process_raises[host-late]",
+        ),
     ),
     Mutant(
         "threads of the other process",
@@ -1121,7 +1127,7 @@ MUTANTS = [
         "        if self._owner != current():\n            self._begin()\n",
         "",
         "what a forked process queues is never done",
-        ("tests/field/test_f58.py::test_f58_threads_begin_anew",),
+        ("tests/field/test_forked_processes.py::test_threads_begin_anew",),
     ),
     Mutant(
         "books of an interrupted call",
@@ -1146,7 +1152,7 @@ MUTANTS = [
         "if False:",
         "a process ends late, for it writes what nobody will read",
         (
-            "tests/field/test_f59.py::test_f59_what_nobody_needs_is_not_written_while_training_goes_on",
+            "tests/field/test_end_of_the_process.py::test_what_nobody_needs_is_not_written_while_training_goes_on",
         ),
     ),
     Mutant(

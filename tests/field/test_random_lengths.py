@@ -1,0 +1,61 @@
+"""F31: memory follows the largest step, whatever lengths come by; managers share one budget."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+from conftest import BACKENDS, make_backend
+from toy import assert_idle, make_model, run_step, same_bits
+
+from pp_offload import OffloadConfig, use_backend
+from pp_offload._memory.budget import reserved_bytes
+
+pytestmark = pytest.mark.field("F31")
+
+WIDTH = 64
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("num_steps", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_lengths_hold_no_more_than_the_largest_step(kind: str, num_steps: int) -> None:
+    draw = random.Random(0)
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(make_backend(kind), config=config) as manager:
+        device = str(manager.backend.device)
+        model = make_model(2, WIDTH, device=device)
+        largest = 0
+        for step in range(num_steps):
+            lengths = [draw.randrange(200, 600) for _ in range(3)]
+            inputs = [torch.randn(length, WIDTH).to(device) for length in lengths]
+            run_step(model, inputs, in_flight=3)
+            largest = max(largest, manager.statistics().host_bytes_peak)
+            manager.reset()
+            if step:
+                assert manager.statistics().host_bytes_reserved <= 1.05 * largest
+        assert_idle(manager)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_two_managers_stay_in_one_budget(kind: str) -> None:
+    room = 600_000
+    gc.collect()
+    before = reserved_bytes()
+    config = OffloadConfig(min_offloaded_tensor_size=1, host_budget_bytes=before + room)
+    plain = make_model(2, WIDTH, groups=())
+    with use_backend(make_backend(kind), config=config) as first:
+        device = str(first.backend.device)
+        plain = plain.to(device)
+        model = make_model(2, WIDTH, device=device)
+        inputs = [torch.randn(300, WIDTH).to(device) for _ in range(3)]
+        expected = run_step(plain, inputs, in_flight=3, offload=False)
+        assert same_bits(run_step(model, inputs, in_flight=3), expected)
+        with use_backend(make_backend(kind), config=config) as second:
+            assert same_bits(run_step(model, inputs, in_flight=3), expected)
+            assert reserved_bytes() - before <= room
+            held = [one.statistics().host_bytes_reserved for one in (first, second)]
+            assert held[1] < held[0] and sum(held) <= room
+            assert_idle(second)
+        assert same_bits(run_step(model, inputs, in_flight=3), expected)
