@@ -115,7 +115,7 @@ def test_a_fault_in_the_engine_itself_is_caught(tmp_path: Path) -> None:
         "total.intdigest() != file_range.checksum",
         "False",
         "nothing is compared",
-        ("tests/test_disk_tier.py::test_a_flipped_bit_is_an_error",),
+        ("tests/memory/test_disk_tier.py::test_a_flipped_bit_is_an_error",),
     )
     (verdict,) = Runner(ROOT, tmp_path / "copies").run([mutant])
     assert verdict.is_caught, verdict.by

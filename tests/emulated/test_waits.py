@@ -215,7 +215,7 @@ BY_OTHERS = {
 """One wait each that can be left out on an accelerator without harm, and why.
 
 PyTorch's allocator of pinned memory knows each copy that used a block. Where the device is the host
-nobody does; tests/test_hazards.py shows these waits there.
+nobody does; tests/transfer/test_hazards.py shows these waits there.
 """
 
 ORDERING = (

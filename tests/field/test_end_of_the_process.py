@@ -20,7 +20,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, use_backend
 from pp_offload._groups.plan import ChunkKey
 from pp_offload._memory.disk import NUM_THREADS
-from pp_offload._transfer.engine import MAX_HOMES
+from pp_offload._transfer.engine import MAX_STREAMS
 from pp_offload.backends import CpuBackend
 from pp_offload.testing import SimulatedBackend
 
@@ -256,11 +256,11 @@ def test_streams_that_come_and_go() -> None:
         model, plain = make_model(layers=2), make_model(layers=2, groups=())
         (x,) = batches(1)
         expected = run_step(plain, [x], offload=False)
-        for number in range(3 * MAX_HOMES):
+        for number in range(3 * MAX_STREAMS):
             side = backend.new_stream(f"side {number}")
             side.wait_stream(backend.current_stream())
             with backend.stream(side):
                 assert same_bits(run_step(model, [x]), expected)
             backend.current_stream().wait_stream(side)
-        assert len(manager.wiring.transfer._homes) <= MAX_HOMES
+        assert len(manager.wiring.transfer._compute_streams) <= MAX_STREAMS
         assert same_bits(run_step(model, [x]), expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runner import Mutant
 
-HAZARDS = "tests/test_hazards.py"
+HAZARDS = "tests/transfer/test_hazards.py"
 
 MUTANTS = [
     # Six that every test passed once.
@@ -87,7 +87,7 @@ MUTANTS = [
         "self.backend.d2h.wait_event(stream.record_event())",
         "pass",
         "bytes leave before they are computed",
-        ("tests/test_faults.py::test_without_a_fault_nothing_is_caught",),
+        ("tests/transfer/test_faults.py::test_without_a_fault_nothing_is_caught",),
     ),
     Mutant(
         "reload into memory still used",
@@ -95,7 +95,7 @@ MUTANTS = [
         "self.backend.h2d.wait_event(stream.record_event())",
         "pass",
         "what comes back overwrites what compute still reads there",
-        ("tests/test_faults.py::test_without_a_fault_nothing_is_caught",),
+        ("tests/transfer/test_faults.py::test_without_a_fault_nothing_is_caught",),
     ),
     Mutant(
         "reload before the offload",
@@ -103,7 +103,7 @@ MUTANTS = [
         "self.backend.h2d.wait_event(seen)",
         "pass",
         "the host buffer is read before it was written",
-        ("tests/test_faults.py::test_without_a_fault_nothing_is_caught",),
+        ("tests/transfer/test_faults.py::test_without_a_fault_nothing_is_caught",),
     ),
     Mutant(
         "use before it is back",
@@ -111,7 +111,7 @@ MUTANTS = [
         "        stream.wait_event(event)\n        self.counters",
         "        self.counters",
         "compute reads what the copy is still to bring",
-        ("tests/test_faults.py::test_without_a_fault_nothing_is_caught",),
+        ("tests/transfer/test_faults.py::test_without_a_fault_nothing_is_caught",),
     ),
     Mutant(
         "last use of a buffer not waited for",
@@ -119,7 +119,7 @@ MUTANTS = [
         "event is not None and event is not seen and not event.query()",
         "False",
         "a copy overwrites a host buffer that is still read",
-        ("tests/test_faults.py::test_without_a_fault_nothing_is_caught",),
+        ("tests/transfer/test_faults.py::test_without_a_fault_nothing_is_caught",),
     ),
     Mutant(
         "sources let go at once",
@@ -127,7 +127,7 @@ MUTANTS = [
         "self._queue.append(pending)",
         "pass",
         "memory is used again before its copy has run",
-        ("tests/test_faults.py::test_without_a_fault_nothing_is_caught",),
+        ("tests/transfer/test_faults.py::test_without_a_fault_nothing_is_caught",),
     ),
     Mutant(
         "reload is no use of its buffer",
@@ -135,7 +135,7 @@ MUTANTS = [
         "copy.buffer.last_use = reloaded",
         "pass",
         "whoever gets the buffer next waits for all copies that were queued since",
-        ("tests/test_hazards.py::test_a_buffer_is_idle_when_its_own_copies_were_made",),
+        ("tests/transfer/test_hazards.py::test_a_buffer_is_idle_when_its_own_copies_were_made",),
     ),
     Mutant(
         "offload is no use of its buffer",
@@ -143,7 +143,7 @@ MUTANTS = [
         "self.offloaded = self.buffer.last_use = offloaded",
         "self.offloaded = offloaded",
         "whoever gets the buffer next waits for all copies that were queued since",
-        ("tests/test_hazards.py::test_a_buffer_is_idle_when_its_own_copies_were_made",),
+        ("tests/transfer/test_hazards.py::test_a_buffer_is_idle_when_its_own_copies_were_made",),
     ),
     Mutant(
         "in flight without bound",
@@ -159,7 +159,9 @@ MUTANTS = [
         "for stream in (self.backend.current_stream(), *self._compute_streams):",
         "for stream in (self.backend.current_stream(),):",
         "memory returns to a stream that does not wait for the copy",
-        ("tests/test_lifetimes.py::test_a_tensor_saved_on_another_stream_is_let_go_in_order",),
+        (
+            "tests/groups/test_lifetimes.py::test_a_tensor_saved_on_another_stream_is_let_go_in_order",
+        ),
     ),
     Mutant(
         "abandoned target let go at once",
@@ -167,7 +169,7 @@ MUTANTS = [
         "self._abandoned.append((device_copy.tensor, event, device_copy.stream))",
         "pass",
         "a copy writes into memory that is somebody else's by now",
-        ("tests/test_faults.py::test_without_a_fault_nothing_is_caught",),
+        ("tests/transfer/test_faults.py::test_without_a_fault_nothing_is_caught",),
     ),
     Mutant(
         "landed for another stream",
@@ -183,7 +185,9 @@ MUTANTS = [
         "copy.stream == live:",
         "True:",
         "memory of one stream is used on another",
-        ("tests/test_hazards.py::test_what_is_kept_on_one_stream_is_brought_again_for_another",),
+        (
+            "tests/transfer/test_hazards.py::test_what_is_kept_on_one_stream_is_brought_again_for_another",
+        ),
     ),
     Mutant(
         "changed while queued",
@@ -199,7 +203,7 @@ MUTANTS = [
         "self._pending_offloads.last.then.append(action)",
         "action()",
         "what the user names is emptied before it was copied",
-        ("tests/test_release.py::test_what_nobody_else_needs_is_emptied",),
+        ("tests/groups/test_release.py::test_what_nobody_else_needs_is_emptied",),
     ),
     Mutant(
         "bytes landed drift",
@@ -207,7 +211,7 @@ MUTANTS = [
         "        self._device_copies[device_copy.where] = device_copy\n        reload = ticket.pending_reload or self.expect(ticket)",
         "        self._device_copies[device_copy.where] = device_copy\n        reload = self.expect(ticket)",
         "the window fills with what is not there",
-        ("tests/test_disk.py::test_steps_are_equal_bit_for_bit",),
+        ("tests/transfer/test_disk.py::test_steps_are_equal_bit_for_bit",),
     ),
     Mutant(
         "what is copied is kept only when it is queued",
@@ -215,7 +219,7 @@ MUTANTS = [
         "        self._in_use.append((Queued(stream), kept))\n",
         "",
         "after an interrupt a copy uses memory that was freed",
-        ("tests/test_plain_copies.py::test_memory_outlives_a_copy_that_was_cut_off",),
+        ("tests/transfer/test_plain_copies.py::test_memory_outlives_a_copy_that_was_cut_off",),
     ),
     Mutant(
         "what is brought is not waited for when all goes",
@@ -223,7 +227,9 @@ MUTANTS = [
         "for event, _ in self._in_use:\n                    event.synchronize()",
         "pass",
         "a parameter is copied into memory that is somebody else's by now",
-        ("tests/test_plain_copies.py::test_copies_under_way_are_waited_for_when_all_is_let_go",),
+        (
+            "tests/transfer/test_plain_copies.py::test_copies_under_way_are_waited_for_when_all_is_let_go",
+        ),
     ),
     Mutant(
         "capture ends without its copies",
@@ -248,7 +254,7 @@ MUTANTS = [
         "            pass\n        self.watched = None",
         "a source changed before its copy ran goes unnoticed once it is let go",
         (
-            "tests/test_hazards.py::test_a_change_ahead_of_the_copy_is_remembered_when_the_source_is_let_go",
+            "tests/transfer/test_hazards.py::test_a_change_ahead_of_the_copy_is_remembered_when_the_source_is_let_go",
         ),
     ),
     Mutant(
@@ -257,7 +263,7 @@ MUTANTS = [
         "self.extent.failure is not None:",
         "False:",
         "what the disk refused is let go of",
-        ("tests/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
+        ("tests/transfer/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
     ),
     Mutant(
         "waiting for one",
@@ -265,7 +271,9 @@ MUTANTS = [
         "self.num_members = self.num_waiting = len(members)",
         "self.num_members = self.num_waiting = 1",
         "a payload is brought once for each that saved it",
-        ("tests/test_lifetimes.py::test_a_payload_used_twice_is_reloaded_once_in_every_backward",),
+        (
+            "tests/groups/test_lifetimes.py::test_a_payload_used_twice_is_reloaded_once_in_every_backward",
+        ),
     ),
     Mutant(
         "members keep their tensors",
@@ -281,7 +289,9 @@ MUTANTS = [
         "batch and room + ticket.nbytes > PACK_BYTES",
         "batch and room > PACK_BYTES",
         "large payloads share a buffer, which lives as long as the last",
-        ("tests/test_hazards.py::test_only_payloads_that_are_small_together_share_a_buffer",),
+        (
+            "tests/transfer/test_hazards.py::test_only_payloads_that_are_small_together_share_a_buffer",
+        ),
     ),
     Mutant(
         "host bytes never return",
@@ -297,7 +307,9 @@ MUTANTS = [
         "            if self.is_modified:\n",
         "            if False:\n",
         "gradients are those of the changed tensor",
-        ("tests/test_changed_in_place.py::test_a_changed_tensor_harms_only_who_asks_for_it",),
+        (
+            "tests/transfer/test_changed_in_place.py::test_a_changed_tensor_harms_only_who_asks_for_it",
+        ),
     ),
     Mutant(
         "resident and changed",
@@ -305,7 +317,7 @@ MUTANTS = [
         "if tensor._version != self.version:",
         "if False:",
         "gradients are those of the changed tensor",
-        ("tests/test_hazards.py::test_a_change_of_what_stayed_is_seen_as_well",),
+        ("tests/transfer/test_hazards.py::test_a_change_of_what_stayed_is_seen_as_well",),
     ),
     Mutant(
         "wrapper changed",
@@ -313,7 +325,7 @@ MUTANTS = [
         "if self.witness._version != self.version:",
         "if False:",
         "gradients are those of the changed tensor",
-        ("tests/test_wrappers.py::test_changed_in_place_raises",),
+        ("tests/transfer/test_wrappers.py::test_changed_in_place_raises",),
     ),
     Mutant(
         "changed ones leave",
@@ -321,7 +333,9 @@ MUTANTS = [
         "if source is not None and source._version != self.version:",
         "if False:",
         "what is copied is not what was saved",
-        ("tests/test_changed_in_place.py::test_a_changed_tensor_harms_only_who_asks_for_it",),
+        (
+            "tests/transfer/test_changed_in_place.py::test_a_changed_tensor_harms_only_who_asks_for_it",
+        ),
     ),
     Mutant(
         "result of a collective leaves early",
@@ -338,7 +352,7 @@ MUTANTS = [
         "is_all = begin == 0",
         "bytes beside a view move, which others may change",
         (
-            "tests/test_payload.py::test_views_that_do_not_reach_the_end_of_their_storage_move_alone",
+            "tests/transfer/test_payload.py::test_views_that_do_not_reach_the_end_of_their_storage_move_alone",
         ),
     ),
     Mutant(
@@ -347,7 +361,7 @@ MUTANTS = [
         "covered < enough",
         "False",
         "a small view takes all of its storage along",
-        ("tests/test_payload.py::test_a_view_with_others_bytes_beside_it_moves_alone",),
+        ("tests/transfer/test_payload.py::test_a_view_with_others_bytes_beside_it_moves_alone",),
     ),
     Mutant(
         "views without their places",
@@ -355,7 +369,7 @@ MUTANTS = [
         "one.restore = geometry.on_storage_of",
         "pass",
         "every view of a storage comes back as the whole of it",
-        ("tests/test_payload.py::test_a_view_of_all_moves_as_its_storage",),
+        ("tests/transfer/test_payload.py::test_a_view_of_all_moves_as_its_storage",),
     ),
     Mutant(
         "known by its address alone",
@@ -371,7 +385,7 @@ MUTANTS = [
         "payload is None or _is_part(ticket)",
         "payload is None",
         "what was changed through a wrapper is not seen",
-        ("tests/test_wrappers.py::test_changed_through_the_wrapper_between_two_groups",),
+        ("tests/transfer/test_wrappers.py::test_changed_through_the_wrapper_between_two_groups",),
     ),
     Mutant(
         "asked for though it comes",
@@ -379,7 +393,7 @@ MUTANTS = [
         "ticket.num_waiting > 0 and not ticket.is_coming",
         "ticket.num_waiting > 0",
         "a payload is brought twice",
-        ("tests/test_prefetch.py::test_the_window_holds_through_a_whole_backward",),
+        ("tests/groups/test_prefetch.py::test_the_window_holds_through_a_whole_backward",),
     ),
     Mutant(
         "the first saved comes first",
@@ -387,7 +401,7 @@ MUTANTS = [
         '    def wanted(self) -> Iterator[Ticket]:\n        """What must be brought before backward reaches it, in the order of use."""\n        for ref in reversed(self._tickets):',
         "    def wanted(self) -> Iterator[Ticket]:\n        for ref in self._tickets:",
         "what is needed last comes first",
-        ("tests/test_prefetch.py::test_the_window_holds_through_a_whole_backward",),
+        ("tests/groups/test_prefetch.py::test_the_window_holds_through_a_whole_backward",),
     ),
     Mutant(
         "closed twice",
@@ -395,7 +409,7 @@ MUTANTS = [
         "self.state is not GroupState.OPEN or state is GroupState.OPEN",
         "state is GroupState.OPEN",
         "a group is offloaded again",
-        ("tests/test_group.py::test_only_the_moves_of_the_table_are_legal",),
+        ("tests/groups/test_group.py::test_only_the_moves_of_the_table_are_legal",),
     ),
     Mutant(
         "offloaded though backward used it",
@@ -403,7 +417,9 @@ MUTANTS = [
         "if not wiring.is_enabled or group.is_used:",
         "if not wiring.is_enabled:",
         "what backward has begun to use is taken from under it",
-        ("tests/test_hazards.py::test_a_group_that_backward_used_before_its_commit_stays",),
+        (
+            "tests/transfer/test_hazards.py::test_a_group_that_backward_used_before_its_commit_stays",
+        ),
     ),
     Mutant(
         "released though it stayed",
@@ -411,7 +427,7 @@ MUTANTS = [
         " and group.state is GroupState.OFFLOADED:",
         ":",
         "memory is emptied that was never copied",
-        ("tests/test_hazards.py::test_what_is_named_for_release_stays_with_its_group",),
+        ("tests/transfer/test_hazards.py::test_what_is_named_for_release_stays_with_its_group",),
     ),
     Mutant(
         "outermost group committed",
@@ -419,7 +435,9 @@ MUTANTS = [
         "for group in reversed(self._open):",
         "for group in self._open:",
         "of two groups of one name the wrong one is closed",
-        ("tests/test_hazards.py::test_of_two_groups_of_one_name_the_inner_one_is_committed_first",),
+        (
+            "tests/transfer/test_hazards.py::test_of_two_groups_of_one_name_the_inner_one_is_committed_first",
+        ),
     ),
     Mutant(
         "plan does not count",
@@ -445,7 +463,9 @@ MUTANTS = [
         "if ticket.nbytes > room and not",
         "if ticket.nbytes >= room and not",
         "a tensor that fits is not brought",
-        ("tests/test_prefetch.py::test_the_next_groups_are_reloaded_the_earliest_needed_first",),
+        (
+            "tests/groups/test_prefetch.py::test_the_next_groups_are_reloaded_the_earliest_needed_first",
+        ),
     ),
     Mutant(
         "window overrun",
@@ -453,7 +473,7 @@ MUTANTS = [
         "if ticket.nbytes > room and not (may_exceed and not batch):",
         "if room <= 0 and not (may_exceed and not batch):",
         "more is on the device than the window allows",
-        ("tests/test_prefetch.py::test_the_window_holds_through_a_whole_backward",),
+        ("tests/groups/test_prefetch.py::test_the_window_holds_through_a_whole_backward",),
     ),
     Mutant(
         "refilled late",
@@ -461,7 +481,9 @@ MUTANTS = [
         "2 * self._transfer.reloaded_bytes > self._window_bytes",
         "self._transfer.reloaded_bytes > 0",
         "nothing is brought before the last was used",
-        ("tests/test_prefetch.py::test_the_next_groups_are_reloaded_the_earliest_needed_first",),
+        (
+            "tests/groups/test_prefetch.py::test_the_next_groups_are_reloaded_the_earliest_needed_first",
+        ),
     ),
     Mutant(
         "window does not follow",
@@ -469,7 +491,9 @@ MUTANTS = [
         "max(self._window_bytes, 2 * nbytes)",
         "max(self._window_bytes, nbytes // 2)",
         "the next group comes when it is needed, not before",
-        ("tests/test_prefetch.py::test_a_window_of_no_said_size_holds_two_of_the_largest_group",),
+        (
+            "tests/groups/test_prefetch.py::test_a_window_of_no_said_size_holds_two_of_the_largest_group",
+        ),
     ),
     Mutant(
         "place in the last step",
@@ -477,7 +501,7 @@ MUTANTS = [
         "            self._current = None\n            self._done_at = -1\n",
         "            self._done_at = -1\n",
         "groups of a step that is over are brought",
-        ("tests/test_prefetch.py::test_after_reset_it_has_no_place_in_the_step",),
+        ("tests/groups/test_prefetch.py::test_after_reset_it_has_no_place_in_the_step",),
     ),
     Mutant(
         "kept for ever",
@@ -485,7 +509,7 @@ MUTANTS = [
         "self._kept.pop(key, None)",
         "pass",
         "memory of both parts stays when both are over",
-        ("tests/test_split.py::test_what_is_kept_goes_with_the_second_part_or_the_step",),
+        ("tests/groups/test_split.py::test_what_is_kept_goes_with_the_second_part_or_the_step",),
     ),
     Mutant(
         "kept over the step",
@@ -493,7 +517,7 @@ MUTANTS = [
         "        self._kept.clear()",
         "        pass",
         "memory of a step that broke off stays",
-        ("tests/test_split.py::test_what_is_kept_goes_with_the_second_part_or_the_step",),
+        ("tests/groups/test_split.py::test_what_is_kept_goes_with_the_second_part_or_the_step",),
     ),
     Mutant(
         "uses of the first part not foreseen",
@@ -501,7 +525,7 @@ MUTANTS = [
         "ticket.num_waiting = uses.get(index, 0)",
         "pass",
         "the window is full of what only the second part uses",
-        ("tests/test_hazards.py::test_only_what_the_first_part_will_use_is_waited_for",),
+        ("tests/transfer/test_hazards.py::test_only_what_the_first_part_will_use_is_waited_for",),
     ),
     Mutant(
         "the second part claims nothing",
@@ -509,7 +533,7 @@ MUTANTS = [
         "max(ticket.num_waiting, 0) + num_uses",
         "max(ticket.num_waiting, 0)",
         "what is brought for the second part is let go by the first",
-        ("tests/test_split.py::test_the_second_part_is_foreseen",),
+        ("tests/groups/test_split.py::test_the_second_part_is_foreseen",),
     ),
     Mutant(
         "released with one holder more",
@@ -517,7 +541,7 @@ MUTANTS = [
         "num_holders(storage) - 1 - (tensor",
         "num_holders(storage) - 2 - (tensor",
         "memory is emptied that a view still reads",
-        ("tests/test_release.py",),
+        ("tests/groups/test_release.py",),
     ),
     Mutant(
         "released though autograd has it",
@@ -525,7 +549,7 @@ MUTANTS = [
         "if references > (1 if node is None else 2):",
         "if references > 2:",
         "memory is emptied that backward reads",
-        ("tests/test_release.py",),
+        ("tests/groups/test_release.py",),
     ),
     Mutant(
         "parameters released",
@@ -533,7 +557,7 @@ MUTANTS = [
         "isinstance(tensor, Parameter) or tensor in self._eligibility.kept",
         "False",
         "a weight is emptied",
-        ("tests/test_release.py",),
+        ("tests/groups/test_release.py",),
     ),
     Mutant(
         "slabs rebuilt under buffers in use",
@@ -541,7 +565,9 @@ MUTANTS = [
         "if self._in_use.num_buffers or peak ==",
         "if peak ==",
         "two buffers have the same bytes",
-        ("tests/test_host_tier.py::test_fitting_waits_for_copies_but_not_for_buffers_in_use",),
+        (
+            "tests/memory/test_host_tier.py::test_fitting_waits_for_copies_but_not_for_buffers_in_use",
+        ),
     ),
     Mutant(
         "busy bytes taken for idle",
@@ -549,7 +575,9 @@ MUTANTS = [
         "if all(event.query() for event in b.last_uses())",
         "",
         "a copy waits for others though it need not",
-        ("tests/test_host_tier.py::test_busy_bytes_are_carved_only_where_no_others_are_left",),
+        (
+            "tests/memory/test_host_tier.py::test_busy_bytes_are_carved_only_where_no_others_are_left",
+        ),
     ),
     Mutant(
         "uses of carved bytes forgotten",
@@ -557,7 +585,9 @@ MUTANTS = [
         "self._unfinished = list(uses.values())",
         "pass",
         "memory is carved again, and nobody knows who still uses it",
-        ("tests/test_host_tier.py::test_bytes_carved_while_a_copy_uses_them_know_that_copy",),
+        (
+            "tests/memory/test_host_tier.py::test_bytes_carved_while_a_copy_uses_them_know_that_copy",
+        ),
     ),
     Mutant(
         "parts without alignment",
@@ -565,7 +595,7 @@ MUTANTS = [
         "begin += room_for(nbytes)",
         "begin += nbytes",
         "parts overlap, or lie where no kernel can read them",
-        ("tests/test_host_tier.py::test_parts_lie_one_behind_the_other",),
+        ("tests/memory/test_host_tier.py::test_parts_lie_one_behind_the_other",),
     ),
     Mutant(
         "budget off by one",
@@ -573,7 +603,7 @@ MUTANTS = [
         "self.nbytes + nbytes > limit",
         "self.nbytes + nbytes >= limit",
         "the last byte of the budget is never used",
-        ("tests/test_budget.py::test_two_budgets_share_one_count",),
+        ("tests/memory/test_budget.py::test_two_budgets_share_one_count",),
     ),
     Mutant(
         "neighbours not merged",
@@ -581,7 +611,7 @@ MUTANTS = [
         "        if end > freed.end:\n            self._remove_free(freed.slab, freed.end, end)",
         "        end = freed.end",
         "memory falls to pieces",
-        ("tests/test_arena.py::test_ranges_never_overlap_and_neighbours_always_merge",),
+        ("tests/memory/test_arena.py::test_ranges_never_overlap_and_neighbours_always_merge",),
     ),
     Mutant(
         "read before it was written",
@@ -589,7 +619,7 @@ MUTANTS = [
         "(before, *after)",
         "after",
         "a thread reads what another is still to write",
-        ("tests/test_hazards.py::test_a_thread_that_reads_waits_for_the_one_that_writes",),
+        ("tests/transfer/test_hazards.py::test_a_thread_that_reads_waits_for_the_one_that_writes",),
     ),
     Mutant(
         "checksum not compared",
@@ -597,7 +627,7 @@ MUTANTS = [
         "total.intdigest() != file_range.checksum",
         "False",
         "a flipped bit becomes a gradient",
-        ("tests/test_disk_tier.py::test_a_flipped_bit_is_an_error",),
+        ("tests/memory/test_disk_tier.py::test_a_flipped_bit_is_an_error",),
     ),
     Mutant(
         "a failed write is no failure",
@@ -605,7 +635,7 @@ MUTANTS = [
         "file_range.failure = failure",
         "pass",
         "what the disk refused is let go of",
-        ("tests/test_disk_tier.py::test_a_write_that_fails_is_noted",),
+        ("tests/memory/test_disk_tier.py::test_a_write_that_fails_is_noted",),
     ),
     Mutant(
         "written before it device_copy",
@@ -613,7 +643,7 @@ MUTANTS = [
         "copy.offloaded is None or copy.offloaded.query()",
         "True",
         "a thread writes what the copy is still to bring",
-        ("tests/test_disk.py::test_steps_are_equal_bit_for_bit",),
+        ("tests/transfer/test_disk.py::test_steps_are_equal_bit_for_bit",),
     ),
     Mutant(
         "staging buffer taken while used",
@@ -621,7 +651,7 @@ MUTANTS = [
         "tuple(event for event in buffer.last_uses() if not event.query())",
         "()",
         "a buffer is written that a thread still reads or writes",
-        ("tests/test_disk.py::test_steps_are_equal_bit_for_bit",),
+        ("tests/transfer/test_disk.py::test_steps_are_equal_bit_for_bit",),
     ),
     Mutant(
         "sent on before it was read",
@@ -629,7 +659,7 @@ MUTANTS = [
         "copy.reading is None or copy.reading.query()",
         "True",
         "the device gets what the thread is still to read",
-        ("tests/test_hazards.py::test_looking_what_has_come_waits_for_no_thread",),
+        ("tests/transfer/test_hazards.py::test_looking_what_has_come_waits_for_no_thread",),
     ),
     Mutant(
         "dropped though not written",
@@ -637,7 +667,7 @@ MUTANTS = [
         "        if copy.extent.failure is None:\n            copy.drop_buffer()",
         "        if True:\n            copy.drop_buffer()",
         "what the disk refused is let go of",
-        ("tests/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
+        ("tests/transfer/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
     ),
     Mutant(
         "not read to the end",
@@ -645,7 +675,7 @@ MUTANTS = [
         "        check_finished((reading,))\n        try:\n            reading.synchronize()",
         "        try:\n            pass",
         "the device gets what the thread is still to read",
-        ("tests/test_disk.py::test_steps_are_equal_bit_for_bit",),
+        ("tests/transfer/test_disk.py::test_steps_are_equal_bit_for_bit",),
     ),
     Mutant(
         "a disk is waited for with the lock held",
@@ -653,7 +683,7 @@ MUTANTS = [
         "        check_finished((reading,))\n",
         "",
         "no other thread computes while one reads",
-        ("tests/test_one_lock.py::test_waits_for_a_disk_that_is_late_are_seen",),
+        ("tests/transfer/test_one_lock.py::test_waits_for_a_disk_that_is_late_are_seen",),
     ),
     Mutant(
         "read into a buffer that is copied from",
@@ -661,7 +691,7 @@ MUTANTS = [
         "reading, after=buffer.before)",
         "reading)",
         "the device gets bytes of a group that is read into the same buffer",
-        ("tests/test_disk.py::test_a_buffer_is_read_into_when_its_last_copy_was_made",),
+        ("tests/transfer/test_disk.py::test_a_buffer_is_read_into_when_its_last_copy_was_made",),
     ),
     Mutant(
         "copied into a buffer that is written",
@@ -669,7 +699,7 @@ MUTANTS = [
         "        check_finished(event for event in uses if isinstance(event, DiskEvent))\n",
         "",
         "a file gets bytes of another group",
-        ("tests/test_disk.py::test_a_buffer_is_copied_into_when_no_thread_writes_it",),
+        ("tests/transfer/test_disk.py::test_a_buffer_is_copied_into_when_no_thread_writes_it",),
     ),
     Mutant(
         "room to stage without bound",
@@ -677,7 +707,7 @@ MUTANTS = [
         "in_use + nbytes > self._max_in_flight_bytes",
         "in_use < 0",
         "host memory is as large as what goes to disk",
-        ("tests/test_disk.py::test_steps_are_equal_bit_for_bit",),
+        ("tests/transfer/test_disk.py::test_steps_are_equal_bit_for_bit",),
     ),
     Mutant(
         "what was not written is not had back",
@@ -685,7 +715,7 @@ MUTANTS = [
         "if ticket.in_flight_source is None:",
         "if True:",
         "a full disk ends the step",
-        ("tests/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
+        ("tests/transfer/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
     ),
     Mutant(
         "a group backward used goes on",
@@ -693,7 +723,9 @@ MUTANTS = [
         "if group is not None and group.is_used:",
         "if False:",
         "what a backward used holds back what is saved behind it",
-        ("tests/test_hazards.py::test_what_is_saved_behind_a_backward_in_the_forward_leaves",),
+        (
+            "tests/transfer/test_hazards.py::test_what_is_saved_behind_a_backward_in_the_forward_leaves",
+        ),
     ),
     Mutant(
         "recomputed tensors are stashed",
@@ -759,7 +791,7 @@ MUTANTS = [
         "return self.stamps == [stamp(one) for one in self.slice.parameters]",
         "return True",
         "layers compute with parameters of before the last step",
-        ("tests/test_slice_cache.py::test_what_changed_is_brought_again",),
+        ("tests/slices/test_slice_cache.py::test_what_changed_is_brought_again",),
     ),
     Mutant(
         "slice of another stream",
@@ -767,7 +799,9 @@ MUTANTS = [
         "return loaded.pending.stream == self.copies.transfer.backend.current_stream()",
         "return True",
         "a stream uses memory of another, ordered with nothing",
-        ("tests/test_slice_cache.py::test_a_slice_on_one_stream_is_brought_again_for_another",),
+        (
+            "tests/slices/test_slice_cache.py::test_a_slice_on_one_stream_is_brought_again_for_another",
+        ),
     ),
     Mutant(
         "slice used before it is there",
@@ -775,7 +809,7 @@ MUTANTS = [
         "            loaded = self._bring(wanted)\n            self.copies.synchronize(loaded.pending)",
         "            loaded = self._bring(wanted)",
         "layers compute with what the copy is still to bring",
-        ("tests/test_slice_cache.py::test_what_was_foreseen_is_used",),
+        ("tests/slices/test_slice_cache.py::test_what_was_foreseen_is_used",),
     ),
     Mutant(
         "gradient before it is there",
@@ -799,7 +833,7 @@ MUTANTS = [
         "        pending.event.synchronize()\n",
         "",
         "the host reads what the copy is still to bring",
-        ("tests/test_plain_copies.py::test_there_and_back",),
+        ("tests/transfer/test_plain_copies.py::test_there_and_back",),
     ),
     Mutant(
         "host side freed under the copy",
@@ -807,7 +841,7 @@ MUTANTS = [
         "self._copy(backend.d2h, targets, dense, targets, label)",
         "self._copy(backend.d2h, targets, dense, (), label)",
         "a copy writes into host memory that was freed",
-        ("tests/test_plain_copies.py::test_sources_and_targets_live_until_the_copy_ran",),
+        ("tests/transfer/test_plain_copies.py::test_sources_and_targets_live_until_the_copy_ran",),
     ),
     Mutant(
         "aborted step goes on",
@@ -856,7 +890,9 @@ MUTANTS = [
         "or device_copy.stream != live",
         "",
         "a stream uses memory of another, ordered with nothing",
-        ("tests/test_hazards.py::test_what_landed_for_one_stream_is_not_shared_with_another",),
+        (
+            "tests/transfer/test_hazards.py::test_what_landed_for_one_stream_is_not_shared_with_another",
+        ),
     ),
     Mutant(
         "shared by its address alone",
@@ -865,7 +901,7 @@ MUTANTS = [
         "",
         "bytes of a copy that is gone are taken for those of another",
         (
-            "tests/test_hazards.py::test_an_address_used_again_is_not_taken_for_the_copy_that_was_there",
+            "tests/transfer/test_hazards.py::test_an_address_used_again_is_not_taken_for_the_copy_that_was_there",
         ),
     ),
     Mutant(
@@ -874,7 +910,9 @@ MUTANTS = [
         "        device_copy.num_reloads += 1\n        self.nbytes -= reload.nbytes",
         "        self.nbytes -= reload.nbytes",
         "the window holds more than it knows",
-        ("tests/test_hazards.py::test_what_is_shared_counts_as_long_as_somebody_waits_for_it",),
+        (
+            "tests/transfer/test_hazards.py::test_what_is_shared_counts_as_long_as_somebody_waits_for_it",
+        ),
     ),
     Mutant(
         "what is shared counts twice",
@@ -882,7 +920,9 @@ MUTANTS = [
         "        device_copy.num_reloads += 1\n        self.nbytes -= reload.nbytes",
         "        device_copy.num_reloads += 1",
         "the window is full of what is not there",
-        ("tests/test_hazards.py::test_what_is_shared_counts_as_long_as_somebody_waits_for_it",),
+        (
+            "tests/transfer/test_hazards.py::test_what_is_shared_counts_as_long_as_somebody_waits_for_it",
+        ),
     ),
     Mutant(
         "target of a copy that was cut off let go",
@@ -890,7 +930,7 @@ MUTANTS = [
         "if not device_copy.is_there:\n            event",
         "if device_copy.reloaded is not None and not device_copy.is_there:\n            event",
         "a copy writes into memory that is somebody else's by now",
-        ("tests/test_hazards.py::test_a_target_outlives_a_copy_that_was_cut_off",),
+        ("tests/transfer/test_hazards.py::test_a_target_outlives_a_copy_that_was_cut_off",),
     ),
     Mutant(
         "sources of a copy that was cut off let go",
@@ -898,7 +938,7 @@ MUTANTS = [
         "            pending.offloaded = d2h.record_event()",
         "            return True",
         "a copy reads memory that is somebody else's by now",
-        ("tests/test_hazards.py::test_sources_outlive_a_copy_that_was_cut_off",),
+        ("tests/transfer/test_hazards.py::test_sources_outlive_a_copy_that_was_cut_off",),
     ),
     Mutant(
         "no use where a copy to the host is cut off",
@@ -906,7 +946,7 @@ MUTANTS = [
         "        self._note_uses(copies, self.backend.d2h)\n",
         "",
         "a buffer is given to others while the copy still writes it",
-        ("tests/test_hazards.py::test_a_buffer_outlives_a_copy_that_was_cut_off",),
+        ("tests/transfer/test_hazards.py::test_a_buffer_outlives_a_copy_that_was_cut_off",),
     ),
     Mutant(
         "no use where a copy back is cut off",
@@ -914,7 +954,7 @@ MUTANTS = [
         "        self._note_uses(copies, self.backend.h2d)\n",
         "",
         "a buffer is given to others while the copy still reads it",
-        ("tests/test_hazards.py::test_a_buffer_outlives_a_copy_back_that_was_cut_off",),
+        ("tests/transfer/test_hazards.py::test_a_buffer_outlives_a_copy_back_that_was_cut_off",),
     ),
     Mutant(
         "passed on however far",
@@ -922,7 +962,7 @@ MUTANTS = [
         "if self.comes_soon(other):",
         "if True:",
         "what is needed last stays on the device for all of backward",
-        ("tests/test_hazards.py::test_what_is_used_up_is_passed_on_to_who_comes_soon",),
+        ("tests/transfer/test_hazards.py::test_what_is_used_up_is_passed_on_to_who_comes_soon",),
     ),
     Mutant(
         "never passed on",
@@ -930,7 +970,7 @@ MUTANTS = [
         "self._pass_on(ticket, device_copy.stream)",
         "pass",
         "a tensor of every layer is brought for each of them",
-        ("tests/test_hazards.py::test_what_is_used_up_is_passed_on_to_who_comes_soon",),
+        ("tests/transfer/test_hazards.py::test_what_is_used_up_is_passed_on_to_who_comes_soon",),
     ),
     Mutant(
         "no lock where backward asks",
@@ -938,7 +978,9 @@ MUTANTS = [
         "        with self.lock:\n            found = self._find(ticket, live)",
         "        if True:\n            found = self._find(ticket, live)",
         "two backwards keep the same books at once",
-        ("tests/test_hazards.py::test_books_are_kept_with_the_lock_held_and_waits_are_without",),
+        (
+            "tests/transfer/test_hazards.py::test_books_are_kept_with_the_lock_held_and_waits_are_without",
+        ),
     ),
     Mutant(
         "waits with the lock held",
@@ -946,7 +988,9 @@ MUTANTS = [
         "            self._wait_once(live, found.reloaded)",
         "            with self.lock:\n                self._wait_once(live, found.reloaded)",
         "where compute waits for a copy, all other threads wait as well",
-        ("tests/test_hazards.py::test_books_are_kept_with_the_lock_held_and_waits_are_without",),
+        (
+            "tests/transfer/test_hazards.py::test_books_are_kept_with_the_lock_held_and_waits_are_without",
+        ),
     ),
     Mutant(
         "ticket looked at before the tensor",
@@ -954,7 +998,7 @@ MUTANTS = [
         "        # Looked at before the ticket: a commit on another thread sets that before it forgets this.\n        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if self.is_modified:\n                raise modified(source, self.version, owner.name)\n            return source\n        ticket = self.ticket\n",
         "        ticket = self.ticket\n        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if self.is_modified:\n                raise modified(source, self.version, owner.name)\n            return source\n",
         "a commit on another thread leaves neither to be found",
-        ("tests/test_hazards.py::test_a_commit_of_another_thread_amid_an_unpack",),
+        ("tests/transfer/test_hazards.py::test_a_commit_of_another_thread_amid_an_unpack",),
     ),
     Mutant(
         "reached groups alone are awaited",
@@ -971,7 +1015,7 @@ MUTANTS = [
         "if False:",
         "a thread ends the step of another, whose forward runs",
         (
-            "tests/test_hazards.py::test_a_forward_that_begins_amid_a_reset_is_not_forgotten",
+            "tests/transfer/test_hazards.py::test_a_forward_that_begins_amid_a_reset_is_not_forgotten",
             "tests/field/test_many_threads.py::test_reset_inside_the_step_of_another",
         ),
     ),
@@ -989,7 +1033,9 @@ MUTANTS = [
         " and chunk.thread.is_alive() and",
         " and",
         "a thread that died in its forward ends all steps for ever",
-        ("tests/test_hazards.py::test_a_forward_of_a_thread_that_ended_holds_up_no_reset",),
+        (
+            "tests/transfer/test_hazards.py::test_a_forward_of_a_thread_that_ended_holds_up_no_reset",
+        ),
     ),
     Mutant(
         "no second look before the end",
@@ -997,7 +1043,9 @@ MUTANTS = [
         "            self._check_not_busy_elsewhere()  # again: nobody begins between this and the end\n",
         "",
         "a forward of another thread that begins amid reset() is forgotten",
-        ("tests/test_hazards.py::test_a_forward_that_begins_amid_a_reset_is_not_forgotten",),
+        (
+            "tests/transfer/test_hazards.py::test_a_forward_that_begins_amid_a_reset_is_not_forgotten",
+        ),
     ),
     Mutant(
         "finished chunks are kept",
@@ -1013,7 +1061,7 @@ MUTANTS = [
         "self._begun.discard(chunk.key)",
         "pass",
         "a loop that never ends its steps grows",
-        ("tests/test_chunk_queue.py::test_what_is_forgotten_leaves_no_number",),
+        ("tests/groups/test_chunk_queue.py::test_what_is_forgotten_leaves_no_number",),
     ),
     Mutant(
         "tickets that are gone are kept",
@@ -1021,7 +1069,7 @@ MUTANTS = [
         "while same and same[0]() is None:",
         "while False:",
         "a table that lives on grows with every forward",
-        ("tests/test_hazards.py::test_a_copy_forgets_tickets_that_are_gone",),
+        ("tests/transfer/test_hazards.py::test_a_copy_forgets_tickets_that_are_gone",),
     ),
     Mutant(
         "a recomputation takes nothing",
@@ -1029,7 +1077,7 @@ MUTANTS = [
         "            return scope.took\n",
         "            return False\n",
         "a checkpoint finds other tensors than it saved",
-        ("tests/test_checkpoint_regions.py::test_same_bits_and_nothing_twice",),
+        ("tests/groups/test_checkpoint_regions.py::test_same_bits_and_nothing_twice",),
     ),
     Mutant(
         "a recomputation looks at no name",
@@ -1037,7 +1085,7 @@ MUTANTS = [
         "(scope.name, scope.num_before) != (name, self._num_saved)",
         "scope.num_before != self._num_saved",
         "a group does what another did",
-        ("tests/test_checkpoint_regions.py::test_another_name_is_an_error",),
+        ("tests/groups/test_checkpoint_regions.py::test_another_name_is_an_error",),
     ),
     Mutant(
         "a recomputation looks at no place",
@@ -1045,7 +1093,9 @@ MUTANTS = [
         "(scope.name, scope.num_before) != (name, self._num_saved)",
         "scope.name != name",
         "tensors are kept from a checkpoint that are others",
-        ("tests/test_checkpoint_regions.py::test_a_group_of_the_same_name_elsewhere_is_an_error",),
+        (
+            "tests/groups/test_checkpoint_regions.py::test_a_group_of_the_same_name_elsewhere_is_an_error",
+        ),
     ),
     Mutant(
         "recomputations count on",
@@ -1053,7 +1103,7 @@ MUTANTS = [
         "run = _Run(pack, self._scopes)",
         'run = self.__dict__.setdefault("run", _Run(pack, self._scopes))',
         "the second backward through a checkpoint fails",
-        ("tests/test_checkpoint_regions.py::test_backward_again_and_again",),
+        ("tests/groups/test_checkpoint_regions.py::test_backward_again_and_again",),
     ),
     Mutant(
         "missing scopes go unnoticed",
@@ -1061,7 +1111,9 @@ MUTANTS = [
         "if scope.took and scope.num_before < self._num_saved:",
         "if False:",
         "a checkpoint finds other tensors than it saved",
-        ("tests/test_checkpoint_regions.py::test_a_handle_removed_before_backward_is_an_error",),
+        (
+            "tests/groups/test_checkpoint_regions.py::test_a_handle_removed_before_backward_is_an_error",
+        ),
     ),
     Mutant(
         "a step leaves no scopes",
@@ -1069,7 +1121,7 @@ MUTANTS = [
         "if pack is scopes[-1]._pack or is_checkpoint(pack):",
         "if False:",
         "what an interrupt left on the stack takes tensors for ever",
-        ("tests/test_hook_scopes.py::test_removing_a_handle_takes_off_what_was_passed_by",),
+        ("tests/groups/test_hook_scopes.py::test_removing_a_handle_takes_off_what_was_passed_by",),
     ),
     Mutant(
         "scopes of all threads in one list",
@@ -1077,7 +1129,7 @@ MUTANTS = [
         "class _OfThread(threading.local):",
         "class _OfThread:",
         "a thread takes off the hooks of another",
-        ("tests/test_hook_scopes.py::test_two_threads_in_one_module_may_end_in_any_order",),
+        ("tests/groups/test_hook_scopes.py::test_two_threads_in_one_module_may_end_in_any_order",),
     ),
     Mutant(
         "hooks of others taken off",
@@ -1085,7 +1137,7 @@ MUTANTS = [
         "if self._pack is not None and (pack is self._pack or has_ended(pack)):",
         "if self._pack is not None:",
         "what the user saves through is gone",
-        ("tests/test_hook_scopes.py::test_hooks_of_others_stay",),
+        ("tests/groups/test_hook_scopes.py::test_hooks_of_others_stay",),
     ),
     Mutant(
         "Python where bytes are given back",
@@ -1093,7 +1145,7 @@ MUTANTS = [
         "_Loan(owner, self._ended.append)",
         "_Loan(owner, lambda loan: self._ended.append(loan))",
         "what a signal handler raises there is printed and lost",
-        ("tests/test_lifetimes.py::test_no_python_code_runs_where_bytes_are_given_back",),
+        ("tests/groups/test_lifetimes.py::test_no_python_code_runs_where_bytes_are_given_back",),
     ),
     Mutant(
         "Python where a marked tensor dies",
@@ -1101,7 +1153,7 @@ MUTANTS = [
         "_Known(storage, self._gone.append)",
         "_Known(storage, lambda ref: self._gone.append(ref))",
         "what a signal handler raises there is printed and lost",
-        ("tests/test_hazards.py::test_no_python_code_runs_where_a_marked_tensor_dies",),
+        ("tests/transfer/test_hazards.py::test_no_python_code_runs_where_a_marked_tensor_dies",),
     ),
     Mutant(
         "Python where a ticket dies",
@@ -1109,7 +1161,7 @@ MUTANTS = [
         "reload = cls(ticket, gone.append)",
         "reload = cls(ticket, lambda one: gone.append(one))",
         "what a signal handler raises there is printed and lost",
-        ("tests/test_hazards.py::test_no_python_code_runs_where_a_ticket_dies",),
+        ("tests/transfer/test_hazards.py::test_no_python_code_runs_where_a_ticket_dies",),
     ),
     Mutant(
         "any process may",
@@ -1135,7 +1187,9 @@ MUTANTS = [
         "        if self._is_suspect:\n            self._make_books()\n",
         "",
         "two buffers have the same bytes",
-        ("tests/test_interrupts.py::test_a_host_tier_goes_on_after_an_interrupt_at_any_line",),
+        (
+            "tests/memory/test_interrupts.py::test_a_host_tier_goes_on_after_an_interrupt_at_any_line",
+        ),
     ),
     Mutant(
         "books of an interrupted call to the disk",
@@ -1143,7 +1197,9 @@ MUTANTS = [
         "        if self._is_suspect:\n            self._make_books()\n",
         "",
         "two extents have the same range",
-        ("tests/test_interrupts.py::test_a_disk_tier_goes_on_after_an_interrupt_at_any_line",),
+        (
+            "tests/memory/test_interrupts.py::test_a_disk_tier_goes_on_after_an_interrupt_at_any_line",
+        ),
     ),
     Mutant(
         "written though nobody needs it",
@@ -1161,6 +1217,8 @@ MUTANTS = [
         "        ref = queue[0]\n        copy = ref()\n",
         "        ref = queue.popleft()\n        copy = ref()\n",
         "what an interrupt cut off stays in its buffer for ever",
-        ("tests/test_interrupts.py::test_what_was_offloaded_is_still_had_after_an_interrupt",),
+        (
+            "tests/memory/test_interrupts.py::test_what_was_offloaded_is_still_had_after_an_interrupt",
+        ),
     ),
 ]

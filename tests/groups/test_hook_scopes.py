@@ -35,7 +35,7 @@ from pp_offload import (
     offload_modules,
     use_backend,
 )
-from pp_offload._activations.exclusions import exclude, is_left_out
+from pp_offload._activations.exclusions import exclude, is_excluded
 from pp_offload._groups.checkpoint_regions import top_pack
 from pp_offload._groups.hook_scopes import HookScope, leave_all
 from pp_offload._transfer.saved_tensor import Resident
@@ -301,7 +301,7 @@ def interrupted_at(number: int) -> Iterator[list[str]]:
 def everything_is_off(manager: PipelineOffloadManager) -> None:
     assert_no_hooks()
     assert_idle(manager)
-    assert not is_left_out()
+    assert not is_excluded()
     assert not torch_module._global_forward_pre_hooks
 
 
@@ -352,7 +352,7 @@ def test_an_interrupt_at_any_line_of_a_context(is_inside: bool, run: Any) -> Non
         assert same_bits(step(), expected), place
         assert_no_hooks()
         assert offload.statistics().live_tensors == 0
-        assert not is_left_out()
+        assert not is_excluded()
         assert not torch_module._global_forward_pre_hooks
     assert offload.statistics().bytes_offloaded > 0
 
