@@ -171,7 +171,7 @@ def test_copies_under_way_do_not_hold_the_end_up(tmp_path: Path) -> None:
     assert said == ["over"]
 
 
-SLOW_LOOPS = [(1, True), (1, False), (3, False)]
+SLOW_LOOPS = [(True, 1), (False, 1), (False, 3)]
 
 
 def num_objects() -> int:
@@ -181,8 +181,8 @@ def num_objects() -> int:
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "is_told"),
-    [(3, True), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_LOOPS)],
+    ("is_told", "in_flight"),
+    [(True, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_LOOPS)],
 )
 def test_a_loop_that_never_calls_reset(
     in_flight: int, is_told: bool, caplog: pytest.LogCaptureFixture
