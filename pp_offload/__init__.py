@@ -35,7 +35,7 @@ from pp_offload.offload_model import OffloadModel
 
 # isort: split
 # Options, devices, and what happened.
-from pp_offload._groups.current import configure, use_backend
+from pp_offload._megatron.current import configure, use_backend
 from pp_offload._transfer.statistics import OffloadStatistics
 from pp_offload.backends import AcceleratorBackend, CpuBackend
 from pp_offload.summary import summary_table
@@ -80,7 +80,7 @@ from pp_offload.fine_grained_activation_offload import (
 
 # isort: split
 # A forked process: registers what it does when it is imported.
-from pp_offload._groups import forked as forked
+from pp_offload._megatron import forked as forked
 
 __version__ = "0.1.0"
 

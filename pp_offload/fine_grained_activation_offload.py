@@ -11,14 +11,14 @@ import logging
 
 import torch.distributed as dist
 
-from pp_offload._groups.chunk import ChunkOffloadHandler
-from pp_offload._groups.cuda_graph import (
+from pp_offload._megatron.chunk import ChunkOffloadHandler
+from pp_offload._megatron.cuda_graph import (
     FineGrainedOffloadingBackwardRecordFunction,
     fine_grained_offloading_backward_record,
     fine_grained_offloading_forward_record,
 )
-from pp_offload._groups.group import OffloadTensorGroup
-from pp_offload._groups.interface import (
+from pp_offload._megatron.group import OffloadTensorGroup
+from pp_offload._megatron.interface import (
     FineGrainedActivationOffloadingInterface,
     fine_grained_offloading_disable_offload,
     fine_grained_offloading_enable_offload,
@@ -26,8 +26,8 @@ from pp_offload._groups.interface import (
     fine_grained_offloading_group_flush_delayed_groups,
     fine_grained_offloading_group_start,
 )
-from pp_offload._groups.manager import PipelineOffloadManager
-from pp_offload._groups.markers import (
+from pp_offload._megatron.manager import PipelineOffloadManager
+from pp_offload._megatron.markers import (
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
 )

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from pp_offload._common.checks import check_flag, check_kind, said
 from pp_offload._groups.hook_scopes import leave_all, mark
-from pp_offload._groups.interface import FineGrainedActivationOffloadingInterface
-from pp_offload._groups.manager import PipelineOffloadManager
+from pp_offload._megatron.interface import FineGrainedActivationOffloadingInterface
+from pp_offload._megatron.manager import PipelineOffloadManager
 
 Patterns = Mapping[str, str | Collection[str]]
 """Group name to pattern or patterns of module names; ``*`` stands for one part between dots."""

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from pp_offload._common.checks import said
-from pp_offload._groups.manager import PipelineOffloadManager
 from pp_offload._groups.plan import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
+from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.errors import OffloadError
 from pp_offload.modules import (
@@ -95,7 +95,8 @@ class AttachedSchedule:
             manager.configure(config)  # behind what may fail, for it forgets the old options
         if self._order.split:
             is_keeping = manager.config.split_backward == "keep"
-            self._split = manager.wiring.split_backward(self._order.split, is_keeping=is_keeping)
+            offloader = manager.wiring.offloader
+            self._split = offloader.split_backward(self._order.split, is_keeping=is_keeping)
         manager.num_attached += 1
         self._is_attached = True
         for vp_stage, stage in enumerate(self._stages):
@@ -124,7 +125,7 @@ class AttachedSchedule:
             self._is_attached = False
             self.manager.num_attached -= 1
             self.manager.step.queue.know_order(())
-            self.manager.wiring.split = None
+            self.manager.wiring.offloader.split = None
             self.manager.release_idle_memory()
 
     def __enter__(self) -> AttachedSchedule:
@@ -168,7 +169,7 @@ class AttachedSchedule:
             return inner(fwd_chunk_id, *args, **kwargs)
         manager = self.manager
         try:
-            manager.init_model_chunk_offload_handler(
+            manager.begin_chunk(
                 len(self._stages),
                 vp_stage,
                 manager.config.min_offloaded_tensor_size,
@@ -209,7 +210,7 @@ class AttachedSchedule:
         for stage in self._stages:
             kept.add_module(stage.submod)
         manager.reset()
-        manager.wiring.split = self._split
+        manager.wiring.offloader.split = self._split
         manager.step.pipeline_rank = int(getattr(self._stages[0], "group_rank", 0))
         if self._order.keys or manager.step.queue.is_told:
             manager.step.queue.know_order(self._order.keys, is_told=bool(self._order.keys))

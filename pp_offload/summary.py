@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from pp_offload._common.checks import check_kind
-from pp_offload._groups.manager import PipelineOffloadManager
+from pp_offload._megatron.manager import PipelineOffloadManager
 
 MIB = 2**20
 

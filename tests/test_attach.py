@@ -176,8 +176,8 @@ def test_an_interrupted_part_of_a_backward_ends(
     """What backward uses later is none of it, and nothing is learned from it."""
     key = ChunkKey(0, 0)
     x = torch.ones(30, device=manager.backend.device, requires_grad=True)
-    split = manager.wiring.split_backward(frozenset([key]), is_keeping=True)
-    manager.wiring.split = split
+    split = manager.wiring.offloader.split_backward(frozenset([key]), is_keeping=True)
+    manager.wiring.offloader.split = split
     off_interface.init_chunk_handler(None, None, 1)
     with off_interface(True, x, "g"):
         y = x.sin()

@@ -26,6 +26,7 @@ from pp_offload import (
     ActivationCheckpointing,
     ActivationCheckpointingVariants,
     ActivationOffloadingMixin,
+    ChunkOffloadHandler,
     ClosedError,
     CpuBackend,
     FullACParams,
@@ -51,7 +52,6 @@ from pp_offload import (
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._activations.exclusions import exclude
-from pp_offload._groups.chunk import ChunkOffloadHandler
 from pp_offload._memory.disk import DiskTier
 from pp_offload._transfer.saved_tensor import Resident
 from pp_offload.testing import SimulatedBackend

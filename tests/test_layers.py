@@ -20,7 +20,7 @@ ROWS = [
     ("_memory",),
     ("_transfer",),
     ("_groups",),
-    ("_activations", "_checkpoint", "_slices"),
+    ("_activations", "_checkpoint", "_slices", "_megatron"),
     ("modules", "pipelining", "activations", "checkpointing", "offload_model", "summary"),
     ("testing", "integrations", "fine_grained_activation_offload"),
     ("",),
@@ -33,9 +33,9 @@ FACADES = {"fine_grained_activation_offload", "activations", ""}
 """They give names to the user and hold no logic, so importing anything is their work."""
 
 ASKS_FOR_THE_MANAGER = {
-    "_groups.interface",
-    "_groups.cuda_graph",
-    "_groups.current",
+    "_megatron.interface",
+    "_megatron.cuda_graph",
+    "_megatron.current",
     "pipelining",
     "modules",
     "summary",
@@ -45,11 +45,19 @@ ORDERS_COPIES = {
     "_transfer.engine",
     "_transfer.pending_offloads",
     "_transfer.pending_reloads",
-    "_groups.cuda_graph",
+    "_megatron.cuda_graph",
 }
 """Beside the backends themselves, and the simulated one."""
 
-NAMES_CUDA = {"_groups.cuda_graph"}
+ONE_JOB = [
+    ("_groups.manager", "Manager"),
+    ("_groups.chunk", "Chunk"),
+    ("_groups.group", "Group"),
+    ("_groups.offloader", "Offloader"),
+    ("_groups.wiring", "Wiring"),
+]
+
+NAMES_CUDA = {"_megatron.cuda_graph"}
 
 
 def module_name(path: Path) -> str:
@@ -166,6 +174,33 @@ def test_the_package_imports_no_compiler() -> None:
     code = "import sys, pp_offload; sys.exit('torch._dynamo' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
+
+
+def class_of(module: str, name: str) -> ast.ClassDef:
+    found = (node for node in TREES[module].body if isinstance(node, ast.ClassDef))
+    return next(node for node in found if node.name == name)
+
+
+def public_methods(node: ast.ClassDef) -> set[str]:
+    """Properties among them."""
+    names = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """Fields, and what any method assigns to ``self``."""
+    fields = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
+    stored = (one for one in ast.walk(node) if isinstance(one, ast.Attribute))
+    names = (dotted(one).split(".") for one in stored if isinstance(one.ctx, ast.Store))
+    return fields | {parts[1] for parts in names if parts[0] == "self" and len(parts) == 2}
+
+
+def test_a_class_of_the_core_has_one_job() -> None:
+    """What only users of the reference call is in a subclass, above."""
+    for module, name in ONE_JOB:
+        node = class_of(module, name)
+        assert len(attributes(node)) <= 10, f"{name}: {sorted(attributes(node))}"
+        assert len(public_methods(node)) <= 15, f"{name}: {sorted(public_methods(node))}"
 
 
 def test_no_file_is_without_a_docstring() -> None:

@@ -13,14 +13,11 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Iterator
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from pp_offload._groups.plan import GroupKey
-from pp_offload._transfer.engine import record, wait
 from pp_offload._transfer.saved_tensor import SavedActivation
 from pp_offload._transfer.ticket import Ticket
-from pp_offload.backends import Event, Stream
 from pp_offload.errors import GroupStateError
 
 
@@ -32,15 +29,27 @@ class GroupState(enum.Enum):
     KEPT = "kept on the device"
 
 
-class OffloadTensorGroup:
+@dataclass(slots=True)
+class Counts:
+    """What a group has to move, and what it moved."""
+
+    num_tensors: int = 0
+    """Payloads that may leave, whether or not the plan lets them."""
+
+    nbytes: int = 0
+    """Of those."""
+
+    copied_bytes: int = 0
+    """Fewer, if another group had sent some of them."""
+
+
+class Group:
     """Tensors saved between a start and its commit.
 
     Args:
         name: The user's name for it, such as ``mlp_norm``.
         key: Its place in the step, if it has one.
         on_use: Called with the group whenever backward is about to use one of its tensors.
-
-    Source: Megatron-LM ``OffloadTensorGroup``.
     """
 
     def __init__(
@@ -48,7 +57,7 @@ class OffloadTensorGroup:
         name: str,
         *,
         key: GroupKey | None = None,
-        on_use: Callable[[OffloadTensorGroup], None] | None = None,
+        on_use: Callable[[Group], None] | None = None,
     ) -> None:
         self.name = name
         self.key = key
@@ -56,31 +65,10 @@ class OffloadTensorGroup:
         self.is_used = False
         self.is_brought = False
         self.has_failed = False
-        self.total_tensor_count = 0
-        self.total_offload_bytes = 0
-        self.copied_bytes = 0
+        self.counts = Counts()
         self._on_use = on_use
         self._saved: list[weakref.ref[SavedActivation]] = []
-        self._tensors: dict[object, Tensor] = {}
         self._tickets: list[weakref.ref[Ticket]] = []
-        self._events: dict[str, Event] = {}
-
-    def push_tensor(self, tag: object, tensor: Tensor) -> None:
-        """Hold ``tensor`` under ``tag`` until it is popped or the group is committed."""
-        self._tensors[tag] = tensor
-
-    def pop_tensor(self, tag: object) -> Tensor:
-        """Take the tensor under ``tag`` out of the group.
-
-        Raises:
-            GroupStateError: Nothing is held under ``tag``.
-        """
-        if tag not in self._tensors:
-            raise GroupStateError(
-                f"group '{self.name}' ({self.state.value}) holds no tensor under {tag!r}; "
-                f"it holds {len(self._tensors)}; pop a tag that push_tensor was given, once"
-            )
-        return self._tensors.pop(tag)
 
     def add(self, saved: SavedActivation) -> None:
         """Autograd saved one more tensor. It may drop it before the group is committed."""
@@ -113,7 +101,6 @@ class OffloadTensorGroup:
             )
         self.state = state
         self._saved = []
-        self._tensors.clear()
 
     @property
     def is_forgotten(self) -> bool:
@@ -154,25 +141,3 @@ class OffloadTensorGroup:
     def drop(self) -> None:
         """Forget every tensor of an open group, as when the step was aborted."""
         self._saved.clear()
-        self._tensors.clear()
-
-    def record_offload_event(self, stream: Stream) -> None:
-        """Note the point of ``stream`` behind which the copies to the host are done."""
-        self._events["offload"] = record(stream)
-
-    def wait_offload_event(self, stream: Stream) -> None:
-        """Make ``stream`` wait for the copies to the host. Without an event there is no wait."""
-        wait(stream, self._events.get("offload"))
-
-    def record_reload_event(self, stream: Stream) -> None:
-        """Note the point of ``stream`` behind which the tensors are back."""
-        self._events["reload"] = record(stream)
-
-    def wait_reload_event(self, stream: Stream) -> None:
-        """Make ``stream`` wait for the tensors to be back. Without an event there is no wait."""
-        wait(stream, self._events.get("reload"))
-
-    def update_offload_info(self, tensor: Tensor) -> None:
-        """Count ``tensor`` among what offloading this group moves."""
-        self.total_tensor_count += 1
-        self.total_offload_bytes += tensor.nbytes

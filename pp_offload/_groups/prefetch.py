@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Protocol
 
-from pp_offload._groups.group import OffloadTensorGroup
+from pp_offload._groups.group import Group
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
 
@@ -42,11 +42,11 @@ class Upcoming:
     num_changes: int = 0
     """Grows whenever a group was added or the order changed."""
 
-    def after(self, group: OffloadTensorGroup) -> Iterator[Visit]:
+    def after(self, group: Group) -> Iterator[Visit]:
         """The visits behind ``group``, next one first. It has none."""
         return iter(())
 
-    def begin(self, group: OffloadTensorGroup) -> None:
+    def begin(self, group: Group) -> None:
         """Backward has reached ``group``."""
 
 
@@ -69,10 +69,10 @@ class Prefetcher:
         transfer.refill_below_bytes = self._window_bytes // 2
         transfer.comes_soon = self.comes_soon
         self._follows_groups = window_bytes is None
-        self._current: OffloadTensorGroup | None = None
+        self._current: Group | None = None
         self._done_at = -1
 
-    def on_use(self, group: OffloadTensorGroup) -> None:
+    def on_use(self, group: Group) -> None:
         """Backward uses ``group``: bring it, and fill the window."""
         self._transfer.check_process()  # before the lock, which a thread that is not here may hold
         with self._transfer.lock:
@@ -80,7 +80,7 @@ class Prefetcher:
                 self._reach(group)
             self.fill()
 
-    def _reach(self, group: OffloadTensorGroup) -> None:
+    def _reach(self, group: Group) -> None:
         self._current = group
         if not group.is_used:
             group.is_used = True
@@ -101,12 +101,12 @@ class Prefetcher:
                 return False
         return False
 
-    def approach(self, group: OffloadTensorGroup) -> None:
+    def approach(self, group: Group) -> None:
         """Backward will reach ``group`` next: fill the window from there on."""
         if group is not self._current:
             self.resume(group)
 
-    def resume(self, group: OffloadTensorGroup) -> None:
+    def resume(self, group: Group) -> None:
         """Backward is at ``group`` again: fill the window from there on."""
         with self._transfer.lock:
             self._current = group
@@ -158,7 +158,7 @@ class Prefetcher:
             self._done_at = -1
             self._transfer.refill_below_bytes = self._window_bytes // 2
 
-    def _bring(self, group: OffloadTensorGroup) -> None:
+    def _bring(self, group: Group) -> None:
         room = self._window_bytes - self._transfer.reloaded_bytes
         batch, _ = self._missing(group, room, set())
         if batch:

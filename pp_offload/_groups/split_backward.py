@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pp_offload._groups.group import OffloadTensorGroup
+from pp_offload._groups.group import Group
 from pp_offload._groups.plan import ChunkKey, GroupKey, WeightPassKey
 from pp_offload._transfer.ticket import Mover, Ticket
 from pp_offload.backends import Backend, Stream
@@ -179,9 +179,7 @@ class WeightPass:
         split: Foresees what is used.
     """
 
-    def __init__(
-        self, key: ChunkKey, groups: Sequence[OffloadTensorGroup], split: SplitBackward
-    ) -> None:
+    def __init__(self, key: ChunkKey, groups: Sequence[Group], split: SplitBackward) -> None:
         self.key = WeightPassKey(key)
         self.is_brought = False
         self._groups = groups

@@ -20,15 +20,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from pp_offload._common.processes import current
-from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
-from pp_offload._groups.group import GroupState, OffloadTensorGroup
+from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.step import StepRecord
 from pp_offload._groups.wiring import Wiring
 from pp_offload._memory.slabs import pageable
 from pp_offload._transfer.saved_tensor import Packed, Resident, is_in_backward
 from pp_offload._transfer.statistics import OffloadStatistics, collect
-from pp_offload._transfer.tiers import make_engine
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, config_or_default
 
@@ -37,8 +36,8 @@ class _Forward(threading.local):
     """The forward that runs, one a thread."""
 
     def __init__(self) -> None:
-        self.chunk: ChunkOffloadHandler | None = None
-        self.open: OffloadTensorGroup | None = None
+        self.chunk: Chunk | None = None
+        self.open: Group | None = None
 
 
 class ActivationStash:
@@ -70,7 +69,8 @@ class ActivationStash:
         self.min_offload_size = min_offload_size
         self.max_tensors = max_tensors
         self.backend, config = backend_or_default(backend), config_or_default(config)
-        self._engine = partial(_wiring, self.backend, config, use_pin_memory=use_pin_memory)
+        allocate = None if use_pin_memory else pageable
+        self._make = partial(Wiring.made, self.backend, config, allocate=allocate)
         self._inherited: Wiring | None = None
         self._start()
 
@@ -78,10 +78,10 @@ class ActivationStash:
         self._owner = current()
         self._forward = _Forward()
         self._step = StepRecord(ChunkQueue())
-        self._wiring = self._engine(self._step)
+        self._wiring = self._make(self._step)
 
     def _start_in_child(self) -> None:
-        """A forked process has an engine of its own: see :mod:`pp_offload._groups.forked`."""
+        """A forked process has an engine of its own: see :mod:`pp_offload._megatron.forked`."""
         self._inherited = old = self._wiring  # not let go of, or it would wait for its copies
         self._start()
         self._wiring.eligibility.kept = old.eligibility.kept
@@ -93,11 +93,10 @@ class ActivationStash:
         self.send()
         with self._wiring.lock:
             self._step.forget_finished()
-            self._wiring.copies.forget_dead()
+            self._wiring.offloader.copies.forget_dead()
         self._wiring.transfer.compact()
-        if self._wiring.verifier is not None:
-            self._wiring.verifier.check_freed()
-        self._forward.chunk = ChunkOffloadHandler(0, None, wiring=self._wiring)
+        self._wiring.offloader.check_freed()
+        self._forward.chunk = Chunk(0, self._wiring)
 
     @property
     def is_over(self) -> bool:
@@ -129,7 +128,7 @@ class ActivationStash:
         if group is not None and group.is_used:
             group = None  # a backward inside the forward has used it: it stays on the device
         if group is None:
-            group = self._forward.open = chunk.on_group_start_forward(self.name)
+            group = self._forward.open = chunk.start(self.name)
         packed = chunk.pack(group, tensor)
         if self.max_tensors is not None and not isinstance(packed, Resident):
             if group.num_saved >= self.max_tensors:
@@ -142,13 +141,3 @@ class ActivationStash:
         group, forward.open = forward.open, None
         if group is not None and group.state is GroupState.OPEN and forward.chunk is not None:
             forward.chunk.commit(self.name)
-
-
-def _wiring(
-    backend: Backend, config: OffloadConfig, step: StepRecord, *, use_pin_memory: bool
-) -> Wiring:
-    """The engine, without a manager."""
-    transfer = make_engine(backend, config, None if use_pin_memory else pageable)
-    return Wiring.made(
-        transfer, config, step, step.queue, on_change=step.change, number_chunk=step.add
-    )

@@ -6,17 +6,18 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
-from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
-from pp_offload._groups.group import GroupState, OffloadTensorGroup
+from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.idle_groups import GroupUse
 from pp_offload._groups.plan import ChunkKey, Plan, make_plan
-from pp_offload._groups.prefetch import Upcoming, Visit
+from pp_offload._groups.prefetch import Visit
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
+from pp_offload._groups.wiring import Step
 from pp_offload.config import OffloadConfig
 
 
-class StepRecord(Upcoming):
+class StepRecord(Step):
     """Follows a step, and tells the prefetcher what comes next in it.
 
     Args:
@@ -34,16 +35,16 @@ class StepRecord(Upcoming):
         self.is_partly_forgotten = False
         """Whether it has so many chunks that finished ones were forgotten."""
 
-        self.in_backward: ChunkOffloadHandler | None = None
+        self.in_backward: Chunk | None = None
         self.weight_pass: WeightPass | None = None
         self.summary: dict[str, int] = {}
-        self._forward: dict[ChunkKey, ChunkOffloadHandler] = {}
-        self._backward: dict[ChunkKey, ChunkOffloadHandler] = {}
+        self._forward: dict[ChunkKey, Chunk] = {}
+        self._backward: dict[ChunkKey, Chunk] = {}
         self._live_at_peak: tuple[ChunkKey, ...] = ()
         self._weight_passes: dict[ChunkKey, WeightPass] = {}
         self._numbers: Counter[int] = Counter()
 
-    def add(self, chunk: ChunkOffloadHandler) -> ChunkKey:
+    def add(self, chunk: Chunk, split: SplitBackward | None) -> ChunkKey:
         """A chunk's first group starts: give it its number, and queue it."""
         number = chunk.microbatch
         if number is None:
@@ -52,25 +53,22 @@ class StepRecord(Upcoming):
         chunk.key = ChunkKey(chunk.vp_stage, number)
         self._forward[chunk.key] = chunk
         self.queue.stage(chunk, self.vp_size, chunk.vp_stage)
+        if split is not None and chunk.key in split.chunks:
+            self._weight_passes[chunk.key] = one = WeightPass(chunk.key, chunk.groups, split)
+            self.queue.push(one)
         return chunk.key
 
-    def expect_weight_pass(self, chunk: ChunkOffloadHandler, split: SplitBackward) -> None:
-        """The backward of a chunk just added comes in two parts."""
-        assert chunk.key is not None
-        self._weight_passes[chunk.key] = one = WeightPass(chunk.key, chunk.groups, split)
-        self.queue.push(one)
+    def is_next(self, chunk: Chunk) -> bool:
+        """Whether backward certainly runs ``chunk`` next."""
+        return next(self.queue.certain(), None) is chunk
 
-    def change(self) -> None:
-        """There is more to prefetch than before."""
-        self.num_changes += 1
-
-    def begin(self, group: OffloadTensorGroup) -> None:
+    def begin(self, group: Group) -> None:
         """Backward has reached ``group``."""
         chunk = self._chunk_of(group)
         if chunk is not None:
             self.begin_chunk(chunk)
 
-    def begin_chunk(self, chunk: ChunkOffloadHandler) -> None:
+    def begin_chunk(self, chunk: Chunk) -> None:
         """Backward has reached ``chunk``."""
         self.in_backward = chunk
         if not self._backward:  # memory is highest when the first backward begins
@@ -79,7 +77,7 @@ class StepRecord(Upcoming):
             self._backward[chunk.key] = chunk
             self.queue.remove(chunk)
 
-    def begin_backward(self, chunk: ChunkOffloadHandler) -> None:
+    def begin_backward(self, chunk: Chunk) -> None:
         """The backward of ``chunk`` begins, or the first part of it."""
         self.weight_pass = None
         self.begin_chunk(chunk)
@@ -89,7 +87,7 @@ class StepRecord(Upcoming):
         self.weight_pass = None
         self.change()
 
-    def begin_weight_pass(self, chunk: ChunkOffloadHandler) -> None:
+    def begin_weight_pass(self, chunk: Chunk) -> None:
         """The second part of the backward of ``chunk`` begins."""
         self.in_backward = chunk
         assert chunk.key is not None
@@ -97,16 +95,16 @@ class StepRecord(Upcoming):
         self.queue.remove(one)
         self.change()
 
-    def skip(self, chunk: ChunkOffloadHandler) -> None:
+    def skip(self, chunk: Chunk) -> None:
         """The forward of ``chunk`` is over. Without groups, nobody waits for its backward."""
         if chunk.key is None and chunk.microbatch is not None:
             self.queue.skip(ChunkKey(chunk.vp_stage, chunk.microbatch))
 
-    def chunk(self, key: ChunkKey) -> ChunkOffloadHandler | None:
+    def chunk(self, key: ChunkKey) -> Chunk | None:
         """The chunk of this step with this key, once its first group has started."""
         return self._forward.get(key)
 
-    def after(self, group: OffloadTensorGroup) -> Iterator[Visit]:
+    def after(self, group: Group) -> Iterator[Visit]:
         """What is left of the chunk, as its earlier groups, last first; then what is queued."""
         chunk = self._chunk_of(group)
         if self.weight_pass is not None:
@@ -133,7 +131,7 @@ class StepRecord(Upcoming):
         """How many of its chunks had groups, and are not forgotten."""
         return len(self._forward)
 
-    def awaited_elsewhere(self) -> ChunkOffloadHandler | None:
+    def awaited_elsewhere(self) -> Chunk | None:
         """A chunk of another living thread whose backward is still to come."""
         here = threading.current_thread()
         for chunk in self._forward.values():
@@ -145,9 +143,7 @@ class StepRecord(Upcoming):
         """Whether something was saved in groups, and backward reached each that it was saved in."""
         if self.is_partly_forgotten:
             return False
-        return bool(self._backward) and all(
-            chunk.finish_all_groups() for chunk in self._forward.values()
-        )
+        return bool(self._backward) and all(chunk.is_finished() for chunk in self._forward.values())
 
     def forgotten(self) -> list[str]:
         """Names of groups that were started, used by backward, and never committed."""
@@ -162,7 +158,7 @@ class StepRecord(Upcoming):
         summary: Counter[str] = Counter()
         for key in self._live_at_peak:
             for group in self._forward[key].groups:
-                summary[group.name] += group.copied_bytes
+                summary[group.name] += group.counts.copied_bytes
         self.summary = {name: nbytes for name, nbytes in summary.items() if nbytes}
         return make_plan(shapes, config, self.pipeline_rank)
 
@@ -174,7 +170,7 @@ class StepRecord(Upcoming):
                 groups, tensors, num_open = found.get(group.name, (0, 0, 0))
                 found[group.name] = GroupUse(
                     groups + 1,
-                    tensors + group.total_tensor_count,
+                    tensors + group.counts.num_tensors,
                     num_open + (group.state is GroupState.OPEN),
                 )
         return found
@@ -193,7 +189,7 @@ class StepRecord(Upcoming):
         self.change()
         self.in_backward = self.weight_pass = None
 
-    def _chunk_of(self, group: OffloadTensorGroup) -> ChunkOffloadHandler | None:
+    def _chunk_of(self, group: Group) -> Chunk | None:
         key = group.key
         chunk = None if key is None else self._forward.get(key.chunk)
         if chunk is None or key is None or key.position >= len(chunk.groups):

@@ -1,4 +1,8 @@
-"""What the chunks of a manager share, and how what they offload is moved."""
+"""What the chunks of a manager, or of a stash, share. It is put together here, and nowhere else.
+
+wiring = Wiring.made(backend, config, step)
+chunk = Chunk(min_offloaded_tensor_size, wiring)
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,42 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.forced_release import ForcedRelease
+from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import ChunkKey, Plan
 from pp_offload._groups.prefetch import Prefetcher, Upcoming
 from pp_offload._groups.split_backward import SplitBackward
-from pp_offload._transfer.deduplication import CopyIndex
+from pp_offload._memory.slabs import Allocate
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.tensors import Eligibility, StorageSet
-from pp_offload._transfer.ticket import Mover
 from pp_offload._transfer.tiers import make_engine
 from pp_offload._transfer.verify import Verifier
-from pp_offload.backends import Stream, default_backend
+from pp_offload.backends import Backend, Stream, default_backend
 from pp_offload.config import OffloadConfig
+
+
+class Step(Upcoming):
+    """What chunks tell the step they are part of, and ask it. This one is of a chunk alone."""
+
+    def add(self, chunk: Any, split: SplitBackward | None) -> ChunkKey | None:
+        """A chunk's first group starts.
+
+        Args:
+            chunk: The chunk.
+            split: Says whether its backward comes in two parts.
+
+        Returns:
+            Its key, where there are others.
+        """
+        return None
+
+    def change(self) -> None:
+        """A group was offloaded, or the order changed: there is more to prefetch than before."""
+        self.num_changes += 1
+
+    def is_next(self, chunk: Any) -> bool:
+        """Whether backward certainly runs ``chunk`` next."""
+        return False
 
 
 @dataclass
@@ -28,27 +55,14 @@ class Wiring:
 
     transfer: TransferEngine
     eligibility: Eligibility
+    offloader: Offloader
+    step: Step = field(default_factory=Step)
     prefetcher: Prefetcher | None = None
-    queue: ChunkQueue = field(default_factory=ChunkQueue)
-    copies: CopyIndex = field(default_factory=CopyIndex)
     plan: Plan = field(default_factory=Plan)
     delayed: list[Callable[[], None]] = field(default_factory=list)
     """Commits to be done later, in forward order."""
 
-    verifier: Verifier | None = None
-    split: SplitBackward | None = None
-    """For a schedule with such backwards."""
-
     is_enabled: bool = True
-    has_warned: bool = False
-    """Whether it was said that a group found no room on the host."""
-
-    on_change: Callable[[], None] = field(default=lambda: None)
-    """Called when a group was offloaded, so that there is more to prefetch."""
-
-    number_chunk: Callable[[Any], ChunkKey | None] = field(default=lambda chunk: None)
-    """Gives a chunk its key when its first group starts."""
-
     release: ForcedRelease = field(init=False)
     current_stream: Callable[[], Stream] = field(init=False)
 
@@ -61,15 +75,10 @@ class Wiring:
         """Held for bookkeeping: see NOTE [ One lock ]."""
         return self.transfer.lock
 
-    @property
-    def mover(self) -> Mover:
-        """What tickets are moved by."""
-        return self.split or self.verifier or self.transfer
-
-    def split_backward(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> SplitBackward:
-        """For a schedule that runs the backward of these chunks in two parts."""
-        inner = self.verifier or self.transfer
-        return SplitBackward(inner, self.transfer.backend, chunks, is_keeping=is_keeping)
+    def commit_delayed(self) -> None:
+        """Do the commits that were delayed, in forward order."""
+        while self.delayed:
+            self.delayed.pop(0)()
 
     def go_on_as(self, old: Wiring) -> None:
         """In place of ``old``: what was marked stays marked, what was disabled disabled."""
@@ -79,27 +88,31 @@ class Wiring:
     @classmethod
     def made(
         cls,
-        transfer: TransferEngine,
+        backend: Backend,
         config: OffloadConfig,
-        upcoming: Upcoming,
-        queue: ChunkQueue,
-        *,
-        on_change: Callable[[], None],
-        number_chunk: Callable[[Any], ChunkKey | None],
+        step: Step,
+        allocate: Allocate | None = None,
     ) -> Wiring:
-        """As the options say, for chunks of which somebody knows what comes next."""
+        """As the options say, for chunks of which somebody knows what comes next.
+
+        Args:
+            backend: Device to work on.
+            config: All of it that is not about the plan.
+            step: Knows that.
+            allocate: Gives host memory, as for :func:`make_engine`.
+        """
+        transfer = make_engine(backend, config, allocate)
         return cls(
             transfer,
-            Eligibility(transfer.backend.device, StorageSet()),
-            Prefetcher(transfer, upcoming, config.prefetch_bytes),
-            queue,
-            verifier=Verifier(transfer) if config.verify else None,
-            on_change=on_change,
-            number_chunk=number_chunk,
+            Eligibility(backend.device, StorageSet()),
+            Offloader(transfer, Verifier(transfer) if config.verify else None),
+            step,
+            Prefetcher(transfer, step, config.prefetch_bytes),
         )
 
     @classmethod
     def alone(cls) -> Wiring:
-        """For a chunk without a manager."""
-        backend, config = default_backend(), OffloadConfig()
-        return cls(make_engine(backend, config), Eligibility(backend.device, StorageSet()))
+        """For a chunk without a manager: nobody knows what comes next, so nothing is prefetched."""
+        backend = default_backend()
+        transfer = make_engine(backend, OffloadConfig())
+        return cls(transfer, Eligibility(backend.device, StorageSet()), Offloader(transfer))

@@ -109,7 +109,7 @@ class NaiveChunk:
         self._in_use: list[Tensor] = []
         self._last: int | None = None
 
-    def on_group_start_forward(self, name: str) -> Group:
+    def start(self, name: str) -> Group:
         """Open a group."""
         self.open.append(Group(name, len(self.groups)))
         self.groups.append(self.open[-1])
@@ -199,8 +199,7 @@ class NaiveManager:
             eligibility=Eligibility(),
             plan=Plan(),
             is_enabled=True,
-            verifier=None,
-            split=None,
+            offloader=SimpleNamespace(split=None),
         )
         self.statistics = self.wiring.transfer.statistics
         self.offload_summary_bytes: dict[str, int] = {}
@@ -228,6 +227,8 @@ class NaiveManager:
             if self.step.is_warmup:
                 self._chunks.append(self._current)
         self._num_begun += 1
+
+    begin_chunk = init_model_chunk_offload_handler
 
     def end_chunk(self) -> None:
         """The forward of a microbatch is over."""

@@ -41,8 +41,9 @@ ENGINE = files(
     "_groups/split_backward",
 )
 STEPS = files(
-    *(f"_groups/{name}" for name in ("chunk", "group", "step", "manager", "chunk_queue")),
-    "_groups/interface",
+    *(f"_groups/{name}" for name in ("chunk", "offloader", "group", "step", "manager")),
+    "_groups/chunk_queue",
+    *(f"_megatron/{name}" for name in ("chunk", "group", "manager", "interface")),
 )
 PARTS = files(
     *(f"_groups/{name}" for name in ("split_backward", "step", "manager", "prefetch")),
@@ -91,7 +92,7 @@ DELAY = 1
 
 def step_in_parts(manager: PipelineOffloadManager, number: int) -> list[Tensor]:
     """Six microbatches, the backward of each in two parts."""
-    if manager.wiring.split is None:
+    if manager.wiring.offloader.split is None:
         tell(manager, DELAY)
     return run_in_parts(make_model(layers=2), batches(MICROBATCHES, step=number), DELAY, manager)
 

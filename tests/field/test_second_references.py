@@ -162,5 +162,5 @@ def test_verify_catches_bytes_that_changed_on_the_host(kind: str) -> None:
 
 def test_without_verify_there_is_no_verifier() -> None:
     with use_backend(make_backend("cpu")) as manager:
-        assert manager.wiring.verifier is None
+        assert manager.wiring.offloader._verifier is None
         assert manager.verify() == []

@@ -238,7 +238,7 @@ class OffloadGroups(Offload):
                 ChunkKey(stage, m) for stage in range(len(program.stages)) for m in range(20)
             )
             wiring = self.manager.wiring
-            wiring.split = wiring.split_backward(keys, is_keeping=is_keeping)
+            wiring.offloader.split = wiring.offloader.split_backward(keys, is_keeping=is_keeping)
         return self
 
     def reset(self) -> None:
@@ -253,7 +253,7 @@ class OffloadGroups(Offload):
         return None if current is None else current.key
 
     def part(self, chunk: ChunkKey | None, part: BackwardPass) -> AbstractContextManager[object]:
-        is_told = self.manager.wiring.split is not None and chunk is not None
+        is_told = self.manager.wiring.offloader.split is not None and chunk is not None
         return self.manager.backward_pass(chunk, part) if is_told else nullcontext()
 
     def begin(self, stage: int, min_numel: int) -> None:

@@ -7,8 +7,12 @@ import itertools
 import pytest
 import torch
 
-from pp_offload import GroupStateError, OffloadTensorGroup, PipelineOffloadManager
-from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload import (
+    ChunkOffloadHandler,
+    GroupStateError,
+    OffloadTensorGroup,
+    PipelineOffloadManager,
+)
 from pp_offload._groups.group import GroupState
 from pp_offload._transfer.saved_tensor import SavedActivation
 from pp_offload.backends import Event

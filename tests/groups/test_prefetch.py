@@ -9,8 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pp_offload._groups.chunk import ChunkOffloadHandler
-from pp_offload._groups.group import OffloadTensorGroup
+from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.group import Group
+from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.prefetch import Prefetcher, Upcoming
 from pp_offload._groups.wiring import Wiring
 from pp_offload._memory.host import HostTier
@@ -25,13 +26,13 @@ class Backwards(Upcoming):
     """Groups of one chunk, the last first."""
 
     def __init__(self) -> None:
-        self.groups: list[OffloadTensorGroup] = []
-        self.begun: list[OffloadTensorGroup] = []
+        self.groups: list[Group] = []
+        self.begun: list[Group] = []
 
-    def after(self, group: OffloadTensorGroup) -> Iterator[OffloadTensorGroup]:
+    def after(self, group: Group) -> Iterator[Group]:
         return iter(self.groups[: self.groups.index(group)][::-1])
 
-    def begin(self, group: OffloadTensorGroup) -> None:
+    def begin(self, group: Group) -> None:
         self.begun.append(group)
 
 
@@ -48,19 +49,24 @@ class Bench:
         self.transfer = TransferEngine(backend, HostTier(backend.allocate_host), 2**30)
         self.upcoming = Backwards()
         self.prefetcher = Prefetcher(self.transfer, self.upcoming, window_bytes)
-        wiring = Wiring(self.transfer, Eligibility(backend.device, StorageSet()), self.prefetcher)
-        chunk = ChunkOffloadHandler(1, None, wiring=wiring)
+        wiring = Wiring(
+            self.transfer,
+            Eligibility(backend.device, StorageSet()),
+            Offloader(self.transfer),
+            prefetcher=self.prefetcher,
+        )
+        chunk = Chunk(1, wiring)
         self.saved: list[list[SavedActivation]] = []
         for position, row in enumerate(sizes):
-            group = chunk.on_group_start_forward(f"g{position}")
+            group = chunk.start(f"g{position}")
             tags = [chunk.pack(group, torch.full((n,), n % 251, dtype=torch.uint8)) for n in row]
             assert all(isinstance(tag, SavedActivation) for tag in tags)
             self.saved.append(tags)  # type: ignore[arg-type]
-            chunk.on_group_commit_forward(None)
+            chunk.commit(f"g{position}")
         self.upcoming.groups = chunk.groups
 
     @property
-    def groups(self) -> list[OffloadTensorGroup]:
+    def groups(self) -> list[Group]:
         return self.upcoming.groups
 
     def backward_order(self) -> list[Ticket]:

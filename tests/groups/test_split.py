@@ -46,7 +46,9 @@ def tell(manager: PipelineOffloadManager, delay: int) -> None:
     manager.step.queue.know_order(keys, is_told=True)
     chunks = frozenset(ChunkKey(0, m) for m in range(MICROBATCHES))
     is_keeping = manager.config.split_backward == "keep"
-    manager.wiring.split = manager.wiring.split_backward(chunks, is_keeping=is_keeping)
+    manager.wiring.offloader.split = manager.wiring.offloader.split_backward(
+        chunks, is_keeping=is_keeping
+    )
 
 
 def run_step(
@@ -212,6 +214,6 @@ def test_what_is_kept_goes_with_the_second_part_or_the_step(ends: str) -> None:
 
 
 def kept_of(manager: PipelineOffloadManager) -> list[Any]:
-    split = manager.wiring.split
+    split = manager.wiring.offloader.split
     assert split is not None
     return [one for kept in split._kept.values() for one in kept.values()]

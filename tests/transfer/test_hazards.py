@@ -334,7 +334,9 @@ def test_what_the_first_part_changed_is_not_kept_for_the_second(kind: str) -> No
     config = OffloadConfig(min_offloaded_tensor_size=1, split_backward="keep")
     with use_backend(make_backend(kind), config=config) as manager:
         wiring = manager.wiring
-        wiring.split = wiring.split_backward(frozenset({ChunkKey(0, 0)}), is_keeping=True)
+        wiring.offloader.split = wiring.offloader.split_backward(
+            frozenset({ChunkKey(0, 0)}), is_keeping=True
+        )
         for _ in range(2):  # from the second on, what both use is foreseen and kept
             expected = in_two_parts(manager, lambda: torch.enable_grad())
         taken = manager.statistics().bytes_reloaded
@@ -348,7 +350,7 @@ def test_what_is_kept_on_one_stream_is_brought_again_for_another() -> None:
     backend, key = SimulatedBackend("late"), ChunkKey(0, 0)
     with use_backend(backend) as manager:
         engine = manager.wiring.transfer
-        split = manager.wiring.split_backward(frozenset({key}), is_keeping=True)
+        split = manager.wiring.offloader.split_backward(frozenset({key}), is_keeping=True)
         for step in range(2):
             x = torch.ones(4)
             saved = SavedActivation(x, Owner())
@@ -372,7 +374,7 @@ def test_what_is_kept_on_one_stream_is_brought_again_for_another() -> None:
 def test_only_what_the_first_part_will_use_is_waited_for(manager: PipelineOffloadManager) -> None:
     """The rest is brought for the second; till then it is no longer in the way."""
     key, engine = ChunkKey(0, 0), manager.wiring.transfer
-    split = manager.wiring.split_backward(frozenset({key}), is_keeping=False)
+    split = manager.wiring.offloader.split_backward(frozenset({key}), is_keeping=False)
     for expected in ([1, 1], [2, 0]):
         values = [torch.ones(4).to(manager.backend.device) for _ in range(2)]
         pairs = [ticket_for(engine, value) for value in values]

@@ -15,7 +15,7 @@ from toy import AwayBackend, assert_idle
 
 from pp_offload import OffloadConfig, PipelineOffloadManager
 from pp_offload._common.workers import Piece, is_worker
-from pp_offload._groups.current import use_backend
+from pp_offload._megatron.current import use_backend
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.testing.streams import SimulatedEvent
 

@@ -10,9 +10,8 @@ import torch
 from conftest import TWO_BACKENDS, make_backend, on_two_backends
 from torch import Tensor
 
+from pp_offload import ChunkOffloadHandler, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload._groups.chunk import ChunkOffloadHandler
 from pp_offload._groups.wiring import Wiring
 from pp_offload._transfer.payload import tickets_for
 from pp_offload._transfer.saved_tensor import Resident, SavedActivation

@@ -424,16 +424,16 @@ MUTANTS = [
     Mutant(
         "released though it stayed",
         "pp_offload/_groups/chunk.py",
-        " and group.state is GroupState.OFFLOADED:",
-        ":",
+        "if released and group.state is GroupState.OFFLOADED:",
+        "if released:",
         "memory is emptied that was never copied",
         ("tests/transfer/test_hazards.py::test_what_is_named_for_release_stays_with_its_group",),
     ),
     Mutant(
         "outermost group committed",
         "pp_offload/_groups/chunk.py",
-        "for group in reversed(self._open):",
-        "for group in self._open:",
+        "for group in reversed(self.open_groups):",
+        "for group in self.open_groups:",
         "of two groups of one name the wrong one is closed",
         (
             "tests/transfer/test_hazards.py::test_of_two_groups_of_one_name_the_inner_one_is_committed_first",
@@ -1011,7 +1011,7 @@ MUTANTS = [
     Mutant(
         "open groups are not awaited",
         "pp_offload/_groups/chunk.py",
-        "if any(not group.has_failed for group in self._open):",
+        "if any(not group.has_failed for group in self.open_groups):",
         "if False:",
         "a thread ends the step of another, whose forward runs",
         (

@@ -1,7 +1,7 @@
 """The reference's markers of a group: identity functions with signals in backward.
 
 NOTE [ Markers ]
-    The ``fine_grained_offloading_*`` functions of :mod:`pp_offload._groups.interface` leave the
+    The ``fine_grained_offloading_*`` functions of :mod:`pp_offload._megatron.interface` leave the
     graph as it is and do not use these classes. An identity function changes numbers: where a
     tensor is used several times, it changes the order in which gradients are summed, and so their
     last bits. It also either refuses in-place operations on its output, or cuts the output's
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._groups.checkpoint_regions import is_recomputing
-from pp_offload._groups.chunk import ChunkOffloadHandler
+from pp_offload._megatron.chunk import ChunkOffloadHandler
 
 
 class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):

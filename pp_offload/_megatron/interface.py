@@ -29,11 +29,11 @@ from pp_offload._groups.checkpoint_regions import (
     takes_again,
     top_pack,
 )
-from pp_offload._groups.chunk import ChunkOffloadHandler
-from pp_offload._groups.cuda_graph import fine_grained_offloading_forward_record
-from pp_offload._groups.group import OffloadTensorGroup
+from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.group import Group
 from pp_offload._groups.hook_scopes import HookScope
-from pp_offload._groups.manager import PipelineOffloadManager
+from pp_offload._megatron.cuda_graph import fine_grained_offloading_forward_record
+from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._transfer.saved_tensor import Resident
 from pp_offload.errors import GroupStateError
 
@@ -122,7 +122,7 @@ class FineGrainedActivationOffloadingInterface:
         self.tensor = tensor
         self.name = name
         self._hooks = HookScope()
-        self._group: OffloadTensorGroup | None = None
+        self._group: Group | None = None
 
     @property
     def is_open(self) -> bool:
@@ -209,7 +209,7 @@ class FineGrainedActivationOffloadingInterface:
 
     @staticmethod
     def forward_record(event: Any) -> None:
-        """See :func:`pp_offload._groups.cuda_graph.fine_grained_offloading_forward_record`."""
+        """See :func:`pp_offload._megatron.cuda_graph.fine_grained_offloading_forward_record`."""
         fine_grained_offloading_forward_record(event)
 
     @staticmethod
@@ -223,6 +223,6 @@ class FineGrainedActivationOffloadingInterface:
         PipelineOffloadManager.reset_instance()
 
 
-def _start(name: str) -> tuple[ChunkOffloadHandler, OffloadTensorGroup] | None:
+def _start(name: str) -> tuple[Chunk, Group] | None:
     chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
-    return None if chunk is None else (chunk, chunk.on_group_start_forward(name))
+    return None if chunk is None else (chunk, chunk.start(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pp_offload._groups.manager import PipelineOffloadManager
+from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.backends import Backend, check_backend
 from pp_offload.config import OffloadConfig
 

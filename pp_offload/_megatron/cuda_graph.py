@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import said
-from pp_offload._groups.manager import PipelineOffloadManager
+from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.backends import bare
 
 

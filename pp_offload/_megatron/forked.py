@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from pp_offload._groups.manager import PipelineOffloadManager
+from pp_offload._megatron.manager import PipelineOffloadManager
 
 
 def _after_fork() -> None:

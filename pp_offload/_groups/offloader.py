@@ -1,0 +1,106 @@
+"""How a group leaves: its saved tensors become tickets, and what no other group has sent is copied.
+
+tickets = offloader.tickets(group)  # counted, and still on the device
+offloader.move(group, tickets)      # their copies are queued
+"""
+
+from __future__ import annotations
+
+import logging
+
+from pp_offload._groups.group import Group, GroupState
+from pp_offload._groups.plan import ChunkKey
+from pp_offload._groups.split_backward import SplitBackward
+from pp_offload._transfer.deduplication import CopyIndex
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.payload import tickets_for
+from pp_offload._transfer.ticket import Mover, Ticket
+from pp_offload._transfer.verify import Verifier
+
+logger = logging.getLogger(__name__)
+
+
+class Offloader:
+    """Offloads the groups of a manager or a stash.
+
+    Args:
+        transfer: Copies.
+        verifier: Looks at what leaves and comes back, if somebody wants that.
+
+    Attributes:
+        copies: Those of this step, to be shared by groups.
+        split: For a schedule whose backwards come in two parts.
+    """
+
+    def __init__(self, transfer: TransferEngine, verifier: Verifier | None = None) -> None:
+        self.copies = CopyIndex()
+        self.split: SplitBackward | None = None
+        self._transfer = transfer
+        self._verifier = verifier
+        self._has_warned = False
+
+    def tickets(self, group: Group) -> list[Ticket]:
+        """What of ``group`` may leave, counted in it."""
+        mover: Mover = self.split or self._verifier or self._transfer
+        saved = [one for one in group.saved() if one.may_leave]
+        tickets = tickets_for(saved, mover, group.name)
+        counts = group.counts
+        for ticket in tickets:
+            counts.nbytes += ticket.nbytes
+        counts.num_tensors += len(tickets)
+        return tickets
+
+    def move(self, group: Group, tickets: list[Ticket]) -> None:
+        """Queue the copies of a group's tickets, and close it.
+
+        Raises:
+            MemoryError: There is no room for them off the device, and nothing has changed.
+        """
+        transfer, copies = self._transfer, self.copies
+        if self._verifier is not None:
+            self._verifier.watch(tickets)
+        # What a graph copies is there when it is launched, and not for others.
+        is_capturing = transfer.backend.is_capturing
+        with transfer.lock:
+            new = tickets if is_capturing else copies.share(tickets)
+        if new:
+            # This may wait, so the lock is not held.
+            group.counts.copied_bytes += transfer.offload(new)
+        with transfer.lock:
+            if not is_capturing:
+                copies.add(new)
+            self._hand_over(group, tickets)
+
+    def _hand_over(self, group: Group, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            ticket.hand_over()
+        group.follow(tickets)
+        if self.split is not None and group.key is not None:
+            self.split.follow(group.key, tickets)
+        group.move_to(GroupState.OFFLOADED)
+
+    def warn(self, group: Group, failure: MemoryError) -> None:
+        """A group finds no room off the device. The first time that is a warning."""
+        level = logging.DEBUG if self._has_warned else logging.WARNING
+        self._has_warned = True
+        logger.log(
+            level,
+            "group '%s' stays on the device, for its %d bytes find no room off it (%s); other "
+            "groups may follow, without another warning",
+            group.name,
+            group.counts.nbytes,
+            failure,
+        )
+
+    def check_freed(self) -> list[str]:
+        """With ``verify=True``: which storages of groups that left are still on the device.
+
+        Returns:
+            A message for each, with who holds it; each is logged once.
+        """
+        return [] if self._verifier is None else self._verifier.check_freed()
+
+    def split_backward(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> SplitBackward:
+        """For a schedule that runs the backward of these chunks in two parts."""
+        inner: Mover = self._verifier or self._transfer
+        return SplitBackward(inner, self._transfer.backend, chunks, is_keeping=is_keeping)

@@ -1,0 +1,88 @@
+"""The reference's group: a group that also holds tensors by tag, and events by kind."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pp_offload._groups.group import Group, GroupState
+from pp_offload._transfer.engine import record, wait
+from pp_offload.backends import Event, Stream
+from pp_offload.errors import GroupStateError
+
+
+class OffloadTensorGroup(Group):
+    """Tensors saved between a start and its commit.
+
+    Source: Megatron-LM ``OffloadTensorGroup``.
+    """
+
+    # Made when first asked for: most groups have none, and all are made on the way of a forward.
+    _tensors: dict[object, Tensor] | None = None
+    _offload_event: Event | None = None
+    _reload_event: Event | None = None
+
+    def push_tensor(self, tag: object, tensor: Tensor) -> None:
+        """Hold ``tensor`` under ``tag`` until it is popped or the group is committed."""
+        if self._tensors is None:
+            self._tensors = {}
+        self._tensors[tag] = tensor
+
+    def pop_tensor(self, tag: object) -> Tensor:
+        """Take the tensor under ``tag`` out of the group.
+
+        Raises:
+            GroupStateError: Nothing is held under ``tag``.
+        """
+        held = self._tensors or {}
+        if tag not in held:
+            raise GroupStateError(
+                f"group '{self.name}' ({self.state.value}) holds no tensor under {tag!r}; "
+                f"it holds {len(held)}; pop a tag that push_tensor was given, once"
+            )
+        return held.pop(tag)
+
+    def move_to(self, state: GroupState) -> None:
+        """Close the group: it is offloaded, or kept, and holds no tensor any more."""
+        super().move_to(state)
+        self._tensors = None
+
+    def drop(self) -> None:
+        """Forget every tensor of an open group, as when the step was aborted."""
+        super().drop()
+        self._tensors = None
+
+    def record_offload_event(self, stream: Stream) -> None:
+        """Note the point of ``stream`` behind which the copies to the host are done."""
+        self._offload_event = record(stream)
+
+    def wait_offload_event(self, stream: Stream) -> None:
+        """Make ``stream`` wait for the copies to the host. Without an event there is no wait."""
+        wait(stream, self._offload_event)
+
+    def record_reload_event(self, stream: Stream) -> None:
+        """Note the point of ``stream`` behind which the tensors are back."""
+        self._reload_event = record(stream)
+
+    def wait_reload_event(self, stream: Stream) -> None:
+        """Make ``stream`` wait for the tensors to be back. Without an event there is no wait."""
+        wait(stream, self._reload_event)
+
+    def update_offload_info(self, tensor: Tensor) -> None:
+        """Count ``tensor`` among what offloading this group moves."""
+        self.counts.num_tensors += 1
+        self.counts.nbytes += tensor.nbytes
+
+    @property
+    def total_tensor_count(self) -> int:
+        """How many payloads may leave."""
+        return self.counts.num_tensors
+
+    @property
+    def total_offload_bytes(self) -> int:
+        """The bytes of those."""
+        return self.counts.nbytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Those of them that it copied itself."""
+        return self.counts.copied_bytes

@@ -1,0 +1,268 @@
+"""The manager of the process, under the reference's names.
+
+manager = PipelineOffloadManager.get_instance()
+manager.init_model_chunk_offload_handler(vp_size, vp_stage)   # before each microbatch's forward
+with manager: ...                                             # tensors saved join open groups
+manager.reset()                                               # before each step
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
+
+from torch import Tensor
+
+from pp_offload._common.checks import check_kind, checked_tensors, said
+from pp_offload._groups.checkpoint_regions import Keeping, Saving, may_take, note, takes_again
+from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.hook_scopes import Caller, HookScope
+from pp_offload._groups.manager import Manager
+from pp_offload._megatron.chunk import ChunkOffloadHandler
+from pp_offload._memory.pool import GPUTensorPool
+from pp_offload._transfer.saved_tensor import Packed, Resident, is_in_backward, unpack
+from pp_offload.backends import Backend, Stream, bare
+from pp_offload.config import OffloadConfig
+from pp_offload.errors import GroupStateError
+
+Hook = Callable[[Sequence[Tensor] | None], None]
+
+_CONTEXT = "the manager's context"
+"""How a checkpoint's messages name :meth:`PipelineOffloadManager.__enter__`."""
+
+
+class _Contexts(threading.local):
+    """What a thread has entered of a manager: hooks of autograd are the thread's."""
+
+    def __init__(self) -> None:
+        self.scopes: list[HookScope] = []
+
+
+class PipelineOffloadManager(Manager):
+    """Coordinates the chunks of one process.
+
+    Args:
+        config: Options; the defaults when not given.
+        backend: Device to work on; the accelerator where there is one, else the CPU.
+
+    Source: Megatron-LM ``PipelineOffloadManager``.
+    """
+
+    OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
+    INHERITED: ClassVar[PipelineOffloadManager | None] = None
+    """In a forked process, that of the other one: see ``forked.py``."""
+
+    def __init__(
+        self, *, config: OffloadConfig | None = None, backend: Backend | None = None
+    ) -> None:
+        super().__init__(config=config, backend=backend)
+        self._contexts = _Contexts()
+        self._pool: GPUTensorPool | None = None
+
+    # The one of this process
+
+    @classmethod
+    def get_instance(cls) -> PipelineOffloadManager:
+        """The manager of this process, made when first asked for."""
+        if cls.OFFLOAD_MGR is None:
+            old = cls.INHERITED
+            cls.OFFLOAD_MGR = cls() if old is None else cls(config=old.config, backend=old.backend)
+            if old is not None:
+                cls.OFFLOAD_MGR.take_over(old)
+        return cls.OFFLOAD_MGR
+
+    @classmethod
+    def reset_instance(cls) -> None:
+        """Drop the manager; the next :meth:`get_instance` makes a new one.
+
+        Graphs that still hold tensors saved by the old one stay good. Its idle host memory is free
+        for the next.
+        """
+        old, cls.OFFLOAD_MGR = cls.OFFLOAD_MGR, None
+        if old is not None:
+            old.retire()
+
+    # What it is made of
+
+    @property
+    def d2h_stream(self) -> Stream:
+        """The stream of copies to the host."""
+        return cast(Stream, bare(self.backend.d2h))
+
+    @property
+    def h2d_stream(self) -> Stream:
+        """The stream of copies to the device."""
+        return cast(Stream, bare(self.backend.h2d))
+
+    @property
+    def cpu_tensor_pool(self) -> GPUTensorPool:
+        """A pool of host tensors for callers; the engine's own bytes are in its host tier."""
+        if self._pool is None:
+            self._pool = GPUTensorPool("cpu", pin_memory=self.backend.device.type != "cpu")
+        return self._pool
+
+    def release_idle_memory(self) -> None:
+        """Give host memory back to the system that no saved tensor needs; waits for copies."""
+        self.wiring.transfer.release_idle()
+
+    # Chunks
+
+    def init_model_chunk_offload_handler(
+        self,
+        vp_size: int | None,
+        vp_stage: int | None,
+        min_offloaded_tensor_size: int = 1024 * 1024,
+        *,
+        microbatch: int | None = None,
+    ) -> None:
+        """Begin the forward of one microbatch on one model chunk; see :meth:`begin_chunk`."""
+        self.begin_chunk(vp_size, vp_stage, min_offloaded_tensor_size, microbatch=microbatch)
+
+    def _new_chunk(self, smallest: int, vp_stage: int, microbatch: int | None) -> Chunk:
+        return ChunkOffloadHandler(
+            smallest, self._pool, wiring=self.wiring, vp_stage=vp_stage, microbatch=microbatch
+        )
+
+    def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
+        """The chunk whose forward runs on this thread."""
+        return _handler(self.forward.chunk)
+
+    def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
+        """The chunk whose forward runs, if it takes groups (of that name) now."""
+        return _handler(self.forward.chunk)
+
+    def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
+        """The chunk backward reached last."""
+        return _handler(self.step.in_backward)
+
+    def push(self, handler: ChunkOffloadHandler) -> None:
+        """Add a chunk to the backward queue."""
+        check_kind("handler", handler, ChunkOffloadHandler, "a ChunkOffloadHandler")
+        self.step.queue.push(handler)
+
+    def flush(self) -> None:
+        """Move staged chunks to the backward queue, last virtual stage first."""
+        self.step.queue.flush()
+
+    def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
+        """Take the next chunk that has groups (of that name) out of the backward queue."""
+        return _handler(self.step.queue.pop(name))
+
+    def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
+        """The next chunk that has groups (of that name); it stays queued."""
+        return _handler(self.step.queue.front(name))
+
+    # Steps
+
+    def post_warmup_callback(self) -> None:
+        """Derive the plan, and :attr:`offload_summary_bytes`, from the first complete step."""
+        self.learn()
+
+    @property
+    def offload_summary_bytes(self) -> dict[str, int]:
+        """Bytes copied to the host per group name, by the chunks live at the peak.
+
+        Of the last complete step; empty before there was one.
+        """
+        return dict(self.step.summary)
+
+    @property
+    def offload_summary_total_bytes(self) -> int:
+        """The sum of :attr:`offload_summary_bytes`."""
+        return sum(self.step.summary.values())
+
+    # Switches
+
+    def disable_offload(self) -> None:
+        """From now on nothing is offloaded, until :meth:`enable_offload`."""
+        self.switch(False)
+
+    def enable_offload(self) -> None:
+        """Offload again."""
+        self.switch(True)
+
+    def mark_not_offloadable(self, tensor: Tensor) -> None:
+        """Keep ``tensor`` and every view of it on the device, as long as its storage lives.
+
+        Raises:
+            TypeError: It is no tensor.
+        """
+        check_kind("tensor", tensor, Tensor, "a tensor", "mark each tensor on its own")
+        self.wiring.eligibility.kept.add(tensor)
+
+    # Delayed groups
+
+    def push_offload_groups(
+        self, group_hook: Hook, forced_released_tensors: Sequence[Tensor] | None
+    ) -> None:
+        """Queue a commit for :meth:`flush_delayed_groups`.
+
+        Raises:
+            TypeError: ``group_hook`` cannot be called, or the tensors are none.
+        """
+        if not callable(group_hook):
+            raise TypeError(f"group_hook is {said(group_hook)}, expected a function of the tensors")
+        released = checked_tensors("forced_released_tensors", forced_released_tensors)
+        self.wiring.delayed.append(lambda: group_hook(released))
+
+    def flush_delayed_groups(self) -> None:
+        """Do the queued commits, in forward order."""
+        self.wiring.commit_delayed()
+
+    # Hooks
+
+    def __enter__(self) -> PipelineOffloadManager:
+        """Save tensors through the engine until :meth:`__exit__`; may be nested."""
+        scopes = self._contexts.scopes
+        while scopes and scopes[-1].is_over:
+            scopes.pop().leave()
+        scopes.append(HookScope(Caller.of(1)))  # first: nothing entered is to be forgotten
+        try:
+            pack = self._pack()
+            if pack is not None:
+                scopes[-1].enter(pack)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _pack(self) -> Saving | Keeping | None:
+        """What to save through: where a forward runs again, what it was in the forward."""
+        takes = takes_again(_CONTEXT, wants=True)
+        if takes is not None:
+            return Keeping(Resident) if takes else None
+        if not may_take():
+            return None
+        note(_CONTEXT, took=True)
+        return Saving(self.on_save_for_backward)
+
+    def __exit__(self, *args: Any) -> None:
+        """Leave the innermost scope; an exception passes on.
+
+        Raises:
+            GroupStateError: This thread has entered none.
+        """
+        scopes = self._contexts.scopes
+        if not scopes:
+            raise GroupStateError(
+                f"a manager is left that thread {threading.get_ident()} did not enter; expected "
+                "as many exits as entries, on the same thread; use it in a with statement"
+            )
+        scopes[-1].leave()
+        scopes.pop()
+
+    def on_save_for_backward(self, tensor: Tensor) -> Packed:
+        """The pack hook: the tag it returns is bound to the group open now."""
+        chunk = self.forward.chunk
+        if chunk is None or not chunk.open_groups or is_in_backward():
+            return Resident(tensor)  # in backward: a forward that runs again is of another chunk
+        return chunk.pack(chunk.open_groups[-1], tensor)
+
+    def on_get_saved_tensor(self, saved_state: Packed) -> Tensor:
+        """The unpack hook. May be called any number of times, in any order."""
+        return unpack(saved_state)
+
+
+def _handler(chunk: object) -> ChunkOffloadHandler | None:
+    return chunk if isinstance(chunk, ChunkOffloadHandler) else None
