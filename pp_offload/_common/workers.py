@@ -13,21 +13,54 @@ NOTE [ Signals and threads ]
     a lock of his own, which is C and of no use to anybody else. And a thread may have been started
     without anybody's knowing: it serves only if it finds a seat, of which there are as many as
     threads were asked for. A stream with one seat works in order, however many threads there are.
+
+NOTE [ Threads inside torch ]
+    Where torch copies or frees a tensor it gives up the interpreter's lock. Python ends a daemon
+    that takes this lock again while the process ends, and C++ then aborts the process. So threads
+    enter torch through :func:`inside_torch`, and at exit the door is closed when all have come out.
+    Elsewhere they may be ended anywhere: what is stuck, as on a disk, holds nobody up.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import threading
 import weakref
 from _thread import LockType, allocate_lock
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from pp_offload._common.processes import check, current
+from pp_offload.errors import ClosedError
 
 _here = threading.local()
+
+_doors: list[LockType] = []
+"""Of each thread that serves: held inside torch. See NOTE [ Threads inside torch ]."""
+
+_closed: list[None] = []
+"""Not empty when the process ends."""
+
+_nothing = nullcontext()
+
+
+def inside_torch() -> AbstractContextManager[object]:
+    """Around what calls torch, or lets go of tensors, in what a thread is to do."""
+    return getattr(_here, "door", _nothing)
+
+
+@atexit.register
+def _close_doors() -> None:
+    _closed.append(None)
+    for door in _doors.copy():
+        door.acquire()
+
+
+os.register_at_fork(after_in_child=_doors.clear)  # the threads do not follow
 
 
 def is_worker() -> bool:
@@ -58,7 +91,8 @@ class Piece:
             self._value = work()
         except BaseException as failure:
             self.failure = failure
-        del work
+        with inside_torch():
+            del work
         self._end()
 
     def call_off(self) -> bool:
@@ -84,10 +118,12 @@ class Piece:
 
         Raises:
             ForkedError: It was queued before this process was forked, whose threads do not follow.
+            ClosedError: The process ends.
         """
         if self._has_ended or sys.is_finalizing():  # then no thread runs any more
             return
         check(self._owner, "work that was queued")
+        _check_not_closed()
         mine = allocate_lock()
         mine.acquire()
         self._waiters.append(mine)
@@ -100,6 +136,11 @@ class Piece:
         if self.failure is not None:
             raise self.failure
         return self._value
+
+
+def _check_not_closed() -> None:
+    if _closed:
+        raise ClosedError("the process ends, and no thread copies any more; do this before its end")
 
 
 Work = SimpleQueue[Any]
@@ -150,6 +191,7 @@ class Workers:
 
     def queue(self, piece: Piece) -> None:
         """Have a thread do it. Whoever is interrupted in here calls it off."""
+        _check_not_closed()
         if self._owner != current():
             self._begin()
         if len(self._serving) < self._num_threads:
@@ -197,8 +239,12 @@ def _serve(
     except Empty:
         return  # see NOTE [ Signals and threads ]
     _here.is_worker = True
+    _here.door = door = allocate_lock()
+    _doors.append(door)
     while (piece := queue.get()) is not end:
         piece.run()
-        del piece  # or it would be kept until the next
+        with door:
+            del piece  # or it would be kept until the next
+    _doors.remove(door)
     queue.put(end)  # for the next thread
     served.put(None)

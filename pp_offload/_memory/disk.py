@@ -21,7 +21,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from pp_offload._common.checks import check_count, said
 from pp_offload._common.processes import check, current
-from pp_offload._common.workers import Piece, Workers
+from pp_offload._common.workers import Piece, Workers, inside_torch
 from pp_offload._memory.arena import Arena, Range
 from pp_offload._memory.checksum import new_checksum
 from pp_offload._memory.loans import Loans
@@ -370,7 +370,9 @@ class DiskTier:
         earlier = after if before is None else (before, *after)
 
         def run() -> DiskTierError | None:
-            wait_for(earlier)
+            for event in earlier:  # a thread may be stuck at a disk; a copy of a device ends
+                with nullcontext() if isinstance(event, DiskEvent) else inside_torch():
+                    wait_for((event,))
             return work()
 
         event = DiskEvent() if ended is None else ended

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pp_offload._common.checks import check_count
 from pp_offload._common.processes import current
-from pp_offload._common.workers import Piece, Workers
+from pp_offload._common.workers import Piece, Workers, inside_torch
 from pp_offload.backends.base import Event, Stream
 
 INLINE_BYTES = 256 * 1024
@@ -130,6 +130,12 @@ class CopyStream:
         self._last.synchronize()
 
 
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """In a thread."""
+    with inside_torch():
+        torch._foreach_copy_(targets, sources)
+
+
 class CpuBackend:
     """Activations of CPU training, kept apart from it by two worker threads.
 
@@ -167,7 +173,7 @@ class CpuBackend:
         if stream.is_idle() and self._is_small(targets):
             torch._foreach_copy_(targets, sources)
         else:
-            stream.submit(partial(torch._foreach_copy_, list(targets), list(sources)))
+            stream.submit(partial(_copy, list(targets), list(sources)))
 
     def _is_small(self, tensors: Sequence[Tensor]) -> bool:
         room = self._inline_bytes

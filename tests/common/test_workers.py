@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from queue import SimpleQueue
 
+import processes
 import pytest
 from injected import Injected, files, interrupt_at, num_lines
 from processes import HANG_S
@@ -88,3 +92,85 @@ def test_a_wait_for_what_has_ended_returns(one: Workers) -> None:
     piece = one.submit(lambda: 3)
     assert piece.result() == piece.result() == 3
     assert not piece.call_off()
+
+
+def run_to_the_end(code: str, tmp_path: Path) -> str:
+    program = textwrap.dedent(code)
+    result = processes.run([sys.executable, "-c", program], tmp_path)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+def test_no_thread_is_inside_torch_when_python_ends(tmp_path: Path) -> None:
+    """Each copy gives the interpreter's lock up, so one is always about to take it again."""
+    said = run_to_the_end(
+        """
+        import torch
+        from pp_offload._common.workers import Workers, inside_torch
+        torch.set_num_threads(1)
+        source, target = torch.ones(2**16), torch.ones(2**16)
+
+        def copy():
+            while True:
+                with inside_torch():
+                    target.copy_(source)
+
+        workers = Workers("copies", num_threads=4)
+        pieces = [workers.submit(copy) for _ in range(4)]
+        print("over")
+        """,
+        tmp_path,
+    )
+    assert said == "over\n"
+
+
+def test_who_asks_for_work_when_the_process_ends_hears_of_it(tmp_path: Path) -> None:
+    """By a function that runs after ours, for it was registered before."""
+    said = run_to_the_end(
+        """
+        import atexit
+        atexit.register(lambda: late())
+        import threading
+        from pp_offload._common.workers import Workers
+        from pp_offload.errors import ClosedError
+
+        def late():
+            for ask in (pieces[0].result, lambda: workers.submit(print)):
+                try:
+                    ask()
+                except ClosedError as error:
+                    print("the process ends" in str(error))
+
+        workers = Workers("stuck")
+        pieces = [workers.submit(threading.Event().wait)]
+        """,
+        tmp_path,
+    )
+    assert said == "True\nTrue\n"
+
+
+def test_a_forked_process_ends_though_a_thread_was_inside_torch(tmp_path: Path) -> None:
+    said = run_to_the_end(
+        """
+        import os, sys, threading
+        from pp_offload._common.workers import Workers, inside_torch
+
+        def stay():
+            with inside_torch():
+                is_inside.set()
+                gate.wait()
+
+        is_inside, gate, workers = threading.Event(), threading.Event(), Workers("one")
+        piece = workers.submit(stay)
+        is_inside.wait()
+        child = os.fork()
+        if child == 0:
+            sys.exit(7)
+        status = os.waitpid(child, 0)[1]
+        print(os.waitstatus_to_exitcode(status))
+        gate.set()
+        piece.result()
+        """,
+        tmp_path,
+    )
+    assert said == "7\n"
