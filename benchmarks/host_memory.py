@@ -39,6 +39,7 @@ from pp_offload import CpuBackend, GPUTensorPool
 from pp_offload._memory.host import HostTier
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.tiers import host_engine
 
 NUM_LAYERS = 4
 NUM_MICROBATCHES = 8
@@ -132,7 +133,7 @@ def measure_footprint(shape: Shape) -> dict[str, float]:
     draw = random.Random(0)
     backend = CpuBackend(inline_bytes=2**60)
     host = HostTier(backend.allocate_host)
-    engine, baselines = TransferEngine(backend, host, 2**40), Baselines()
+    engine, baselines = host_engine(backend, host, 2**40), Baselines()
     asked = []
     for _ in range(NUM_STEPS):
         step = [

@@ -17,8 +17,8 @@ from pp_offload.errors import ConfigError
 
 MIB = 2**20
 
-TIERS = (("host",), ("disk",), ("host", "disk"))
-"""The chains there are."""
+TIERS = ["host", "disk"]
+"""The tiers there are. Who can make another one adds its name: see :func:`add_tier_name`."""
 
 SPLIT_BACKWARD = ("reload", "keep")
 """What may happen between the two parts of a backward."""
@@ -129,10 +129,10 @@ class OffloadConfig:
             yield f"split_backward is {said(self.split_backward)}, expected {known}"
         if problem := flag_problem("verify", self.verify):
             yield problem
-        if not isinstance(self.tiers, tuple) or self.tiers not in TIERS:
+        if not isinstance(self.tiers, tuple) or self.tiers not in _chains():
             yield (
-                f"tiers is {said(self.tiers)}, expected one of {', '.join(map(repr, TIERS))}: a "
-                "tuple, the host before the disk"
+                f"tiers is {said(self.tiers)}, expected one of {', '.join(map(repr, _chains()))}: "
+                f"a tuple, the host before the {' or the '.join(TIERS[1:])}"
             )
         if self.disk_dir is not None:
             yield from self._violations_of_directory(self.disk_dir)
@@ -143,11 +143,25 @@ class OffloadConfig:
             yield f"disk_dir is {said(given)}, expected a path, or None"
         elif "\0" in path:
             yield f"disk_dir is {said(path)}, with a NUL byte inside, expected a path without"
-        elif self.tiers in TIERS and "disk" not in self.tiers:
+        elif self.tiers in _chains() and "disk" not in self.tiers:
             yield (
                 f"disk_dir is {path!r}, but tiers is {self.tiers!r}; add "
                 '"disk" to tiers, or leave disk_dir out'
             )
+
+
+def add_tier_name(name: str) -> None:
+    """From now on the options may name this tier, for which ``_transfer/tiers.py`` has a maker.
+
+    The options lie below it, so they know the names alone.
+    """
+    if name not in TIERS:
+        TIERS.append(name)
+
+
+def _chains() -> list[tuple[str, ...]]:
+    """Each tier alone, or behind the host."""
+    return [*((name,) for name in TIERS), *(("host", name) for name in TIERS if name != "host")]
 
 
 def _is_fraction(value: object) -> bool:

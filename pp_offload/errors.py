@@ -28,7 +28,11 @@ class SavedTensorModifiedError(OffloadError):
     """
 
 
-class DiskTierError(OffloadError):
+class TierError(OffloadError):
+    """A tier could not bring back what it was given."""
+
+
+class DiskTierError(TierError):
     """The disk tier could not write or read; names the directory, the offset and the cause."""
 
 

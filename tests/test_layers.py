@@ -42,7 +42,7 @@ ASKS_FOR_THE_MANAGER = {
 }
 
 ORDERS_COPIES = {
-    "_transfer.engine",
+    "_transfer.copies",
     "_transfer.pending_offloads",
     "_transfer.pending_reloads",
     "_megatron.cuda_graph",

@@ -79,7 +79,7 @@ class Chunk:
             raise self._other_thread("start", name)
         wiring = self.wiring
         with wiring.lock:
-            wiring.transfer.follow(wiring.current_stream())
+            wiring.transfer.copies.in_flight.follow(wiring.current_stream())
             if self.key is None:
                 self.key = wiring.step.add(self, wiring.offloader.split)
             group = self._new_group(name)

@@ -59,4 +59,4 @@ def _check_event(event: object) -> None:
 def _record_and_join(event: Any) -> None:
     transfer = PipelineOffloadManager.get_instance().wiring.transfer
     event.record(bare(transfer.backend.current_stream()))
-    transfer.join()
+    transfer.copies.join()

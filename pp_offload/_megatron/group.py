@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pp_offload._groups.group import Group, GroupState
-from pp_offload._transfer.engine import record, wait
+from pp_offload._transfer.copies import record, wait
 from pp_offload.backends import Event, Stream
 from pp_offload.errors import GroupStateError
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
 from pp_offload.backends import Event
-from pp_offload.errors import DiskTierError
+from pp_offload.errors import TierError
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def check_finished(events: Iterable[Event]) -> None:
 def wait_for(events: Iterable[Event]) -> None:
     """Block until all have ended; raises what a copy raised, which would never be seen to end."""
     for event in events:
-        with suppress(DiskTierError):  # who needs these bytes hears of it
+        with suppress(TierError):  # who needs these bytes hears of it
             event.synchronize()
 
 

@@ -9,72 +9,99 @@ No copy is made in memory, so what is offloaded really leaves it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from pp_offload._memory.disk import DiskEvent
-from pp_offload._transfer.disk_transfer import DiskTransferEngine
-from pp_offload._transfer.pending_offloads import PendingOffload
+from pp_offload._memory.disk import DiskEvent, DiskTier
+from pp_offload._transfer.copies import Copies
+from pp_offload._transfer.disk_failures import DiskFailures, of_disk
 from pp_offload._transfer.tensors import flat_bytes
 from pp_offload._transfer.ticket import HostCopy, Ticket, place
-from pp_offload.errors import DiskTierError
+from pp_offload._transfer.tier import Tier, TierStatistics
+from pp_offload.backends import Stream
 
 
-class DirectDiskEngine(DiskTransferEngine):
-    """Writes tensors of the host to disk, without another copy in memory."""
+class DirectDisk(Tier):
+    """Writes tensors of the host to disk, without another copy in memory.
 
-    def deliver(self, ticket: Ticket) -> Tensor:
-        """The payload, ready to use.
+    Args:
+        copies: Keeps what is written and read into.
+        disk: Where the bytes go.
+    """
+
+    name = "disk"
+    is_gathering = False
+
+    def __init__(self, copies: Copies, disk: DiskTier) -> None:
+        self.disk = disk
+        self._copies = copies
+        self._failures = DiskFailures()
+
+    def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+        """An extent for each of them.
 
         Raises:
-            DiskTierError: It cannot be read back.
-            SavedTensorModifiedError: It was changed in place before it was written.
+            MemoryError: The disk failed in this step.
         """
-        try:
-            return super().deliver(ticket)
-        except DiskTierError:
-            self._give_up([ticket])
-            if ticket.in_flight_source is None:
-                raise
-            return super().deliver(ticket)  # it could not be written, and is still there
-
-    def _disk_copies(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
-        self._check_disk()
+        self._failures.check()
         return [
-            place([ticket], HostCopy(None, self.disk.allocate(ticket.nbytes, 1)))
+            place([ticket], HostCopy(self, None, self.disk.allocate(ticket.nbytes, 1)))
             for ticket in batch
         ]
 
-    def _send(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+    def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+        """Have threads write the tensors."""
         sources = [ticket.source() for ticket in tickets]
-        streams = self.compute_streams(tickets)
+        streams = self._copies.compute_streams(tickets)
         nbytes = sum(ticket.nbytes for ticket in tickets)
-        pending = self.begin_offload(sources, copies, streams, nbytes)
+        pending = self._copies.in_flight.begin(sources, copies, streams, nbytes)
         pending.offloaded = DiskEvent.all_of(list(map(self._write, copies, sources)))
-        self._keep_sources(tickets, sources, streams[0])
-        self.counters.bytes_offloaded += nbytes
+        self._copies.keep_sources(tickets, sources, streams[0])
+        self._copies.counters.bytes_offloaded += nbytes
         return nbytes
 
     def _write(self, copy: HostCopy, source: Tensor) -> DiskEvent:
         assert copy.extent is not None, "not on disk"
         return self.disk.write(copy.extent, flat_bytes(source))
 
-    def _fetch(self, tickets: Sequence[Ticket]) -> int:
-        num, stream = 0, self.backend.current_stream()
-        for ticket in chain.from_iterable(self._distinct(tickets, stream)):
-            num += 1
+    def has_stored(self, copy: HostCopy) -> bool:
+        """Whether it was written. What was not is kept as it is."""
+        if copy.extent is not None and copy.extent.failure is not None:
+            self._failures.note(copy.extent.failure)
+            copy.drop_extent()
+        return copy.extent is not None
+
+    def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
+        """Have threads read into new tensors. One that could not be written is still there."""
+        left = [t for t in tickets if t.device_tensor is None and not self.may_capture(t.copy)]
+        return self._copies.bring(left, self._read)
+
+    def _read(self, tickets: Sequence[Ticket], stream: Stream) -> None:
+        for ticket in tickets:
             copy, shape = ticket.copy, ticket.host_bytes
             assert copy is not None and copy.extent is not None and shape is not None
-            target = torch.empty_like(shape, device=self.backend.device)
-            device_copy = self._begin_reload(ticket, target, stream)
+            target = torch.empty_like(shape, device=self._copies.backend.device)
+            device_copy = self._copies.begin_reload(ticket, target, stream)
             device_copy.reloaded = self.disk.read(copy.extent, flat_bytes(target))
-        return num
 
-    def _finish(self, pending: PendingOffload) -> None:
-        for ref in pending.copies:
-            copy = ref()
-            if copy is not None and copy.extent is not None and copy.extent.failure is not None:
-                self._note(copy.extent.failure)
-        super()._finish(pending)
+    def may_capture(self, copy: HostCopy | None = None) -> bool:
+        """Not what is on disk."""
+        return copy is not None and copy.extent is None
+
+    def statistics(self) -> TierStatistics:
+        """Of the disk."""
+        return of_disk(self.disk.statistics())
+
+    def compact(self) -> None:
+        """The next step tries the disk again."""
+        self._failures.forget()
+
+    def retire(self) -> None:
+        """Drop the file, unless a saved tensor needs it; then it goes with the last."""
+        if self.disk.statistics().in_use == 0:
+            self.disk.close()
+
+    def close(self) -> None:
+        """Drop the file."""
+        self.disk.close()

@@ -15,64 +15,52 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from functools import partial
-
-from torch import Tensor
+from contextlib import suppress
+from dataclasses import replace
 
 from pp_offload._memory.buffers import HostBuffer, Loan
 from pp_offload._memory.disk import DiskEvent, DiskTier
 from pp_offload._memory.host import HostTier
-from pp_offload._memory.unfinished import Unfinished, check_finished, when_finished
-from pp_offload._transfer.disk_transfer import DiskTransferEngine
+from pp_offload._memory.unfinished import Unfinished, check_finished
+from pp_offload._transfer.copies import Copies
+from pp_offload._transfer.disk_failures import DiskFailures, of_disk
 from pp_offload._transfer.ticket import HostCopy, Ticket, place
-from pp_offload.backends import Backend, Event
+from pp_offload._transfer.tier import Tier, TierStatistics
+from pp_offload.backends import Event
 from pp_offload.errors import DiskTierError
 
 Queue = deque[weakref.ref[HostCopy]]
 """Copies on their way, the furthest first."""
 
 
-class StagedDiskEngine(DiskTransferEngine):
+class StagedDisk(Tier):
     """Brings bytes of a device to disk, and back.
 
     Args:
+        copies: Queues the copies between device and staging buffers.
+        disk: Where the bytes go.
         staging: Host memory on the way, in whole pieces.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        host: HostTier | None,
-        max_in_flight_bytes: int | None,
-        disk: DiskTier,
-        staging: HostTier,
-    ) -> None:
-        super().__init__(backend, host, max_in_flight_bytes, disk)
+    name = "disk"
+    is_gathering = False
+
+    def __init__(self, copies: Copies, disk: DiskTier, staging: HostTier) -> None:
+        self.disk = disk
         self.staging = staging
+        self._copies = copies
+        self._failures = DiskFailures()
         self._arriving: Queue = deque()
         self._writing: Queue = deque()
         self._read_ahead: Queue = deque()
 
-    def deliver(self, ticket: Ticket) -> Tensor:
-        """The payload on the device, ready for the live compute stream.
-
-        Raises:
-            DiskTierError: It cannot be read back.
-            SavedTensorModifiedError: It was changed in place before it was copied.
-        """
-        self.check_process()
-        if self._read_ahead:
-            self.poll()
-        return when_finished(nullcontext(), partial(super().deliver, ticket))
+    @property
+    def is_bringing(self) -> bool:
+        """Whether something is read ahead."""
+        return bool(self._read_ahead)
 
     def poll(self) -> None:
         """Send on what has arrived, let go of what is on disk, copy what was read. Never blocks."""
-        with self.lock:
-            super().poll()
-            self._move_on()
-
-    def _move_on(self) -> None:
         while self._arriving and _has_arrived(self._arriving[0]()):
             self._next(self._arriving, self._write)
         while self._writing and _is_written(self._writing[0]()):
@@ -94,26 +82,29 @@ class StagedDiskEngine(DiskTransferEngine):
         if queue and queue[0] is ref:  # another thread may have been faster
             queue.popleft()
 
-    @property
-    def host_tiers(self) -> tuple[HostTier, ...]:
-        """Host memory: where bytes rest, and where they pass through."""
-        return self.host, self.staging
-
     # To the disk
 
-    def _disk_copies(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
-        self._check_disk()
+    def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+        """An extent and a staging buffer for all of them.
+
+        Raises:
+            MemoryError: The disk failed in this step, or there is no memory to pass through.
+            Unfinished: Too much is on its way.
+        """
+        self._failures.check()
         loan = self._stage(nbytes)
         uses = unfinished_uses(loan.buffer)
         check_finished(event for event in uses if isinstance(event, DiskEvent))
         # No stream can wait for a thread's end; but those have ended.
         copies = tuple(event for event in uses if not isinstance(event, DiskEvent))
         loan.buffer.before, loan.buffer.last_use = copies, None
-        return [place(batch, HostCopy(loan, self.disk.allocate(nbytes, len(batch))))]
+        return [place(batch, HostCopy(self, loan, self.disk.allocate(nbytes, len(batch))))]
 
-    def _send(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
-        nbytes = self._queue_offload(tickets, copies)
+    def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+        """Copy them into the staging buffer; what comes next is for :meth:`poll`."""
+        nbytes = self._copies.copy_to_host(tickets, copies)
         self._arriving += map(weakref.ref, copies)
+        self._copies.poll()
         self.poll()
         return nbytes
 
@@ -135,19 +126,27 @@ class StagedDiskEngine(DiskTransferEngine):
         if copy.extent.failure is None:
             copy.drop_buffer()
         else:
-            self._note(copy.extent.failure)
+            self._failures.note(copy.extent.failure)
             copy.drop_extent()
 
     # Back from it
 
-    def _fetch(self, tickets: Sequence[Ticket]) -> int:
+    def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
         """What is on disk is read first, by threads.
 
-        What shares an extent comes together. Where no staging buffer is free, it is left to be read
-        when it is needed.
+        Ahead, what shares an extent comes together; and where no staging buffer is free, it is left
+        to be read when it is needed.
+
+        Raises:
+            DiskTierError: What is needed cannot be read.
+            Unfinished: It is being read.
         """
+        left = [ticket for ticket in tickets if ticket.device_tensor is None]
+        return self._load_ahead(left) if is_ahead else sum(map(self._load_now, left))
+
+    def _load_ahead(self, tickets: Sequence[Ticket]) -> int:
         here = [ticket for ticket in tickets if ticket.copy is not None and _is_here(ticket.copy)]
-        num = self._copy_back(here) if here else 0
+        num = self._copies.copy_to_device(here) if here else 0
         for copy, asked in by_copy([ticket for ticket in tickets if not ticket.is_coming]).items():
             if _was_left(copy):
                 num += self._leave(copy, asked)
@@ -155,18 +154,14 @@ class StagedDiskEngine(DiskTransferEngine):
                 self._read_ahead.append(weakref.ref(copy))
                 for ticket in self._all_of(copy, asked):
                     num += 1
-                    self._pending_reloads.expect(ticket)
+                    self._copies.reloads.expect(ticket)
         return num
 
-    def _reload_now(self, ticket: Ticket) -> int:
-        self._check_capture([ticket])
-        self.poll()  # which may bring it
+    def _load_now(self, ticket: Ticket) -> int:
         copy = ticket.copy
         assert copy is not None, "reload before offload"
-        if ticket.device_tensor is not None:
-            return 0
         if copy.extent is None or _is_here(copy):
-            return self._copy_back([ticket])
+            return self._copies.copy_to_device([ticket])
         if copy.buffer is None:
             self._begin_to_read(copy, is_ahead=False)
         self._finish_reading(copy)
@@ -201,15 +196,15 @@ class StagedDiskEngine(DiskTransferEngine):
             reading.synchronize()
         except DiskTierError:
             copy.reading = copy.loan = None
-            self._give_up(self._all_of(copy, ()))
+            self._copies.give_up(self._all_of(copy, ()))
             raise
         copy.reading = None
 
     def _leave(self, copy: HostCopy, asked: Sequence[Ticket]) -> int:
         """Queue the copies to the device. A buffer that was read into has served all who wait."""
         if copy.offloaded is not None:
-            return self._copy_back(asked)
-        num = self._copy_back(self._all_of(copy, asked))
+            return self._copies.copy_to_device(asked)
+        num = self._copies.copy_to_device(self._all_of(copy, asked))
         copy.drop_buffer()
         return num
 
@@ -240,7 +235,7 @@ class StagedDiskEngine(DiskTransferEngine):
             MemoryError: It would be over the budget, with none on the way.
             Unfinished: Too many are on the way; what is furthest.
         """
-        if self.staging.statistics().in_use + nbytes > self._max_in_flight_bytes:
+        if self.staging.statistics().in_use + nbytes > self._copies.in_flight.max_bytes:
             self._let_the_furthest_pass()
         try:
             return self.staging.allocate(nbytes)
@@ -261,6 +256,42 @@ class StagedDiskEngine(DiskTransferEngine):
             copy = ref()
             if copy is not None and copy.offloaded is not None:
                 raise Unfinished((copy.offloaded,))
+
+    # What both have
+
+    def may_capture(self, copy: HostCopy | None = None) -> bool:
+        """Not what is on disk."""
+        return copy is not None and copy.extent is None
+
+    def statistics(self) -> TierStatistics:
+        """Of the disk, and of the memory on the way."""
+        staging = self.staging.statistics()
+        return replace(
+            of_disk(self.disk.statistics()),
+            host_bytes_in_use=staging.in_use,
+            host_bytes_peak=staging.peak,
+            host_bytes_reserved=staging.reserved,
+            host_allocations=staging.num_allocations,
+        )
+
+    def compact(self) -> None:
+        """The next step tries the disk again."""
+        self._failures.forget()
+        self.staging.compact()
+
+    def release_idle(self) -> None:
+        """Give staging memory back to the system, unless a buffer is in use."""
+        self.staging.release_idle()
+
+    def retire(self) -> None:
+        """Drop the file, unless a saved tensor needs it; then it goes with the last."""
+        if self.disk.statistics().in_use == 0:
+            self.disk.close()
+
+    def close(self) -> None:
+        """Drop staging memory and file."""
+        self.staging.close()
+        self.disk.close()
 
 
 def unfinished_uses(buffer: HostBuffer) -> tuple[Event, ...]:

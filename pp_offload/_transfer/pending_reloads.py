@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pp_offload._transfer.ticket import DeviceCopy, PendingReload, Ticket, Where
 from pp_offload.backends import Event, Stream
-from pp_offload.errors import DiskTierError
+from pp_offload.errors import TierError
 
 MAX_ABANDONED = 8
 """Landed payloads nobody used that may wait for their event."""
@@ -121,7 +121,7 @@ class PendingReloads:
         """Let memory that nobody wants go back to its stream, which waits for the copy into it."""
         while len(self._abandoned) > MAX_ABANDONED:
             _, reloaded, stream = self._abandoned[0]
-            with suppress(DiskTierError):  # nobody wants what could not be read
+            with suppress(TierError):  # nobody wants what could not be read
                 stream.wait_event(reloaded)
             self._abandoned.popleft()
 

@@ -19,9 +19,12 @@ import torch
 from torch import Tensor
 
 from pp_offload._memory.buffers import as_tensor
+from pp_offload._memory.host import HostTier
 from pp_offload._memory.host_tensors import host_tensors
 from pp_offload._memory.slabs import pageable
-from pp_offload._transfer.engine import TransferEngine, record, wait
+from pp_offload._transfer.copies import record, wait
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.host_tier import HostMemory
 from pp_offload._transfer.pending_offloads import Queued
 from pp_offload._transfer.tensors import as_dense
 from pp_offload._transfer.verify import checksum_of
@@ -114,7 +117,7 @@ class PlainCopies:
                 targets = host_tensors(dense, self._gradient_memory, is_shared=False)
             wait(backend.d2h, record(stream))
             nbytes = sum(one.nbytes for one in dense)
-            offload = self.transfer.begin_offload(dense, (), [stream], nbytes)
+            offload = self.transfer.copies.in_flight.begin(dense, (), [stream], nbytes)
             # Its targets are kept here: no stream's wait lets the host free them
             offload.offloaded = self._copy(backend.d2h, targets, dense, targets, label)
             pending = PendingCopy(targets, offload.offloaded, stream, label, checksums)
@@ -140,18 +143,24 @@ class PlainCopies:
         self._in_use[-1] = event, kept
         return event
 
+    @property
+    def _host(self) -> HostTier:
+        (tier,) = self.transfer.tiers
+        assert isinstance(tier, HostMemory)  # its engine has no other tier
+        return tier.host
+
     def host_tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
         """Host memory for tensors that have to be there, such as parameters: in one allocation.
 
         It counts in the budget, and is had also where that is used up.
         """
-        host = self.transfer.host
+        host = self._host
         return host_tensors(likes, lambda nbytes: as_tensor(host.allocate(nbytes, force=True)))
 
     def _gradient_memory(self, nbytes: int) -> Tensor:
         """Of the host tier, until nobody has a view of it: copies that use it keep one as well."""
         try:
-            return as_tensor(self.transfer.host.allocate(nbytes))
+            return as_tensor(self._host.allocate(nbytes))
         except MemoryError as refused:
             if not self._has_warned:
                 self._has_warned = True

@@ -73,24 +73,24 @@ def collect(transfer: TransferEngine) -> OffloadStatistics:
 
 def _collect(transfer: TransferEngine) -> OffloadStatistics:
     transfer.poll()
-    hosts = [tier.statistics() for tier in transfer.host_tiers]
-    disk, counters = transfer.disk_statistics(), transfer.counters
+    tiers = [tier.statistics() for tier in transfer.tiers]
+    counters = transfer.counters
     return OffloadStatistics(
         bytes_offloaded=counters.bytes_offloaded,
         bytes_reloaded=counters.bytes_reloaded,
-        host_bytes_in_use=sum(host.in_use for host in hosts),
-        host_bytes_peak=sum(host.peak for host in hosts),
-        host_bytes_reserved=sum(host.reserved for host in hosts),
+        host_bytes_in_use=sum(tier.host_bytes_in_use for tier in tiers),
+        host_bytes_peak=sum(tier.host_bytes_peak for tier in tiers),
+        host_bytes_reserved=sum(tier.host_bytes_reserved for tier in tiers),
         bytes_in_flight=transfer.in_flight_bytes,
         bytes_reloaded_unused=transfer.reloaded_bytes,
-        live_tensors=transfer.host.statistics().num_payloads + disk.num_payloads,
+        live_tensors=sum(tier.num_payloads for tier in tiers),
         prefetched_reloads=counters.prefetched_reloads,
         on_demand_reloads=counters.on_demand_reloads,
         taken_back=counters.taken_back,
         consumer_wait_ms=counters.consumer_wait_ms,
-        host_allocations=sum(host.num_allocations for host in hosts),
-        disk_bytes_in_use=disk.in_use,
-        disk_bytes_peak=disk.peak,
-        disk_bytes_written=disk.written,
-        disk_bytes_read=disk.read,
+        host_allocations=sum(tier.host_allocations for tier in tiers),
+        disk_bytes_in_use=sum(tier.disk_bytes_in_use for tier in tiers),
+        disk_bytes_peak=sum(tier.disk_bytes_peak for tier in tiers),
+        disk_bytes_written=sum(tier.disk_bytes_written for tier in tiers),
+        disk_bytes_read=sum(tier.disk_bytes_read for tier in tiers),
     )

@@ -44,13 +44,33 @@ Restore = Callable[[Tensor], Tensor]
 """Makes a saved tensor of the payload that holds it."""
 
 
+class Holder(Protocol):
+    """What a copy needs of the tier that has its bytes: see ``tier.py``."""
+
+    name: str
+    """In the options, and for messages."""
+
+    def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
+        """Queue what brings payloads back, or begin it; how many."""
+        ...
+
+    def has_stored(self, copy: HostCopy) -> bool:
+        """Whether the bytes are there, now that what was to store them has ended."""
+        ...
+
+    def may_capture(self, copy: HostCopy | None = None) -> bool:
+        """Whether what moves the bytes of ``copy``, or of one to be made, may be in a graph."""
+        ...
+
+
 class HostCopy:
     """Bytes of one payload, or of several small ones, in host memory, on disk, or in both.
 
     Both are given back when nobody refers to this object any more, for it holds the loan and the
-    extent. It has no destructor: see ``tiers/loans.py``.
+    extent. It has no destructor: see ``_memory/loans.py``.
 
     Args:
+        tier: Stores the bytes, and brings them back.
         loan: Host memory for the bytes, or None.
         extent: Room on disk for them, or None.
 
@@ -71,10 +91,14 @@ class HostCopy:
         "offloaded",
         "reading",
         "tickets",
+        "tier",
         "watched",
     )
 
-    def __init__(self, loan: Loan | None, extent: DiskExtent | None = None) -> None:
+    def __init__(
+        self, tier: Holder, loan: Loan | None = None, extent: DiskExtent | None = None
+    ) -> None:
+        self.tier = tier
         self.loan = loan
         self.extent = extent
         self.offloaded: Event | None = None
@@ -110,13 +134,11 @@ class HostCopy:
         self.stream = stream
 
     def finish(self) -> None:
-        """The copy was made; or the disk failed, and then what was lent is all there is."""
+        """The copy was made; or the tier failed, and then what was lent is all there is."""
         for begin in self.watched or ():
             self.check_unmodified(begin)
         self.watched = None
-        if self.buffer is None and self.extent is not None and self.extent.failure is not None:
-            self.drop_extent()
-        else:
+        if self.tier.has_stored(self):
             self.in_flight_sources.clear()
 
     def drop_buffer(self) -> None:

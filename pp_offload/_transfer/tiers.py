@@ -1,19 +1,30 @@
 """Which tiers offloaded bytes go through, as the options say.
 
 engine = make_engine(backend, OffloadConfig(tiers=("host", "disk"), disk_dir="/scratch"))
+
+add_tier("own", lambda setup: InOwnMemory(setup.copies))   # see ``tier.py``
+engine = make_engine(backend, OffloadConfig(tiers=("host", "own")))
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.disk import DiskTier
 from pp_offload._memory.host import HostTier
 from pp_offload._memory.slabs import Allocate
-from pp_offload._transfer.disk_direct import DirectDiskEngine
-from pp_offload._transfer.disk_staged import StagedDiskEngine
+from pp_offload._transfer.copies import Copies
+from pp_offload._transfer.disk_direct import DirectDisk
+from pp_offload._transfer.disk_staged import StagedDisk
 from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.host_tier import HostMemory
+from pp_offload._transfer.tier import Tier, TierSetup
 from pp_offload.backends import Backend
-from pp_offload.config import OffloadConfig
+from pp_offload.config import OffloadConfig, add_tier_name
+
+MakeTier = Callable[[TierSetup], Tier]
+"""Makes a tier as the options say."""
 
 STAGING_SHARE = 8
 """One part in so many of the host budget is left for what passes through to the disk."""
@@ -24,6 +35,26 @@ OR_THE_DISK = f'{RAISE_IT}, or let the disk take the rest with tiers=("host", "d
 
 FOR_THE_WAY = f"{RAISE_IT}: what goes to disk passes through host memory, a whole tensor at a time"
 """What helps where the disk is there already."""
+
+
+def _disk(setup: TierSetup) -> Tier:
+    """See NOTE [ Two ways to the disk ]."""
+    copies, disk = setup.copies, DiskTier(setup.config.disk_dir)
+    if copies.backend.is_host:
+        return DirectDisk(copies, disk)
+    trim = copies.backend.trim_host
+    staging = HostTier(setup.allocate, setup.budget, may_split=False, trim=trim)
+    return StagedDisk(copies, disk, staging)
+
+
+MAKERS: dict[str, MakeTier] = {"host": HostMemory.made, "disk": _disk}
+"""By the name in the options."""
+
+
+def add_tier(name: str, make: MakeTier) -> None:
+    """From now on ``name`` may be in :attr:`OffloadConfig.tiers`, alone or behind the host."""
+    MAKERS[name] = make
+    add_tier_name(name)
 
 
 def make_engine(
@@ -49,16 +80,21 @@ def make_engine(
     has_disk = "disk" in config.tiers
     advice = FOR_THE_WAY if has_disk else RAISE_IT if in_one_piece else OR_THE_DISK
     whole = HostBudget(config.host_budget_bytes, advice)
-    if not has_disk:
-        only = HostTier(allocate, whole, may_split=not in_one_piece, trim=backend.trim_host)
-        return TransferEngine(backend, only, config.max_in_flight_bytes)
-    disk = DiskTier(config.disk_dir)
-    host: HostTier | None = None
-    if backend.is_host:
-        if "host" in config.tiers:
-            host = HostTier(allocate, whole, trim=backend.trim_host)
-        return DirectDiskEngine(backend, host, config.max_in_flight_bytes, disk)
-    if "host" in config.tiers:
-        host = HostTier(allocate, whole.but_for(STAGING_SHARE), trim=backend.trim_host)
-    staging = HostTier(allocate, whole, may_split=False, trim=backend.trim_host)
-    return StagedDiskEngine(backend, host, config.max_in_flight_bytes, disk, staging)
+    passes_through = has_disk and not backend.is_host
+    setup = TierSetup(
+        copies=Copies(backend, config.max_in_flight_bytes),
+        config=config,
+        allocate=allocate,
+        budget=whole,
+        budget_at_rest=whole.but_for(STAGING_SHARE) if passes_through else whole,
+        in_one_piece=in_one_piece and not has_disk,
+    )
+    return TransferEngine(setup.copies, [MAKERS[name](setup) for name in config.tiers])
+
+
+def host_engine(
+    backend: Backend, host: HostTier, max_in_flight_bytes: int | None
+) -> TransferEngine:
+    """A transfer engine over this host memory alone."""
+    copies = Copies(backend, max_in_flight_bytes)
+    return TransferEngine(copies, [HostMemory(copies, host)])

@@ -77,7 +77,7 @@ class Verifier:
         """Remember what these tickets take, before they have handed over."""
         if self._transfer.backend.is_capturing:
             return
-        with self._transfer.reading(tickets):
+        with self._transfer.copies.reading(tickets):
             for ticket in tickets:
                 ticket.checksum = checksum_of(ticket.source())
         for ticket in tickets:

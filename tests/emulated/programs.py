@@ -22,8 +22,8 @@ from emulated.helpers import compute, some
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
-from pp_offload._transfer.disk_staged import StagedDiskEngine
-from pp_offload._transfer.engine import MAX_STREAMS, TransferEngine
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.pending_offloads import MAX_STREAMS
 from pp_offload._transfer.pending_reloads import MAX_ABANDONED
 from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload._transfer.saved_tensor import SavedActivation
@@ -186,7 +186,7 @@ def too_much_in_flight_of_another_stream(on: Program) -> bool:
     side = side_stream(engine)
     with side:
         x = given.to("emulated")
-    engine.follow(side)
+    engine.copies.in_flight.follow(side)
     with on.late(engine.backend.d2h, side):
         ticket = ticket_of(engine, x)
         del x
@@ -199,7 +199,7 @@ def too_much_in_flight_of_a_stream_long_ago(on: Program) -> bool:
     engine, given = engine_of(max_in_flight_bytes=0), some(N)
     x = given.to("emulated")
     for _ in range(MAX_STREAMS):
-        engine.follow(torch.Stream(device="emulated"))
+        engine.copies.in_flight.follow(torch.Stream(device="emulated"))
     with on.late(engine.backend.d2h, compute()) as gate:
         on.before_the_host_waits(gate)
         with side_stream(engine):
@@ -214,7 +214,7 @@ def joined(on: Program) -> bool:
     x = given.to("emulated")
     with on.late(engine.backend.d2h) as gate:
         ticket = ticket_of(engine, x)
-        engine.join()
+        engine.copies.join()
         on.before_the_host_waits(gate)
         compute().synchronize()
         assert ticket.host_bytes is not None
@@ -352,7 +352,7 @@ def targets_nobody_wants(on: Program) -> bool:
 def engine_gone(on: Program) -> bool:
     """Its tier, which waits for the copies of its own memory, is still somebody's."""
     engine = engine_of()
-    ticket, host, h2d = away(engine, some(N)), engine.host, engine.backend.h2d
+    ticket, host, h2d = away(engine, some(N)), engine.tiers[0].host, engine.backend.h2d
     on.without_cached_memory()
     with on.late(h2d, compute()) as gate:
         engine.prefetch([ticket])
@@ -470,11 +470,11 @@ def plain_read_by_the_host(on: Program) -> bool:
 # The disk
 
 
-def disk_engine(on: Program) -> StagedDiskEngine:
+def disk_engine(on: Program) -> TransferEngine:
     return engine_of(tiers=("disk",), disk_dir=on.folder, max_in_flight_bytes=2**30)
 
 
-def on_disk(engine: StagedDiskEngine, given: Tensor) -> Ticket:
+def on_disk(engine: TransferEngine, given: Tensor) -> Ticket:
     """A ticket whose bytes are on disk alone."""
     ticket = away(engine, given)
     extent = ticket.copy.extent
@@ -484,7 +484,7 @@ def on_disk(engine: StagedDiskEngine, given: Tensor) -> Ticket:
     return ticket
 
 
-def read_ahead(engine: StagedDiskEngine, ticket: Ticket) -> Any:
+def read_ahead(engine: TransferEngine, ticket: Ticket) -> Any:
     """It was read, and the copy to the device is queued; the staging buffer is anybody's."""
     engine.prefetch([ticket])
     buffer = ticket.copy.buffer
@@ -520,7 +520,7 @@ def staged_while_the_copy_back_reads(on: Program) -> bool:
 def staged_while_a_thread_reads_into_it(on: Program) -> bool:
     engine, given = disk_engine(on), some(N)
     ticket, x = on_disk(engine, some(N)), given.to("emulated")
-    engine.disk._pread = read = HeldStep(engine.disk._pread)  # type: ignore[method-assign]
+    engine.tiers[0].disk._pread = read = HeldStep(engine.tiers[0].disk._pread)  # type: ignore[method-assign]
     try:
         with on.late(engine.backend.d2h):
             engine.prefetch([ticket])
@@ -553,7 +553,7 @@ def brought_before_it_was_read(on: Program) -> bool:
     engine, given = disk_engine(on), some(N)
     ticket = on_disk(engine, given)
     on_disk(engine, some(N))  # whose bytes are left in the buffer
-    engine.disk._pread = read = HeldStep(engine.disk._pread)  # type: ignore[method-assign]
+    engine.tiers[0].disk._pread = read = HeldStep(engine.tiers[0].disk._pread)  # type: ignore[method-assign]
     try:
         engine.prefetch([ticket])
         on.before_the_host_waits(read)

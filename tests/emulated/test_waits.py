@@ -22,7 +22,8 @@ from emulated.programs import Program
 
 pytestmark = pytest.mark.emulated
 
-ENGINE, STAGED = "_transfer/engine:TransferEngine", "_transfer/disk_staged:StagedDiskEngine"
+ENGINE, STAGED = "_transfer/engine:TransferEngine", "_transfer/disk_staged:StagedDisk"
+COPIES, IN_FLIGHT = "_transfer/copies:Copies", "_transfer/pending_offloads:InFlight"
 RELOADS, PLAIN = "_transfer/pending_reloads:PendingReloads", "_transfer/plain_copies:PlainCopies"
 
 Case = tuple[Callable[[Program], bool], *tuple[Fault, ...]]
@@ -31,28 +32,28 @@ CASES: dict[str, Case] = {
     "d2h waits for compute": (
         programs.computed_late,
         Fault(
-            f"{ENGINE}._d2h_waits_for_compute", "self.backend.d2h.wait_event(stream.record_event())"
+            f"{COPIES}._d2h_waits_for_compute", "self.backend.d2h.wait_event(stream.record_event())"
         ),
     ),
     "d2h waits for each stream that computed": (
         programs.computed_late_on_another_stream,
         Fault(
-            f"{ENGINE}._queue_offload",
+            f"{COPIES}.copy_to_host",
             "_waits_for_compute(stream)",
             "_waits_for_compute(streams[0])",
         ),
     ),
     "a gather waits for the stream that computed": (
         programs.gathered_of_what_is_computed_late,
-        Fault(f"{ENGINE}.reading", "live.wait_event(side.record_event())"),
+        Fault(f"{COPIES}.reading", "live.wait_event(side.record_event())"),
     ),
     "the stream that computed waits for a gather": (
         programs.gathered_late,
-        Fault(f"{ENGINE}.reading", "side.wait_event(live.record_event())"),
+        Fault(f"{COPIES}.reading", "side.wait_event(live.record_event())"),
     ),
     "sources are kept until they are copied": (
         programs.source_let_go,
-        Fault(f"{ENGINE}._queue_offload", "if offloaded.query():", "if True:"),
+        Fault(f"{COPIES}.copy_to_host", "if offloaded.query():", "if True:"),
         Fault(
             "_transfer/pending_offloads:PendingOffloads.is_first_over",
             "pending.offloaded.query()",
@@ -61,41 +62,39 @@ CASES: dict[str, Case] = {
     ),
     "a source is emptied when it is copied": (
         programs.source_emptied,
-        Fault(
-            f"{ENGINE}.after_copies", "self._pending_offloads.last.then.append(action)", "action()"
-        ),
+        Fault(f"{ENGINE}.after_copies", "offloads.last.then.append(action)", "action()"),
     ),
     "compute waits where too much is in flight": (
         programs.too_much_in_flight,
-        Fault(f"{ENGINE}.keep_in_flight_bounded", "stream.wait_event(pending.offloaded)"),
+        Fault(f"{IN_FLIGHT}.keep_bounded", "stream.wait_event(pending.offloaded)"),
     ),
     "so does each stream that may own the source": (
         programs.too_much_in_flight_of_another_stream,
-        Fault(f"{ENGINE}.keep_in_flight_bounded", "*self._compute_streams", ""),
+        Fault(f"{IN_FLIGHT}.keep_bounded", "*self._compute_streams", ""),
     ),
     "and the host, where not all of these are known": (
         programs.too_much_in_flight_of_a_stream_long_ago,
-        Fault(f"{ENGINE}.keep_in_flight_bounded", "pending.offloaded.synchronize()"),
+        Fault(f"{IN_FLIGHT}.keep_bounded", "pending.offloaded.synchronize()"),
     ),
     "compute joins the copies": (
         programs.joined,
-        Fault(f"{ENGINE}.join", "live.wait_event(side.record_event())"),
+        Fault(f"{COPIES}.join", "live.wait_event(side.record_event())"),
     ),
     "d2h waits for the last user of a buffer": (
         programs.buffer_read_for_another_stream,
         Fault(
-            f"{ENGINE}._d2h_waits_for_last_users", "event is not None and event", "False and event"
+            f"{COPIES}._d2h_waits_for_last_users", "event is not None and event", "False and event"
         ),
     ),
     "and so in a forward beside a backward": (
         programs.forward_beside_a_backward,
         Fault(
-            f"{ENGINE}._d2h_waits_for_last_users", "event is not None and event", "False and event"
+            f"{COPIES}._d2h_waits_for_last_users", "event is not None and event", "False and event"
         ),
     ),
     "d2h waits for those of the memory it is carved of": (
         programs.part_of_a_buffer_read_for_another_stream,
-        Fault(f"{ENGINE}._d2h_waits_for_last_users", "in buffer.before:", "in ():"),
+        Fault(f"{COPIES}._d2h_waits_for_last_users", "in buffer.before:", "in ():"),
         Fault("_memory/host:HostTier._carve", "buffer.before = tuple(self._unfinished)"),
     ),
     "slabs are dealt anew when no copy uses them": (
@@ -104,17 +103,17 @@ CASES: dict[str, Case] = {
     ),
     "h2d waits for the offload": (
         programs.brought_before_it_left,
-        Fault(f"{ENGINE}._h2d_waits_for_offloaded", "self.backend.h2d.wait_event(seen)"),
+        Fault(f"{COPIES}._h2d_waits_for_offloaded", "self.backend.h2d.wait_event(seen)"),
     ),
     "h2d waits for compute": (
         programs.brought_into_memory_in_use,
         Fault(
-            f"{ENGINE}._h2d_waits_for_compute", "self.backend.h2d.wait_event(stream.record_event())"
+            f"{COPIES}._h2d_waits_for_compute", "self.backend.h2d.wait_event(stream.record_event())"
         ),
     ),
     "compute waits for the reload": (
         programs.used_before_it_is_back,
-        Fault(f"{ENGINE}._compute_waits_for", "stream.wait_event(event)"),
+        Fault(f"{COPIES}._compute_waits_for", "stream.wait_event(event)"),
     ),
     "a target nobody wants is kept until it is written": (
         programs.target_nobody_wants,
@@ -152,8 +151,8 @@ CASES: dict[str, Case] = {
         programs.plain_source_let_go,
         Fault(
             f"{PLAIN}.copy_to_host",
-            "pending = self.transfer.begin_offload(dense,",
-            "pending = self.transfer.begin_offload([],",
+            "self.transfer.copies.in_flight.begin(dense,",
+            "self.transfer.copies.in_flight.begin([],",
         ),
     ),
     "plain: h2d waits for compute": (
@@ -179,8 +178,8 @@ CASES: dict[str, Case] = {
     ),
     "disk: d2h waits for the copy back of what was there": (
         programs.staged_while_the_copy_back_reads,
-        Fault(f"{ENGINE}._d2h_waits_for_last_users", "in buffer.before:", "in ():"),
-        Fault(f"{STAGED}._disk_copies", "= copies, None", "= (), None"),
+        Fault(f"{COPIES}._d2h_waits_for_last_users", "in buffer.before:", "in ():"),
+        Fault(f"{STAGED}.allocate", "= copies, None", "= (), None"),
     ),
     "disk: so does a thread that reads into it": (
         programs.read_while_the_copy_back_reads,
@@ -189,7 +188,7 @@ CASES: dict[str, Case] = {
     ),
     "disk: d2h waits for a thread that reads into it": (
         programs.staged_while_a_thread_reads_into_it,
-        Fault(f"{STAGED}._disk_copies", "check_finished(", "tuple("),
+        Fault(f"{STAGED}.allocate", "check_finished(", "tuple("),
     ),
     "disk: h2d waits for the thread that reads": (
         programs.brought_before_it_was_read,
@@ -204,12 +203,12 @@ CASES: dict[str, Case] = {
 
 PINNED = "pinned memory is nobody's before its copies were made"
 BY_OTHERS = {
-    f"{ENGINE}.join": "a copy stream waits for compute only to be part of a capture",
+    f"{COPIES}.join": "a copy stream waits for compute only to be part of a capture",
     f"{ENGINE}.close": "each tier waits for the copies that use it before it drops its memory",
     "_memory/host:HostTier.release_idle": PINNED,
     "_memory/host:HostTier._drop_slabs": PINNED,
     "_memory/host:HostTier._wait_for_copies": PINNED,
-    "_transfer/engine:wait": "only passes it on",
+    "_transfer/copies:wait": "only passes it on",
     "_transfer/pending_offloads:Queued.synchronize": "only passes it on",
 }
 """One wait each that can be left out on an accelerator without harm, and why.
@@ -223,6 +222,7 @@ ORDERING = (
         f"_transfer/{name}"
         for name in (
             "engine",
+            "copies",
             "pending_reloads",
             "pending_offloads",
             "plain_copies",

@@ -20,7 +20,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, use_backend
 from pp_offload._groups.plan import ChunkKey
 from pp_offload._memory.disk import NUM_THREADS
-from pp_offload._transfer.engine import MAX_STREAMS
+from pp_offload._transfer.pending_offloads import MAX_STREAMS
 from pp_offload.backends import CpuBackend
 from pp_offload.testing import SimulatedBackend
 
@@ -44,7 +44,7 @@ config = OffloadConfig(
 backend = CpuBackend() if sys.argv[3] == "cpu" else SimulatedBackend(sys.argv[3])
 manager = PipelineOffloadManager(config=config, backend=backend)
 PipelineOffloadManager.OFFLOAD_MGR = manager
-disk = manager.wiring.transfer.disk
+disk = manager.wiring.transfer.tiers[0].disk
 model, plain = make_model(width=32), make_model(width=32, groups=())
 
 def is_right(step):
@@ -262,5 +262,5 @@ def test_streams_that_come_and_go() -> None:
             with backend.stream(side):
                 assert same_bits(run_step(model, [x]), expected)
             backend.current_stream().wait_stream(side)
-        assert len(manager.wiring.transfer._compute_streams) <= MAX_STREAMS
+        assert len(manager.wiring.transfer.copies.in_flight._compute_streams) <= MAX_STREAMS
         assert same_bits(run_step(model, [x]), expected)

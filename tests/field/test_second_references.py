@@ -14,7 +14,7 @@ from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, VerifyError, use_backend
-from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.host_tier import HostMemory
 
 on_backends = pytest.mark.parametrize("kind", BACKENDS)
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1, verify=True)
@@ -152,9 +152,9 @@ def test_verify_catches_bytes_that_changed_on_the_host(kind: str) -> None:
         y, _ = one_chain(manager)
         manager.backend.synchronize()
         manager.statistics()
-        engine = manager.wiring.transfer
-        assert type(engine) is TransferEngine
-        for slab in engine.host._slabs:
+        (tier,) = manager.wiring.transfer.tiers
+        assert isinstance(tier, HostMemory)
+        for slab in tier.host._slabs:
             slab.data.numpy()[:] ^= 1
         with pytest.raises(VerifyError, match="group 'core'"):
             y.sum().backward()

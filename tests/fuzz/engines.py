@@ -171,8 +171,8 @@ class Offload(Plain):
         for _ in range(2):  # to the host, and from there to the disk
             self.backend.synchronize()
             for engine in (self.transfer, inputs):
-                while engine._pending_offloads:
-                    engine._pending_offloads.first.offloaded.synchronize()
+                while offloads := engine.copies.in_flight.offloads:
+                    offloads.first.offloaded.synchronize()
                     engine.poll()
             self.statistics()
             self._inputs.statistics()

@@ -12,6 +12,7 @@ from run import check
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.saved_tensor import Resident, SavedActivation, is_in_backward
 from pp_offload._transfer.tensors import Geometry
@@ -25,23 +26,24 @@ def nothing(*args: Any) -> None:
 
 
 def reads_host_before_it_was_written(patch: Patch) -> None:
-    patch.setattr(TransferEngine, "_h2d_waits_for_offloaded", nothing)
+    patch.setattr(Copies, "_h2d_waits_for_offloaded", nothing)
 
 
 def uses_tensor_before_it_is_back(patch: Patch) -> None:
-    patch.setattr(TransferEngine, "_compute_waits_for", nothing)
+    patch.setattr(Copies, "_compute_waits_for", nothing)
 
 
 def gives_buffer_back_when_reload_is_queued(patch: Patch) -> None:
-    copy_back = TransferEngine._copy_back
+    copy_back = Copies.copy_to_device
 
-    def give_back(self: TransferEngine, tickets: Sequence[Ticket]) -> None:
-        copy_back(self, tickets)
+    def give_back(self: Copies, tickets: Sequence[Ticket]) -> int:
+        num = copy_back(self, tickets)
         for copy in {ticket.copy for ticket in tickets}:
             if copy is not None and copy.buffer is not None:
                 copy.buffer.last_use = None
+        return num
 
-    patch.setattr(TransferEngine, "_copy_back", give_back)
+    patch.setattr(Copies, "copy_to_device", give_back)
 
 
 def compares_no_versions(patch: Patch) -> None:

@@ -26,7 +26,7 @@ from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.disk import DiskTier
 from pp_offload._memory.host import HostTier
 from pp_offload._transfer.ticket import HostCopy
-from pp_offload._transfer.tiers import make_engine
+from pp_offload._transfer.tiers import host_engine, make_engine
 from pp_offload.backends import CpuBackend
 
 ROOT = str(Path(pp_offload.__file__).parent)
@@ -235,7 +235,8 @@ def functions_called() -> Iterator[list[str]]:
 def test_no_python_code_runs_where_bytes_are_given_back(tmp_path: Path, is_cycle: bool) -> None:
     """What a signal handler raises in a destructor is lost, and autograd frees in backward."""
     host, disk = HostTier(CpuBackend().allocate_host), DiskTier(tmp_path)
-    copy = HostCopy(host.allocate(1000), disk.allocate(1000))
+    (tier,) = host_engine(CpuBackend(), host, 0).tiers
+    copy = HostCopy(tier, host.allocate(1000), disk.allocate(1000))
     copy.in_flight_sources[0] = torch.zeros(3)
     gc.collect()  # what other tests left behind
     if is_cycle:

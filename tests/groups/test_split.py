@@ -18,7 +18,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._groups.plan import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import BackwardPass
-from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.ticket import DeviceCopy
 
 MICROBATCHES = 6
@@ -112,7 +112,7 @@ def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None
     )
     with use_backend(make_backend(kind), config=config) as manager:
         on, off = both(manager.backend.device)
-        manager.wiring.transfer.__class__ = Watched
+        manager.wiring.transfer.copies.__class__ = Watched
         tell(manager, delay)
         seen = [manager.statistics()]
         for step in range(4):
@@ -136,14 +136,14 @@ def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None
         assert reloaded[2] > offloaded[2]
 
 
-class Watched(TransferEngine):
+class Watched(Copies):
     """Notes how much was ever reloaded and not used."""
 
     most_unused = 0
 
-    def _begin_reload(self, *args: Any) -> DeviceCopy:
-        device_copy = super()._begin_reload(*args)
-        Watched.most_unused = max(Watched.most_unused, self.reloaded_bytes)
+    def begin_reload(self, *args: Any) -> DeviceCopy:
+        device_copy = super().begin_reload(*args)
+        Watched.most_unused = max(Watched.most_unused, self.reloads.nbytes)
         return device_copy
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import make_backend
 from interrupts import every_line, interrupted, uninterrupted
-from test_disk import tickets_of
+from test_disk import disk_tier_of, staged_of, tickets_of
 from test_disk_tier import read, some_bytes
 from test_host_tier import LateEvent, System, budget, overlap, spans
 from torch import Tensor
@@ -26,8 +26,6 @@ from pp_offload._memory.host import HostTier
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB
 from pp_offload._memory.unfinished import when_finished
-from pp_offload._transfer.disk_staged import StagedDiskEngine
-from pp_offload._transfer.disk_transfer import DiskTransferEngine
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
 
@@ -313,8 +311,8 @@ def test_an_engine_goes_on_after_an_interrupt_at_any_line_of_its_tiers(
     )
     with use_backend(make_backend(kind), config=config) as manager:
         engine = manager.wiring.transfer
-        if isinstance(engine, DiskTransferEngine):
-            engine.disk._threads = InTurn(is_late=is_late)
+        if tier := disk_tier_of(engine):
+            tier.disk._threads = InTurn(is_late=is_late)  # type: ignore[assignment]
         engine_step(engine)
         for number in every_line(lambda: engine_step(engine), num_visits=2):
             with interrupted(number) as lines:
@@ -331,8 +329,8 @@ def test_what_was_offloaded_is_still_had_after_an_interrupt(kind: str, tmp_path:
     config = OffloadConfig(min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path)
     with use_backend(make_backend(kind), config=config) as manager:
         engine = manager.wiring.transfer
-        assert isinstance(engine, StagedDiskEngine)
-        engine.disk._threads = threads = InTurn(is_late=True)
+        tier = staged_of(engine)
+        tier.disk._threads = threads = InTurn(is_late=True)
         values: list[Tensor] = []
 
         def offloaded(first: int = 0) -> list[Ticket]:
@@ -347,8 +345,8 @@ def test_what_was_offloaded_is_still_had_after_an_interrupt(kind: str, tmp_path:
             threads.work()
             engine.poll()
             with uninterrupted():
-                if engine.staging.statistics().in_use == 0:
-                    for slab in engine.staging._slabs:  # or what was not read might be there still
+                if tier.staging.statistics().in_use == 0:
+                    for slab in tier.staging._slabs:  # or what was not read might be there still
                         slab.data.numpy()[:] = 0
             engine.prefetch(tickets[:2])
             for ticket in tickets:
@@ -363,7 +361,7 @@ def test_what_was_offloaded_is_still_had_after_an_interrupt(kind: str, tmp_path:
                 assert engine.deliver(ticket).equal(value), lines.was_at
             there_and_back(tickets)
             there_and_back(tickets)
-            assert engine.staging.statistics().in_use == 0, lines.was_at
+            assert tier.staging.statistics().in_use == 0, lines.was_at
 
 
 def settled(manager: PipelineOffloadManager) -> tuple[int, int, int, int]:
@@ -371,8 +369,8 @@ def settled(manager: PipelineOffloadManager) -> tuple[int, int, int, int]:
     manager.backend.synchronize()
     engine = manager.wiring.transfer
     for _ in range(3):
-        if isinstance(engine, DiskTransferEngine):
-            engine.disk._threads.work()  # type: ignore[attr-defined]
+        if tier := disk_tier_of(engine):
+            tier.disk._threads.work()  # type: ignore[attr-defined]
         statistics = manager.statistics()
     return (
         statistics.host_bytes_in_use,

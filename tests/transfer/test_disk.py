@@ -32,9 +32,9 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.buffers import Loan
 from pp_offload._memory.disk import NUM_THREADS, DiskTier
-from pp_offload._transfer.disk_direct import DirectDiskEngine
-from pp_offload._transfer.disk_staged import StagedDiskEngine
-from pp_offload._transfer.disk_transfer import DiskTransferEngine
+from pp_offload._transfer.copies import Copies
+from pp_offload._transfer.disk_direct import DirectDisk
+from pp_offload._transfer.disk_staged import StagedDisk
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import HostCopy, Ticket
 from pp_offload.backends import Event, Stream
@@ -119,9 +119,21 @@ THREADS = {"late": LateThreads, "eager": EagerThreads}
 
 
 def disk_of(manager: PipelineOffloadManager) -> DiskTier:
-    engine = manager.wiring.transfer
-    assert isinstance(engine, DiskTransferEngine)
-    return engine.disk
+    tier = disk_tier_of(manager.wiring.transfer)
+    assert tier is not None
+    return tier.disk
+
+
+def disk_tier_of(engine: TransferEngine) -> DirectDisk | StagedDisk | None:
+    """The last one, if it is one on disk."""
+    tier = engine.tiers[-1]
+    return tier if isinstance(tier, DirectDisk | StagedDisk) else None
+
+
+def staged_of(engine: TransferEngine) -> StagedDisk:
+    tier = disk_tier_of(engine)
+    assert isinstance(tier, StagedDisk)
+    return tier
 
 
 def steps_are_equal(
@@ -376,27 +388,27 @@ def test_over_budget_the_advice_is_nothing_that_is_set(
     assert ("tiers=" in said[0]) == (tiers == ("host",))
 
 
-class WritesBeforeItArrived(StagedDiskEngine):
-    def _queue_offload(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
-        nbytes = super()._queue_offload(tickets, copies)
+class WritesBeforeItArrived(StagedDisk):
+    def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+        nbytes = super().store(tickets, copies)
         for copy in copies:
             self._write(copy)
         return nbytes
 
 
-class TakesBuffersStillReadInto(StagedDiskEngine):
+class TakesBuffersStillReadInto(StagedDisk):
     def _stage(self, nbytes: int) -> Loan:
         loan = self.staging.allocate(nbytes)
         loan.buffer.last_use, loan.buffer.before = None, ()
         return loan
 
 
-class SendsOnBeforeItWasRead(StagedDiskEngine):
+class SendsOnBeforeItWasRead(StagedDisk):
     def _finish_reading(self, copy: HostCopy) -> None:
         copy.reading = None
 
 
-class UsesBeforeItWasRead(DirectDiskEngine):
+class UsesBeforeItWasRead(Copies):
     def _compute_waits_for(self, stream: Stream, event: Event) -> None:
         pass
 
@@ -404,13 +416,15 @@ class UsesBeforeItWasRead(DirectDiskEngine):
 STAGED_FAULTS = [WritesBeforeItArrived, TakesBuffersStillReadInto, SendsOnBeforeItWasRead]
 
 
-def is_caught(kind: str, directory: Path, fault: type[TransferEngine] | None) -> bool:
+def is_caught(kind: str, directory: Path, fault: type | None) -> bool:
     """Whether steps with late threads go wrong in a way that shows."""
     try:
         with disk_manager(kind, directory, max_in_flight_bytes=3000) as manager:
             disk_of(manager)._threads = LateThreads()  # type: ignore[assignment]
             if fault is not None:
-                manager.wiring.transfer.__class__ = fault
+                engine = manager.wiring.transfer
+                part: Any = engine.copies if issubclass(fault, Copies) else engine.tiers[0]
+                part.__class__ = fault
             return not all(is_right_after_half_a_backward(manager, step) for step in range(3))
     except (RaceError, DiskTierError):
         return True
@@ -429,9 +443,7 @@ def is_right_after_half_a_backward(manager: PipelineOffloadManager, step: int) -
 
 
 @pytest.mark.parametrize("fault", STAGED_FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_on_the_way_through_staging_is_caught(
-    fault: type[TransferEngine], tmp_path: Path
-) -> None:
+def test_a_fault_on_the_way_through_staging_is_caught(fault: type, tmp_path: Path) -> None:
     assert is_caught("late", tmp_path, fault)
 
 
@@ -448,12 +460,12 @@ def test_more_reads_than_room_to_stage_them(tmp_path: Path) -> None:
     """One batch of a copy still being written, and one at rest that needs its buffer."""
     with disk_manager("eager", tmp_path, max_in_flight_bytes=2**21) as manager:
         engine = manager.wiring.transfer
-        assert isinstance(engine, StagedDiskEngine)
+        tier = staged_of(engine)
         values = [torch.full((2**21 // 4,), float(i)) for i in range(2)]
         tickets = tickets_of(engine, values)
         engine.offload(tickets[:1])
         settle(manager)
-        engine.disk._threads = LateThreads()  # type: ignore[assignment]
+        tier.disk._threads = LateThreads()  # type: ignore[assignment]
         engine.offload(tickets[1:])
         engine.reload([tickets[1], tickets[0]])
         assert all(torch.equal(engine.deliver(t), v) for t, v in zip(tickets, values, strict=True))
@@ -475,14 +487,14 @@ def test_a_buffer_is_read_into_when_its_last_copy_was_made(tmp_path: Path) -> No
     """That copy is late; the next group is read into the same buffer."""
     with disk_manager("late", tmp_path) as manager:
         engine = manager.wiring.transfer
-        assert isinstance(engine, StagedDiskEngine)
+        tier = staged_of(engine)
         values = [torch.full((2**20,), float(i)) for i in range(2)]
         tickets = at_rest(manager, *values)
-        engine.disk._threads = EagerThreads()  # type: ignore[assignment]
+        tier.disk._threads = EagerThreads()  # type: ignore[assignment]
         for ticket in tickets:
             engine.prefetch([ticket])
             engine.poll()  # it was read, and is copied from there
-        assert engine.staging.statistics().num_allocations == 1
+        assert tier.staging.statistics().num_allocations == 1
         assert all(torch.equal(engine.deliver(t), v) for t, v in zip(tickets, values, strict=True))
 
 
@@ -490,15 +502,15 @@ def test_a_buffer_is_copied_into_when_no_thread_writes_it(tmp_path: Path) -> Non
     """Nobody wants any more what a thread reads into it; the next group is copied there."""
     with disk_manager("eager", tmp_path) as manager:
         engine = manager.wiring.transfer
-        assert isinstance(engine, StagedDiskEngine)
+        tier = staged_of(engine)
         dropped = at_rest(manager, torch.zeros(2**20))
-        engine.disk._threads = threads = LateThreads()  # type: ignore[assignment]
+        tier.disk._threads = threads = LateThreads()  # type: ignore[assignment]
         engine.prefetch(dropped)
         del dropped
         value = torch.ones(2**20)
         (ticket,) = tickets_of(engine, [value])
         engine.offload([ticket])
-        assert engine.staging.statistics().num_allocations == 1
+        assert tier.staging.statistics().num_allocations == 1
         threads.shutdown()
         engine.poll()
         assert ticket.copy is not None and ticket.copy.buffer is None, "it is at rest"
@@ -548,12 +560,12 @@ def test_read_ahead_for_a_ticket_that_shares_another_one_s_copy(
 def test_a_read_that_ends_while_it_is_asked_for_lands_once(tmp_path: Path) -> None:
     with disk_manager("eager", tmp_path) as manager:
         engine = manager.wiring.transfer
-        assert isinstance(engine, StagedDiskEngine)
+        tier = staged_of(engine)
         value = torch.arange(5000.0)
         (ticket,) = tickets_of(engine, [value])
         engine.offload([ticket])
         settle(manager)
-        engine.disk._threads = threads = LateThreads()  # type: ignore[assignment]
+        tier.disk._threads = threads = LateThreads()  # type: ignore[assignment]
         engine.prefetch([ticket])
         assert ticket.is_coming and ticket.device_tensor is None
         poll, polls = engine.poll, []

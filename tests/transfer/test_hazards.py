@@ -45,6 +45,7 @@ from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.saved_tensor import SavedActivation
 from pp_offload._transfer.tensors import StorageSet
 from pp_offload._transfer.ticket import PACK_BYTES, Ticket, packs
+from pp_offload._transfer.tiers import host_engine
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
 from pp_offload.testing.happens_before import VectorClock
@@ -64,7 +65,7 @@ class Owner:
 def late_engine() -> tuple[SimulatedBackend, TransferEngine]:
     """Copies to host memory, each as late as the program permits."""
     backend = SimulatedBackend("late")
-    return backend, TransferEngine(backend, HostTier(backend.allocate_host), 2**30)
+    return backend, host_engine(backend, HostTier(backend.allocate_host), 2**30)
 
 
 def ticket_for(engine: TransferEngine, tensor: Tensor) -> tuple[SavedActivation, Ticket]:
@@ -115,7 +116,7 @@ def test_memory_carved_of_a_buffer_still_read_is_written_after_the_read(order: s
     """The last owner is gone, and its copy back was never waited for."""
     backend = SimulatedBackend(order)
     budget = HostBudget(reserved_bytes() + SLAB_BYTES)
-    engine = TransferEngine(backend, HostTier(backend.allocate_host, budget), 2**30)
+    engine = host_engine(backend, HostTier(backend.allocate_host, budget), 2**30)
     with backend.activate():
         saved, ticket = ticket_for(engine, torch.ones(SLAB_BYTES // 4))
         engine.offload([ticket])
@@ -623,7 +624,7 @@ def sharing(engine: TransferEngine, num: int = 2) -> list[Ticket]:
 @pytest.mark.parametrize("order", SIMULATED)
 def test_what_landed_for_one_stream_is_not_shared_with_another(order: str) -> None:
     backend = SimulatedBackend(order)
-    engine = TransferEngine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
     with backend.activate():
         first, second, third = sharing(engine, 3)
         landed = engine.deliver(first)
@@ -638,7 +639,7 @@ def test_what_landed_for_one_stream_is_not_shared_with_another(order: str) -> No
 @pytest.mark.parametrize("is_soon", [True, False])
 def test_what_is_used_up_is_passed_on_to_who_comes_soon(is_soon: bool) -> None:
     backend = SimulatedBackend("eager")
-    engine = TransferEngine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
     engine.comes_soon = lambda _: is_soon
     with backend.activate():
         first, second = sharing(engine)
@@ -650,7 +651,7 @@ def test_what_is_used_up_is_passed_on_to_who_comes_soon(is_soon: bool) -> None:
 
 def test_what_is_shared_counts_as_long_as_somebody_waits_for_it() -> None:
     backend = SimulatedBackend("eager")
-    engine = TransferEngine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
     with backend.activate():
         first, second, third = sharing(engine, 3)
         assert engine.reload([first, second]) == 1
@@ -668,7 +669,7 @@ def test_what_is_shared_counts_as_long_as_somebody_waits_for_it() -> None:
 def test_a_copy_forgets_tickets_that_are_gone() -> None:
     """That of a table lives on through any number of forwards that save it."""
     backend = SimulatedBackend("eager")
-    engine = TransferEngine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
     with backend.activate():
         (ticket,) = sharing(engine, 1)
         copy, place = ticket.copy, ticket.host_bytes
@@ -682,7 +683,7 @@ def test_a_copy_forgets_tickets_that_are_gone() -> None:
 def test_an_address_used_again_is_not_taken_for_the_copy_that_was_there() -> None:
     backend = SimulatedBackend("eager")
     engine, pending_reloads = (
-        TransferEngine(backend, HostTier(backend.allocate_host), 2**30),
+        host_engine(backend, HostTier(backend.allocate_host), 2**30),
         PendingReloads(),
     )
     with backend.activate():
@@ -781,7 +782,7 @@ def test_a_buffer_of_a_copy_that_was_cut_off_is_written_behind_it(size: int) -> 
     """As it is, or carved anew."""
     backend = SimulatedBackend("late")
     budget = HostBudget(reserved_bytes() + SLAB_BYTES)
-    engine = TransferEngine(backend, HostTier(backend.allocate_host, budget), 2**30)
+    engine = host_engine(backend, HostTier(backend.allocate_host, budget), 2**30)
     with backend.activate():
         tickets = tickets_of(engine, [torch.ones(SLAB_BYTES // 4)])
         with cut_behind_the_copy(backend):
@@ -801,7 +802,7 @@ def test_a_buffer_of_a_copy_that_was_cut_off_is_written_behind_it(size: int) -> 
 
 def test_no_python_code_runs_where_a_ticket_dies() -> None:
     backend = SimulatedBackend("eager")
-    engine = TransferEngine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
     with backend.activate():
         (ticket,) = sharing(engine, 1)
         engine.reload([ticket])
@@ -849,22 +850,23 @@ def test_books_are_kept_with_the_lock_held_and_waits_are_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = SimulatedBackend("eager")
-    engine = TransferEngine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
     held: list[tuple[str, bool]] = []
 
-    def noting(name: str) -> None:
-        inner = getattr(engine, name)
+    def noting(owner: object, name: str) -> None:
+        inner = getattr(owner, name)
 
         def note(*args: Any) -> Any:
             held.append((name, engine.lock._is_owned()))  # type: ignore[attr-defined]
             return inner(*args)
 
-        monkeypatch.setattr(engine, name, note)
+        monkeypatch.setattr(owner, name, note)
 
     with backend.activate():
         ticket, _ = sharing(engine)
-        for name in ("_find", "_compute_waits_for", "_give_out"):
-            noting(name)
+        noting(engine, "_find")
+        noting(engine.copies, "_compute_waits_for")
+        noting(engine, "_give_out")
         engine.deliver(ticket)
     assert held == [("_find", True), ("_compute_waits_for", False), ("_give_out", True)]
 
@@ -873,7 +875,7 @@ def test_books_are_kept_with_the_lock_held_and_waits_are_without(
 def test_a_commit_of_another_thread_amid_an_unpack(is_before: bool) -> None:
     """It gives the ticket, then lets go of the tensor; nobody finds neither."""
     backend = SimulatedBackend("eager")
-    engine = TransferEngine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
     commit: list[Any] = []
 
     class Amid(SavedActivation):

@@ -14,7 +14,9 @@ from test_host_tier import LateEvent, System
 
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._memory.host import HostTier
-from pp_offload._transfer.engine import IN_FLIGHT_BYTES, TransferEngine
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.pending_offloads import IN_FLIGHT_BYTES
+from pp_offload._transfer.tiers import host_engine
 from pp_offload.testing import SimulatedBackend
 
 SIZE = 4096
@@ -23,7 +25,7 @@ SIZE = 4096
 def engine_with(cap: int | None) -> tuple[SimulatedBackend, TransferEngine]:
     """Copies as late as the program permits."""
     backend = SimulatedBackend("late")
-    return backend, TransferEngine(backend, HostTier(backend.allocate_host), cap)
+    return backend, host_engine(backend, HostTier(backend.allocate_host), cap)
 
 
 def offload(engine: TransferEngine, nbytes: Sequence[int]) -> None:
@@ -66,22 +68,22 @@ def test_a_small_group_behind_a_large_one_waits_for_that() -> None:
 
 def test_the_default_is_twice_the_largest_group() -> None:
     _, engine = engine_with(None)
-    large = IN_FLIGHT_BYTES // 2 + 4
-    assert engine._max_in_flight_bytes == IN_FLIGHT_BYTES
-    engine._sent(large)
-    assert engine._max_in_flight_bytes == 2 * large
-    engine._sent(4)
-    assert engine._max_in_flight_bytes == 2 * large, "it does not shrink"
+    large, in_flight = IN_FLIGHT_BYTES // 2 + 4, engine.copies.in_flight
+    assert in_flight.max_bytes == IN_FLIGHT_BYTES
+    in_flight.expect(large)
+    assert in_flight.max_bytes == 2 * large
+    in_flight.expect(4)
+    assert in_flight.max_bytes == 2 * large, "it does not shrink"
     engine.keep_in_flight_bounded(2 * large)  # gradients, for instance, which are no group
-    assert engine._max_in_flight_bytes == 2 * large
+    assert in_flight.max_bytes == 2 * large
 
 
 def test_none_is_the_default_and_a_number_is_kept() -> None:
     assert OffloadConfig().max_in_flight_bytes is None
     with use_backend(make_backend("late"), config=OffloadConfig(max_in_flight_bytes=17)) as manager:
-        engine = manager.wiring.transfer
-        engine._sent(1000)
-        assert engine._max_in_flight_bytes == 17
+        in_flight = manager.wiring.transfer.copies.in_flight
+        in_flight.expect(1000)
+        assert in_flight.max_bytes == 17
 
 
 def lines_of_delivers(num_tensors: int) -> int:

@@ -18,7 +18,7 @@ MUTANTS = [
     ),
     Mutant(
         "earlier uses of a buffer not waited for",
-        "pp_offload/_transfer/engine.py",
+        "pp_offload/_transfer/copies.py",
         "for event in buffer.before:",
         "for event in ():",
         "a copy overwrites host memory that another size of buffer is still read from",
@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "gather waits for no side stream",
-        "pp_offload/_transfer/engine.py",
+        "pp_offload/_transfer/copies.py",
         "            live.wait_event(side.record_event())\n        yield\n",
         "            pass\n        yield\n",
         "a gather reads what another stream is still to compute",
@@ -66,9 +66,9 @@ MUTANTS = [
     ),
     Mutant(
         "side stream does not wait for a gather",
-        "pp_offload/_transfer/engine.py",
-        "            side.wait_event(live.record_event())\n\n    def after_copies",
-        "            pass\n\n    def after_copies",
+        "pp_offload/_transfer/copies.py",
+        "            side.wait_event(live.record_event())\n\n    # To the device",
+        "            pass\n\n    # To the device",
         "another stream writes what a gather has still to read",
         (f"{HAZARDS}::test_a_gather_is_ordered_with_the_stream_that_computed_what_it_reads",),
     ),
@@ -83,7 +83,7 @@ MUTANTS = [
     # Others, by file.
     Mutant(
         "copy before compute wrote it",
-        "pp_offload/_transfer/engine.py",
+        "pp_offload/_transfer/copies.py",
         "self.backend.d2h.wait_event(stream.record_event())",
         "pass",
         "bytes leave before they are computed",
@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "reload into memory still used",
-        "pp_offload/_transfer/engine.py",
+        "pp_offload/_transfer/copies.py",
         "self.backend.h2d.wait_event(stream.record_event())",
         "pass",
         "what comes back overwrites what compute still reads there",
@@ -99,7 +99,7 @@ MUTANTS = [
     ),
     Mutant(
         "reload before the offload",
-        "pp_offload/_transfer/engine.py",
+        "pp_offload/_transfer/copies.py",
         "self.backend.h2d.wait_event(seen)",
         "pass",
         "the host buffer is read before it was written",
@@ -107,7 +107,7 @@ MUTANTS = [
     ),
     Mutant(
         "use before it is back",
-        "pp_offload/_transfer/engine.py",
+        "pp_offload/_transfer/copies.py",
         "        stream.wait_event(event)\n        self.counters",
         "        self.counters",
         "compute reads what the copy is still to bring",
@@ -115,7 +115,7 @@ MUTANTS = [
     ),
     Mutant(
         "last use of a buffer not waited for",
-        "pp_offload/_transfer/engine.py",
+        "pp_offload/_transfer/copies.py",
         "event is not None and event is not seen and not event.query()",
         "False",
         "a copy overwrites a host buffer that is still read",
@@ -131,7 +131,7 @@ MUTANTS = [
     ),
     Mutant(
         "reload is no use of its buffer",
-        "pp_offload/_transfer/engine.py",
+        "pp_offload/_transfer/copies.py",
         "copy.buffer.last_use = reloaded",
         "pass",
         "whoever gets the buffer next waits for all copies that were queued since",
@@ -147,17 +147,17 @@ MUTANTS = [
     ),
     Mutant(
         "in flight without bound",
-        "pp_offload/_transfer/engine.py",
-        "self._pending_offloads.nbytes <= (max(cap, last_bytes) if cap else 0)",
+        "pp_offload/_transfer/pending_offloads.py",
+        "self.offloads.nbytes <= (max(cap, last_bytes) if cap else 0)",
         "True",
         "the device runs full of what is on its way out",
         ("tests/test_activations.py::test_device_memory_is_arithmetic",),
     ),
     Mutant(
         "let go on the live stream alone",
-        "pp_offload/_transfer/engine.py",
-        "for stream in (self.backend.current_stream(), *self._compute_streams):",
-        "for stream in (self.backend.current_stream(),):",
+        "pp_offload/_transfer/pending_offloads.py",
+        "for stream in (self._backend.current_stream(), *self._compute_streams):",
+        "for stream in (self._backend.current_stream(),):",
         "memory returns to a stream that does not wait for the copy",
         (
             "tests/groups/test_lifetimes.py::test_a_tensor_saved_on_another_stream_is_let_go_in_order",
@@ -182,8 +182,8 @@ MUTANTS = [
     Mutant(
         "source taken back on another stream",
         "pp_offload/_transfer/engine.py",
-        "copy.stream == live:",
-        "True:",
+        "copy is not None and copy.stream == live else",
+        "copy is not None else",
         "memory of one stream is used on another",
         (
             "tests/transfer/test_hazards.py::test_what_is_kept_on_one_stream_is_brought_again_for_another",
@@ -200,7 +200,7 @@ MUTANTS = [
     Mutant(
         "after a copy at once",
         "pp_offload/_transfer/engine.py",
-        "self._pending_offloads.last.then.append(action)",
+        "offloads.last.then.append(action)",
         "action()",
         "what the user names is emptied before it was copied",
         ("tests/groups/test_release.py::test_what_nobody_else_needs_is_emptied",),
@@ -233,7 +233,7 @@ MUTANTS = [
     ),
     Mutant(
         "capture ends without its copies",
-        "pp_offload/_transfer/engine.py",
+        "pp_offload/_transfer/copies.py",
         "            side.wait_event(live.record_event())\n            live.wait_event(side.record_event())",
         "            side.wait_event(live.record_event())",
         "a graph is closed while a copy stream is still in it",
@@ -259,8 +259,8 @@ MUTANTS = [
     ),
     Mutant(
         "lost with a failed write",
-        "pp_offload/_transfer/ticket.py",
-        "self.extent.failure is not None:",
+        "pp_offload/_transfer/disk_direct.py",
+        "copy.extent.failure is not None:",
         "False:",
         "what the disk refused is let go of",
         ("tests/transfer/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
@@ -704,15 +704,15 @@ MUTANTS = [
     Mutant(
         "room to stage without bound",
         "pp_offload/_transfer/disk_staged.py",
-        "in_use + nbytes > self._max_in_flight_bytes",
+        "in_use + nbytes > self._copies.in_flight.max_bytes",
         "in_use < 0",
         "host memory is as large as what goes to disk",
         ("tests/transfer/test_disk.py::test_steps_are_equal_bit_for_bit",),
     ),
     Mutant(
         "what was not written is not had back",
-        "pp_offload/_transfer/disk_direct.py",
-        "if ticket.in_flight_source is None:",
+        "pp_offload/_transfer/engine.py",
+        "if lent is None:",
         "if True:",
         "a full disk ends the step",
         ("tests/transfer/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
@@ -942,7 +942,7 @@ MUTANTS = [
     ),
     Mutant(
         "no use where a copy to the host is cut off",
-        "pp_offload/_transfer/engine.py",
+        "pp_offload/_transfer/copies.py",
         "        self._note_uses(copies, self.backend.d2h)\n",
         "",
         "a buffer is given to others while the copy still writes it",
@@ -950,7 +950,7 @@ MUTANTS = [
     ),
     Mutant(
         "no use where a copy back is cut off",
-        "pp_offload/_transfer/engine.py",
+        "pp_offload/_transfer/copies.py",
         "        self._note_uses(copies, self.backend.h2d)\n",
         "",
         "a buffer is given to others while the copy still reads it",
@@ -975,8 +975,8 @@ MUTANTS = [
     Mutant(
         "no lock where backward asks",
         "pp_offload/_transfer/engine.py",
-        "        with self.lock:\n            found = self._find(ticket, live)",
-        "        if True:\n            found = self._find(ticket, live)",
+        "            with self.lock:\n                found = self._find(ticket, live)",
+        "            if True:\n                found = self._find(ticket, live)",
         "two backwards keep the same books at once",
         (
             "tests/transfer/test_hazards.py::test_books_are_kept_with_the_lock_held_and_waits_are_without",
@@ -985,8 +985,8 @@ MUTANTS = [
     Mutant(
         "waits with the lock held",
         "pp_offload/_transfer/engine.py",
-        "            self._wait_once(live, found.reloaded)",
-        "            with self.lock:\n                self._wait_once(live, found.reloaded)",
+        "                self.copies.wait(live, found.reloaded)",
+        "                with self.lock:\n                    self.copies.wait(live, found.reloaded)",
         "where compute waits for a copy, all other threads wait as well",
         (
             "tests/transfer/test_hazards.py::test_books_are_kept_with_the_lock_held_and_waits_are_without",

@@ -1,0 +1,324 @@
+"""Queues ordered copies, and nothing else: here streams wait for each other.
+
+NOTE [ Order ]
+    Offload: d2h waits for compute and for the last user of the host buffer, then copies.
+    Reload:  the target is allocated on the compute stream; h2d waits for compute (earlier users of
+             that memory) and for ``offloaded``, then copies.
+    Use:     the live compute stream waits for ``reloaded``.
+
+NOTE [ Side streams ]
+    A group may be committed on one stream while what another one computed of it is not waited for
+    yet. So d2h waits for each stream that a tensor was saved on, and where compute has to gather,
+    it waits for them and they for it. Memory that is let go early is let go on all of them.
+
+NOTE [ Brought once ]
+    A tensor that several groups saved is copied out once, and its tickets share the bytes. It is
+    also brought once for all of them that wait for it within the window: a ticket takes what has
+    come for another, and the memory goes when the last of them has used it. One whose bytes were
+    changed in place meanwhile, by a backward that was given them, brings its own.
+
+This is what a tier is given. All is called with the lock held, but for :meth:`Copies.wait`.
+
+    copies.copy_to_host(tickets, host_copies)   # they have their places in host memory
+    copies.copy_to_device(tickets)              # from there
+    copies.wait(compute, device_copy.reloaded)  # before they are used
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pp_offload._transfer.pending_offloads import InFlight, Queued
+from pp_offload._transfer.pending_reloads import PendingReloads
+from pp_offload._transfer.tensors import flat_bytes
+from pp_offload._transfer.ticket import DeviceCopy, HostCopy, Ticket
+from pp_offload.backends import Backend, Event, Stream
+
+_nothing = nullcontext()
+
+
+@dataclass
+class TransferCounters:
+    """What was moved since the engine was made."""
+
+    bytes_offloaded: int = 0
+    bytes_reloaded: int = 0
+    prefetched_reloads: int = 0
+    on_demand_reloads: int = 0
+    taken_back: int = 0
+    consumer_wait_ms: float = 0.0
+
+
+class Copies:
+    """Copies between one device and host memory, in an order that cannot be wrong.
+
+    Args:
+        backend: Streams, events and copies of the device.
+        max_in_flight_bytes: See :class:`InFlight`.
+
+    Attributes:
+        lock: See NOTE [ One lock ].
+        counters: Of what is queued here, and of what tickets were given.
+        in_flight: What is on its way to the host.
+        reloads: What is on the device again, or on its way there.
+    """
+
+    def __init__(self, backend: Backend, max_in_flight_bytes: int | None) -> None:
+        self.backend = backend
+        self.lock = threading.RLock()
+        self.counters = TransferCounters()
+        self.in_flight = InFlight(backend, self.lock, max_in_flight_bytes)
+        self.reloads = PendingReloads()
+        self._waited: tuple[Event, Stream] | None = None
+        self._of_graphs: list[HostCopy] = []
+
+    # To the host
+
+    def copy_to_host(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+        """Copy tickets into the buffers of ``copies``, where they have their places.
+
+        Returns:
+            Bytes.
+        """
+        targets: list[Tensor] = []
+        parts: list[Tensor] = []
+        nbytes = 0
+        streams = self.compute_streams(tickets)
+        gathered = [t for t in tickets if t.storage is None] if len(streams) > 1 else []
+        with self.reading(gathered) if gathered else _nothing:
+            sources = [ticket.source() for ticket in tickets]
+        for ticket, source in zip(tickets, sources, strict=True):
+            nbytes += ticket.nbytes
+            target = ticket.host_bytes
+            assert target is not None, "it has no place"
+            if target.is_meta:
+                pieces = ticket.pieces()
+                targets += pieces
+                parts += cut_like(pieces, source)
+            else:
+                targets.append(target)
+                parts.append(source)
+        for stream in streams:
+            self._d2h_waits_for_compute(stream)
+        self._d2h_waits_for_last_users(copies)
+        pending = self.in_flight.begin(sources, copies, streams, nbytes)
+        self._note_uses(copies, self.backend.d2h)
+        self.backend.copy(self.backend.d2h, targets, parts, tickets[0].label)
+        offloaded = self.backend.d2h.record_event()
+        for copy in copies:
+            copy.note_use(offloaded)
+        if self.backend.is_capturing:
+            self._of_graphs += copies  # their graph, launched again, copies to the same place
+        if offloaded.query():
+            self.in_flight.offloads.take_back(pending)
+        else:
+            self.keep_sources(tickets, sources, streams[0])
+            pending.offloaded = offloaded
+        self.counters.bytes_offloaded += nbytes
+        return nbytes
+
+    def keep_sources(
+        self, tickets: Sequence[Ticket], sources: Sequence[Tensor], stream: Stream
+    ) -> None:
+        """The copies are queued: until they were made, sources can be had back, and are watched."""
+        for ticket, source in zip(tickets, sources, strict=True):
+            assert ticket.copy is not None
+            ticket.copy.keep_source(ticket.begin, source, stream)
+            ticket.watch()
+
+    def compute_streams(self, tickets: Sequence[Ticket]) -> list[Stream]:
+        """The live compute stream, then others that saved these; see NOTE [ Side streams ]."""
+        streams = [self.backend.current_stream()]
+        live = streams[0]
+        for ticket in tickets:
+            for member in ticket.members:
+                stream = member.stream
+                if stream is not live and stream is not None and stream not in streams:
+                    streams.append(stream)
+        return streams
+
+    @contextmanager
+    def reading(self, tickets: Sequence[Ticket]) -> Iterator[None]:
+        """Inside, compute reads what these tickets take, wherever that was computed."""
+        live, *sides = self.compute_streams(tickets)
+        for side in sides:
+            live.wait_event(side.record_event())
+        yield
+        for side in sides:
+            side.wait_event(live.record_event())
+
+    # To the device
+
+    def copy_to_device(self, tickets: Sequence[Ticket]) -> int:
+        """Bring payloads from the buffers of their copies.
+
+        Returns:
+            How many are copied; those that share bytes count once.
+        """
+        return self.bring(tickets, self._queue_reload)
+
+    def bring(
+        self, tickets: Sequence[Ticket], queue: Callable[[Sequence[Ticket], Stream], None]
+    ) -> int:
+        """Have ``queue`` bring payloads to the live stream; see NOTE [ Brought once ].
+
+        It is called twice where tickets have the same bytes: all but the first of these find their
+        bytes behind the first batch, if those are still as they came.
+
+        Args:
+            tickets: What is to come.
+            queue: Calls :meth:`begin_reload` for each, then queues what fills its memory.
+
+        Returns:
+            How many it brought.
+        """
+        num, live, share = 0, self.backend.current_stream(), self.reloads.share
+        left = list(tickets)
+        while left := [ticket for ticket in left if not share(ticket, live)]:
+            batch = list({ticket.where: ticket for ticket in reversed(left)}.values())[::-1]
+            queue(batch, live)
+            num += len(batch)
+            left = [ticket for ticket in left if ticket.device_tensor is None]
+        return num
+
+    def _queue_reload(self, tickets: Sequence[Ticket], stream: Stream) -> None:
+        """Copy from the buffers of their copies into new memory on the device."""
+        device = self.backend.device
+        copies: list[HostCopy] = []
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        device_copies: list[DeviceCopy] = []
+        for ticket in tickets:
+            copy, source = ticket.copy, ticket.host_bytes
+            assert copy is not None and source is not None, "reload before offload"
+            copies.append(copy)
+            target = torch.empty_like(source, device=device)
+            device_copies.append(self.begin_reload(ticket, target, stream))
+            if source.is_meta:
+                pieces = ticket.pieces()
+                sources += pieces
+                targets += cut_like(pieces, target)
+            else:
+                sources.append(source)
+                targets.append(target)
+        self._h2d_waits_for_compute(stream)
+        self._h2d_waits_for_offloaded(copies)
+        self._note_uses(copies, self.backend.h2d)
+        self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
+        reloaded = self.backend.h2d.record_event()
+        for copy in set(copies):
+            assert copy.buffer is not None, "not in host memory"
+            copy.buffer.last_use = reloaded
+        for device_copy in device_copies:
+            device_copy.reloaded = reloaded
+        if self.backend.is_capturing:
+            self._of_graphs += copies
+
+    def begin_reload(self, ticket: Ticket, target: Tensor, stream: Stream) -> DeviceCopy:
+        """A copy into ``target`` is about to be queued; its event is to be set behind it."""
+        self.counters.bytes_reloaded += ticket.nbytes
+        return self.reloads.begin(ticket, target, stream)
+
+    def give_up(self, tickets: Sequence[Ticket]) -> None:
+        """What came, or was to come, is not good."""
+        for ticket in tickets:
+            if ticket.pending_reload is not None:
+                self.reloads.give_up(ticket.pending_reload, self.backend.h2d)
+
+    # Both
+
+    def poll(self) -> None:
+        """Let go of what finished copies kept alive. Never blocks."""
+        self.in_flight.offloads.poll(self.backend.d2h)
+        self.reloads.poll(self.backend.h2d)
+
+    def join(self) -> None:
+        """Make the live compute stream wait for all copies queued so far.
+
+        Each copy stream becomes part of the capture it is in, if there is one, and rejoins it.
+        """
+        live = self.backend.current_stream()
+        for side in (self.backend.d2h, self.backend.h2d):
+            side.wait_event(live.record_event())
+            live.wait_event(side.record_event())
+        self.backend.joined()
+
+    def wait(self, live: Stream, reloaded: Event) -> None:
+        """Make the live stream wait; many payloads that came together share an event."""
+        waited = self._waited
+        if waited is None or waited[0] is not reloaded or waited[1] != live:
+            self._compute_waits_for(live, reloaded)
+            self._waited = reloaded, live
+
+    def _compute_waits_for(self, stream: Stream, event: Event) -> None:
+        start = time.perf_counter()
+        stream.wait_event(event)
+        self.counters.consumer_wait_ms += (time.perf_counter() - start) * 1e3
+
+    def _d2h_waits_for_compute(self, stream: Stream) -> None:
+        self.backend.d2h.wait_event(stream.record_event())
+
+    def _h2d_waits_for_compute(self, stream: Stream) -> None:
+        self.backend.h2d.wait_event(stream.record_event())
+
+    def _h2d_waits_for_offloaded(self, copies: Sequence[HostCopy]) -> None:
+        seen: Event | None = None
+        for copy in copies:
+            if copy.offloaded is not None and copy.offloaded is not seen:
+                seen = copy.offloaded
+                self.backend.h2d.wait_event(seen)
+
+    @staticmethod
+    def _note_uses(copies: Sequence[HostCopy], stream: Stream) -> None:
+        """Copies on ``stream``, which waits for the earlier uses, are about to use the buffers."""
+        queued = Queued(stream)
+        for copy in copies:
+            assert copy.buffer is not None, "not in host memory"
+            copy.buffer.last_use = queued
+
+    def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
+        """A copy that still reads a buffer is done before another one writes it.
+
+        Of a host tier on one compute stream, this is so without a wait: nobody has the buffer, so
+        compute has waited for what was read from it, or nobody will use that; and d2h waits for
+        compute. The wait is for a forward on a stream of its own, beside that backward; and for
+        staging buffers, free as soon as the copy is queued that takes what was read ahead.
+        """
+        seen: Event | None = None
+        for copy in copies:
+            buffer = copy.buffer
+            assert buffer is not None, "it has no buffer"
+            event = buffer.last_use
+            if event is not None and event is not seen and not event.query():
+                self.backend.d2h.wait_event(known(event))
+            seen = event
+            for event in buffer.before:
+                self.backend.d2h.wait_event(known(event))
+
+
+def cut_like(pieces: Sequence[Tensor], tensor: Tensor) -> Sequence[Tensor]:
+    """The bytes of a contiguous tensor, in parts as long as ``pieces``; no copy."""
+    return flat_bytes(tensor).split([piece.numel() for piece in pieces])
+
+
+def record(stream: Stream) -> Event:
+    """A new event on ``stream``."""
+    return stream.record_event()
+
+
+def known(event: Event) -> Event:
+    """The backend's own event, also where an interrupt left none."""
+    return event.event if isinstance(event, Queued) else event
+
+
+def wait(stream: Stream, event: Event | None) -> None:
+    """Make ``stream`` wait for ``event``, if there is one."""
+    if event is not None:
+        stream.wait_event(event)

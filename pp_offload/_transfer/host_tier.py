@@ -1,0 +1,71 @@
+"""Offloaded bytes in host memory: one copy there, one back.
+
+tier = HostMemory(copies, HostTier(backend.allocate_host))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pp_offload._memory.host import HostTier
+from pp_offload._transfer.copies import Copies
+from pp_offload._transfer.ticket import HostCopy, Ticket, place
+from pp_offload._transfer.tier import Tier, TierSetup, TierStatistics
+
+
+class HostMemory(Tier):
+    """Keeps bytes in host memory.
+
+    Args:
+        copies: Queues the copies.
+        host: The memory.
+    """
+
+    name = "host"
+    is_gathering = True
+
+    def __init__(self, copies: Copies, host: HostTier) -> None:
+        self.host = host
+        self._copies = copies
+
+    @classmethod
+    def made(cls, setup: TierSetup) -> HostMemory:
+        """As the options say."""
+        may_split, trim = not setup.in_one_piece, setup.copies.backend.trim_host
+        host = HostTier(setup.allocate, setup.budget_at_rest, may_split=may_split, trim=trim)
+        return cls(setup.copies, host)
+
+    def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+        """A buffer for all of them."""
+        return [place(batch, HostCopy(self, self.host.allocate(nbytes, len(batch))))]
+
+    def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+        """Copy them there."""
+        return self._copies.copy_to_host(tickets, copies)
+
+    def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
+        """Copy them back."""
+        return self._copies.copy_to_device(tickets)
+
+    def statistics(self) -> TierStatistics:
+        """Of the memory."""
+        host = self.host.statistics()
+        return TierStatistics(
+            num_payloads=host.num_payloads,
+            host_bytes_in_use=host.in_use,
+            host_bytes_peak=host.peak,
+            host_bytes_reserved=host.reserved,
+            host_allocations=host.num_allocations,
+        )
+
+    def compact(self) -> None:
+        """Make the memory as tight as what the steps needed."""
+        self.host.compact()
+
+    def release_idle(self) -> None:
+        """Give it back to the system, unless a buffer is in use."""
+        self.host.release_idle()
+
+    def close(self) -> None:
+        """Drop it."""
+        self.host.close()

@@ -1,0 +1,74 @@
+"""A group on its way to the tiers: each batch goes to the first one with room.
+
+outgoing = Outgoing(tickets, tiers, poll)
+nbytes = when_finished(lock, outgoing.go_on)   # which is called again after each wait
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pp_offload._transfer.ticket import HostCopy, Ticket, packs
+from pp_offload._transfer.tier import Tier
+
+
+class Outgoing:
+    """Goes on where it was when something had to end first.
+
+    Args:
+        tickets: At least one, none offloaded before.
+        tiers: In the order in which they are asked.
+        poll: Looks what has ended, which may make room.
+    """
+
+    def __init__(
+        self, tickets: Sequence[Ticket], tiers: Sequence[Tier], poll: Callable[[], None]
+    ) -> None:
+        self._tiers = tiers
+        self._poll = poll
+        self._batches = packs(tickets)
+        self._batch = next(self._batches, None)
+        self._asked = 0
+        self._gathered: dict[int, tuple[list[Ticket], list[HostCopy]]] = {}
+        self._nbytes = 0
+
+    def go_on(self) -> int:
+        """Place what is left, and store it.
+
+        Returns:
+            Bytes of all of it.
+
+        Raises:
+            MemoryError: The last tier has no room either.
+            Unfinished: Something has to end first.
+        """
+        self._poll()
+        while self._batch is not None:
+            self._send(*self._batch)
+            self._batch, self._asked = next(self._batches, None), 0
+        for number, (tickets, copies) in self._gathered.items():
+            self._nbytes += self._tiers[number].store(tickets, copies)
+        return self._nbytes
+
+    def _send(self, batch: list[Ticket], nbytes: int) -> None:
+        copies = self._room_for(batch, nbytes)
+        tier = self._tiers[self._asked]
+        if not tier.is_gathering:
+            self._nbytes += tier.store(batch, copies)
+            return
+        tickets, known = self._gathered.setdefault(self._asked, ([], []))
+        tickets += batch
+        known += copies
+
+    def _room_for(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+        """Room in the first tier that has some, from the one on that was asked last."""
+        while True:
+            tier = self._tiers[self._asked]
+            if not tier.is_gathering:
+                self._poll()  # what was stored meanwhile may have made room
+            try:
+                return tier.allocate(batch, nbytes)
+            except MemoryError:
+                if self._asked + 1 == len(self._tiers):
+                    raise
+                self._asked += 1

@@ -1,0 +1,216 @@
+"""What a tier is: a place for offloaded bytes, in one file and under one name.
+
+    class InOwnMemory(Tier):
+        name, is_gathering = "own", True
+
+        def allocate(self, batch, nbytes):
+            return [place(batch, HostCopy(self, self._loan(nbytes)))]  # or raises MemoryError
+
+        def store(self, tickets, copies):
+            return self._copies.copy_to_host(tickets, copies)
+
+        def load(self, tickets, *, is_ahead):
+            return self._copies.copy_to_device(tickets)
+
+        def statistics(self): ...
+
+    add_tier("own", lambda setup: InOwnMemory(setup.copies))   # of ``tiers.py``
+    OffloadConfig(tiers=("host", "own"))
+
+NOTE [ What a tier keeps to ]
+    Lock: the engine's lock is held in every call but ``retire`` and ``close``. So nothing waits,
+    neither for a copy nor for a thread. What has to end first is raised as ``Unfinished``, by
+    ``allocate``, by a ``load`` on demand, by ``compact`` and by ``release_idle``, where nothing
+    was begun that a second call would begin again; the engine waits and calls again.
+
+    No room: ``allocate`` raises MemoryError, which says what helps. Then the next tier is asked;
+    behind the last one, the group stays on the device with a warning.
+
+    Lost: what cannot be brought back raises :class:`~pp_offload.errors.TierError`, from ``load`` on
+    demand or from the event that compute waits for. The user gets it, once for each time that the
+    tensor is asked for. What cannot be stored raises nothing: ``has_stored`` says so, and then its
+    source, which was kept, is given back as it is.
+
+    Order: what a copy reads or writes is registered before the copy is queued, or an interrupt
+    between the two would free it: ``Copies.in_flight.begin`` for sources,
+    ``Copies.begin_reload`` for targets; ``copy_to_host`` and ``copy_to_device`` do both. A buffer
+    knows its last uses, which its next user waits for.
+
+    Valid: a host buffer has its bytes when ``copy.offloaded`` has ended, which ``poll`` may find;
+    device memory, when the event of its ``DeviceCopy`` has, for which compute waits.
+
+    Free: nobody says that bytes are not needed any more. Whoever needs them refers to the copy, and
+    with the copy goes what it refers to, on any thread and without a call (see
+    ``_memory/loans.py``). Copies that are queued may still use that memory: it is the tier's until
+    the last uses of the buffer have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pp_offload._memory.budget import HostBudget
+from pp_offload._memory.slabs import Allocate
+from pp_offload._transfer.copies import Copies
+from pp_offload._transfer.ticket import Holder, HostCopy, Ticket
+from pp_offload.config import OffloadConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierStatistics:
+    """What a tier holds and did. In bytes, but for the counts."""
+
+    num_payloads: int = 0
+    """Payloads that are there."""
+
+    host_bytes_in_use: int = 0
+    """Of host memory that somebody needs, at rest or on the way."""
+
+    host_bytes_peak: int = 0
+    """The most that was ever in use."""
+
+    host_bytes_reserved: int = 0
+    """Asked from the system and not returned."""
+
+    host_allocations: int = 0
+    """How often the system was asked."""
+
+    disk_bytes_in_use: int = 0
+    """Of the disk that somebody needs."""
+
+    disk_bytes_peak: int = 0
+    """The most that was ever in use."""
+
+    disk_bytes_written: int = 0
+    """Written, or queued to be written."""
+
+    disk_bytes_read: int = 0
+    """Read, or queued to be read."""
+
+
+class Tier(Holder, Protocol):
+    """A place for offloaded bytes. See NOTE [ What a tier keeps to ].
+
+    What has a body here is for tiers that need more, and need not be there.
+    """
+
+    name: str
+    """In the options, and for messages: ``disk``."""
+
+    is_gathering: bool
+    """Whether all of a group is stored at once, behind one event. Else each batch is stored as soon
+    as it has room, so that a group may be larger than what may be on its way.
+    """
+
+    def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+        """Room for tickets that may share it.
+
+        Args:
+            batch: Tickets without a copy.
+            nbytes: What they take together, one behind the other.
+
+        Returns:
+            Copies in which each ticket has its place: see ``place`` of ``ticket.py``.
+
+        Raises:
+            MemoryError: There is none. Nothing was begun, and the tickets may go elsewhere.
+            Unfinished: What is on its way has to make room first.
+        """
+        ...
+
+    def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+        """Queue what brings tickets to their places; the number of bytes.
+
+        Args:
+            tickets: In order; of one batch, or of all of a group that have room here.
+            copies: What :meth:`allocate` has given for them.
+        """
+        ...
+
+    def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
+        """Queue what brings payloads back to the device, or begin it.
+
+        Args:
+            tickets: Stored here, at least one. Some may have come meanwhile.
+            is_ahead: Whether it may be left until it is asked for, as where there is no buffer.
+                If not, there is one ticket, and its device memory is known on return.
+
+        Returns:
+            How many are on their way; those that share bytes count once.
+
+        Raises:
+            TierError: They are lost. Not where it is ahead.
+            Unfinished: Something has to end first. Not where it is ahead.
+        """
+        ...
+
+    def statistics(self) -> TierStatistics:
+        """Exact at the call."""
+        ...
+
+    def has_stored(self, copy: HostCopy) -> bool:
+        """Whether the bytes are there, now that what was to store them has ended."""
+        return True
+
+    def may_capture(self, copy: HostCopy | None = None) -> bool:
+        """Whether copies to here, or back from ``copy``, may be in a graph. It is always so for a
+        tier whose bytes move on streams alone; the next two are asked of others only.
+        """
+        return True
+
+    @property
+    def is_bringing(self) -> bool:
+        """Whether something that was begun ahead goes on to the device only in :meth:`poll`."""
+        return False
+
+    def poll(self) -> None:
+        """Go on with what has ended meanwhile. Never blocks."""
+        return
+
+    def compact(self) -> None:
+        """Between steps: make memory as tight as what the steps needed, and try again what failed.
+
+        Raises:
+            Unfinished: Copies still use it.
+        """
+        return
+
+    def release_idle(self) -> None:
+        """Give memory back to the system that no saved tensor needs.
+
+        Raises:
+            Unfinished: Copies still use it.
+        """
+        return
+
+    def retire(self) -> None:
+        """Nothing comes any more: keep only what saved tensors that still live need."""
+        return
+
+    def close(self) -> None:
+        """Copies are done: drop all that no saved tensor needs."""
+        return
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSetup:
+    """What a tier is made of."""
+
+    copies: Copies
+    """Moves bytes between the device and host memory."""
+
+    config: OffloadConfig
+
+    allocate: Allocate
+    """Gives host memory that copies can use."""
+
+    budget: HostBudget
+    """Of all host memory that the tiers take together."""
+
+    budget_at_rest: HostBudget
+    """Of that for bytes that stay there."""
+
+    in_one_piece: bool
+    """Whether each buffer has to be so."""
