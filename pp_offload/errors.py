@@ -29,7 +29,7 @@ class SavedTensorModifiedError(OffloadError):
 
 
 class TierError(OffloadError):
-    """A tier could not bring back what it was given."""
+    """A tier could not bring back what it was given. Asked for again, it is tried again."""
 
 
 class DiskTierError(TierError):
