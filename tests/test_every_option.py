@@ -39,7 +39,7 @@ from pp_offload._groups.prefetch import Prefetcher
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk import DiskTier
-from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload._transfer.verify import Verifier
 
@@ -80,7 +80,7 @@ LISTENED = {
     "activation_offload_fraction": Listened(
         step, "make_plan", "config", plans_with(activation_offload_fraction=0.5)
     ),
-    "max_in_flight_bytes": Listened(TransferEngine, "__init__", "max_in_flight_bytes", 12345),
+    "max_in_flight_bytes": Listened(Copies, "__init__", "max_in_flight_bytes", 12345),
     "prefetch_bytes": Listened(Prefetcher, "__init__", "window_bytes", 54321),
     "split_backward": Listened(SplitBackward, "__init__", "is_keeping", True),
     "host_budget_bytes": Listened(HostBudget, "__init__", "limit_bytes", 2**27 + 1),

@@ -6,7 +6,7 @@ loan = when_finished(lock, allocate)       # with the lock held, but for the wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
@@ -43,19 +43,10 @@ def when_finished(lock: AbstractContextManager[Any], act: Callable[[], T]) -> T:
 
     Not to be called with the lock held already.
     """
-    done: list[T] = []
-    while not done:
-        wait_for(_try_once(lock, act, done))
-    return done[0]
-
-
-def _try_once(
-    lock: AbstractContextManager[Any], act: Callable[[], T], done: list[T]
-) -> Sequence[Event]:
-    """What has to end before the next try. Nobody keeps the error, whose frames hold tensors."""
-    try:
-        with lock:
-            done.append(act())
-    except Unfinished as unfinished:
-        return unfinished.events
-    return ()
+    while True:
+        try:
+            with lock:
+                return act()
+        except Unfinished as unfinished:
+            events = unfinished.events
+        wait_for(events)  # when nobody keeps the error any more, whose frames hold tensors

@@ -17,11 +17,11 @@ NOTE [ Brought once ]
     come for another, and the memory goes when the last of them has used it. One whose bytes were
     changed in place meanwhile, by a backward that was given them, brings its own.
 
-This is what a tier is given. All is called with the lock held, but for :meth:`Copies.wait`.
+This is what a tier is given. What it calls of it, it calls with the lock held.
 
     copies.copy_to_host(tickets, host_copies)   # they have their places in host memory
     copies.copy_to_device(tickets)              # from there
-    copies.wait(compute, device_copy.reloaded)  # before they are used
+    copies.wait_once(compute, device_copy.reloaded)  # before they are used
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ class Copies:
         parts: list[Tensor] = []
         nbytes = 0
         streams = self.compute_streams(tickets)
-        gathered = [t for t in tickets if t.storage is None] if len(streams) > 1 else []
-        with self.reading(gathered) if gathered else _nothing:
-            sources = [ticket.source() for ticket in tickets]
+        sources = self._sources(tickets, streams)
         for ticket, source in zip(tickets, sources, strict=True):
             nbytes += ticket.nbytes
             target = ticket.host_bytes
@@ -123,6 +121,12 @@ class Copies:
             pending.offloaded = offloaded
         self.counters.bytes_offloaded += nbytes
         return nbytes
+
+    def _sources(self, tickets: Sequence[Ticket], streams: Sequence[Stream]) -> list[Tensor]:
+        """What is copied; what has to be gathered is, in order with all ``streams``."""
+        gathered = [t for t in tickets if t.storage is None] if len(streams) > 1 else []
+        with self.reading(gathered) if gathered else _nothing:
+            return [ticket.source() for ticket in tickets]
 
     def keep_sources(
         self, tickets: Sequence[Ticket], sources: Sequence[Tensor], stream: Stream
@@ -236,7 +240,9 @@ class Copies:
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
-        self.in_flight.offloads.poll(self.backend.d2h)
+        offloads, d2h = self.in_flight.offloads, self.backend.d2h
+        while offloads.is_first_over(d2h):
+            offloads.finish(offloads.first)
         self.reloads.poll(self.backend.h2d)
 
     def join(self) -> None:
@@ -250,7 +256,7 @@ class Copies:
             live.wait_event(side.record_event())
         self.backend.joined()
 
-    def wait(self, live: Stream, reloaded: Event) -> None:
+    def wait_once(self, live: Stream, reloaded: Event) -> None:
         """Make the live stream wait; many payloads that came together share an event."""
         waited = self._waited
         if waited is None or waited[0] is not reloaded or waited[1] != live:

@@ -69,7 +69,7 @@ class TransferEngine:
         self.counters = copies.counters
         self.refill_below_bytes = 0
         self.comes_soon: Callable[[Ticket], bool] = lambda ticket: False
-        self._is_on_streams = all(tier.may_capture() for tier in self.tiers)
+        self._off_streams = [tier for tier in self.tiers if not tier.may_capture()]
         self._owner = current()
 
     def check_process(self) -> None:
@@ -108,7 +108,7 @@ class TransferEngine:
                 sources are as before.
         """
         self.check_process()  # before the lock, which a thread that is not here may hold
-        if not self._is_on_streams and self.backend.is_capturing:
+        if self._off_streams and self.backend.is_capturing:
             self._refuse_to_store()
         nbytes = when_finished(self.lock, Outgoing(tickets, self.tiers, self.poll).go_on)
         self.copies.in_flight.expect(nbytes)
@@ -116,11 +116,8 @@ class TransferEngine:
         return nbytes
 
     def _refuse_to_store(self) -> None:
-        for tier in self.tiers:
-            if not tier.may_capture():
-                raise NotWhileCapturingError(
-                    f"writing to {tier.name} cannot be part of a captured graph"
-                )
+        name = self._off_streams[0].name
+        raise NotWhileCapturingError(f"writing to {name} cannot be part of a captured graph")
 
     def keep_in_flight_bounded(self, last_bytes: int) -> None:
         """Make compute wait for copies to the host until no more is under way than may be.
@@ -155,7 +152,7 @@ class TransferEngine:
             How many payloads are on their way; those that share bytes count once.
         """
         self.check_process()  # before the lock, which a thread that is not here may hold
-        if not self._is_on_streams and self.backend.is_capturing:
+        if self._off_streams and self.backend.is_capturing:
             self._refuse_to_load(tickets)
         with self.lock:
             self.poll()  # which may bring some of them
@@ -201,7 +198,7 @@ class TransferEngine:
             ForkedError: It was offloaded before this process was forked.
         """
         self.check_process()
-        if not self._is_on_streams and any(tier.is_bringing for tier in self.tiers):
+        if self._off_streams and any(tier.is_bringing for tier in self._off_streams):
             self.poll()
         live = self.backend.current_stream()
         try:
@@ -213,7 +210,7 @@ class TransferEngine:
             return found
         if not found.is_there and found.reloaded is not None:
             try:
-                self.copies.wait(live, found.reloaded)
+                self.copies.wait_once(live, found.reloaded)
             except TierError as failure:
                 return self._instead(ticket, live, failure)
         with self.lock:
@@ -226,15 +223,21 @@ class TransferEngine:
             self._check_unmodified(ticket, copy)
         if reload is not None and not self._is_good(reload, live):
             self.copies.reloads.give_up(reload, self.backend.h2d)
+            reload = ticket.pending_reload
         if ticket.num_waiting <= 0:  # another backward through the same graph
             ticket.num_waiting = ticket.num_members
-        if ticket.device_tensor is None:
-            lent = self._lent(ticket, live)
-            if lent is not None:
-                return self._take_back(ticket, lent)
-            self._load_now(ticket)
-        assert ticket.pending_reload is not None and ticket.pending_reload.device_copy is not None
-        return ticket.pending_reload.device_copy
+        device_copy = None if reload is None else reload.device_copy
+        return self._bring(ticket, live) if device_copy is None else device_copy
+
+    def _bring(self, ticket: Ticket, live: Stream) -> Tensor | DeviceCopy:
+        """What is not on the device: its source, or where it lands."""
+        lent = self._lent(ticket, live)
+        if lent is not None:
+            return self._take_back(ticket, lent)
+        self._load_now(ticket)
+        reload = ticket.pending_reload
+        assert reload is not None and reload.device_copy is not None
+        return reload.device_copy
 
     @staticmethod
     def _lent(ticket: Ticket, live: Stream) -> Tensor | None:
@@ -244,7 +247,7 @@ class TransferEngine:
 
     def _load_now(self, ticket: Ticket) -> None:
         """Queue what brings the payload of a ticket, which is not on the device."""
-        if not self._is_on_streams and self.backend.is_capturing:
+        if self._off_streams and self.backend.is_capturing:
             self._refuse_to_load([ticket])
         is_expected = ticket.pending_reload is not None
         self.poll()  # which may bring it
@@ -338,7 +341,7 @@ class TransferEngine:
         """Let go of what finished copies kept alive, and go on with what has come. Never blocks."""
         with self.lock:
             self.copies.poll()
-            for tier in self.tiers:
+            for tier in self._off_streams:
                 tier.poll()
 
     def compact(self) -> None:

@@ -44,30 +44,29 @@ class Outgoing:
         """
         self._poll()
         while self._batch is not None:
-            self._send(*self._batch)
+            tier, copies = self._room_for(*self._batch)
+            if tier.is_gathering:
+                self._gather(self._batch[0], copies)
+            else:
+                self._nbytes += tier.store(self._batch[0], copies)
             self._batch, self._asked = next(self._batches, None), 0
         for number, (tickets, copies) in self._gathered.items():
             self._nbytes += self._tiers[number].store(tickets, copies)
         return self._nbytes
 
-    def _send(self, batch: list[Ticket], nbytes: int) -> None:
-        copies = self._room_for(batch, nbytes)
-        tier = self._tiers[self._asked]
-        if not tier.is_gathering:
-            self._nbytes += tier.store(batch, copies)
-            return
+    def _gather(self, batch: list[Ticket], copies: list[HostCopy]) -> None:
         tickets, known = self._gathered.setdefault(self._asked, ([], []))
         tickets += batch
         known += copies
 
-    def _room_for(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+    def _room_for(self, batch: list[Ticket], nbytes: int) -> tuple[Tier, list[HostCopy]]:
         """Room in the first tier that has some, from the one on that was asked last."""
         while True:
             tier = self._tiers[self._asked]
             if not tier.is_gathering:
                 self._poll()  # what was stored meanwhile may have made room
             try:
-                return tier.allocate(batch, nbytes)
+                return tier, tier.allocate(batch, nbytes)
             except MemoryError:
                 if self._asked + 1 == len(self._tiers):
                     raise

@@ -2,7 +2,7 @@
 
     pending = in_flight.begin(sources, copies, streams, nbytes)  # before the copies are queued
     pending.offloaded = d2h.record_event()                       # behind them
-    in_flight.offloads.poll(d2h)                                 # now and then
+    while offloads.is_first_over(d2h): ...                       # offloads.finish(offloads.first)
     in_flight.keep_bounded(nbytes, poll)                         # where nobody holds the lock
 
 NOTE [ Keep-alive ]
@@ -144,11 +144,6 @@ class PendingOffloads:
         if pending.offloaded is None:  # NOTE [ Torn bookkeeping ]
             pending.offloaded = d2h.record_event()
         return pending.offloaded.query()
-
-    def poll(self, d2h: Stream) -> None:
-        """Let go of what finished copies kept alive."""
-        while self.is_first_over(d2h):
-            self.finish(self.first)
 
     def finish(self, pending: PendingOffload) -> None:
         """The first one has ended. A second time is fine."""

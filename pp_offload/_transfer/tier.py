@@ -155,8 +155,9 @@ class Tier(Holder, Protocol):
         return True
 
     def may_capture(self, copy: HostCopy | None = None) -> bool:
-        """Whether copies to here, or back from ``copy``, may be in a graph. It is always so for a
-        tier whose bytes move on streams alone; the next two are asked of others only.
+        """Whether copies to here, or back from ``copy``, may be part of a captured graph.
+
+        So it is where the bytes move on streams alone. The next two are for other tiers only.
         """
         return True
 

@@ -193,11 +193,11 @@ class RaceDetector:
         storage = tensor.untyped_storage()
         if storage._cdata in self._histories:
             return
-        begin = storage.data_ptr()
-        is_host = is_host or any(begin in known for known in self._host_bytes.values())
+        found = _bytes_of(storage)
+        is_host = is_host or any(found.start in known for known in self._host_bytes.values())
         history = StorageHistory(owner, is_host)
         if is_host:
-            self._host_bytes[storage._cdata] = range(begin, begin + storage.nbytes())
+            self._host_bytes[storage._cdata] = found
         else:
             history.accesses.append(owner.access("write", WHOLE, "produced or allocated"))
             history.nbytes = storage.nbytes()
@@ -242,6 +242,15 @@ class RaceDetector:
         race = history.first_race(free, known)
         if race is not None and self._fault is None:
             self._fault = RaceError(_unordered(free, race))
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> range:
+    """Their addresses; none of a fake tensor's."""
+    try:
+        begin = storage.data_ptr()
+    except RuntimeError:
+        return range(0)
+    return range(begin, begin + storage.nbytes())
 
 
 def _unordered(access: Access, earlier: Access) -> str:

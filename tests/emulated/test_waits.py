@@ -133,11 +133,11 @@ CASES: dict[str, Case] = {
     ),
     "a source is taken back on its own stream": (
         programs.taken_back_on_another_stream,
-        Fault(f"{ENGINE}._find", "copy.stream == live", "True"),
+        Fault(f"{ENGINE}._lent", "copy.stream == live", "True"),
     ),
     "what came is used on the stream it came for": (
         programs.landed_for_another_stream,
-        Fault(f"{ENGINE}._is_good", "device_copy.stream == live and ", ""),
+        Fault(f"{ENGINE}._is_good", "and device_copy.stream == live\n", "\n"),
     ),
     "and shared there": (
         programs.same_bytes_landed_for_another_stream,

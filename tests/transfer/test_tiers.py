@@ -73,6 +73,9 @@ class ToyTier(Tier):
         self._buffers.append(HostBuffer(nbytes, [Range(0, 0, nbytes, nbytes)], [slab]))
         return Loan(self._buffers[-1])
 
+    def may_capture(self, copy: HostCopy | None = None) -> bool:
+        return False  # a graph that runs again would copy to a buffer that is gone
+
     def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
         return self._copies.copy_to_host(tickets, copies)
 
