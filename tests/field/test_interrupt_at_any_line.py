@@ -31,6 +31,9 @@ pytestmark = pytest.mark.field("F57")
 
 ENGINE = files(
     "_transfer/engine",
+    "_transfer/outgoing",
+    "_transfer/host_tier",
+    "_transfer/copies",
     "_transfer/ticket",
     "_transfer/pending_offloads",
     "_transfer/pending_reloads",

@@ -257,11 +257,11 @@ def test_an_evaluation_elsewhere_does_not_silence_idle_groups(
 # Interrupts
 
 
-NAMES = ("checkpoint_regions", "hook_scopes", "interface", "manager")
 FILES = {
     sys.modules[f"pp_offload.{name}"].__file__
     for name in (
-        *(f"_groups.{name}" for name in NAMES),
+        *(f"_groups.{name}" for name in ("checkpoint_regions", "hook_scopes", "manager")),
+        *(f"_megatron.{name}" for name in ("interface", "manager")),
         "_activations.context",
         "_activations.exclusions",
         "modules",
