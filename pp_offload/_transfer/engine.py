@@ -217,7 +217,7 @@ class TransferEngine:
             return self._give_out(ticket, found)
 
     def _find(self, ticket: Ticket, live: Stream) -> Tensor | DeviceCopy:
-        """The payload, if it never left; or where it lands, which has to be waited for."""
+        """The payload, if it never left; or where it is copied to, which has to be waited for."""
         copy, reload = ticket.copy, ticket.pending_reload
         if copy is not None and (copy.watched is not None or copy.modified):
             self._check_unmodified(ticket, copy)
@@ -230,20 +230,20 @@ class TransferEngine:
         return self._bring(ticket, live) if device_copy is None else device_copy
 
     def _bring(self, ticket: Ticket, live: Stream) -> Tensor | DeviceCopy:
-        """What is not on the device: its source, or where it lands."""
-        lent = self._lent(ticket, live)
-        if lent is not None:
-            return self._take_back(ticket, lent)
+        """What is not on the device: its source, or where it is copied to."""
+        source = self._source_in_flight(ticket, live)
+        if source is not None:
+            return self._take_back(ticket, source)
         self._load_now(ticket)
         reload = ticket.pending_reload
         assert reload is not None and reload.device_copy is not None
         return reload.device_copy
 
     @staticmethod
-    def _lent(ticket: Ticket, live: Stream) -> Tensor | None:
+    def _source_in_flight(ticket: Ticket, live: Stream) -> Tensor | None:
         """The source, if its copy is still to be made and it belongs to the live stream."""
-        copy, lent = ticket.copy, ticket.in_flight_source
-        return lent if copy is not None and copy.stream == live else None
+        copy, source = ticket.copy, ticket.in_flight_source
+        return source if copy is not None and copy.stream == live else None
 
     def _load_now(self, ticket: Ticket) -> None:
         """Queue what brings the payload of a ticket, which is not on the device."""
@@ -260,10 +260,10 @@ class TransferEngine:
         """The tier could not bring it back: its source, if it could not store it either."""
         with self.lock:
             self.copies.give_up([ticket])
-            lent = self._lent(ticket, live)
-            if lent is None:
+            source = self._source_in_flight(ticket, live)
+            if source is None:
                 raise failure
-            return self._take_back(ticket, lent)
+            return self._take_back(ticket, source)
 
     def _is_good(self, reload: PendingReload, live: Stream) -> bool:
         """Whether it belongs to the live stream, its copy was not interrupted, and nobody to whom

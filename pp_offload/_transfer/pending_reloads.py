@@ -23,7 +23,7 @@ from pp_offload.backends import Event, Stream
 from pp_offload.errors import TierError
 
 MAX_ABANDONED = 8
-"""Landed payloads nobody used that may wait for their event."""
+"""Payloads nobody used whose copy to the device may still run."""
 
 
 class PendingReloads:

@@ -134,7 +134,7 @@ class HostCopy:
         self.stream = stream
 
     def finish(self) -> None:
-        """The copy was made; or the tier failed, and then what was lent is all there is."""
+        """The copy was made; or the tier failed, and then its source is all there is."""
         for begin in self.watched or ():
             self.check_unmodified(begin)
         self.watched = None

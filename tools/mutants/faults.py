@@ -712,7 +712,7 @@ MUTANTS = [
     Mutant(
         "what was not written is not had back",
         "pp_offload/_transfer/engine.py",
-        "if lent is None:",
+        "if source is None:",
         "if True:",
         "a full disk ends the step",
         ("tests/transfer/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
