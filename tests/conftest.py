@@ -105,9 +105,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With it loaded, the default backend is another one: its tests and the others never mix."""
+    """What can run here.
+
+    With the emulated accelerator, the default backend is another one: its tests and the others
+    never mix. Without a GPU, its tests are there only to be asked for, and skipped then.
+    """
     is_loaded = config.getoption("emulated") is not None
     kept = [one for one in items if bool(one.get_closest_marker("emulated")) is is_loaded]
+    if not torch.cuda.is_available() and "gpu" not in config.option.markexpr:
+        kept = [one for one in kept if not one.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
     mark_slow(items)

@@ -37,6 +37,7 @@ def test_hook_overhead_writes_its_figures(tmp_path: Path) -> None:
         assert isinstance(figures[key], float)
 
 
+@pytest.mark.slow
 def test_step_time_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("step_time.py", tmp_path)
     assert {"none", "ours", "save_on_cpu", "checkpoint"} <= set(figures["variants"])
@@ -63,6 +64,7 @@ def test_disk_tier_writes_its_figures(tmp_path: Path) -> None:
     assert figures["checksum_mib_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_activations_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("activations.py", tmp_path)
     assert math.isfinite(figures["ratio_to_floor"]), "a difference of times may have any sign"
@@ -80,6 +82,7 @@ def check_in_flight_caps(figures: dict[str, Any]) -> None:
     assert all(one["offloaded_bytes"] > 0 for one in figures.values())
 
 
+@pytest.mark.slow
 def test_in_flight_caps_writes_its_figures(tmp_path: Path) -> None:
     check_in_flight_caps(run_quick("in_flight_caps.py", tmp_path))
 
@@ -91,6 +94,7 @@ def check_disk_step(figures: dict[str, Any], trace: Path) -> None:
     assert {"forward", "backward", "aten::mm"} <= names
 
 
+@pytest.mark.slow
 def test_disk_step_writes_its_figures_and_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     check_disk_step(run_quick("disk_step.py", tmp_path, "--trace", str(trace)), trace)

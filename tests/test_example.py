@@ -66,7 +66,7 @@ ORDER = """0F0,0F1,0I0,0F2,0W0,0I1,0F3,0W1,0I2,0W2,0I3,0W3
 SCHEDULES = "gpipe 1f1b interleaved1f1b loopedbfs interleavedzerobubble zbv dualpipev csv".split()
 
 
-@pytest.mark.quick("interleavedzerobubble")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str, tmp_path: Path) -> None:
     if schedule == "csv":
@@ -80,7 +80,7 @@ def test_every_schedule(schedule: str, tmp_path: Path) -> None:
     assert min(figures["offloaded_bytes"]) > 0
 
 
-@pytest.mark.quick("host+disk")
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["disk", "host+disk"])
 def test_the_disk_takes_what_leaves(tier: str, tmp_path: Path) -> None:
     flags = ["--tier", tier, "--disk-dir", str(tmp_path / "scratch")]
@@ -95,6 +95,7 @@ def test_the_disk_takes_what_leaves(tier: str, tmp_path: Path) -> None:
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_runs_under_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     check(*train(tmp_path / "figures.json", launcher=launcher))

@@ -13,6 +13,7 @@ SCRIPT = str(ROOT / "examples" / "offload_model.py")
 SMALL = "--steps 3 --layers 6 --width 32 --context 16 --batch 4 --slices 4".split()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_three_ways_to_train(microbatches: int, tmp_path: Path) -> None:
     out = tmp_path / "figures.json"

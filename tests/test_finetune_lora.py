@@ -51,6 +51,7 @@ def test_offload_changes_memory_and_no_bit(
     check(figures, capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_script(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     script = str(EXAMPLES / "finetune_lora.py")

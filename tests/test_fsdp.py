@@ -23,6 +23,7 @@ CASES = {
 """By number of ranks. In ``all``, a group has modules in it that are sharded on their own."""
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("world", CASES)
 def test_sharded_models_are_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
     cases = CASES[world]

@@ -75,6 +75,7 @@ def test_each_gets_its_verdict(
     assert (checkout / "code.py").read_text() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutants", "status"), [([ADDS], 0), ([ADDS, SAME], 1), ([GONE], 1), ([BROKEN], 1)]
 )
@@ -93,6 +94,7 @@ def test_tests_that_fail_anyway_catch_nothing(checkout: Path, tmp_path: Path) ->
     assert verdict.outcome is Outcome.UNDECIDED and not verdict.is_caught
 
 
+@pytest.mark.slow
 def test_what_its_own_tests_let_pass_the_suite_may_catch(checkout: Path, tmp_path: Path) -> None:
     (checkout / "test_other.py").write_text("def test_nothing():\n    pass\n")
     mutant = replace(ADDS, tests=("test_other.py",))
@@ -108,6 +110,7 @@ def test_only_those_that_are_named(checkout: Path, capsys: pytest.CaptureFixture
     assert "no mutant is named ['other']" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_fault_in_the_engine_itself_is_caught(tmp_path: Path) -> None:
     mutant = Mutant(
         "round trip",

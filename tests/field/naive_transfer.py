@@ -50,6 +50,11 @@ class NaiveTransfer:
         self.in_flight: list[tuple[Tensor, Event]] = []
         self.pool: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
 
+    @property
+    def copies(self) -> NaiveTransfer:
+        """As the engine has them, for captures."""
+        return self
+
     def offload(self, tickets: Sequence[Stored]) -> None:
         """Queue copies to the host; the sources are kept until they were made."""
         for one in tickets:

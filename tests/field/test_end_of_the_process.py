@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import textwrap
+from itertools import product
 from pathlib import Path
 
 import processes
@@ -171,19 +172,14 @@ def test_copies_under_way_do_not_hold_the_end_up(tmp_path: Path) -> None:
     assert said == ["over"]
 
 
-SLOW_LOOPS = [(True, 1), (False, 1), (False, 3)]
-
-
 def num_objects() -> int:
     """All that the garbage collector sees, without what it would collect."""
     gc.collect()
     return len(gc.get_objects())
 
 
-@pytest.mark.parametrize(
-    ("is_told", "in_flight"),
-    [(True, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_LOOPS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_told", "in_flight"), product([True, False], [1, 3]))
 def test_a_loop_that_never_calls_reset(
     in_flight: int, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

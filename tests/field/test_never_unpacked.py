@@ -122,7 +122,7 @@ steps = pytest.mark.parametrize(
 """The same experts are on the path in every eighth step."""
 
 
-@pytest.mark.quick("late", "eager", "random")
+@pytest.mark.quick("late")
 @steps
 @forwards
 def test_never_unpacked(

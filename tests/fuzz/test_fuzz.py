@@ -41,6 +41,7 @@ def test_every_kind_is_drawn() -> None:
     assert set(CHECKPOINTS) == set(KNOWN_CHECKPOINTS)
 
 
+@pytest.mark.slow
 def test_a_program_is_printed_as_code_that_runs(tmp_path: Path) -> None:
     group = (Enter("b"), Compute("linear"), Compute("mul", 0, 3), Exit(), Commit("b", release=2))
     program = Program(
@@ -58,6 +59,7 @@ def test_a_program_is_printed_as_code_that_runs(tmp_path: Path) -> None:
     subprocess.run([sys.executable, file], check=True, env={**os.environ, "PYTHONPATH": paths})
 
 
+@pytest.mark.slow
 def test_the_command_prints_its_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert fuzzer.main(["--programs", "5", "--seed", "3"]) == 0
     printed = capsys.readouterr().out

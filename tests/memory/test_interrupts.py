@@ -289,7 +289,7 @@ def engine_step(engine: TransferEngine, seed: int = 0) -> None:
     engine.compact()
 
 
-TIERS = [("host",), ("disk",)]
+TIERS = [("host",), pytest.param(("disk",), marks=pytest.mark.slow)]
 
 
 @pytest.mark.covering(1)
@@ -322,6 +322,7 @@ def test_an_engine_goes_on_after_an_interrupt_at_any_line_of_its_tiers(
             assert settled(manager) == (0, 0, 0, 0), lines.was_at
 
 
+@pytest.mark.quick("late")
 @pytest.mark.parametrize("kind", ["late", "eager"])
 def test_what_was_offloaded_is_still_had_after_an_interrupt(kind: str, tmp_path: Path) -> None:
     """On its way to the disk or back: it is asked for again, and no buffer stays behind."""
