@@ -184,7 +184,7 @@ CASES: dict[str, Case] = {
     "disk: so does a thread that reads into it": (
         programs.read_while_the_copy_back_reads,
         Fault(f"{STAGED}._begin_to_read", "reading, after=buffer.before", "reading"),
-        Fault("_memory/disk:DiskTier._queue", "wait_for(earlier)"),
+        Fault("_memory/disk:DiskTier._queue", "wait_for((event,))"),
     ),
     "disk: d2h waits for a thread that reads into it": (
         programs.staged_while_a_thread_reads_into_it,
