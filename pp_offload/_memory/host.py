@@ -354,10 +354,10 @@ class HostTier:
 
     def _replace_slabs(self, sizes: list[int]) -> None:
         """Slabs of exactly these sizes, keeping those there are where theirs serve."""
-        wanted = Counter(sizes)
-        self._keep(list(_among(wanted, self._slabs)))
+        kept, missing = _among(self._slabs, sizes)
+        self._keep(kept)
         self._trim()
-        for size in wanted.elements():
+        for size in missing:
             for slab in self.source.acquire(size, size):
                 self._add(slab)
 
@@ -375,9 +375,12 @@ class HostTier:
         self._arena.add_slab(slab.nbytes)
 
 
-def _among(wanted: Counter[int], slabs: list[Slab]) -> Iterator[Slab]:
-    """Slabs of wanted sizes, which are wanted no more; the newest first."""
+def _among(slabs: list[Slab], sizes: list[int]) -> tuple[list[Slab], list[int]]:
+    """Slabs of these sizes, the newest first, and the sizes that none of them has."""
+    missing = Counter(sizes)
+    found = []
     for slab in reversed(slabs):
-        if wanted[slab.nbytes] > 0:
-            wanted[slab.nbytes] -= 1
-            yield slab
+        if missing[slab.nbytes] > 0:
+            missing[slab.nbytes] -= 1
+            found.append(slab)
+    return found, list(missing.elements())

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 Lent = TypeVar("Lent")
@@ -47,12 +46,14 @@ class Loans(Generic[Lent]):
         """Whether :meth:`ended` gives anything."""
         return bool(self._ended)
 
-    def ended(self) -> Iterator[Lent]:
+    def ended(self) -> list[Lent]:
         """What was lent to owners that are gone; each once."""
+        found = []
         while self._ended:
             loan = self._ended.popleft()
             if self._current.pop(id(loan), None) is not None:  # or :meth:`audit` left it out
-                yield loan.lent
+                found.append(loan.lent)
+        return found
 
     def audit(self) -> list[Lent]:
         """What is lent to owners that are there; :meth:`ended` will not give the rest any more."""
