@@ -127,11 +127,11 @@ class Group:
         return (ticket for ticket in self.tickets_last_first() if ticket.num_waiting > 0)
 
     def wanted(self) -> Iterator[Ticket]:
-        """What must be brought before backward reaches it, in the order of use."""
-        for ref in reversed(self._tickets):
-            ticket = ref()
-            if ticket is not None and ticket.num_waiting > 0 and not ticket.is_coming:
-                yield ticket
+        """What must be on the device when backward reaches it, in the order of use."""
+        return self.waiting()
+
+    def claim(self, ticket: Ticket) -> None:
+        """It counts the uses of its tickets already, from the commit on."""
 
     def on_use(self) -> None:
         """Backward is about to use one of the tensors."""

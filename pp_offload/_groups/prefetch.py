@@ -32,7 +32,11 @@ class Visit(Protocol):
         ...
 
     def wanted(self) -> Iterator[Ticket]:
-        """What must be brought, in the order of use. Who asks for the next brings the last."""
+        """What it will use and has not claimed, brought or not, in the order of use."""
+        ...
+
+    def claim(self, ticket: Ticket) -> None:
+        """What it wanted is on the device, on its way there, or about to be brought for it."""
         ...
 
 
@@ -188,13 +192,16 @@ class Prefetcher:
         batch: list[Ticket] = []
         may_exceed = not chosen and self._transfer.reloaded_bytes == 0
         for ticket in visit.wanted():
-            if ticket in chosen:
-                continue
-            if visit is self._current and ticket.in_flight_source is not None:
-                continue  # what is used now can be had without a copy
-            if ticket.nbytes > room and not (may_exceed and not batch):
-                return batch, False
-            batch.append(ticket)
-            room -= ticket.nbytes
+            if not self._is_to_be_had(ticket, visit, chosen):
+                if ticket.nbytes > room and not (may_exceed and not batch):
+                    return batch, False
+                batch.append(ticket)
+                room -= ticket.nbytes
+            visit.claim(ticket)
         visit.is_brought = True
         return batch, True
+
+    def _is_to_be_had(self, ticket: Ticket, visit: Visit, chosen: set[Ticket]) -> bool:
+        """Whether nothing has to be brought for it; what is used now may still be there."""
+        is_here = visit is self._current and ticket.in_flight_source is not None
+        return ticket.is_coming or ticket in chosen or is_here

@@ -184,8 +184,7 @@ class WeightPass:
         self.is_brought = False
         self._groups = groups
         self._split = split
-        self._uses: list[tuple[TicketIndex, int]] | None = None
-        self._num_claimed = 0
+        self._unclaimed: dict[TicketIndex, int] | None = None
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
         """Whether nothing, or nothing in groups of that name, is known to be used."""
@@ -202,20 +201,23 @@ class WeightPass:
         return (ticket for ticket in found if ticket is not None)
 
     def wanted(self) -> Iterator[Ticket]:
-        """What must be brought, in the order of use.
-
-        What the first part has left on the device, or is about to use, is told to stay.
-        """
-        if self._uses is None:
-            self._uses = list(self._foreseen().items())
-        while self._num_claimed < len(self._uses):
-            index, num_uses = self._uses[self._num_claimed]
+        """What must be on the device, in the order of use, but for what the first part keeps."""
+        if self._unclaimed is None:
+            self._unclaimed = dict(self._foreseen())
+        for index in list(self._unclaimed):
             ticket = self._ticket(index)
             if ticket is not None and not self._split.stays(self.key.chunk, index):
-                if not ticket.is_coming:
-                    yield ticket
-                ticket.num_waiting = max(ticket.num_waiting, 0) + num_uses
-            self._num_claimed += 1
+                yield ticket
+
+    def claim(self, ticket: Ticket) -> None:
+        """Its memory stays until this part has used it, also where the first part is to bring it.
+
+        See NOTE [ Uses ].
+        """
+        known = ticket.index_in_chunk
+        if isinstance(known, Known) and self._unclaimed is not None:
+            num_uses = self._unclaimed.pop(known.ticket_index, 0)
+            ticket.num_waiting = max(ticket.num_waiting, 0) + num_uses
 
     def _ticket(self, index: TicketIndex) -> Ticket | None:
         if index.position >= len(self._groups):
