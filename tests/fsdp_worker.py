@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, offload_modules, use_backend
-from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import CpuBackend
 from pp_offload.pipelining import attach
@@ -38,22 +38,20 @@ SHARDING: dict[str, dict[str, Any]] = {
 GROUPS = {"mlp": "layers.*.mlp", "layer": "layers.*", "all": ["layers.0", "layers.1.mlp"]}
 
 
-class Watched(TransferEngine):
-    """Counts payloads that are of whole parameters."""
+class Leaving(Listener):
+    """Counts what leaves, and what of it is of whole parameters."""
 
-    num_moved = 0
     whole: dict[int, Any] = {}
 
-    def offload(self, tickets: Sequence[Ticket]) -> int:
+    def __init__(self) -> None:
+        self.num_whole = self.num = 0
+        self.whole.clear()
+
+    def leaving(self, tickets: Sequence[Ticket]) -> None:
         sources = (member.source for ticket in tickets for member in ticket.members)
         keys = {source.untyped_storage()._cdata for source in sources if source is not None}
-        Watched.num_moved += len(keys & Watched.whole.keys())
-        return super().offload(tickets)
-
-    @classmethod
-    def forget(cls) -> None:
-        cls.num_moved = 0
-        cls.whole.clear()
+        self.num += len(keys)
+        self.num_whole += len(keys & self.whole.keys())
 
     @classmethod
     def note(cls, module: nn.Module, args: object) -> None:
@@ -85,7 +83,7 @@ def make_stage(mesh: DeviceMesh, seed: int, sharding: str) -> nn.Module:
         fully_shard(layer, mesh=mesh, **SHARDING[sharding])
     fully_shard(stage, mesh=mesh, **SHARDING[sharding])
     for module in stage.modules():
-        module.register_forward_pre_hook(Watched.note)
+        module.register_forward_pre_hook(Leaving.note)
     return stage
 
 
@@ -213,9 +211,9 @@ def compare(case: str) -> dict[str, Any]:
     expected = CASES[name](False, *options)
     facts: dict[str, Any] = {"tensors": len(expected)}
     for backend in (CpuBackend(), SimulatedBackend("late")):
-        Watched.forget()
+        leaving = Leaving()
         with use_backend(backend, config=CONFIG) as manager:
-            manager.wiring.transfer.__class__ = Watched
+            manager.wiring.transfer.listeners.add(leaving)
             got = CASES[name](True, *options)
             statistics = manager.statistics()
         equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
@@ -223,8 +221,9 @@ def compare(case: str) -> dict[str, Any]:
             "equal": equal,
             "offloaded": statistics.bytes_offloaded,
             "live": statistics.live_tensors,
-            "whole": len(Watched.whole),
-            "num_moved": Watched.num_moved,
+            "whole": len(leaving.whole),
+            "num_left": leaving.num,
+            "num_whole_left": leaving.num_whole,
         }.items():
             facts.setdefault(name_of_fact, []).append(fact)
     return facts

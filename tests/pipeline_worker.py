@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.listeners import Listener
 from pp_offload.pipelining import attach
 
 WIDTH = 16
@@ -86,14 +85,17 @@ def make_schedule(
     return schedule, modules, num_stages - 1 in indices
 
 
-class Watched(TransferEngine):
+class MostUnused(Listener):
     """Notes how much was ever reloaded ahead of its use."""
 
-    most_unused = 0
+    def __init__(self, transfer: TransferEngine) -> None:
+        self.nbytes = 0
+        self._transfer = transfer
+        transfer.listeners.add(self)
 
-    def prefetch(self, tickets: Sequence[Ticket]) -> None:
-        super().prefetch(tickets)
-        Watched.most_unused = max(Watched.most_unused, self.reloaded_bytes)
+    def reloads_queued(self, num: int, *, is_ahead: bool) -> None:
+        if is_ahead:
+            self.nbytes = max(self.nbytes, self._transfer.reloaded_bytes)
 
 
 def train(
@@ -116,8 +118,7 @@ def train(
     facts: dict[str, Any] = {"on_demand": [], "in_use": [], "live": []}
     seen: list[Tensor] = []
     rank = dist.get_rank()
-    if handle is not None:
-        handle.manager.wiring.transfer.__class__ = Watched
+    peak = None if handle is None else MostUnused(handle.manager.wiring.transfer)
     for step in range(3):
         torch.manual_seed(step)
         x, target = torch.randn(2 * microbatches, WIDTH), torch.randn(2 * microbatches, WIDTH)
@@ -145,10 +146,10 @@ def train(
             facts["in_use"].append(statistics.host_bytes_in_use)
             facts["live"].append(statistics.live_tensors)
             facts["offloaded"] = statistics.bytes_offloaded
-    if handle is not None:
+    if handle is not None and peak is not None:
         PipelineOffloadManager.get_instance().reset()
         facts["table"] = summary_table()
-        facts["unused"] = Watched.most_unused
+        facts["unused"] = peak.nbytes
         facts["window"] = handle.manager.wiring.prefetcher._window_bytes
         handle.detach()
     return seen, facts
@@ -159,7 +160,6 @@ def compare(
 ) -> dict[str, Any]:
     """One schedule, without and with offload."""
     options = (name, virtual, NUM_MICROBATCHES, scale_grads, out)
-    Watched.most_unused = 0
     without, _ = train(*options, None)
     with_offload, facts = train(*options, split_backward)
     PipelineOffloadManager.reset_instance()

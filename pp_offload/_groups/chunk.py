@@ -85,6 +85,8 @@ class Chunk:
             group = self._new_group(name)
             self.groups.append(group)
             self.open_groups.append(group)
+            for heard in wiring.transfer.listeners.group_opened:
+                heard(group)
         return group
 
     def _new_group(self, name: str) -> Group:
@@ -152,6 +154,8 @@ class Chunk:
         else:
             self.wiring.offloader.tickets(group)
             group.move_to(GroupState.KEPT)
+        for heard in self.wiring.transfer.listeners.group_closed:
+            heard(group)
         if released and group.state is GroupState.OFFLOADED:
             wiring = self.wiring
             wiring.transfer.after_copies(wiring.release.of(released))

@@ -37,11 +37,13 @@ class Offloader:
         self.split: SplitBackward | None = None
         self._transfer = transfer
         self._verifier = verifier
+        if verifier is not None:
+            transfer.listeners.add(verifier)
         self._has_warned = False
 
     def tickets(self, group: Group) -> list[Ticket]:
         """What of ``group`` may leave, counted in it."""
-        mover: Mover = self.split or self._verifier or self._transfer
+        mover: Mover = self.split or self._transfer
         saved = [one for one in group.saved() if one.may_leave]
         tickets = tickets_for(saved, mover, group.name)
         counts = group.counts
@@ -57,10 +59,10 @@ class Offloader:
             MemoryError: There is no room for them off the device, and nothing has changed.
         """
         transfer, copies = self._transfer, self.copies
-        if self._verifier is not None:
-            self._verifier.watch(tickets)
         # What a graph copies is there when it is launched, and not for others.
         is_capturing = transfer.backend.is_capturing
+        if transfer.listeners.leaving and not is_capturing:
+            self._tell(tickets)
         with transfer.lock:
             new = tickets if is_capturing else copies.share(tickets)
         if new:
@@ -70,6 +72,12 @@ class Offloader:
             if not is_capturing:
                 copies.add(new)
             self._hand_over(group, tickets)
+
+    def _tell(self, tickets: list[Ticket]) -> None:
+        """They are about to leave; whoever hears it may read what they take."""
+        with self._transfer.copies.reading(tickets):
+            for heard in self._transfer.listeners.leaving:
+                heard(tickets)
 
     def _hand_over(self, group: Group, tickets: list[Ticket]) -> None:
         for ticket in tickets:
@@ -98,9 +106,13 @@ class Offloader:
         Returns:
             A message for each, with who holds it; each is logged once.
         """
-        return [] if self._verifier is None else self._verifier.check_freed()
+        if self._verifier is None:
+            return []
+        self._transfer.backend.synchronize()
+        self._transfer.poll()
+        return self._verifier.check_freed()
 
     def split_backward(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> SplitBackward:
         """For a schedule that runs the backward of these chunks in two parts."""
-        inner: Mover = self._verifier or self._transfer
-        return SplitBackward(inner, self._transfer.backend, chunks, is_keeping=is_keeping)
+        transfer = self._transfer
+        return SplitBackward(transfer, transfer.backend, chunks, is_keeping=is_keeping)

@@ -89,6 +89,8 @@ class Prefetcher:
         if not group.is_used:
             group.is_used = True
             self._upcoming.begin(group)
+            for heard in self._transfer.listeners.group_reached:
+                heard(group)
         if not group.is_brought:
             self._bring(group)
 
@@ -166,7 +168,7 @@ class Prefetcher:
         room = self._window_bytes - self._transfer.reloaded_bytes
         batch, _ = self._missing(group, room, set())
         if batch:
-            self._transfer.counters.on_demand_reloads += self._transfer.reload(batch)
+            self._transfer.reload(batch)
 
     def _load(self, batches: list[list[Ticket]]) -> None:
         """Prefetch groups in order, small ones together, so that one event serves many."""

@@ -105,7 +105,7 @@ class Wiring:
         return cls(
             transfer,
             Eligibility(backend.device, StorageSet()),
-            Offloader(transfer, Verifier(transfer) if config.verify else None),
+            Offloader(transfer, Verifier(backend) if config.verify else None),
             step,
             Prefetcher(transfer, step, config.prefetch_bytes),
         )

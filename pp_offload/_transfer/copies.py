@@ -30,11 +30,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pp_offload._transfer.listeners import Listeners
 from pp_offload._transfer.pending_offloads import InFlight, Queued
 from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.tensors import flat_bytes
@@ -42,18 +42,6 @@ from pp_offload._transfer.ticket import DeviceCopy, HostCopy, Ticket
 from pp_offload.backends import Backend, Event, Stream
 
 _nothing = nullcontext()
-
-
-@dataclass
-class TransferCounters:
-    """What was moved since the engine was made."""
-
-    bytes_offloaded: int = 0
-    bytes_reloaded: int = 0
-    prefetched_reloads: int = 0
-    on_demand_reloads: int = 0
-    taken_back: int = 0
-    consumer_wait_ms: float = 0.0
 
 
 class Copies:
@@ -65,7 +53,7 @@ class Copies:
 
     Attributes:
         lock: See NOTE [ One lock ].
-        counters: Of what is queued here, and of what tickets were given.
+        listeners: Who hears what is queued here and what tickets are given.
         in_flight: What is on its way to the host.
         reloads: What is on the device again, or on its way there.
     """
@@ -73,7 +61,7 @@ class Copies:
     def __init__(self, backend: Backend, max_in_flight_bytes: int | None) -> None:
         self.backend = backend
         self.lock = threading.RLock()
-        self.counters = TransferCounters()
+        self.listeners = Listeners()
         self.in_flight = InFlight(backend, self.lock, max_in_flight_bytes)
         self.reloads = PendingReloads()
         self._waited: tuple[Event, Stream] | None = None
@@ -119,7 +107,8 @@ class Copies:
         else:
             self.keep_sources(tickets, sources, streams[0])
             pending.offloaded = offloaded
-        self.counters.bytes_offloaded += nbytes
+        for heard in self.listeners.offloaded:
+            heard(tickets[0].label, nbytes)
         return nbytes
 
     def _sources(self, tickets: Sequence[Ticket], streams: Sequence[Stream]) -> list[Tensor]:
@@ -227,8 +216,10 @@ class Copies:
 
     def begin_reload(self, ticket: Ticket, target: Tensor, stream: Stream) -> DeviceCopy:
         """A copy into ``target`` is about to be queued; its event is to be set behind it."""
-        self.counters.bytes_reloaded += ticket.nbytes
-        return self.reloads.begin(ticket, target, stream)
+        device_copy = self.reloads.begin(ticket, target, stream)
+        for heard in self.listeners.reload_started:
+            heard(ticket.label, ticket.nbytes)
+        return device_copy
 
     def give_up(self, tickets: Sequence[Ticket]) -> None:
         """What came, or was to come, is not good."""
@@ -266,7 +257,10 @@ class Copies:
     def _compute_waits_for(self, stream: Stream, event: Event) -> None:
         start = time.perf_counter()
         stream.wait_event(event)
-        self.counters.consumer_wait_ms += (time.perf_counter() - start) * 1e3
+        seconds = time.perf_counter() - start
+        with self.lock:
+            for heard in self.listeners.waited:
+                heard(seconds)
 
     def _d2h_waits_for_compute(self, stream: Stream) -> None:
         self.backend.d2h.wait_event(stream.record_event())

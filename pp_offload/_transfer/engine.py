@@ -31,6 +31,7 @@ from torch import Tensor
 from pp_offload._common.processes import check, current
 from pp_offload._memory.unfinished import Unfinished, when_finished
 from pp_offload._transfer.copies import Copies
+from pp_offload._transfer.counters import TransferCounters
 from pp_offload._transfer.outgoing import Outgoing
 from pp_offload._transfer.tensors import flat_bytes
 from pp_offload._transfer.ticket import DeviceCopy, Holder, HostCopy, PendingReload, Ticket
@@ -56,7 +57,8 @@ class TransferEngine:
     Attributes:
         backend: The device.
         lock: See NOTE [ One lock ].
-        counters: What was moved.
+        listeners: Who hears what happens; see NOTE [ Where listeners are called ].
+        counters: One of them: what was moved.
         refill_below_bytes: Below so many that came, more should be brought; who prefetches says.
         comes_soon: Whether backward will ask for a ticket within the window; who prefetches knows.
     """
@@ -66,7 +68,9 @@ class TransferEngine:
         self.tiers = tuple(tiers)
         self.backend = copies.backend
         self.lock = copies.lock
-        self.counters = copies.counters
+        self.listeners = copies.listeners
+        self.counters = TransferCounters()
+        self.listeners.add(self.counters)
         self.refill_below_bytes = 0
         self.comes_soon: Callable[[Ticket], bool] = lambda ticket: False
         self._off_streams = [tier for tier in self.tiers if not tier.may_capture()]
@@ -144,19 +148,29 @@ class TransferEngine:
     # Back to it
 
     def reload(self, tickets: Sequence[Ticket]) -> int:
-        """Queue what brings them back, or begin it. Never waits.
+        """Queue what brings them back, now that they are needed, or begin it. Never waits.
 
         Data is valid once :meth:`deliver` returned it.
 
         Returns:
             How many payloads are on their way; those that share bytes count once.
         """
+        return self._reload(tickets, is_ahead=False)
+
+    def prefetch(self, tickets: Sequence[Ticket]) -> int:
+        """A reload ahead of its use."""
+        return self._reload(tickets, is_ahead=True)
+
+    def _reload(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
         self.check_process()  # before the lock, which a thread that is not here may hold
         if self._off_streams and self.backend.is_capturing:
             self._refuse_to_load(tickets)
         with self.lock:
             self.poll()  # which may bring some of them
-            return self._load(tickets)
+            num = self._load(tickets)
+            for heard in self.listeners.reloads_queued:
+                heard(num, is_ahead=is_ahead)
+        return num
 
     def _load(self, tickets: Sequence[Ticket]) -> int:
         if len(self.tiers) == 1:
@@ -180,11 +194,6 @@ class TransferEngine:
                     'it needs in host memory, with tiers=("host",)'
                 )
 
-    def prefetch(self, tickets: Sequence[Ticket]) -> None:
-        """A reload ahead of its use."""
-        with self.lock:
-            self.counters.prefetched_reloads += self.reload(tickets)
-
     def deliver(self, ticket: Ticket) -> Tensor:
         """The payload on the device, ready for the live compute stream.
 
@@ -195,8 +204,15 @@ class TransferEngine:
         Raises:
             SavedTensorModifiedError: It was changed in place before it was copied.
             TierError: It cannot be brought back.
+            VerifyError: It is not what left; only where that is looked at.
             ForkedError: It was offloaded before this process was forked.
         """
+        tensor = self._deliver(ticket)
+        for heard in self.listeners.delivered:
+            heard(ticket, tensor)
+        return tensor
+
+    def _deliver(self, ticket: Ticket) -> Tensor:
         self.check_process()
         if self._off_streams and any(tier.is_bringing for tier in self._off_streams):
             self.poll()
@@ -254,7 +270,8 @@ class TransferEngine:
         if ticket.device_tensor is None:
             assert ticket.copy is not None, "reload before offload"
             num = ticket.copy.tier.load([ticket], is_ahead=False)
-            self.counters.on_demand_reloads += 0 if is_expected else num
+            for heard in () if is_expected else self.listeners.reloads_queued:
+                heard(num, is_ahead=False)
 
     def _instead(self, ticket: Ticket, live: Stream, failure: TierError) -> Tensor:
         """The tier could not bring it back: its source, if it could not store it either."""
@@ -307,7 +324,8 @@ class TransferEngine:
                 return
 
     def _take_back(self, ticket: Ticket, source: Tensor) -> Tensor:
-        self.counters.taken_back += 1
+        for heard in self.listeners.taken_back:
+            heard(ticket)
         ticket.num_waiting -= 1
         shape = ticket.host_bytes
         assert shape is not None

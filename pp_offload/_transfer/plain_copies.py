@@ -88,9 +88,11 @@ class PlainCopies:
             with torch.inference_mode(False):  # a thread is not in it, and may write them
                 targets = [torch.empty_like(one, device=backend.device) for one in sources]
             wait(backend.h2d, record(stream))
-            device_copy = self._copy(backend.h2d, targets, sources, [*sources, *targets], label)
-            pending = PendingCopy(targets, device_copy, stream, label, checksums)
-            self.transfer.counters.bytes_reloaded += sum(one.nbytes for one in sources)
+            copied = self._copy(backend.h2d, targets, sources, [*sources, *targets], label)
+            pending = PendingCopy(targets, copied, stream, label, checksums)
+            nbytes = sum(one.nbytes for one in sources)
+            for heard in self.transfer.listeners.reload_started:
+                heard(label, nbytes)
         return pending
 
     def copy_to_host(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
@@ -121,7 +123,8 @@ class PlainCopies:
             # Its targets are kept here: no stream's wait lets the host free them
             offload.offloaded = self._copy(backend.d2h, targets, dense, targets, label)
             pending = PendingCopy(targets, offload.offloaded, stream, label, checksums)
-            self.transfer.counters.bytes_offloaded += nbytes
+            for heard in self.transfer.listeners.offloaded:
+                heard(label, nbytes)
         self.transfer.keep_in_flight_bounded(nbytes)
         return pending
 

@@ -86,7 +86,7 @@ def _collect(transfer: TransferEngine) -> OffloadStatistics:
         live_tensors=sum(tier.num_payloads for tier in tiers),
         prefetched_reloads=counters.prefetched_reloads,
         on_demand_reloads=counters.on_demand_reloads,
-        taken_back=counters.taken_back,
+        taken_back=counters.num_taken_back,
         consumer_wait_ms=counters.consumer_wait_ms,
         host_allocations=sum(tier.host_allocations for tier in tiers),
         disk_bytes_in_use=sum(tier.disk_bytes_in_use for tier in tiers),

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from pp_offload._memory.checksum import checksum
 from pp_offload._memory.storages import has_storage
-from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.tensors import StorageRef, flat_bytes
 from pp_offload._transfer.ticket import Ticket
+from pp_offload.backends import Backend
 from pp_offload.errors import VerifyError
 
 logger = logging.getLogger(__name__)
@@ -33,66 +34,51 @@ MAX_HOLDERS = 3
 """Named in one message."""
 
 
-class Verifier:
-    """Stands before the transfer engine, for tickets made while checks are on.
+class Verifier(Listener):
+    """Looks at what leaves an engine and what it gives back.
 
     Args:
-        transfer: Moves the bytes.
+        backend: The engine's.
     """
 
-    def __init__(self, transfer: TransferEngine) -> None:
-        self._transfer = transfer
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._watched: list[tuple[str, int, StorageRef]] = []
         self._said: set[str] = set()
 
-    @property
-    def reloaded_bytes(self) -> int:
-        """As the engine counts them."""
-        return self._transfer.reloaded_bytes
-
-    @property
-    def refill_below_bytes(self) -> int:
-        """As the prefetcher told the engine."""
-        return self._transfer.refill_below_bytes
-
-    def deliver(self, ticket: Ticket) -> Tensor:
-        """The payload on the device.
+    def delivered(self, ticket: Ticket, tensor: Tensor) -> None:
+        """Compare the payload with what left.
 
         Raises:
-            VerifyError: It is not what left.
+            VerifyError: It is something else.
         """
-        tensor = self._transfer.deliver(ticket)
-        if self._transfer.backend.is_capturing:
-            return tensor  # nothing is there to compare
-        found, expected = checksum_of(tensor), ticket.checksum
-        if expected is not None and found != expected:
+        expected = ticket.checksum
+        if expected is None or self._backend.is_capturing:
+            return  # in a capture nothing is there to compare
+        found = checksum_of(tensor)
+        if found != expected:
             raise VerifyError(
                 f"a tensor of group '{ticket.label}' with payload shape {tuple(tensor.shape)} came "
                 f"back with checksum {found:#018x}, expected {expected:#018x}; please report this "
                 "with the backend and the options in use"
             )
-        return tensor
 
-    def watch(self, tickets: Sequence[Ticket]) -> None:
+    def leaving(self, tickets: Sequence[Ticket]) -> None:
         """Remember what these tickets take, before they have handed over."""
-        if self._transfer.backend.is_capturing:
-            return
-        with self._transfer.copies.reading(tickets):
-            for ticket in tickets:
-                ticket.checksum = checksum_of(ticket.source())
         for ticket in tickets:
+            ticket.checksum = checksum_of(ticket.source())
             if ticket.storage is not None:  # of one that others have parts of, they may need theirs
                 self._watched.append((ticket.label, ticket.nbytes, weakref.ref(ticket.storage)))
 
     def check_freed(self) -> list[str]:
         """Say what is still on the device of all that was offloaded since the last call.
 
+        To be called when copies have ended and their sources were let go.
+
         Returns:
             The messages; each is logged once.
         """
         watched, self._watched = self._watched, []
-        self._transfer.backend.synchronize()
-        self._transfer.poll()
         found = []
         for label, nbytes, ref in watched:
             storage = ref()

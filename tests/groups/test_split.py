@@ -18,8 +18,8 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._groups.plan import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import BackwardPass
-from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.ticket import DeviceCopy
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.listeners import Listener
 
 MICROBATCHES = 6
 GROUP_BYTES = 3 * 5 * 8 * 4
@@ -112,11 +112,11 @@ def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None
     )
     with use_backend(make_backend(kind), config=config) as manager:
         on, off = both(manager.backend.device)
-        manager.wiring.transfer.copies.__class__ = Watched
+        peak = MostUnused(manager.wiring.transfer)
         tell(manager, delay)
         seen = [manager.statistics()]
         for step in range(4):
-            Watched.most_unused = 0
+            peak.nbytes = 0
             inputs = inputs_of(step, manager.backend.device)
             expected = run_step(off, inputs, delay, None)
             assert same_bits(run_step(on, inputs, delay, manager), expected), step
@@ -127,7 +127,7 @@ def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None
     ]
     assert on_demand[0] > 0, "of the first microbatch nothing is known"
     assert on_demand[2:] == [0, 0]
-    assert 0 < Watched.most_unused <= window
+    assert 0 < peak.nbytes <= window
     reloaded = [after.bytes_reloaded - before.bytes_reloaded for before, after in pairs(seen)]
     offloaded = [after.bytes_offloaded - before.bytes_offloaded for before, after in pairs(seen)]
     if policy == "keep":
@@ -136,15 +136,16 @@ def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None
         assert reloaded[2] > offloaded[2]
 
 
-class Watched(Copies):
+class MostUnused(Listener):
     """Notes how much was ever reloaded and not used."""
 
-    most_unused = 0
+    def __init__(self, transfer: TransferEngine) -> None:
+        self.nbytes = 0
+        self._transfer = transfer
+        transfer.listeners.add(self)
 
-    def begin_reload(self, *args: Any) -> DeviceCopy:
-        device_copy = super().begin_reload(*args)
-        Watched.most_unused = max(Watched.most_unused, self.reloads.nbytes)
-        return device_copy
+    def reload_started(self, label: str, nbytes: int) -> None:
+        self.nbytes = max(self.nbytes, self._transfer.reloaded_bytes)
 
 
 def pairs(seen: list[Any]) -> Iterator[tuple[Any, Any]]:

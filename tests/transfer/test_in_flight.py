@@ -98,7 +98,7 @@ def lines_of_delivers(num_tensors: int) -> int:
         with interrupted(None) as lines:
             for i in range(20):
                 assert engine.deliver(pairs[i][1]).eq(i).all()
-    assert engine.counters.taken_back == 20
+    assert engine.counters.num_taken_back == 20
     return lines.count
 
 

@@ -108,8 +108,8 @@ MUTANTS = [
     Mutant(
         "use before it is back",
         "pp_offload/_transfer/copies.py",
-        "        stream.wait_event(event)\n        self.counters",
-        "        self.counters",
+        "        stream.wait_event(event)\n        seconds =",
+        "        seconds =",
         "compute reads what the copy is still to bring",
         ("tests/transfer/test_faults.py::test_without_a_fault_nothing_is_caught",),
     ),

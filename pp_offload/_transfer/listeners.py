@@ -1,0 +1,111 @@
+"""Who wants to hear what the engine does: statistics, checks, tests.
+
+    class Peak(Listener):
+        most = 0
+
+        def reload_started(self, label, nbytes):
+            self.most = max(self.most, transfer.reloaded_bytes)
+
+    transfer.listeners.add(Peak())
+
+What nobody has overridden is not called, so that an event without listeners costs an empty loop.
+
+NOTE [ Where listeners are called ]
+    On the thread that did it, behind what it did; ``leaving`` before it. Where that is said, the
+    engine's lock is held: a listener notes something then, and neither waits nor calls the engine
+    back. What a listener raises goes to the program, as if the engine had raised it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from torch import Tensor
+
+from pp_offload._transfer.ticket import Ticket
+
+
+class NamedGroup(Protocol):
+    """What is known here of a group; more of it in ``_groups/group.py``."""
+
+    name: str
+
+
+class Listener:
+    """Does nothing, whatever happens. Override what you want to hear."""
+
+    def group_opened(self, group: NamedGroup) -> None:
+        """What autograd saves from now on joins it. Under the lock."""
+
+    def group_closed(self, group: NamedGroup) -> None:
+        """It was committed, and is on its way off the device or stays there."""
+
+    def group_reached(self, group: NamedGroup) -> None:
+        """Backward uses the first of its tensors. Under the lock."""
+
+    def leaving(self, tickets: Sequence[Ticket]) -> None:
+        """A group is about to leave: sources are as autograd saved them, nothing is queued.
+
+        Compute may read them now, on the live stream. Not while a graph is captured, where they
+        hold nothing yet.
+        """
+
+    def offloaded(self, label: str, nbytes: int) -> None:
+        """What brings so many bytes off the device is queued. Under the lock.
+
+        Args:
+            label: The group they are of, the first one where there are several, or the slice.
+            nbytes: At least one.
+        """
+
+    def reload_started(self, label: str, nbytes: int) -> None:
+        """Memory was taken for so many bytes to come back into. Under the lock."""
+
+    def reloads_queued(self, num: int, *, is_ahead: bool) -> None:
+        """So many payloads are on their way, perhaps through a disk first. Under the lock.
+
+        Args:
+            num: May be zero.
+            is_ahead: Whether backward was not there yet.
+        """
+
+    def taken_back(self, ticket: Ticket) -> None:
+        """Its source, whose copy was still to be made, is given out as it is. Under the lock."""
+
+    def waited(self, seconds: float) -> None:
+        """The consumer was made to wait, which took the host so long. Under the lock."""
+
+    def delivered(self, ticket: Ticket, tensor: Tensor) -> None:
+        """The payload is about to be given to autograd, in order with the live compute stream."""
+
+
+@dataclass(slots=True)
+class Listeners:
+    """Who hears what; an event is told as ``for heard in listeners.leaving: heard(tickets)``."""
+
+    group_opened: tuple[Callable[[NamedGroup], None], ...] = ()
+    group_closed: tuple[Callable[[NamedGroup], None], ...] = ()
+    group_reached: tuple[Callable[[NamedGroup], None], ...] = ()
+    leaving: tuple[Callable[[Sequence[Ticket]], None], ...] = ()
+    offloaded: tuple[Callable[[str, int], None], ...] = ()
+    reload_started: tuple[Callable[[str, int], None], ...] = ()
+    reloads_queued: tuple[Callable[..., None], ...] = ()
+    taken_back: tuple[Callable[[Ticket], None], ...] = ()
+    waited: tuple[Callable[[float], None], ...] = ()
+    delivered: tuple[Callable[[Ticket, Tensor], None], ...] = ()
+
+    def add(self, listener: Listener) -> None:
+        """Have it hear what it overrides, behind those that were added before."""
+        for event in fields(self):
+            if getattr(type(listener), event.name) is not getattr(Listener, event.name):
+                heard = getattr(self, event.name)
+                setattr(self, event.name, (*heard, getattr(listener, event.name)))
+
+    def remove(self, listener: Listener) -> None:
+        """It hears nothing any more."""
+        for event in fields(self):
+            heard = getattr(self, event.name)
+            rest = tuple(one for one in heard if one.__self__ is not listener)
+            setattr(self, event.name, rest)
