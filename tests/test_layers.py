@@ -43,6 +43,7 @@ ASKS_FOR_THE_MANAGER = {
 
 ORDERS_COPIES = {
     "_transfer.copies",
+    "_transfer.in_flight",
     "_transfer.pending_offloads",
     "_transfer.pending_reloads",
     "_megatron.cuda_graph",
@@ -50,6 +51,7 @@ ORDERS_COPIES = {
 """Beside the backends themselves, and the simulated one."""
 
 ONE_JOB = [
+    ("_transfer.engine", "TransferEngine"),
     ("_groups.manager", "Manager"),
     ("_groups.chunk", "Chunk"),
     ("_groups.group", "Group"),

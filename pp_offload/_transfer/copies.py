@@ -34,8 +34,9 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from pp_offload._transfer.in_flight import InFlight
 from pp_offload._transfer.listeners import Listeners
-from pp_offload._transfer.pending_offloads import InFlight, Queued
+from pp_offload._transfer.pending_offloads import Queued
 from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.tensors import flat_bytes
 from pp_offload._transfer.ticket import DeviceCopy, HostCopy, Ticket

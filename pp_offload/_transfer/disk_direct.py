@@ -13,30 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pp_offload._memory.disk import DiskEvent, DiskTier
-from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.disk_failures import DiskFailures, of_disk
+from pp_offload._memory.disk import DiskEvent
+from pp_offload._transfer.on_disk import OnDisk
 from pp_offload._transfer.tensors import flat_bytes
 from pp_offload._transfer.ticket import HostCopy, Ticket, place
-from pp_offload._transfer.tier import Tier, TierStatistics
 from pp_offload.backends import Stream
 
 
-class DirectDisk(Tier):
-    """Writes tensors of the host to disk, without another copy in memory.
-
-    Args:
-        copies: Keeps what is written and read into.
-        disk: Where the bytes go.
-    """
-
-    name = "disk"
-    is_gathering = False
-
-    def __init__(self, copies: Copies, disk: DiskTier) -> None:
-        self.disk = disk
-        self._copies = copies
-        self._failures = DiskFailures()
+class DirectDisk(OnDisk):
+    """Writes tensors of the host to disk, without another copy in memory."""
 
     def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
         """An extent for each of them.
@@ -75,7 +60,7 @@ class DirectDisk(Tier):
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
         """Have threads read into new tensors. One that could not be written is still there."""
-        left = [t for t in tickets if t.device_tensor is None and not self.may_capture(t.copy)]
+        left = [one for one in tickets if one.device_tensor is None and _is_on_disk(one.copy)]
         return self._copies.bring(left, self._read)
 
     def _read(self, tickets: Sequence[Ticket], stream: Stream) -> None:
@@ -86,23 +71,6 @@ class DirectDisk(Tier):
             device_copy = self._copies.begin_reload(ticket, target, stream)
             device_copy.reloaded = self.disk.read(copy.extent, flat_bytes(target))
 
-    def may_capture(self, copy: HostCopy | None = None) -> bool:
-        """Not what is on disk."""
-        return copy is not None and copy.extent is None
 
-    def statistics(self) -> TierStatistics:
-        """Of the disk."""
-        return of_disk(self.disk.statistics())
-
-    def compact(self) -> None:
-        """The next step tries the disk again."""
-        self._failures.forget()
-
-    def retire(self) -> None:
-        """Drop the file, unless a saved tensor needs it; then it goes with the last."""
-        if self.disk.statistics().in_use == 0:
-            self.disk.close()
-
-    def close(self) -> None:
-        """Drop the file."""
-        self.disk.close()
+def _is_on_disk(copy: HostCopy | None) -> bool:
+    return copy is not None and copy.extent is not None

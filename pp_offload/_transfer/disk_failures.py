@@ -1,9 +1,5 @@
 """Whether the disk takes bytes, and what is said when it does not.
 
-NOTE [ Two ways to the disk ]
-    Where the device is the host, threads write a tensor as it is and read into a new one: see
-    ``disk_direct.py``. Elsewhere its bytes pass through staging buffers: see ``disk_staged.py``.
-
 NOTE [ When the disk fails ]
     What could not be written stays where it is, tensor or buffer, and later groups stay on the
     device until the next step tries again. What cannot be read back raises when it is asked for;
@@ -18,8 +14,6 @@ from __future__ import annotations
 
 import logging
 
-from pp_offload._memory.disk import DiskStatistics
-from pp_offload._transfer.tier import TierStatistics
 from pp_offload.errors import DiskTierError
 
 logger = logging.getLogger(__name__)
@@ -51,14 +45,3 @@ class DiskFailures:
     def forget(self) -> None:
         """The next step tries again."""
         self._failure = None
-
-
-def of_disk(disk: DiskStatistics) -> TierStatistics:
-    """What is on disk, and what was written and read."""
-    return TierStatistics(
-        num_payloads=disk.num_payloads,
-        disk_bytes_in_use=disk.in_use,
-        disk_bytes_peak=disk.peak,
-        disk_bytes_written=disk.written,
-        disk_bytes_read=disk.read,
-    )

@@ -23,9 +23,9 @@ from pp_offload._memory.disk import DiskEvent, DiskTier
 from pp_offload._memory.host import HostTier
 from pp_offload._memory.unfinished import Unfinished, check_finished
 from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.disk_failures import DiskFailures, of_disk
+from pp_offload._transfer.on_disk import OnDisk
 from pp_offload._transfer.ticket import HostCopy, Ticket, place
-from pp_offload._transfer.tier import Tier, TierStatistics
+from pp_offload._transfer.tier import TierStatistics
 from pp_offload.backends import Event
 from pp_offload.errors import DiskTierError
 
@@ -33,7 +33,7 @@ Queue = deque[weakref.ref[HostCopy]]
 """Copies on their way, the furthest first."""
 
 
-class StagedDisk(Tier):
+class StagedDisk(OnDisk):
     """Brings bytes of a device to disk, and back.
 
     Args:
@@ -42,14 +42,9 @@ class StagedDisk(Tier):
         staging: Host memory on the way, in whole pieces.
     """
 
-    name = "disk"
-    is_gathering = False
-
     def __init__(self, copies: Copies, disk: DiskTier, staging: HostTier) -> None:
-        self.disk = disk
+        super().__init__(copies, disk)
         self.staging = staging
-        self._copies = copies
-        self._failures = DiskFailures()
         self._arriving: Queue = deque()
         self._writing: Queue = deque()
         self._read_ahead: Queue = deque()
@@ -257,17 +252,13 @@ class StagedDisk(Tier):
             if copy is not None and copy.offloaded is not None:
                 raise Unfinished((copy.offloaded,))
 
-    # What both have
-
-    def may_capture(self, copy: HostCopy | None = None) -> bool:
-        """Not what is on disk."""
-        return copy is not None and copy.extent is None
+    # Numbers and memory
 
     def statistics(self) -> TierStatistics:
         """Of the disk, and of the memory on the way."""
         staging = self.staging.statistics()
         return replace(
-            of_disk(self.disk.statistics()),
+            super().statistics(),
             host_bytes_in_use=staging.in_use,
             host_bytes_peak=staging.peak,
             host_bytes_reserved=staging.reserved,
@@ -276,22 +267,17 @@ class StagedDisk(Tier):
 
     def compact(self) -> None:
         """The next step tries the disk again."""
-        self._failures.forget()
+        super().compact()
         self.staging.compact()
 
     def release_idle(self) -> None:
         """Give staging memory back to the system, unless a buffer is in use."""
         self.staging.release_idle()
 
-    def retire(self) -> None:
-        """Drop the file, unless a saved tensor needs it; then it goes with the last."""
-        if self.disk.statistics().in_use == 0:
-            self.disk.close()
-
     def close(self) -> None:
         """Drop staging memory and file."""
         self.staging.close()
-        self.disk.close()
+        super().close()
 
 
 def unfinished_uses(buffer: HostBuffer) -> tuple[Event, ...]:

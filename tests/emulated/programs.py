@@ -23,7 +23,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.pending_offloads import MAX_STREAMS
+from pp_offload._transfer.in_flight import MAX_STREAMS
 from pp_offload._transfer.pending_reloads import MAX_ABANDONED
 from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload._transfer.saved_tensor import SavedActivation

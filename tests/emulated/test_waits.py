@@ -23,7 +23,7 @@ from emulated.programs import Program
 pytestmark = pytest.mark.emulated
 
 ENGINE, STAGED = "_transfer/engine:TransferEngine", "_transfer/disk_staged:StagedDisk"
-COPIES, IN_FLIGHT = "_transfer/copies:Copies", "_transfer/pending_offloads:InFlight"
+COPIES, IN_FLIGHT = "_transfer/copies:Copies", "_transfer/in_flight:InFlight"
 RELOADS, PLAIN = "_transfer/pending_reloads:PendingReloads", "_transfer/plain_copies:PlainCopies"
 
 Case = tuple[Callable[[Program], bool], *tuple[Fault, ...]]
@@ -224,6 +224,7 @@ ORDERING = (
             "engine",
             "copies",
             "pending_reloads",
+            "in_flight",
             "pending_offloads",
             "plain_copies",
             "disk_staged",

@@ -35,6 +35,7 @@ ENGINE = files(
     "_transfer/host_tier",
     "_transfer/copies",
     "_transfer/ticket",
+    "_transfer/in_flight",
     "_transfer/pending_offloads",
     "_transfer/pending_reloads",
     "_transfer/saved_tensor",

@@ -19,7 +19,7 @@ from pp_offload import OffloadConfig, RaceError, use_backend
 from pp_offload._memory.buffers import Loan
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.pending_offloads import InFlight
+from pp_offload._transfer.in_flight import InFlight
 from pp_offload._transfer.ticket import HostCopy, Ticket
 from pp_offload.backends import Event, Stream
 

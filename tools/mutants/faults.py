@@ -147,7 +147,7 @@ MUTANTS = [
     ),
     Mutant(
         "in flight without bound",
-        "pp_offload/_transfer/pending_offloads.py",
+        "pp_offload/_transfer/in_flight.py",
         "self.offloads.nbytes <= (max(cap, last_bytes) if cap else 0)",
         "True",
         "the device runs full of what is on its way out",
@@ -155,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         "let go on the live stream alone",
-        "pp_offload/_transfer/pending_offloads.py",
+        "pp_offload/_transfer/in_flight.py",
         "for stream in (self._backend.current_stream(), *self._compute_streams):",
         "for stream in (self._backend.current_stream(),):",
         "memory returns to a stream that does not wait for the copy",
