@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._memory.checksum import checksum
-from pp_offload._memory.disk import NUM_THREADS, DiskEvent, DiskTier
+from pp_offload._memory.disk import NUM_THREADS, DiskEvent, DiskFile
 
 MIB = 2**20
 SIZES_MIB = (1, 4, 16, 64)
@@ -83,7 +83,7 @@ class Tier:
     """Ours."""
 
     def __init__(self, directory: Path, nbytes: list[int]) -> None:
-        self._tier = DiskTier(directory)
+        self._tier = DiskFile(directory)
         self._nbytes = nbytes
         self._extents = [self._tier.allocate(n) for n in nbytes]
 

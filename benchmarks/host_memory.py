@@ -36,7 +36,7 @@ import torch
 from shape_zoo import Shape, shape_zoo
 
 from pp_offload import CpuBackend, GPUTensorPool
-from pp_offload._memory.host import HostTier
+from pp_offload._memory.host import HostMemory
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
 from pp_offload._transfer.tiers import host_engine
@@ -132,7 +132,7 @@ def measure_footprint(shape: Shape) -> dict[str, float]:
     """Bytes held for one shape, after steps whose experts, if any, change."""
     draw = random.Random(0)
     backend = CpuBackend(inline_bytes=2**60)
-    host = HostTier(backend.allocate_host)
+    host = HostMemory(backend.allocate_host)
     engine, baselines = host_engine(backend, host, 2**40), Baselines()
     asked = []
     for _ in range(NUM_STEPS):
@@ -176,7 +176,7 @@ def take_and_give_ns(make: Callable[[int], Callable[[], None]], seconds: float) 
 
 def live_tier(live: int) -> Callable[[], None]:
     """A tier with buffers of many sizes live, half of what it ever held."""
-    tier = HostTier(lambda n: torch.empty(n, dtype=torch.uint8))
+    tier = HostMemory(lambda n: torch.empty(n, dtype=torch.uint8))
     held = deque(tier.allocate(512 * (1 + i % NUM_SIZES)) for i in range(2 * live))
     for _ in range(live):
         held.popleft()

@@ -52,7 +52,7 @@ from pp_offload import (
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._activations.exclusions import exclude
-from pp_offload._memory.disk import DiskTier
+from pp_offload._memory.disk import DiskFile
 from pp_offload._transfer.saved_tensor import Resident
 from pp_offload.testing import SimulatedBackend
 
@@ -219,7 +219,7 @@ COUNTS: Mapping[str, tuple[Callable[[Any], object], str]] = {
         lambda n: op_params(recompute_every={"ops.aten.mm.default": n}),
         "recompute_every.*is {}, expected an integer of at least 1",
     ),
-    "num_threads": (lambda n: DiskTier(None, n), "num_threads is {}, expected an integer"),
+    "num_threads": (lambda n: DiskFile(None, n), "num_threads is {}, expected an integer"),
     "inline_bytes": (lambda n: CpuBackend(inline_bytes=n), "inline_bytes is {}, expected an int"),
 }
 
@@ -418,7 +418,7 @@ CALLS: Mapping[str, Case] = {
         ["seed is None", "expected an integer"],
     ),
     "a number as directory": (
-        lambda: DiskTier(3),  # type: ignore[arg-type]
+        lambda: DiskFile(3),  # type: ignore[arg-type]
         TypeError,
         ["directory is 3", "expected a path"],
     ),

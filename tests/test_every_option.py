@@ -38,7 +38,7 @@ from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.prefetch import Prefetcher
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory.budget import HostBudget
-from pp_offload._memory.disk import DiskTier
+from pp_offload._memory.disk import DiskFile
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload._transfer.verify import Verifier
@@ -84,8 +84,8 @@ LISTENED = {
     "prefetch_bytes": Listened(Prefetcher, "__init__", "window_bytes", 54321),
     "split_backward": Listened(SplitBackward, "__init__", "is_keeping", True),
     "host_budget_bytes": Listened(HostBudget, "__init__", "limit_bytes", 2**27 + 1),
-    "tiers": Listened(DiskTier, "__init__", "self", lambda disk: True),
-    "disk_dir": Listened(DiskTier, "__init__", "directory", lambda path: Path(path).is_dir()),
+    "tiers": Listened(DiskFile, "__init__", "self", lambda disk: True),
+    "disk_dir": Listened(DiskFile, "__init__", "directory", lambda path: Path(path).is_dir()),
     "verify": Listened(Verifier, "__init__", "self", lambda verifier: True),
 }
 

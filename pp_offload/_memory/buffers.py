@@ -99,7 +99,7 @@ class HostBuffer:
 
 
 class Loan:
-    """A buffer for as long as anybody refers to this object; then it is the tier's again."""
+    """A buffer for as long as anybody refers to this object; then others may have it."""
 
     __slots__ = ("__weakref__", "buffer")
 

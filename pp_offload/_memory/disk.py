@@ -3,15 +3,15 @@
 The file has no name, so nothing is left of it when the process and those forked from it have ended,
 however they end. Every extent has a checksum, compared when it is read. Only its owner may read it.
 
-    extent = tier.allocate(nbytes)
-    written = tier.write(extent, data)   # data must stay unchanged until the event; then see
+    extent = file.allocate(nbytes)
+    written = file.write(extent, data)   # data must stay unchanged until the event; then see
     extent.failure                       # what went wrong, if anything
-    read = tier.read(extent, target)     # after the write, whoever asks
+    read = file.read(extent, target)     # after the write, whoever asks
     del extent                           # on any thread: what was not written yet never is
 
 What is there is told by the extents and file ranges that somebody refers to; the arena and the
 counts are books, made anew after an interrupt as in ``host.py``. A forked process has the
-parent's file open as well, and must not touch it: there the tier raises.
+parent's file open as well, and must not touch it: there this raises.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Step = Callable[[int, memoryview, int], int]
 
 
 class DiskEvent:
-    """The end of some work of the tier's threads. Without any it has ended."""
+    """The end of some work of its threads. Without any it has ended."""
 
     __slots__ = ("_pieces",)
 
@@ -164,7 +164,7 @@ class _Size:
 class _File:
     """A file without a name, open for as long as anybody refers to this object.
 
-    The tier's threads do, so one of them closes it if it was ever written: what a signal handler
+    Those that write do, so one of them closes it if it was ever written: what a signal handler
     raises in a destructor is lost, and signals are handled on the main thread.
     """
 
@@ -189,7 +189,7 @@ class _File:
 
 @dataclass(frozen=True)
 class DiskStatistics:
-    """What a disk tier holds and did. In bytes, but for the count."""
+    """What the file holds and did. In bytes, but for the count."""
 
     in_use: int = 0
     """In extents that somebody has."""
@@ -198,16 +198,16 @@ class DiskStatistics:
     """The most that was ever in use."""
 
     written: int = 0
-    """Queued to be written since the tier was made."""
+    """Queued to be written since it was made."""
 
     read: int = 0
-    """Queued to be read since the tier was made."""
+    """Queued to be read since it was made."""
 
     num_payloads: int = 0
     """Payloads in extents that somebody has."""
 
 
-class DiskTier:
+class DiskFile:
     """Bytes in an unnamed file.
 
     Args:
@@ -251,8 +251,8 @@ class DiskTier:
             It is taken for as long as anybody refers to this object.
 
         Raises:
-            ClosedError: The tier was closed.
-            ForkedError: The tier is that of another process.
+            ClosedError: It was closed.
+            ForkedError: It is that of another process.
         """
         self._check_open()
         self._settle()
@@ -282,8 +282,8 @@ class DiskTier:
             An event, which never raises: ``extent.failure`` says what went wrong.
 
         Raises:
-            ClosedError: The tier was closed.
-            ForkedError: The tier is that of another process.
+            ClosedError: It was closed.
+            ForkedError: It is that of another process.
         """
         source, file_range, owner = data.numpy(), extent.file_range, weakref.ref(extent)
 
@@ -319,8 +319,8 @@ class DiskTier:
             An event. Its ``synchronize`` raises what went wrong; then the target is garbage.
 
         Raises:
-            ClosedError: The tier was closed.
-            ForkedError: The tier is that of another process.
+            ClosedError: It was closed.
+            ForkedError: It is that of another process.
         """
         into, file_range = target.numpy(), extent.file_range
 

@@ -6,8 +6,8 @@ back to the arena, where neighbours become one range again; and where no range i
 buffer is made of several. So the slabs need not hold more than was live at the peak. Not even
 copies that still read what was freed make it ask: the next user's copy waits for them.
 
-    loan = tier.allocate(nbytes)  # loan.buffer: to be written when its last_uses have finished
-    del loan                      # on any thread; then the buffer is the tier's again
+    loan = memory.allocate(nbytes)  # loan.buffer: to be written when its last_uses have finished
+    del loan                        # on any thread; then the buffer is to be had again
 
 NOTE [ Ground truth ]
     An interrupt may come between any two lines. What is there is told by the slabs, by the loans
@@ -49,7 +49,7 @@ MAX_SIZES = 256
 
 @dataclass(frozen=True)
 class HostStatistics:
-    """What a host tier holds. In bytes, but for the counts."""
+    """What host memory holds. In bytes, but for the counts."""
 
     in_use: int
     """In buffers that somebody has."""
@@ -99,7 +99,7 @@ class _InUse:
         self.num_payloads -= buffer.num_payloads
 
 
-class HostTier:
+class HostMemory:
     """Bounded by what was live at the peak, not by all sizes ever seen.
 
     Loans may end on any thread. The rest is for one thread at a time.
@@ -149,7 +149,7 @@ class HostTier:
         Raises:
             MemoryError: It would be over the budget, or the host has no more to give.
             Unfinished: Slabs must go for it that copies still use. Nothing was begun.
-            ClosedError: The tier was closed.
+            ClosedError: It was closed.
         """
         if self._is_closed:
             raise ClosedError("the host tier is closed; make a new manager to go on")

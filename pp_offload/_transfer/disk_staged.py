@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pp_offload._memory.buffers import HostBuffer, Loan
-from pp_offload._memory.disk import DiskEvent, DiskTier
-from pp_offload._memory.host import HostTier
+from pp_offload._memory.disk import DiskEvent, DiskFile
+from pp_offload._memory.host import HostMemory
 from pp_offload._memory.unfinished import Unfinished, check_finished
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.on_disk import OnDisk
@@ -42,7 +42,7 @@ class StagedDisk(OnDisk):
         staging: Host memory on the way, in whole pieces.
     """
 
-    def __init__(self, copies: Copies, disk: DiskTier, staging: HostTier) -> None:
+    def __init__(self, copies: Copies, disk: DiskFile, staging: HostMemory) -> None:
         super().__init__(copies, disk)
         self.staging = staging
         self._arriving: Queue = deque()

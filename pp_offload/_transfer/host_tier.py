@@ -1,19 +1,19 @@
 """Offloaded bytes in host memory: one copy there, one back.
 
-tier = HostMemory(copies, HostTier(backend.allocate_host))
+tier = HostTier(copies, HostMemory(backend.allocate_host))
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pp_offload._memory.host import HostTier
+from pp_offload._memory.host import HostMemory
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.ticket import HostCopy, Ticket, place
 from pp_offload._transfer.tier import Tier, TierSetup, TierStatistics
 
 
-class HostMemory(Tier):
+class HostTier(Tier):
     """Keeps bytes in host memory.
 
     Args:
@@ -24,15 +24,15 @@ class HostMemory(Tier):
     name = "host"
     is_gathering = True
 
-    def __init__(self, copies: Copies, host: HostTier) -> None:
+    def __init__(self, copies: Copies, host: HostMemory) -> None:
         self.host = host
         self._copies = copies
 
     @classmethod
-    def made(cls, setup: TierSetup) -> HostMemory:
+    def made(cls, setup: TierSetup) -> HostTier:
         """As the options say."""
         may_split, trim = not setup.in_one_piece, setup.copies.backend.trim_host
-        host = HostTier(setup.allocate, setup.budget_at_rest, may_split=may_split, trim=trim)
+        host = HostMemory(setup.allocate, setup.budget_at_rest, may_split=may_split, trim=trim)
         return cls(setup.copies, host)
 
     def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:

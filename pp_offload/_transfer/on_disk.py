@@ -7,7 +7,7 @@ NOTE [ Two ways to the disk ]
 
 from __future__ import annotations
 
-from pp_offload._memory.disk import DiskTier
+from pp_offload._memory.disk import DiskFile
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.disk_failures import DiskFailures
 from pp_offload._transfer.ticket import HostCopy
@@ -25,7 +25,7 @@ class OnDisk(Tier):
     name = "disk"
     is_gathering = False
 
-    def __init__(self, copies: Copies, disk: DiskTier) -> None:
+    def __init__(self, copies: Copies, disk: DiskFile) -> None:
         self.disk = disk
         self._copies = copies
         self._failures = DiskFailures()

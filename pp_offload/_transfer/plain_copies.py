@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from pp_offload._memory.buffers import as_tensor
-from pp_offload._memory.host import HostTier
+from pp_offload._memory.host import HostMemory
 from pp_offload._memory.host_tensors import host_tensors
 from pp_offload._memory.slabs import pageable
 from pp_offload._transfer.copies import record, wait
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.host_tier import HostMemory
+from pp_offload._transfer.host_tier import HostTier
 from pp_offload._transfer.pending_offloads import Queued
 from pp_offload._transfer.tensors import as_dense
 from pp_offload._transfer.verify import checksum_of
@@ -147,9 +147,9 @@ class PlainCopies:
         return event
 
     @property
-    def _host(self) -> HostTier:
+    def _host(self) -> HostMemory:
         (tier,) = self.transfer.tiers
-        assert isinstance(tier, HostMemory)  # its engine has no other tier
+        assert isinstance(tier, HostTier)  # its engine has no other tier
         return tier.host
 
     def host_tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:

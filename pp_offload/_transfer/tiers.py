@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pp_offload._memory.budget import RAISE_IT, HostBudget
-from pp_offload._memory.disk import DiskTier
-from pp_offload._memory.host import HostTier
+from pp_offload._memory.disk import DiskFile
+from pp_offload._memory.host import HostMemory
 from pp_offload._memory.slabs import Allocate
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.disk_direct import DirectDisk
 from pp_offload._transfer.disk_staged import StagedDisk
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.host_tier import HostMemory
+from pp_offload._transfer.host_tier import HostTier
 from pp_offload._transfer.tier import Tier, TierSetup
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig, add_tier_name
@@ -39,15 +39,15 @@ FOR_THE_WAY = f"{RAISE_IT}: what goes to disk passes through host memory, a whol
 
 def _disk(setup: TierSetup) -> Tier:
     """See NOTE [ Two ways to the disk ]."""
-    copies, disk = setup.copies, DiskTier(setup.config.disk_dir)
+    copies, disk = setup.copies, DiskFile(setup.config.disk_dir)
     if copies.backend.is_host:
         return DirectDisk(copies, disk)
     trim = copies.backend.trim_host
-    staging = HostTier(setup.allocate, setup.budget, may_split=False, trim=trim)
+    staging = HostMemory(setup.allocate, setup.budget, may_split=False, trim=trim)
     return StagedDisk(copies, disk, staging)
 
 
-MAKERS: dict[str, MakeTier] = {"host": HostMemory.made, "disk": _disk}
+MAKERS: dict[str, MakeTier] = {"host": HostTier.made, "disk": _disk}
 """By the name in the options."""
 
 
@@ -93,8 +93,8 @@ def make_engine(
 
 
 def host_engine(
-    backend: Backend, host: HostTier, max_in_flight_bytes: int | None
+    backend: Backend, host: HostMemory, max_in_flight_bytes: int | None
 ) -> TransferEngine:
     """A transfer engine over this host memory alone."""
     copies = Copies(backend, max_in_flight_bytes)
-    return TransferEngine(copies, [HostMemory(copies, host)])
+    return TransferEngine(copies, [HostTier(copies, host)])

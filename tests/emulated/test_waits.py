@@ -95,11 +95,11 @@ CASES: dict[str, Case] = {
     "d2h waits for those of the memory it is carved of": (
         programs.part_of_a_buffer_read_for_another_stream,
         Fault(f"{COPIES}._d2h_waits_for_last_users", "in buffer.before:", "in ():"),
-        Fault("_memory/host:HostTier._carve", "buffer.before = tuple(self._unfinished)"),
+        Fault("_memory/host:HostMemory._carve", "buffer.before = tuple(self._unfinished)"),
     ),
     "slabs are dealt anew when no copy uses them": (
         programs.slab_read_for_another_stream,
-        Fault("_memory/host:HostTier.compact", "check_finished(self._last_uses())"),
+        Fault("_memory/host:HostMemory.compact", "check_finished(self._last_uses())"),
     ),
     "h2d waits for the offload": (
         programs.brought_before_it_left,
@@ -184,7 +184,7 @@ CASES: dict[str, Case] = {
     "disk: so does a thread that reads into it": (
         programs.read_while_the_copy_back_reads,
         Fault(f"{STAGED}._begin_to_read", "reading, after=buffer.before", "reading"),
-        Fault("_memory/disk:DiskTier._queue", "wait_for((event,))"),
+        Fault("_memory/disk:DiskFile._queue", "wait_for((event,))"),
     ),
     "disk: d2h waits for a thread that reads into it": (
         programs.staged_while_a_thread_reads_into_it,
@@ -205,9 +205,9 @@ PINNED = "pinned memory is nobody's before its copies were made"
 BY_OTHERS = {
     f"{COPIES}.join": "a copy stream waits for compute only to be part of a capture",
     f"{ENGINE}.close": "each tier waits for the copies that use it before it drops its memory",
-    "_memory/host:HostTier.release_idle": PINNED,
-    "_memory/host:HostTier._drop_slabs": PINNED,
-    "_memory/host:HostTier._wait_for_copies": PINNED,
+    "_memory/host:HostMemory.release_idle": PINNED,
+    "_memory/host:HostMemory._drop_slabs": PINNED,
+    "_memory/host:HostMemory._wait_for_copies": PINNED,
     "_transfer/copies:wait": "only passes it on",
     "_transfer/pending_offloads:Queued.synchronize": "only passes it on",
 }

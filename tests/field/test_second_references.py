@@ -14,7 +14,7 @@ from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, VerifyError, use_backend
-from pp_offload._transfer.host_tier import HostMemory
+from pp_offload._transfer.host_tier import HostTier
 
 on_backends = pytest.mark.parametrize("kind", BACKENDS)
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1, verify=True)
@@ -153,7 +153,7 @@ def test_verify_catches_bytes_that_changed_on_the_host(kind: str) -> None:
         manager.backend.synchronize()
         manager.statistics()
         (tier,) = manager.wiring.transfer.tiers
-        assert isinstance(tier, HostMemory)
+        assert isinstance(tier, HostTier)
         for slab in tier.host._slabs:
             slab.data.numpy()[:] ^= 1
         with pytest.raises(VerifyError, match="group 'core'"):

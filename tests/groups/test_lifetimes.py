@@ -23,8 +23,8 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._memory.bins import Bins
 from pp_offload._memory.budget import reserved_bytes
-from pp_offload._memory.disk import DiskTier
-from pp_offload._memory.host import HostTier
+from pp_offload._memory.disk import DiskFile
+from pp_offload._memory.host import HostMemory
 from pp_offload._transfer.ticket import HostCopy
 from pp_offload._transfer.tiers import host_engine, make_engine
 from pp_offload.backends import CpuBackend
@@ -234,7 +234,7 @@ def functions_called() -> Iterator[list[str]]:
 @pytest.mark.parametrize("is_cycle", [False, True])
 def test_no_python_code_runs_where_bytes_are_given_back(tmp_path: Path, is_cycle: bool) -> None:
     """What a signal handler raises in a destructor is lost, and autograd frees in backward."""
-    host, disk = HostTier(CpuBackend().allocate_host), DiskTier(tmp_path)
+    host, disk = HostMemory(CpuBackend().allocate_host), DiskFile(tmp_path)
     (tier,) = host_engine(CpuBackend(), host, 0).tiers
     copy = HostCopy(tier, host.allocate(1000), disk.allocate(1000))
     copy.in_flight_sources[0] = torch.zeros(3)

@@ -14,7 +14,7 @@ from pp_offload._groups.group import Group
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.prefetch import Prefetcher, Upcoming
 from pp_offload._groups.wiring import Wiring
-from pp_offload._memory.host import HostTier
+from pp_offload._memory.host import HostMemory
 from pp_offload._transfer.saved_tensor import SavedActivation
 from pp_offload._transfer.tensors import Eligibility, StorageSet
 from pp_offload._transfer.ticket import Ticket
@@ -46,7 +46,7 @@ class Bench:
 
     def __init__(self, sizes: list[list[int]], window_bytes: int | None) -> None:
         backend = CpuBackend()
-        self.transfer = host_engine(backend, HostTier(backend.allocate_host), 2**30)
+        self.transfer = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
         self.upcoming = Backwards()
         self.prefetcher = Prefetcher(self.transfer, self.upcoming, window_bytes)
         wiring = Wiring(

@@ -1,4 +1,4 @@
-"""DiskTier: what is read is what was written, or an error says why not; nothing is left behind."""
+"""DiskFile: what is read is what was written, or an error says why not; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from processes import Run, run
 from torch import Tensor
 
 from pp_offload import ClosedError, DiskTierError
-from pp_offload._memory.disk import ALIGNMENT, DiskExtent, DiskTier, file_system_of
+from pp_offload._memory.disk import ALIGNMENT, DiskExtent, DiskFile, file_system_of
 
 
 def some_bytes(nbytes: int, seed: int = 0) -> Tensor:
@@ -31,25 +31,25 @@ def some_bytes(nbytes: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-def write(tier: DiskTier, data: Tensor) -> DiskExtent:
+def write(tier: DiskFile, data: Tensor) -> DiskExtent:
     extent = tier.allocate(data.numel())
     tier.write(extent, data).synchronize()
     return extent
 
 
-def read(tier: DiskTier, extent: DiskExtent) -> Tensor:
+def read(tier: DiskFile, extent: DiskExtent) -> Tensor:
     target = torch.full((extent.nbytes,), 7, dtype=torch.uint8)
     tier.read(extent, target).synchronize()
     return target
 
 
-def start_of(tier: DiskTier, extent: DiskExtent) -> int:
+def start_of(tier: DiskFile, extent: DiskExtent) -> int:
     return extent.file_range.start
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, (1 << 20) + 13])
 def test_bytes_come_back(tmp_path: Path, nbytes: int) -> None:
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     data = some_bytes(nbytes)
     extent = write(tier, data)
     assert extent.failure is None
@@ -59,7 +59,7 @@ def test_bytes_come_back(tmp_path: Path, nbytes: int) -> None:
 
 
 def test_the_file_has_no_name_and_is_its_owners_alone(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path / "made" / "when needed")
+    tier = DiskFile(tmp_path / "made" / "when needed")
     assert list((tmp_path / "made" / "when needed").iterdir()) == []
     status = os.fstat(tier._file.fd)
     assert stat.S_IMODE(status.st_mode) == 0o600
@@ -67,7 +67,7 @@ def test_the_file_has_no_name_and_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_a_read_comes_after_the_write_that_is_queued_before_it(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, num_threads=4)
+    tier = DiskFile(tmp_path, num_threads=4)
     for seed in range(20):
         data = some_bytes(100_000, seed)
         extent = tier.allocate(100_000)
@@ -82,7 +82,7 @@ def test_a_read_comes_after_the_write_that_is_queued_before_it(tmp_path: Path) -
 def test_no_extent_writes_into_another(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[bool, int]]
 ) -> None:
-    tier = DiskTier(tmp_path_factory.getbasetemp())
+    tier = DiskFile(tmp_path_factory.getbasetemp())
     live: list[tuple[DiskExtent, Tensor]] = []
     for seed, (is_take, size) in enumerate(moves):
         if is_take or not live:
@@ -98,7 +98,7 @@ def test_no_extent_writes_into_another(
 
 
 def test_room_given_back_is_used_again(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     for seed in range(50):
         write(tier, some_bytes(1 << 20, seed))
     assert tier.statistics().in_use == 0
@@ -124,7 +124,7 @@ def failing(number: int, after: int = 0) -> Step:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_write_that_fails_is_noted(tmp_path: Path, number: int, after: int) -> None:
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     tier._pwrite = failing(number, after)  # type: ignore[method-assign]
     extent = tier.allocate(10_000)
     tier.write(extent, some_bytes(10_000)).synchronize()  # it does not raise: the bytes are there
@@ -137,7 +137,7 @@ def test_a_write_that_fails_is_noted(tmp_path: Path, number: int, after: int) ->
 
 
 def test_short_writes_and_reads_go_on_where_they_ended(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     data = some_bytes(10_000)
     tier._pwrite = lambda fd, b, at: os.pwrite(fd, b[:999], at)  # type: ignore[method-assign]
     tier._pread = lambda fd, b, at: os.preadv(fd, [b[:777]], at)  # type: ignore[method-assign]
@@ -145,14 +145,14 @@ def test_short_writes_and_reads_go_on_where_they_ended(tmp_path: Path) -> None:
 
 
 def test_a_write_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     tier._pwrite = lambda fd, b, at: 0  # type: ignore[method-assign]
     extent = write(tier, some_bytes(100))
     assert extent.failure is not None
 
 
 def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     extent = write(tier, some_bytes(10_000))
     os.ftruncate(tier._file.fd, 5000)
     with pytest.raises(DiskTierError, match="the file ends 5000 bytes too early"):
@@ -162,7 +162,7 @@ def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", [0, 1, 511, 4096, 262_143, 299_999])
 @pytest.mark.parametrize("bit", [0, 7])
 def test_a_flipped_bit_is_an_error(tmp_path: Path, place: int, bit: int) -> None:
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     data = some_bytes(300_000)
     extent = write(tier, data)
     at = start_of(tier, extent) + place
@@ -176,11 +176,11 @@ def test_a_flipped_bit_is_an_error(tmp_path: Path, place: int, bit: int) -> None
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("")
     with pytest.raises(DiskTierError, match="a file"):
-        DiskTier(tmp_path / "a file")
+        DiskFile(tmp_path / "a file")
 
 
 def test_a_closed_tier_takes_nothing(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     extent = write(tier, some_bytes(10))
     tier.close()
     tier.close()
@@ -191,7 +191,7 @@ def test_a_closed_tier_takes_nothing(tmp_path: Path) -> None:
 
 def test_no_thread_is_left(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     write(tier, some_bytes(10))
     assert set(threading.enumerate()) > before
     tier.close()
@@ -210,10 +210,10 @@ def test_a_full_file_system_is_noted_and_read_never(tmp_path: Path) -> None:
     result = run_python(
         """
         import resource, signal, sys, torch
-        from pp_offload._memory.disk import DiskTier
+        from pp_offload._memory.disk import DiskFile
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
-        tier = DiskTier(sys.argv[1])
+        tier = DiskFile(sys.argv[1])
         data = [torch.full((600_000,), i, dtype=torch.uint8) for i in range(3)]
         extents = [tier.allocate(600_000) for _ in data]
         for extent, one in zip(extents, data):
@@ -239,8 +239,8 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     result = run_python(
         """
         import os, signal, sys, torch
-        from pp_offload._memory.disk import DiskTier
-        tier = DiskTier(sys.argv[1])
+        from pp_offload._memory.disk import DiskFile
+        tier = DiskFile(sys.argv[1])
         tier.write(tier.allocate(1 << 20), torch.ones(1 << 20, dtype=torch.uint8)).synchronize()
         os.kill(os.getpid(), signal.SIGKILL)
         """,
@@ -251,7 +251,7 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_a_closed_tier_says_so_when_asked_to_read_or_write(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     extent = write(tier, some_bytes(10))
     tier.close()
     with pytest.raises(ClosedError):
@@ -270,7 +270,7 @@ def test_a_directory_in_memory_is_warned_of(
     assert file_system_of(tmp_path, tmp_path / "none") == ""
     monkeypatch.setattr("pp_offload._memory.disk.file_system_of", lambda directory: "tmpfs")
     with caplog.at_level(logging.WARNING, logger="pp_offload"):
-        DiskTier(tmp_path)
+        DiskFile(tmp_path)
     assert "tmpfs" in caplog.text and "set disk_dir" in caplog.text
 
 
@@ -278,7 +278,7 @@ def test_a_file_system_without_unnamed_files_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     data = some_bytes(5000)
     assert read(tier, write(tier, data)).equal(data)
     status = os.fstat(tier._file.fd)

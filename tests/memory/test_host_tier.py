@@ -1,4 +1,4 @@
-"""HostTier: buffers from slabs, reused by size, bounded by what was live at the peak."""
+"""HostMemory: buffers from slabs, reused by size, bounded by what was live at the peak."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from interrupts import interrupted
 from pp_offload import ClosedError
 from pp_offload._memory.budget import HostBudget, reserved_bytes
 from pp_offload._memory.buffers import HostBuffer, Loan, room_for
-from pp_offload._memory.host import ALIGNMENT, MAX_SIZES, HostTier
+from pp_offload._memory.host import ALIGNMENT, MAX_SIZES, HostMemory
 from pp_offload._memory.slabs import FINENESS
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
 from pp_offload._memory.unfinished import Unfinished
@@ -63,7 +63,7 @@ def budget(nbytes: int) -> HostBudget:
 
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 1000, SLAB_BYTES])
 def test_a_buffer_has_the_bytes_asked_for(nbytes: int) -> None:
-    buffer = HostTier(System().allocate).allocate(nbytes).buffer
+    buffer = HostMemory(System().allocate).allocate(nbytes).buffer
     assert buffer.nbytes == sum(piece.numel() for piece in buffer.pieces) == nbytes
     assert all(piece.dtype is torch.uint8 for piece in buffer.pieces)
     assert buffer.last_use is None
@@ -71,7 +71,7 @@ def test_a_buffer_has_the_bytes_asked_for(nbytes: int) -> None:
 
 def test_slabs_are_powers_of_two_and_not_small() -> None:
     system = System()
-    tier = HostTier(system.allocate)
+    tier = HostMemory(system.allocate)
     for nbytes in (1, 3 * 2**20, 5 * 2**20 + 1, 2**23):
         tier.allocate(nbytes)
     assert all(size >= SLAB_BYTES and size & (size - 1) == 0 for size in system.asked)
@@ -80,34 +80,34 @@ def test_slabs_are_powers_of_two_and_not_small() -> None:
 
 
 def test_buffers_start_aligned_within_their_slab() -> None:
-    tier = HostTier(System().allocate)
+    tier = HostMemory(System().allocate)
     taken = [tier.allocate(n) for n in (1, 7, 513, 4000)]
     assert all(loan.buffer.ranges[0].offset % ALIGNMENT == 0 for loan in taken)
 
 
 def test_small_buffers_share_a_slab() -> None:
     system = System()
-    tier = HostTier(system.allocate)
+    tier = HostMemory(system.allocate)
     taken = [tier.allocate(1000) for _ in range(100)]
     assert len(taken) == 100
     assert len(system.asked) == 2
 
 
 def test_a_returned_buffer_serves_the_next_of_its_size() -> None:
-    tier = HostTier(System().allocate)
+    tier = HostMemory(System().allocate)
     buffer = tier.allocate(1000).buffer  # nobody refers to the loan
     assert tier.allocate(1000).buffer is buffer
 
 
 def test_a_reused_buffer_still_knows_its_last_use() -> None:
-    tier, event = HostTier(System().allocate), LateEvent()
+    tier, event = HostMemory(System().allocate), LateEvent()
     tier.allocate(1000).buffer.last_use = event
     assert tier.allocate(1000).buffer.last_use is event
 
 
 def test_bytes_of_other_sizes_are_reused_before_the_system_is_asked() -> None:
     system = System()
-    tier = HostTier(system.allocate)
+    tier = HostMemory(system.allocate)
     taken = [tier.allocate(SLAB_BYTES // 4) for _ in range(4)]
     taken.clear()
     tier.allocate(SLAB_BYTES)
@@ -116,7 +116,7 @@ def test_bytes_of_other_sizes_are_reused_before_the_system_is_asked() -> None:
 
 def test_bytes_carved_while_a_copy_uses_them_know_that_copy() -> None:
     system, event, other = System(), LateEvent(), LateEvent()
-    tier = HostTier(system.allocate)
+    tier = HostMemory(system.allocate)
     tier.allocate(SLAB_BYTES).buffer.last_use = event
     first = tier.allocate(SLAB_BYTES // 2)
     assert len(system.asked) == 1
@@ -135,7 +135,7 @@ def test_bytes_carved_while_a_copy_uses_them_know_that_copy() -> None:
 
 def test_busy_bytes_are_carved_only_where_no_others_are_left() -> None:
     system, event = System(), LateEvent()
-    tier = HostTier(system.allocate)
+    tier = HostMemory(system.allocate)
     busy, idle = tier.allocate(SLAB_BYTES), tier.allocate(SLAB_BYTES)
     busy.buffer.last_use = event
     del busy, idle
@@ -146,7 +146,7 @@ def test_busy_bytes_are_carved_only_where_no_others_are_left() -> None:
 
 
 def test_statistics_count_what_is_in_use() -> None:
-    tier = HostTier(System().allocate)
+    tier = HostMemory(System().allocate)
     first, second = tier.allocate(1000), tier.allocate(24)
     assert (tier.statistics().in_use, tier.statistics().num_buffers) == (1024, 2)
     del first
@@ -158,7 +158,7 @@ def test_statistics_count_what_is_in_use() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
 def test_a_buffer_takes_the_shape_of_its_payload(dtype: torch.dtype) -> None:
-    buffer = HostTier(System().allocate).allocate(240 * dtype.itemsize).buffer
+    buffer = HostMemory(System().allocate).allocate(240 * dtype.itemsize).buffer
     (begin, shaped) = buffer.shaped([(torch.Size((12, 20)), dtype)])[0]
     assert begin == 0
     assert (shaped.shape, shaped.dtype) == ((12, 20), dtype)
@@ -176,7 +176,7 @@ def test_parts_lie_one_behind_the_other() -> None:
     ]
     rooms = [room_for(size.numel() * dtype.itemsize) for size, dtype in parts]
     assert rooms == [64, 128, 64]
-    buffer = HostTier(System().allocate).allocate(sum(rooms)).buffer
+    buffer = HostMemory(System().allocate).allocate(sum(rooms)).buffer
     places = buffer.shaped(parts)
     assert [begin for begin, _ in places] == [0, 64, 192]
     assert [(place.shape, place.dtype) for _, place in places] == parts
@@ -185,7 +185,7 @@ def test_parts_lie_one_behind_the_other() -> None:
 
 
 def test_running_out_raises_and_leaves_the_tier_as_it_was() -> None:
-    tier = HostTier(System().allocate, budget(SLAB_BYTES))
+    tier = HostMemory(System().allocate, budget(SLAB_BYTES))
     loan = tier.allocate(1000)
     before = tier.statistics()
     with pytest.raises(MemoryError, match="host_budget_bytes"):
@@ -198,7 +198,7 @@ def test_running_out_raises_and_leaves_the_tier_as_it_was() -> None:
 
 
 def test_a_closed_tier_says_what_to_do() -> None:
-    tier = HostTier(System().allocate)
+    tier = HostMemory(System().allocate)
     loan = tier.allocate(1000)
     tier.close()
     with pytest.raises(ClosedError, match=r"closed; make a new manager"):
@@ -210,7 +210,7 @@ def test_a_closed_tier_says_what_to_do() -> None:
 
 
 def test_buffers_may_come_back_from_any_thread() -> None:
-    tier = HostTier(System().allocate)
+    tier = HostMemory(System().allocate)
     taken = [[tier.allocate(64) for _ in range(50)] for _ in range(4)]
 
     threads = [threading.Thread(target=own.clear) for own in taken]
@@ -225,7 +225,7 @@ def test_buffers_may_come_back_from_any_thread() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * SLAB_BYTES // 2)), max_size=40))
 def test_live_buffers_never_overlap(actions: list[tuple[bool, int]]) -> None:
-    tier = HostTier(System().allocate)
+    tier = HostMemory(System().allocate)
     live: list[Loan] = []
     for is_take, number in actions:
         if is_take or not live:
@@ -238,7 +238,7 @@ def test_live_buffers_never_overlap(actions: list[tuple[bool, int]]) -> None:
 
 def test_a_steady_step_asks_the_system_for_nothing() -> None:
     system = System()
-    tier = HostTier(system.allocate)
+    tier = HostMemory(system.allocate)
     for step in range(5):
         taken = [tier.allocate(n) for n in (1000, 70_000, 3000, SLAB_BYTES)]
         taken.clear()
@@ -249,7 +249,7 @@ def test_a_steady_step_asks_the_system_for_nothing() -> None:
 
 def test_a_buffer_is_made_of_pieces_where_no_range_is_long_enough() -> None:
     system = System()
-    tier = HostTier(system.allocate)
+    tier = HostMemory(system.allocate)
     small = [tier.allocate(SLAB_BYTES // 4) for _ in range(4)]
     small = [small[1], small[3]]
     loan = tier.allocate(SLAB_BYTES // 2)
@@ -273,7 +273,7 @@ def test_a_buffer_is_made_of_pieces_where_no_range_is_long_enough() -> None:
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 2 * SLAB_BYTES), min_size=1, max_size=8), max_size=6))
 def test_memory_follows_the_largest_step(steps: list[list[int]]) -> None:
-    tier = HostTier(System().allocate)
+    tier = HostMemory(System().allocate)
     largest = 0
     for sizes in steps:
         taken = [tier.allocate(nbytes) for nbytes in sizes]
@@ -288,7 +288,7 @@ def test_memory_follows_the_largest_step(steps: list[list[int]]) -> None:
 
 def test_fitting_makes_few_large_slabs_and_then_nothing() -> None:
     system = System()
-    tier = HostTier(system.allocate)
+    tier = HostMemory(system.allocate)
     sizes = [3 * SLAB_BYTES] * 20
     for step in range(4):
         taken = [tier.allocate(nbytes) for nbytes in sizes]
@@ -304,7 +304,7 @@ def test_fitting_makes_few_large_slabs_and_then_nothing() -> None:
 
 def test_fitting_waits_for_copies_but_not_for_buffers_in_use() -> None:
     system, event = System(), LateEvent()
-    tier = HostTier(system.allocate)
+    tier = HostMemory(system.allocate)
     first, second = tier.allocate(3 * SLAB_BYTES), tier.allocate(3 * SLAB_BYTES)
     del first
     tier.compact()
@@ -323,7 +323,7 @@ def test_fitting_waits_for_copies_but_not_for_buffers_in_use() -> None:
 
 def test_memory_of_a_dropped_tier_is_free_for_others() -> None:
     shared = budget(4 * SLAB_BYTES)
-    first, second = HostTier(System().allocate, shared), HostTier(System().allocate, shared)
+    first, second = HostMemory(System().allocate, shared), HostMemory(System().allocate, shared)
     loan = first.allocate(3 * SLAB_BYTES)
     with pytest.raises(MemoryError, match="host_budget_bytes"):
         second.allocate(2 * SLAB_BYTES)
@@ -342,7 +342,7 @@ def test_memory_that_cannot_be_pinned_in_one_piece_is_pinned_in_several() -> Non
             return super().allocate(nbytes)
 
     system = PerCall()
-    buffer = HostTier(system.allocate).allocate(8 * SLAB_BYTES)
+    buffer = HostMemory(system.allocate).allocate(8 * SLAB_BYTES)
     assert system.asked == [2 * SLAB_BYTES] * 4
     assert buffer.nbytes == 8 * SLAB_BYTES
 
@@ -350,7 +350,7 @@ def test_memory_that_cannot_be_pinned_in_one_piece_is_pinned_in_several() -> Non
 def test_memory_that_cannot_be_pinned_at_all_is_ordinary_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tier = HostTier(System(limit_bytes=2 * SLAB_BYTES).allocate)
+    tier = HostMemory(System(limit_bytes=2 * SLAB_BYTES).allocate)
     taken = [tier.allocate(2 * SLAB_BYTES) for _ in range(3)]
     assert not overlap(taken)
     (record,) = caplog.records
@@ -358,7 +358,7 @@ def test_memory_that_cannot_be_pinned_at_all_is_ordinary_with_one_warning(
 
 
 def test_the_peak_counts_bytes_and_not_the_room_they_took() -> None:
-    tier = HostTier(System().allocate, budget(2**30))
+    tier = HostMemory(System().allocate, budget(2**30))
     held = [tier.allocate(1), tier.allocate(1)]  # 1024 bytes of room
     held.clear()
     tier.allocate(1000)
@@ -366,7 +366,7 @@ def test_the_peak_counts_bytes_and_not_the_room_they_took() -> None:
 
 
 def test_fitting_asks_for_no_more_than_there_is() -> None:
-    tier = HostTier(System().allocate, budget(70000))
+    tier = HostMemory(System().allocate, budget(70000))
     tier.allocate(66000)
     reserved = tier.statistics().reserved
     tier.compact()
@@ -376,7 +376,7 @@ def test_fitting_asks_for_no_more_than_there_is() -> None:
 
 def test_a_system_with_less_than_before_leaves_fewer_slabs() -> None:
     system = System()
-    tier = HostTier(system.allocate, budget(2**30))
+    tier = HostMemory(system.allocate, budget(2**30))
     held = [tier.allocate(3 * SLAB_BYTES), tier.allocate(5 * SLAB_BYTES)]
     held.clear()
     system.limit_bytes = 0
@@ -386,7 +386,7 @@ def test_a_system_with_less_than_before_leaves_fewer_slabs() -> None:
 
 def test_idle_memory_goes_back_unless_a_buffer_is_in_use() -> None:
     system = System()
-    tier = HostTier(system.allocate, budget(2**30))
+    tier = HostMemory(system.allocate, budget(2**30))
     held = tier.allocate(1000)
     tier.release_idle()
     assert tier.statistics().reserved > 0
@@ -399,7 +399,7 @@ def test_idle_memory_goes_back_unless_a_buffer_is_in_use() -> None:
 
 def test_whole_pieces_are_kept_by_fitting() -> None:
     system = System()
-    tier = HostTier(system.allocate, budget(64 * SLAB_BYTES), may_split=False)
+    tier = HostMemory(system.allocate, budget(64 * SLAB_BYTES), may_split=False)
     for _ in range(3):
         assert len(tier.allocate(33 * SLAB_BYTES).buffer.pieces) == 1
         tier.compact()
@@ -413,21 +413,21 @@ def test_a_whole_piece_that_cannot_be_pinned_is_ordinary_memory() -> None:
         asked.append(nbytes)
         raise MemoryError("cannot pin")
 
-    tier = HostTier(allocate, budget(2**30), may_split=False)
+    tier = HostMemory(allocate, budget(2**30), may_split=False)
     assert len(tier.allocate(3 * SLAB_BYTES).buffer.pieces) == 1
     assert asked == [4 * SLAB_BYTES], "in pieces it would be of no use"
 
 
 def test_what_cannot_fit_is_not_asked_for() -> None:
     system = System()
-    tier = HostTier(system.allocate, budget(10 * SLAB_BYTES))
+    tier = HostMemory(system.allocate, budget(10 * SLAB_BYTES))
     with pytest.raises(MemoryError, match="over the budget.*raise host_budget_bytes"):
         tier.allocate(11 * SLAB_BYTES)
     assert not system.asked
 
 
 def test_bytes_that_must_come_back_may_exceed_the_budget() -> None:
-    tier = HostTier(System().allocate, budget(SLAB_BYTES))
+    tier = HostMemory(System().allocate, budget(SLAB_BYTES))
     held = tier.allocate(SLAB_BYTES)
     with pytest.raises(MemoryError):
         tier.allocate(SLAB_BYTES)
@@ -436,7 +436,7 @@ def test_bytes_that_must_come_back_may_exceed_the_budget() -> None:
 
 def test_the_system_is_told_to_take_freed_memory_back() -> None:
     calls: list[int] = []
-    tier = HostTier(System().allocate, budget(2**30), trim=lambda: calls.append(1))
+    tier = HostMemory(System().allocate, budget(2**30), trim=lambda: calls.append(1))
     tier.allocate(1000)
     tier.release_idle()
     assert calls
@@ -444,7 +444,7 @@ def test_the_system_is_told_to_take_freed_memory_back() -> None:
 
 def lines_of_a_take(num_sizes: int) -> int:
     """Lines that run for 20 buffers of new sizes, behind others that nobody has any more."""
-    tier = HostTier(System().allocate)
+    tier = HostMemory(System().allocate)
     tier.allocate(2**22)
     for i in range(1, num_sizes):
         tier.allocate(512 * i)
@@ -464,7 +464,7 @@ def test_what_a_take_costs_does_not_depend_on_how_many_buffers_wait() -> None:
     """All of them busy: only the longest unused are looked at before they are carved anew."""
 
     def lines(num_waiting: int) -> int:
-        tier = HostTier(System().allocate)
+        tier = HostMemory(System().allocate)
         held = [tier.allocate(512 * (1 + i % 100)) for i in range(num_waiting)]
         for loan in held:
             loan.buffer.last_use = LateEvent()
@@ -479,7 +479,7 @@ def test_what_a_take_costs_does_not_depend_on_how_many_buffers_wait() -> None:
 
 def test_there_are_never_more_bins_than_may_be() -> None:
     event = LateEvent()
-    tier = HostTier(System().allocate)
+    tier = HostMemory(System().allocate)
     held = [tier.allocate(512 * (1 + i)) for i in range(3 * MAX_SIZES)]
     for loan in held:
         loan.buffer.last_use = event

@@ -21,8 +21,8 @@ from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._common.workers import Piece, Workers
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.buffers import Loan
-from pp_offload._memory.disk import ALIGNMENT, DiskEvent, DiskExtent, DiskTier
-from pp_offload._memory.host import HostTier
+from pp_offload._memory.disk import ALIGNMENT, DiskEvent, DiskExtent, DiskFile
+from pp_offload._memory.host import HostMemory
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB
 from pp_offload._memory.unfinished import when_finished
@@ -36,7 +36,7 @@ class HostUser:
     def __init__(self, *, may_split: bool) -> None:
         self.system = System()
         self.limit = 16 * SLAB
-        self.tier = HostTier(self.system.allocate, budget(self.limit), may_split=may_split)
+        self.tier = HostMemory(self.system.allocate, budget(self.limit), may_split=may_split)
         self.held: list[Loan] = []
         self.busy: list[tuple[int, int, LateEvent]] = []
 
@@ -177,7 +177,7 @@ class DiskUser:
     """Writes and reads extents."""
 
     def __init__(self, directory: Path, *, is_late: bool) -> None:
-        self.tier = DiskTier(directory)
+        self.tier = DiskFile(directory)
         self.tier._threads = InTurn(is_late=is_late)
         self.data = [some_bytes(ALIGNMENT * 3 + seed, seed) for seed in range(4)]
         self.held: list[tuple[DiskExtent, int]] = []
@@ -229,10 +229,10 @@ def test_an_event_that_was_interrupted_is_not_waited_for(tmp_path: Path) -> None
     """Whoever uses the memory next waits for the event: it must end if nobody does the work."""
     data = some_bytes(5000)
 
-    def write(tier: DiskTier, extent: DiskExtent, event: DiskEvent) -> None:
+    def write(tier: DiskFile, extent: DiskExtent, event: DiskEvent) -> None:
         tier.write(extent, data, event)
 
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     tier._threads = InTurn(is_late=True)
     first = tier.allocate(5000)
     for number in every_line(lambda: write(tier, first, DiskEvent())):

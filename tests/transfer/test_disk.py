@@ -31,7 +31,7 @@ from pp_offload import (
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.buffers import Loan
-from pp_offload._memory.disk import NUM_THREADS, DiskTier
+from pp_offload._memory.disk import NUM_THREADS, DiskFile
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.disk_direct import DirectDisk
 from pp_offload._transfer.disk_staged import StagedDisk
@@ -118,7 +118,7 @@ class LatePiece:
 THREADS = {"late": LateThreads, "eager": EagerThreads}
 
 
-def disk_of(manager: PipelineOffloadManager) -> DiskTier:
+def disk_of(manager: PipelineOffloadManager) -> DiskFile:
     tier = disk_tier_of(manager.wiring.transfer)
     assert tier is not None
     return tier.disk
@@ -354,7 +354,7 @@ def test_a_directory_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None
     with pytest.raises(DiskTierError, match="file': it is a file; set disk_dir to a directory"):
         PipelineOffloadManager(config=config, backend=make_backend("cpu"))
     with pytest.raises(DiskTierError, match="null byte; set disk_dir to a directory"):
-        DiskTier("a\0b")
+        DiskFile("a\0b")
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ from pp_offload._groups.plan import ChunkKey, GroupKey
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.stash import ActivationStash
 from pp_offload._memory.budget import HostBudget, reserved_bytes
-from pp_offload._memory.disk import DiskTier
-from pp_offload._memory.host import HostTier
+from pp_offload._memory.disk import DiskFile
+from pp_offload._memory.host import HostMemory
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
 from pp_offload._memory.unfinished import Unfinished
 from pp_offload._transfer.engine import TransferEngine
@@ -65,7 +65,7 @@ class Owner:
 def late_engine() -> tuple[SimulatedBackend, TransferEngine]:
     """Copies to host memory, each as late as the program permits."""
     backend = SimulatedBackend("late")
-    return backend, host_engine(backend, HostTier(backend.allocate_host), 2**30)
+    return backend, host_engine(backend, HostMemory(backend.allocate_host), 2**30)
 
 
 def ticket_for(engine: TransferEngine, tensor: Tensor) -> tuple[SavedActivation, Ticket]:
@@ -116,7 +116,7 @@ def test_memory_carved_of_a_buffer_still_read_is_written_after_the_read(order: s
     """The last owner is gone, and its copy back was never waited for."""
     backend = SimulatedBackend(order)
     budget = HostBudget(reserved_bytes() + SLAB_BYTES)
-    engine = host_engine(backend, HostTier(backend.allocate_host, budget), 2**30)
+    engine = host_engine(backend, HostMemory(backend.allocate_host, budget), 2**30)
     with backend.activate():
         saved, ticket = ticket_for(engine, torch.ones(SLAB_BYTES // 4))
         engine.offload([ticket])
@@ -167,9 +167,9 @@ def test_a_buffer_is_idle_when_its_own_copies_were_made(way: str) -> None:
         assert backend.pending == 1, "the other one's"
 
 
-def being_written() -> tuple[HostTier, LateEvent]:
+def being_written() -> tuple[HostMemory, LateEvent]:
     """Of a buffer nobody has, a thread writes to disk: no stream's copy, so it is no last use."""
-    tier, event = HostTier(lambda n: torch.empty(n, dtype=torch.uint8)), LateEvent()
+    tier, event = HostMemory(lambda n: torch.empty(n, dtype=torch.uint8)), LateEvent()
     tier.allocate(SLAB_BYTES).buffer.before += (event,)
     return tier, event
 
@@ -215,7 +215,7 @@ class HeldStep:
 
 
 def test_a_range_that_is_still_written_is_not_given_to_another(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path)
+    tier = DiskFile(tmp_path)
     held = HeldStep(os.pwrite)
     tier._pwrite = held  # type: ignore[method-assign]
     try:
@@ -244,7 +244,7 @@ def test_a_range_that_is_still_written_is_not_given_to_another(tmp_path: Path) -
 
 def test_a_thread_that_reads_waits_for_the_one_that_writes(tmp_path: Path) -> None:
     """Here the read begins first."""
-    tier, threads = DiskTier(tmp_path), LateThreads()
+    tier, threads = DiskFile(tmp_path), LateThreads()
     tier._threads = threads  # type: ignore[assignment]
     data, extent = some_bytes(5000), tier.allocate(5000)
     target = torch.zeros(5000, dtype=torch.uint8)
@@ -624,7 +624,7 @@ def sharing(engine: TransferEngine, num: int = 2) -> list[Ticket]:
 @pytest.mark.parametrize("order", SIMULATED)
 def test_what_landed_for_one_stream_is_not_shared_with_another(order: str) -> None:
     backend = SimulatedBackend(order)
-    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
     with backend.activate():
         first, second, third = sharing(engine, 3)
         landed = engine.deliver(first)
@@ -639,7 +639,7 @@ def test_what_landed_for_one_stream_is_not_shared_with_another(order: str) -> No
 @pytest.mark.parametrize("is_soon", [True, False])
 def test_what_is_used_up_is_passed_on_to_who_comes_soon(is_soon: bool) -> None:
     backend = SimulatedBackend("eager")
-    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
     engine.comes_soon = lambda _: is_soon
     with backend.activate():
         first, second = sharing(engine)
@@ -651,7 +651,7 @@ def test_what_is_used_up_is_passed_on_to_who_comes_soon(is_soon: bool) -> None:
 
 def test_what_is_shared_counts_as_long_as_somebody_waits_for_it() -> None:
     backend = SimulatedBackend("eager")
-    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
     with backend.activate():
         first, second, third = sharing(engine, 3)
         assert engine.reload([first, second]) == 1
@@ -669,7 +669,7 @@ def test_what_is_shared_counts_as_long_as_somebody_waits_for_it() -> None:
 def test_a_copy_forgets_tickets_that_are_gone() -> None:
     """That of a table lives on through any number of forwards that save it."""
     backend = SimulatedBackend("eager")
-    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
     with backend.activate():
         (ticket,) = sharing(engine, 1)
         copy, place = ticket.copy, ticket.host_bytes
@@ -683,7 +683,7 @@ def test_a_copy_forgets_tickets_that_are_gone() -> None:
 def test_an_address_used_again_is_not_taken_for_the_copy_that_was_there() -> None:
     backend = SimulatedBackend("eager")
     engine, pending_reloads = (
-        host_engine(backend, HostTier(backend.allocate_host), 2**30),
+        host_engine(backend, HostMemory(backend.allocate_host), 2**30),
         PendingReloads(),
     )
     with backend.activate():
@@ -782,7 +782,7 @@ def test_a_buffer_of_a_copy_that_was_cut_off_is_written_behind_it(size: int) -> 
     """As it is, or carved anew."""
     backend = SimulatedBackend("late")
     budget = HostBudget(reserved_bytes() + SLAB_BYTES)
-    engine = host_engine(backend, HostTier(backend.allocate_host, budget), 2**30)
+    engine = host_engine(backend, HostMemory(backend.allocate_host, budget), 2**30)
     with backend.activate():
         tickets = tickets_of(engine, [torch.ones(SLAB_BYTES // 4)])
         with cut_behind_the_copy(backend):
@@ -802,7 +802,7 @@ def test_a_buffer_of_a_copy_that_was_cut_off_is_written_behind_it(size: int) -> 
 
 def test_no_python_code_runs_where_a_ticket_dies() -> None:
     backend = SimulatedBackend("eager")
-    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
     with backend.activate():
         (ticket,) = sharing(engine, 1)
         engine.reload([ticket])
@@ -850,7 +850,7 @@ def test_books_are_kept_with_the_lock_held_and_waits_are_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = SimulatedBackend("eager")
-    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
     held: list[tuple[str, bool]] = []
 
     def noting(owner: object, name: str) -> None:
@@ -875,7 +875,7 @@ def test_books_are_kept_with_the_lock_held_and_waits_are_without(
 def test_a_commit_of_another_thread_amid_an_unpack(is_before: bool) -> None:
     """It gives the ticket, then lets go of the tensor; nobody finds neither."""
     backend = SimulatedBackend("eager")
-    engine = host_engine(backend, HostTier(backend.allocate_host), 2**30)
+    engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
     commit: list[Any] = []
 
     class Amid(SavedActivation):

@@ -13,7 +13,7 @@ from test_hazards import late_engine, ticket_for
 from test_host_tier import LateEvent, System
 
 from pp_offload import OffloadConfig, use_backend
-from pp_offload._memory.host import HostTier
+from pp_offload._memory.host import HostMemory
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
 from pp_offload._transfer.tiers import host_engine
@@ -25,7 +25,7 @@ SIZE = 4096
 def engine_with(cap: int | None) -> tuple[SimulatedBackend, TransferEngine]:
     """Copies as late as the program permits."""
     backend = SimulatedBackend("late")
-    return backend, host_engine(backend, HostTier(backend.allocate_host), cap)
+    return backend, host_engine(backend, HostMemory(backend.allocate_host), cap)
 
 
 def offload(engine: TransferEngine, nbytes: Sequence[int]) -> None:
@@ -110,7 +110,7 @@ def test_what_a_deliver_costs_does_not_depend_on_what_shares_its_pack() -> None:
 
 
 def test_a_buffer_that_nobody_uses_is_taken_before_one_just_given_back() -> None:
-    tier = HostTier(System().allocate)
+    tier = HostMemory(System().allocate)
     held = [tier.allocate(SIZE) for _ in range(3)]
     buffers, events = [loan.buffer for loan in held], [LateEvent() for _ in held]
     for buffer, event in zip(buffers, events, strict=True):
