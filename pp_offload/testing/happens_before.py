@@ -5,7 +5,8 @@ The host has a clock too: what it has seen finish comes before all it issues lat
 the same bytes, one of them a write and one of them a copy, must be ordered by these clocks. They
 are checked when they are issued, so a run that happened to come out right is an error all the same.
 
-    detector.access(stream.clock, tensor, "read", "attn")  # raises RaceError
+    history = detector.see(tensor.untyped_storage(), stream.clock, is_host=False)
+    detector.access(stream.clock, history, tensor, "read", "attn")  # raises RaceError
 
 Conflicts between two compute operations are not our business and are not reported.
 """
@@ -15,9 +16,9 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from pp_offload.errors import RaceError
 
@@ -42,8 +43,7 @@ class VectorClock(dict[str, int]):
         return all(self.get(name, 0) >= tick for name, tick in other.items())
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """The bytes of a storage from ``start`` up to, not including, ``stop``."""
 
     start: int
@@ -70,12 +70,13 @@ def extent_of(tensor: Tensor) -> Extent:
     start = int(tensor.storage_offset()) * tensor.itemsize
     if tensor.numel() == 0:
         return Extent(start, start)
+    if tensor.is_contiguous():
+        return Extent(start, start + tensor.nbytes)
     last = sum((int(n) - 1) * int(s) for n, s in zip(tensor.size(), tensor.stride(), strict=True))
     return Extent(start, start + (last + 1) * tensor.itemsize)
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """One use of some bytes by one stream."""
 
     kind: str
@@ -104,11 +105,11 @@ class Access:
 
     def supersedes(self, older: Access) -> bool:
         """Whether whatever races with ``older`` from now on also races with this."""
-        if not self.extent.contains(older.extent):
-            return False
         if self.stream == older.stream:
-            return self.kind != "read" or older.kind == "read"
-        return self.is_copy and self.kind == "write"
+            is_as_strict = self.kind != "read" or older.kind == "read"
+        else:
+            is_as_strict = self.is_copy and self.kind == "write"
+        return is_as_strict and self.extent.contains(older.extent)
 
     def __str__(self) -> str:
         what = "group" if self.is_copy else "operator"
@@ -152,7 +153,7 @@ class StorageHistory:
     nbytes: int = 0
     """How large it was when first seen."""
 
-    reference: weakref.ref[torch.UntypedStorage] | None = None
+    reference: weakref.ref[UntypedStorage] | None = None
     """Kept for its callback."""
 
     def first_race(self, access: Access, known: VectorClock) -> Access | None:
@@ -184,37 +185,50 @@ class RaceDetector:
         self._host_bytes: dict[int, range] = {}
         self._fault: RaceError | None = None
 
-    def see(self, tensor: Tensor, owner: StreamClock, *, is_host: bool) -> None:
-        """Start the history of the tensor's storage, if it has none.
+    def see(self, storage: UntypedStorage, owner: StreamClock, *, is_host: bool) -> StorageHistory:
+        """The history of a storage, which begins now if it has none.
 
         Device memory counts as just written by ``owner``, which computed or allocated it. A storage
         on bytes of another one that is host memory is host memory, too.
         """
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._histories:
-            return
+        key = storage._cdata
+        known = self._histories.get(key)
+        return self._begin(key, storage, owner, is_host) if known is None else known
+
+    def _begin(
+        self, key: int, storage: UntypedStorage, owner: StreamClock, is_host: bool
+    ) -> StorageHistory:
         found = _bytes_of(storage)
         is_host = is_host or any(found.start in known for known in self._host_bytes.values())
         history = StorageHistory(owner, is_host)
         if is_host:
-            self._host_bytes[storage._cdata] = found
+            self._host_bytes[key] = found
         else:
             history.accesses.append(owner.access("write", WHOLE, "produced or allocated"))
             history.nbytes = storage.nbytes()
             self.device_bytes += history.nbytes
             self.device_bytes_peak = max(self.device_bytes_peak, self.device_bytes)
-        history.reference = weakref.ref(storage, partial(self._freed, storage._cdata))
-        self._histories[storage._cdata] = history
+        history.reference = weakref.ref(storage, partial(self._freed, key))
+        self._histories[key] = history
+        return history
 
-    def access(self, clock: StreamClock, tensor: Tensor, kind: str, label: str) -> None:
+    def access(
+        self, clock: StreamClock, history: StorageHistory, tensor: Tensor, kind: str, label: str
+    ) -> None:
         """Check what the piece of work that ``clock`` began last does to a tensor's bytes.
+
+        Args:
+            clock: Of the stream that does it.
+            history: Of the tensor's storage.
+            tensor: Says which bytes of it.
+            kind: ``read`` or ``write``.
+            label: The operator, or the group of a copy.
 
         Raises:
             RaceError: Nothing orders it after an earlier conflicting access.
         """
-        history = self._histories.get(tensor.untyped_storage()._cdata)
         access = clock.access(kind, extent_of(tensor), label)
-        if history is None or access.extent.start == access.extent.stop:
+        if access.extent.start == access.extent.stop:
             return
         race = history.first_race(access, clock.known)
         if race is not None:
@@ -244,7 +258,7 @@ class RaceDetector:
             self._fault = RaceError(_unordered(free, race))
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> range:
+def _bytes_of(storage: UntypedStorage) -> range:
     """Their addresses; none of a fake tensor's."""
     try:
         begin = storage.data_ptr()

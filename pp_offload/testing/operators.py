@@ -9,13 +9,13 @@ schema says which arguments it writes. Views are not looked at: they touch no by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload.testing.streams import SimulatedStream, Timeline
@@ -41,9 +41,10 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_view(func):
+        operator = _operator(func)
+        if operator.is_view:
             return func(*args, **kwargs)
-        self._check_operands(func, args, kwargs)
+        self._check_operands(operator, args, kwargs)
         outputs = func(*args, **kwargs)
         self._see_outputs(outputs)
         return outputs
@@ -58,61 +59,81 @@ class Watch(TorchDispatchMode):
         if kind is None:
             self._timeline.detector.raise_fault()
 
-    def _check_operands(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _check_operands(
+        self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         self._timeline.enter()
         detector, clock = self._timeline.detector, self._live().clock
-        operands = list(_operands(func, args, kwargs))
-        for tensor, _ in operands:
-            detector.see(tensor, clock, is_host=False)  # made before this operator
+        touched = [  # all were made before this operator, of which the clock does not know yet
+            (detector.see(storage, clock, is_host=False), tensor, kind)
+            for value, kind in operator.operands(args, kwargs)
+            for tensor, storage in _with_bytes(value)
+        ]
         clock.advance(detector.host)
-        for tensor, kind in operands:
-            detector.access(clock, tensor, kind, str(func))
+        for history, tensor, kind in touched:
+            detector.access(clock, history, tensor, kind, operator.label)
 
     def _see_outputs(self, outputs: Any) -> None:
         """Remember which stream made which storage."""
-        for tensor in _tensors_in(outputs):
-            self._timeline.detector.see(tensor, self._live().clock, is_host=False)
+        clock = self._live().clock
+        for _, storage in _with_bytes(outputs):
+            self._timeline.detector.see(storage, clock, is_host=False)
 
 
-@cache
-def _is_view(func: Any) -> bool:
-    """Whether an operator only makes another view, or turns its argument into one."""
-    if torch.Tag.inplace_view in func.tags:
-        return True
-    aliases = [value.alias_info for value in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+class Operator:
+    """What the schema of an operator says. Asked for once: every operation of a test comes by.
+
+    Args:
+        func: The overload.
+
+    Attributes:
+        label: Its name.
+        is_view: Whether it only makes another view, or turns its argument into one.
+    """
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.label = str(func)
+        aliases = [value.alias_info for value in schema.returns]
+        self.is_view = torch.Tag.inplace_view in func.tags or any(
+            alias is not None and not alias.is_write for alias in aliases
+        )
+        self._parameters: list[tuple[int, str, str]] = []
+        if not schema.name.split("::")[-1].startswith(_METADATA_ONLY):
+            for index, argument in enumerate(schema.arguments):
+                alias = argument.alias_info
+                kind = "write" if alias is not None and alias.is_write else "read"
+                self._parameters.append((index, argument.name, kind))
+
+    def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, str]]:
+        """The arguments whose bytes it touches, and what it does to them: ``read`` or ``write``."""
+        num = len(args)
+        return [
+            (args[index] if index < num else kwargs.get(name), kind)
+            for index, name, kind in self._parameters
+        ]
 
 
-@cache
-def _parameters(func: Any) -> tuple[tuple[str, str], ...]:
-    """Name of each parameter of an operator, and what is done to it: ``read`` or ``write``."""
-    aliases = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
-    return tuple((name, "write" if alias and alias.is_write else "read") for name, alias in aliases)
+_operator = cache(Operator)
 
 
-def _operands(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Tensor, str]]:
-    """Tensors whose bytes an operator touches, and what it does to them."""
-    if func._schema.name.split("::")[-1].startswith(_METADATA_ONLY):
-        return
-    for index, (name, kind) in enumerate(_parameters(func)):
-        value = args[index] if index < len(args) else kwargs.get(name)
-        for tensor in _tensors_in(value):
-            yield tensor, kind
-
-
-def _tensors_in(value: Any) -> Iterable[Tensor]:
+def _with_bytes(value: Any) -> list[tuple[Tensor, UntypedStorage]]:
     """The tensors in an argument or output that have bytes the detector can follow."""
-    values = value if isinstance(value, list | tuple) else (value,)
-    return (one for one in values if isinstance(one, Tensor) and _has_bytes(one))
+    if not isinstance(value, list | tuple):
+        value = (value,)
+    found = []
+    for one in value:
+        if isinstance(one, Tensor) and (storage := _host_storage(one)) is not None:
+            found.append((one, storage))
+    return found
 
 
-def _has_bytes(tensor: Tensor) -> bool:
-    """Whether it is an ordinary CPU tensor; sparse, meta and fake ones are not."""
+def _host_storage(tensor: Tensor) -> UntypedStorage | None:
+    """Of an ordinary CPU tensor; sparse, meta and fake ones have none."""
     if tensor.layout is not torch.strided:
-        return False
+        return None
     try:
-        return tensor.untyped_storage().device.type == "cpu"
+        storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
-        return False
+        return None
+    return storage if storage.device.type == "cpu" else None

@@ -144,7 +144,7 @@ class SimulatedBackend:
         self.num_host_allocations += 1
         with self._inside():
             buffer = torch.empty(nbytes, dtype=torch.uint8).fill_(POISON)
-        self._timeline.detector.see(buffer, self._current.clock, is_host=True)
+        self._timeline.detector.see(buffer.untyped_storage(), self._current.clock, is_host=True)
         return buffer
 
     def trim_host(self) -> None:
@@ -170,8 +170,9 @@ class SimulatedBackend:
     def _check_copy(
         self, stream: SimulatedStream, tensor: Tensor, kind: str, label: str, *, is_host: bool
     ) -> None:
-        self._timeline.detector.see(tensor, self._current.clock, is_host=is_host)
-        self._timeline.detector.access(stream.clock, tensor, kind, label)
+        detector = self._timeline.detector
+        history = detector.see(tensor.untyped_storage(), self._current.clock, is_host=is_host)
+        detector.access(stream.clock, history, tensor, kind, label)
 
 
 __all__ = ["ORDERS", "SimulatedBackend", "SimulatedEvent", "SimulatedStream"]
