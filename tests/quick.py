@@ -1,9 +1,11 @@
-"""Which cases of a test are not slow. A test may say so with a mark:
+"""Which cases of a test are quick, which are slow, and which are run by hand. Marks say so:
 
-@pytest.mark.quick("late", "eager")  # those with one of these among their parameters
-@pytest.mark.covering(2)             # so many that every pair of parameters is in one of them
+@pytest.mark.quick("late", "eager")  # quick are those with one of these among their parameters
+@pytest.mark.covering(1)             # quick are so many that each value is in one of them; slow so
+                                     # many more that each pair is; the rest is exhaustive
+@pytest.mark.covering(2)             # the same with pairs and triples
 
-With both, those of the second are chosen among those of the first.
+With both, what is quick is chosen among those that the first one names.
 """
 
 from __future__ import annotations
@@ -19,19 +21,25 @@ Tuples = set[tuple[tuple[str, Any], ...]]
 
 
 def mark_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark all other cases of such tests; those that need a GPU are seldom run as it is."""
+    """Mark the cases of such tests that are not quick; what needs a GPU is seldom run as it is."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("gpu"):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        kept = [case for case in cases if _has_named(case)]
-        if covering := cases[0].get_closest_marker("covering"):
-            values = [_values(case) for case in kept]
-            kept = [kept[number] for number in chosen(values, *covering.args)]
+        quick, covering = list(filter(_has_named, cases)), cases[0].get_closest_marker("covering")
+        slow = cases
+        if covering is not None:
+            (size,) = covering.args
+            quick, slow = _covering(quick, size), _covering(cases, size + 1)
         for case in cases:
-            if case not in kept:
-                case.add_marker(pytest.mark.slow)
+            if case not in quick:
+                case.add_marker(pytest.mark.slow if case in slow else pytest.mark.exhaustive)
+
+
+def _covering(cases: Sequence[pytest.Item], size: int) -> list[pytest.Item]:
+    values = [_values(case) for case in cases]
+    return [cases[number] for number in chosen(values, size)]
 
 
 def chosen(cases: Sequence[Mapping[str, Any]], size: int) -> list[int]:

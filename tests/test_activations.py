@@ -161,7 +161,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_equal_bit_for_bit(offload: OffloadActivations, program: Program) -> None:
     on, off = pair(offload)

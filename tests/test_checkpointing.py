@@ -39,7 +39,7 @@ apply_ = ActivationCheckpointing.apply_activation_checkpointing_
 OP = "ops.aten.mm.default"
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", BACKENDS)

@@ -8,6 +8,7 @@ from toy import batches, make_model, run_step, same_bits
 from pp_offload import PipelineOffloadManager
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 def test_numbers_do_not_change_in_any_step(manager: PipelineOffloadManager, in_flight: int) -> None:
     device = str(manager.backend.device)

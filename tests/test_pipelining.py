@@ -65,10 +65,11 @@ ALL = [*ONE_STAGE, *SEVERAL, *V_SHAPED, ("csv", 2)]
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_schedule_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
+    options = (True, "reload"), (False, "keep")
     cases = [
         f"{name}:{virtual}:{scale}:{policy}"
-        for name, virtual in ALL
-        for scale, policy in ((True, "reload"), (False, "keep"))
+        for number, (name, virtual) in enumerate(ALL)
+        for scale, policy in (options if world == 4 else options[number % 2 :][:1])
     ]
     for rank, found in enumerate(run_ranks(world, cases, tmp_path)):
         assert list(found) == cases

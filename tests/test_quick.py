@@ -1,4 +1,4 @@
-"""Marks that say which cases of a test are not slow."""
+"""Marks that say which cases of a test are quick, slow or exhaustive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_they_are_few() -> None:
     assert 20 <= len(chosen(cases(5, 4, 3), 2)) <= 26
 
 
-def test_the_others_are_slow(pytester: pytest.Pytester) -> None:
+def test_the_others_are_slow_or_exhaustive(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """
         from quick import mark_slow
@@ -39,7 +39,10 @@ def test_the_others_are_slow(pytester: pytest.Pytester) -> None:
             mark_slow(items)
         """
     )
-    pytester.makeini("[pytest]\naddopts = -m 'not slow'\nmarkers =\n  slow\n  quick\n  covering")
+    pytester.makeini(
+        "[pytest]\naddopts = -m 'not slow and not exhaustive'\n"
+        "markers =\n  slow\n  exhaustive\n  quick\n  covering"
+    )
     pytester.makepyfile(
         """
         import pytest
@@ -57,12 +60,19 @@ def test_the_others_are_slow(pytester: pytest.Pytester) -> None:
         @pytest.mark.quick("y", "z")
         def test_covering(a, b): pass
 
+        @both[0]
+        @both[1]
+        @pytest.mark.parametrize("c", [1, 2])
+        @pytest.mark.covering(1)
+        def test_product(a, b, c): pass
+
         @pytest.mark.slow
         def test_slow(): pass
 
         def test_other(): pass
         """
     )
-    pytester.runpytest().assert_outcomes(passed=4 + 2 + 1, deselected=2 + 4 + 1)
-    pytester.runpytest("-m", "slow").assert_outcomes(passed=2 + 4 + 1, deselected=4 + 2 + 1)
-    pytester.runpytest("-m", "").assert_outcomes(passed=14)
+    pytester.runpytest().assert_outcomes(passed=4 + 2 + 3 + 1, deselected=16)
+    pytester.runpytest("-m", "slow").assert_outcomes(passed=2 + 4 + 4 + 1, deselected=15)
+    pytester.runpytest("-m", "exhaustive").assert_outcomes(passed=5, deselected=21)
+    pytester.runpytest("-m", "").assert_outcomes(passed=26)

@@ -105,7 +105,7 @@ FAILURES = [
 ]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fails", FAILURES)
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_aborted_step(

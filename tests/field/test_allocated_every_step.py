@@ -13,6 +13,7 @@ pytestmark = pytest.mark.field("F33")
 WIDTH = 64
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 def test_no_allocation_after_the_first_step(kind: str, in_flight: int) -> None:

@@ -116,6 +116,8 @@ def test_what_nobody_needs_is_not_written_while_training_goes_on(tmp_path: Path)
     assert said == ["written"] * NUM_THREADS + [f"{NUM_THREADS} 0"]
 
 
+@pytest.mark.covering(1)
+@pytest.mark.quick("late")
 @pytest.mark.parametrize("kind", ["cpu", "late", "eager"])
 def test_a_graph_that_lives_to_the_end_says_nothing(tmp_path: Path, kind: str) -> None:
     said = run(

@@ -62,6 +62,7 @@ def test_one_layer(kind: str, layers: int, groups: int, stages: int) -> None:
     check(kind, layers, groups, stages)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["cpu", "late"])
 @pytest.mark.parametrize(("layers", "groups"), [(1, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("stages", [1, 2, 4])

@@ -117,6 +117,7 @@ def test_a_forked_process_trains_at_once(tmp_path: Path, tiers: str, kind: str) 
     assert said == ["True True True", "0 0", "0", "True"]
 
 
+@pytest.mark.quick("host")
 @on_tiers
 def test_a_graph_of_the_other_process_raises(tmp_path: Path, tiers: str, kind: str) -> None:
     said = run(
@@ -180,6 +181,7 @@ def test_fork_while_copies_and_writes_are_under_way(tmp_path: Path, tiers: str) 
     assert said == ["True", "refused", "True", "0 True"]
 
 
+@pytest.mark.quick("host")
 @pytest.mark.parametrize("tiers", ["host", "disk"])
 def test_workers_that_load_data_do_no_harm(tmp_path: Path, tiers: str) -> None:
     said = run(
@@ -204,6 +206,7 @@ def test_workers_that_load_data_do_no_harm(tmp_path: Path, tiers: str) -> None:
     assert said == ["0", "0"]
 
 
+@pytest.mark.slow
 def test_a_child_of_a_child_trains_too(tmp_path: Path) -> None:
     said = run(
         """

@@ -123,7 +123,7 @@ def iteration(
     return results
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
 @pytest.mark.parametrize("nesting", ["groups in checkpoint", "checkpoint in group", "both"])
 @pytest.mark.parametrize("kind", BACKENDS)
@@ -167,7 +167,7 @@ def test_recompute_opens_no_groups(kind: str) -> None:
             assert_idle(manager)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("run", CHECKPOINTS.values(), ids=CHECKPOINTS)
 @pytest.mark.parametrize("nesting", ["around checkpoints", "in checkpoints", "both"])
 def test_with_the_context(

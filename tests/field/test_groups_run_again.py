@@ -62,7 +62,7 @@ CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 def cases() -> Iterator[object]:
     """Those on "late" are repeated on accelerators. Few have every value of each parameter."""
     every = list(covering(ON_THE_HOST))
-    few = chosen([{**asdict(case), "way of": (case.way, case.kind)} for case in every], 1)
+    few = chosen([asdict(case) for case in every], 1)
     for number, case in enumerate(every):
         marks = () if number in few else (pytest.mark.slow,)
         yield pytest.param(case, case.kind, id=str(case), marks=marks)

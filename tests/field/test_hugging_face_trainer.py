@@ -73,7 +73,7 @@ def expected(use_cpu: bool, lora: str, checkpoint: str, is_tied: bool) -> Sequen
         return plain(lambda: build(lora, checkpoint, is_tied), Path(folder), **options)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @ties
 @checkpoints
 @loras

@@ -75,6 +75,7 @@ def train(make: Any, groups: tuple[str, ...], device: torch.device, steps: int) 
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("make", [ScheduleGPipe, Schedule1F1B])
 def test_nothing_alive_after_a_step(kind: str, make: Any, one_rank: None) -> None:

@@ -40,7 +40,7 @@ class Model(nn.Module):
         return x
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["frozen embedding", "first stage on integers", "LoRA"])
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_input_without_grad(manager: PipelineOffloadManager, kind: str, in_flight: int) -> None:

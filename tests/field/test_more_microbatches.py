@@ -17,7 +17,7 @@ LAYERS = 3
 COUNTS = (2, 6, 3, 8, 8)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize(("ahead", "vp_size"), [(1, 1), (2, 1), (4, 1), (3, 2)])
 def test_number_of_microbatches_changes(

@@ -76,6 +76,7 @@ def fewer_then_more(model: Chain, inputs: list[Tensor]) -> list[Tensor]:
     return last_in_first_out(model, inputs[:1]) + sum_of_losses(model, inputs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "program", [sum_of_losses, last_in_first_out, shuffled, first_forgotten, fewer_then_more]
 )

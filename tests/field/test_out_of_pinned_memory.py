@@ -30,6 +30,7 @@ class Pinned:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize(
     ("total", "per_call", "warns"),

@@ -72,7 +72,7 @@ def train(
         return manager.wiring.plan, moved
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize(
     "passes",

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.field("F31")
 WIDTH = 64
 
 
+@pytest.mark.quick("cpu threads", "late")
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("num_steps", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_lengths_hold_no_more_than_the_largest_step(kind: str, num_steps: int) -> None:

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.field("F01")
 NAMES = ("a", "b", "c")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("prefetch_bytes", [0, 2**20], ids=["on demand", "prefetch"])

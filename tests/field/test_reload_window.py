@@ -57,6 +57,7 @@ def step(inputs: list[Tensor], weights: list[Tensor], is_on: bool, seen: list[in
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("num_tensors", [1, 2, 3])
 @pytest.mark.parametrize("limit", ["fraction", "margin and bytes"])

@@ -40,8 +40,10 @@ def run_rank(rank: int, store: str, has_groups: bool, num_steps: int, result: Co
 
 @pytest.mark.parametrize(
     ("has_groups", "num_steps"),
-    [((True, False), (2, 1)), ((True, True), (3, 0))],
-    ids=["a rank without groups", "other iterations"],
+    [
+        pytest.param((True, False), (2, 1), id="a rank without groups"),
+        pytest.param((True, True), (3, 0), id="other iterations", marks=pytest.mark.slow),
+    ],
 )
 def test_summary_does_not_hang(
     has_groups: tuple[bool, bool], num_steps: tuple[int, int], tmp_path: Path

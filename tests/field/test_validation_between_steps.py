@@ -78,6 +78,7 @@ def bytes_by_step(kind: str, between: Callable[[Chain], None]) -> list[int]:
     return [after - before for before, after in zip(moved, moved[1:], strict=False)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("is_step", [True, False], ids=["own step", "same step"])
 def test_without_grad(kind: str, is_step: bool) -> None:

@@ -79,6 +79,7 @@ def config(prefetch_bytes: int) -> OffloadConfig:
     return OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=prefetch_bytes)
 
 
+@pytest.mark.covering(1)
 @windows
 @on_backends
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.field("F02")
 LENGTHS = (4, 7, 3, 6)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize(("ranks", "vp_size", "rank"), [(2, 1, 0), (4, 1, 0), (2, 2, 0), (2, 2, 1)])
 def test_length_changes_every_step(kind: str, ranks: int, vp_size: int, rank: int) -> None:

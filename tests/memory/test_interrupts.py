@@ -322,7 +322,7 @@ def test_an_engine_goes_on_after_an_interrupt_at_any_line_of_its_tiers(
             assert settled(manager) == (0, 0, 0, 0), lines.was_at
 
 
-@pytest.mark.quick("late")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["late", "eager"])
 def test_what_was_offloaded_is_still_had_after_an_interrupt(kind: str, tmp_path: Path) -> None:
     """On its way to the disk or back: it is asked for again, and no buffer stays behind."""

@@ -184,7 +184,7 @@ def tickets_of(engine: TransferEngine, values: Sequence[Tensor]) -> list[Ticket]
     return [Ticket(engine, "g", v, members, v.untyped_storage()) for v in values]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @on_backends
 @pytest.mark.parametrize("order", ["threads", "late", "eager"])
 def test_steps_are_equal_bit_for_bit(kind: str, order: str, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_every_event_has_its_place() -> None:
     assert methods == EVENTS
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_what_is_heard_is_what_happens(kind: str, tiers: tuple[str, ...], tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def waits_seen(
         yield seen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cap", [3000, 40_000])
 @pytest.mark.parametrize("tiers", TIERS, ids="+".join)
 @pytest.mark.parametrize("kind", BACKENDS)
