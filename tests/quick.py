@@ -2,10 +2,11 @@
 
 @pytest.mark.quick("late", "eager")  # quick are those with one of these among their parameters
 @pytest.mark.covering(1)             # quick are so many that each value is in one of them; slow so
-                                     # many more that each pair is; the rest is exhaustive
-@pytest.mark.covering(2)             # the same with pairs and triples
+                                     # many more that each pair of values is; the rest is exhaustive
+@pytest.mark.covering(2)             # quick are so many that each pair is; the rest is exhaustive
 
-With both, what is quick is chosen among those that the first one names.
+With both, what is quick is chosen among those that the first one names. A case that is marked
+exhaustive stays so.
 """
 
 from __future__ import annotations
@@ -27,13 +28,11 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
         if not item.get_closest_marker("gpu"):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        quick, covering = list(filter(_has_named, cases)), cases[0].get_closest_marker("covering")
-        slow = cases
-        if covering is not None:
-            (size,) = covering.args
-            quick, slow = _covering(quick, size), _covering(cases, size + 1)
+        quick, slow = list(filter(_has_named, cases)), cases
+        if covering := cases[0].get_closest_marker("covering"):
+            quick, slow = _covering(quick, *covering.args), _covering(cases, 2)
         for case in cases:
-            if case not in quick:
+            if case not in quick and not case.get_closest_marker("exhaustive"):
                 case.add_marker(pytest.mark.slow if case in slow else pytest.mark.exhaustive)
 
 

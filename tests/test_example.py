@@ -66,7 +66,7 @@ ORDER = """0F0,0F1,0I0,0F2,0W0,0I1,0F3,0W1,0I2,0W2,0I3,0W3
 SCHEDULES = "gpipe 1f1b interleaved1f1b loopedbfs interleavedzerobubble zbv dualpipev csv".split()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str, tmp_path: Path) -> None:
     if schedule == "csv":
@@ -80,8 +80,13 @@ def test_every_schedule(schedule: str, tmp_path: Path) -> None:
     assert min(figures["offloaded_bytes"]) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", ["disk", "host+disk"])
+@pytest.mark.parametrize(
+    "tier",
+    [
+        pytest.param("disk", marks=pytest.mark.exhaustive),
+        pytest.param("host+disk", marks=pytest.mark.slow),
+    ],
+)
 def test_the_disk_takes_what_leaves(tier: str, tmp_path: Path) -> None:
     flags = ["--tier", tier, "--disk-dir", str(tmp_path / "scratch")]
     if tier == "host+disk":

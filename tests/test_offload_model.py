@@ -58,15 +58,16 @@ def name(one) -> str:
 
 
 def cases() -> Iterator[Any]:
-    """On the host some have every pair of parameters; the others are slow."""
+    """On the host some have every pair of parameters; the others are exhaustive."""
     every = list(all_cases())
     names = "kind", "make", "again", "order"
     on_host = [index for index, (_, _, marks) in enumerate(every) if not marks]
     values = [dict(zip(names, map(name, every[index][0]), strict=True)) for index in on_host]
     quick = {on_host[index] for index in chosen(values, 2)}
     for index, (one, words, marks) in enumerate(every):
-        is_slow = index in on_host and index not in quick
-        yield pytest.param(*one, id="-".join(words), marks=pytest.mark.slow if is_slow else marks)
+        if index in on_host and index not in quick:
+            marks = pytest.mark.exhaustive
+        yield pytest.param(*one, id="-".join(words), marks=marks)
 
 
 def all_cases() -> Iterator[tuple[tuple[Any, ...], list[str], tuple[Any, ...]]]:

@@ -66,13 +66,19 @@ def test_the_others_are_slow_or_exhaustive(pytester: pytest.Pytester) -> None:
         @pytest.mark.covering(1)
         def test_product(a, b, c): pass
 
+        @both[0]
+        @both[1]
+        @pytest.mark.parametrize("c", [1, 2])
+        @pytest.mark.covering(2)
+        def test_pairs(a, b, c): pass
+
         @pytest.mark.slow
         def test_slow(): pass
 
         def test_other(): pass
         """
     )
-    pytester.runpytest().assert_outcomes(passed=4 + 2 + 3 + 1, deselected=16)
-    pytester.runpytest("-m", "slow").assert_outcomes(passed=2 + 4 + 4 + 1, deselected=15)
-    pytester.runpytest("-m", "exhaustive").assert_outcomes(passed=5, deselected=21)
-    pytester.runpytest("-m", "").assert_outcomes(passed=26)
+    pytester.runpytest().assert_outcomes(passed=4 + 2 + 3 + 6 + 1, deselected=22)
+    pytester.runpytest("-m", "slow").assert_outcomes(passed=2 + 4 + 4 + 0 + 1, deselected=27)
+    pytester.runpytest("-m", "exhaustive").assert_outcomes(passed=0 + 0 + 5 + 6, deselected=27)
+    pytester.runpytest("-m", "").assert_outcomes(passed=6 + 6 + 12 + 12 + 2)

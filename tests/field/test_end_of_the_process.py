@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import sys
 import textwrap
-from itertools import product
 from pathlib import Path
 
 import processes
@@ -180,8 +179,15 @@ def num_objects() -> int:
     return len(gc.get_objects())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("is_told", "in_flight"), product([True, False], [1, 3]))
+@pytest.mark.parametrize(
+    ("is_told", "in_flight"),
+    [
+        pytest.param(True, 1, marks=pytest.mark.exhaustive),
+        pytest.param(True, 3, marks=pytest.mark.exhaustive),
+        pytest.param(False, 1, marks=pytest.mark.exhaustive),
+        pytest.param(False, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_a_loop_that_never_calls_reset(
     in_flight: int, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

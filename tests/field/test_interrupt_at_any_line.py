@@ -167,29 +167,28 @@ class Program:
             pytest.fail(text, pytrace=False)
 
 
-FEW = 24
-"""Of so many lines one is interrupted where the others are slow."""
+def every(*numbers: int) -> pytest.MarkDecorator:
+    """One of so many lines is interrupted: the first number is quick, the second slow."""
+    marks = (), pytest.mark.slow, pytest.mark.exhaustive
+    return pytest.mark.parametrize(
+        "every", [pytest.param(n, marks=m) for n, m in zip(numbers, marks, strict=False)]
+    )
 
-which = pytest.mark.parametrize(
-    "are_few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "every"]
-)
 
-
-@which
+@every(24, 10, 1)
 @pytest.mark.parametrize("paths", [ENGINE, STEPS], ids=["engine", "steps"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupt_at_every_line(
-    kind: str, paths: frozenset[str], are_few: bool, tmp_path: Path
+    kind: str, paths: frozenset[str], every: int, tmp_path: Path
 ) -> None:
-    every = 1 if kind == "host" else 4
-    Program(step, expected, paths).check(kind, tmp_path, every=FEW if are_few else every)
+    Program(step, expected, paths).check(kind, tmp_path, every=every)
 
 
-@which
+@every(24, 6)
 @pytest.mark.parametrize("kind", ["host", "disk"])
-def test_an_interrupt_in_a_backward_of_two_parts(kind: str, are_few: bool, tmp_path: Path) -> None:
+def test_an_interrupt_in_a_backward_of_two_parts(kind: str, every: int, tmp_path: Path) -> None:
     program = Program(step_in_parts, expected_in_parts, PARTS, is_freed=False)
-    program.check(kind, tmp_path, every=FEW if are_few else 6)
+    program.check(kind, tmp_path, every=every)
 
 
 # The forward of a module

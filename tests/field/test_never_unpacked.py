@@ -117,7 +117,7 @@ forwards = pytest.mark.parametrize(
 
 
 steps = pytest.mark.parametrize(
-    ("num_first", "num_steps"), [(8, 16), pytest.param(10, 50, marks=pytest.mark.slow)]
+    ("num_first", "num_steps"), [(8, 16), pytest.param(10, 50, marks=pytest.mark.exhaustive)]
 )
 """The same experts are on the path in every eighth step."""
 

@@ -20,7 +20,7 @@ WIDTH = 64
 
 @pytest.mark.quick("cpu threads", "late")
 @pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.parametrize("num_steps", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [40, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_random_lengths_hold_no_more_than_the_largest_step(kind: str, num_steps: int) -> None:
     draw = random.Random(0)
     config = OffloadConfig(min_offloaded_tensor_size=1)
