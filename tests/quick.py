@@ -21,8 +21,13 @@ import pytest
 Tuples = set[tuple[tuple[str, Any], ...]]
 
 
-def mark_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark the cases of such tests that are not quick; what needs a GPU is seldom run as it is."""
+def mark_slow(items: Sequence[pytest.Item], *, is_sparse: bool = False) -> None:
+    """Mark the cases that are not quick; what needs a GPU is seldom run as it is.
+
+    Args:
+        items: All that may be run.
+        is_sparse: Whether of every test so many cases do that each value is in one of them.
+    """
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("gpu"):
@@ -31,6 +36,8 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
         quick, slow = list(filter(_has_named, cases)), cases
         if covering := cases[0].get_closest_marker("covering"):
             quick, slow = _covering(quick, *covering.args), _covering(cases, 2)
+        if is_sparse and len(quick) > 1:
+            quick = _covering(quick, 1)
         for case in cases:
             if case not in quick and not case.get_closest_marker("exhaustive"):
                 case.add_marker(pytest.mark.slow if case in slow else pytest.mark.exhaustive)
