@@ -1,4 +1,4 @@
-"""Queues ordered copies, and nothing else: here streams wait for each other.
+"""Queues copies in order, and nothing else: here streams are made to wait for each other.
 
 NOTE [ Order ]
     Offload: d2h waits for compute and for the last user of the host buffer, then copies.
@@ -7,17 +7,18 @@ NOTE [ Order ]
     Use:     the live compute stream waits for ``reloaded``.
 
 NOTE [ Side streams ]
-    A group may be committed on one stream while what another one computed of it is not waited for
-    yet. So d2h waits for each stream that a tensor was saved on, and where compute has to gather,
-    it waits for them and they for it. Memory that is let go early is let go on all of them.
+    A group may be committed on one stream before that has waited for another one, which computed
+    some of its tensors. So d2h waits for each stream that a tensor was saved on. Where compute
+    gathers, it waits for them before, and they wait for it behind. Where sources are let go before
+    their copy is known to be over, all of these streams wait for that copy.
 
 NOTE [ Brought once ]
     A tensor that several groups saved is copied out once, and its tickets share the bytes. It is
-    also brought once for all of them that wait for it within the window: a ticket takes what has
-    come for another, and the memory goes when the last of them has used it. One whose bytes were
-    changed in place meanwhile, by a backward that was given them, brings its own.
+    also brought back once for all tickets that wait for it within the window: a ticket takes the
+    device copy made for another, whose memory goes when the last of them has used it. If a backward
+    has changed that device copy in place, the next ticket brings its own.
 
-This is what a tier is given. What it calls of it, it calls with the lock held.
+Tiers are given this, and call it with the lock held.
 
     copies.copy_to_host(tickets, host_copies)   # they have their places in host memory
     copies.copy_to_device(tickets)              # from there
@@ -54,7 +55,7 @@ class Copies:
 
     Attributes:
         lock: See NOTE [ One lock ].
-        listeners: Who hears what is queued here and what tickets are given.
+        listeners: The engine's; told here what is queued.
         in_flight: What is on its way to the host.
         reloads: What is on the device again, or on its way there.
     """
@@ -113,7 +114,7 @@ class Copies:
         return nbytes
 
     def _sources(self, tickets: Sequence[Ticket], streams: Sequence[Stream]) -> list[Tensor]:
-        """What is copied; what has to be gathered is, in order with all ``streams``."""
+        """The bytes to copy. A gather runs here, in order with all ``streams``."""
         gathered = [t for t in tickets if t.storage is None] if len(streams) > 1 else []
         with self.reading(gathered) if gathered else _nothing:
             return [ticket.source() for ticket in tickets]
@@ -121,7 +122,7 @@ class Copies:
     def keep_sources(
         self, tickets: Sequence[Ticket], sources: Sequence[Tensor], stream: Stream
     ) -> None:
-        """The copies are queued: until they were made, sources can be had back, and are watched."""
+        """Until the queued copies have run: let sources be taken back, and watch for changes."""
         for ticket, source in zip(tickets, sources, strict=True):
             assert ticket.copy is not None
             ticket.copy.keep_source(ticket.begin, source, stream)
@@ -140,7 +141,7 @@ class Copies:
 
     @contextmanager
     def reading(self, tickets: Sequence[Ticket]) -> Iterator[None]:
-        """Inside, compute reads what these tickets take, wherever that was computed."""
+        """Inside, compute may read these tickets' sources: it is ordered with all their streams."""
         live, *sides = self.compute_streams(tickets)
         for side in sides:
             live.wait_event(side.record_event())
@@ -163,12 +164,11 @@ class Copies:
     ) -> int:
         """Have ``queue`` bring payloads to the live stream; see NOTE [ Brought once ].
 
-        It is called twice where tickets have the same bytes: all but the first of these find their
-        bytes behind the first batch, if those are still as they came.
+        Of tickets with the same bytes, ``queue`` gets the first. The others share its device copy.
 
         Args:
-            tickets: What is to come.
-            queue: Calls :meth:`begin_reload` for each, then queues what fills its memory.
+            tickets: Whose payloads are to come.
+            queue: Calls :meth:`begin_reload` for each, then queues the copy that fills its memory.
 
         Returns:
             How many it brought.
@@ -216,14 +216,14 @@ class Copies:
             self._of_graphs += copies
 
     def begin_reload(self, ticket: Ticket, target: Tensor, stream: Stream) -> DeviceCopy:
-        """A copy into ``target`` is about to be queued; its event is to be set behind it."""
+        """Register a copy into ``target`` before it is queued; the caller sets its event behind."""
         device_copy = self.reloads.begin(ticket, target, stream)
         for heard in self.listeners.reload_started:
             heard(ticket.label, ticket.nbytes)
         return device_copy
 
     def give_up(self, tickets: Sequence[Ticket]) -> None:
-        """What came, or was to come, is not good."""
+        """Forget the reloads of these tickets: what came, or was to come, is of no use."""
         for ticket in tickets:
             if ticket.pending_reload is not None:
                 self.reloads.give_up(ticket.pending_reload, self.backend.h2d)
@@ -249,7 +249,7 @@ class Copies:
         self.backend.joined()
 
     def wait_once(self, live: Stream, reloaded: Event) -> None:
-        """Make the live stream wait; many payloads that came together share an event."""
+        """Make the live stream wait for an event, once for all payloads that share it."""
         waited = self._waited
         if waited is None or waited[0] is not reloaded or waited[1] != live:
             self._compute_waits_for(live, reloaded)
@@ -278,19 +278,23 @@ class Copies:
 
     @staticmethod
     def _note_uses(copies: Sequence[HostCopy], stream: Stream) -> None:
-        """Copies on ``stream``, which waits for the earlier uses, are about to use the buffers."""
+        """Make copies that are about to be queued on ``stream`` the last uses of their buffers.
+
+        ``stream`` waits for the earlier uses already.
+        """
         queued = Queued(stream)
         for copy in copies:
             assert copy.buffer is not None, "not in host memory"
             copy.buffer.last_use = queued
 
     def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
-        """A copy that still reads a buffer is done before another one writes it.
+        """Make d2h wait for copies that still read the buffers it is about to write.
 
-        Of a host tier on one compute stream, this is so without a wait: nobody has the buffer, so
-        compute has waited for what was read from it, or nobody will use that; and d2h waits for
-        compute. The wait is for a forward on a stream of its own, beside that backward; and for
-        staging buffers, free as soon as the copy is queued that takes what was read ahead.
+        A host tier on one compute stream is safe without: the last ticket of the buffer is gone, so
+        compute has waited for the reload from it, or nobody will use that; and d2h waits for
+        compute. Two cases need the wait: a forward that runs on another stream than the backward
+        that read the buffer, and staging buffers, which are free as soon as the copy is queued that
+        takes what was read ahead.
         """
         seen: Event | None = None
         for copy in copies:
@@ -315,7 +319,7 @@ def record(stream: Stream) -> Event:
 
 
 def known(event: Event) -> Event:
-    """The backend's own event, also where an interrupt left none."""
+    """The backend's own event: a :class:`Queued`, left by an interrupt, records one."""
     return event.event if isinstance(event, Queued) else event
 
 

@@ -10,7 +10,7 @@ from pp_offload._transfer.ticket import Ticket
 
 @dataclass
 class TransferCounters(Listener):
-    """Since the engine was made; ``statistics.py`` says what each of them means."""
+    """Totals since the engine was made; ``statistics.py`` says what each of them means."""
 
     bytes_offloaded: int = 0
     bytes_reloaded: int = 0
@@ -20,24 +20,24 @@ class TransferCounters(Listener):
     consumer_wait_ms: float = 0.0
 
     def offloaded(self, label: str, nbytes: int) -> None:
-        """Off the device."""
+        """Count bytes off the device."""
         self.bytes_offloaded += nbytes
 
     def reload_started(self, label: str, nbytes: int) -> None:
-        """Back to it."""
+        """Count bytes back to it."""
         self.bytes_reloaded += nbytes
 
     def reloads_queued(self, num: int, *, is_ahead: bool) -> None:
-        """Ahead of their use, or not."""
+        """Count payloads that come ahead of their use, and others."""
         if is_ahead:
             self.prefetched_reloads += num
         else:
             self.on_demand_reloads += num
 
     def taken_back(self, ticket: Ticket) -> None:
-        """Neither, for its source was still there."""
+        """Count a payload that is neither, for its source was still there."""
         self.num_taken_back += 1
 
     def waited(self, seconds: float) -> None:
-        """Of the host's time."""
+        """Count the host's time."""
         self.consumer_wait_ms += seconds * 1e3

@@ -25,10 +25,10 @@ class CopyIndex:
         self._entries: dict[int, Entry] = {}
 
     def share(self, tickets: list[Ticket]) -> list[Ticket]:
-        """Give tickets the copy of their storage as it is now, where there is one.
+        """Attach tickets to a copy of their storage that has the version they saved, if any.
 
         Returns:
-            The others.
+            The tickets without such a copy.
         """
         if not self._entries:
             return tickets
@@ -65,7 +65,7 @@ class CopyIndex:
             self._entries[storage._cdata] = refs[0], version, refs[1], ticket.begin, place
 
     def forget_dead(self) -> None:
-        """Forget storages and copies that are gone, where a step never ends."""
+        """Forget storages and copies that are gone, for a program that never ends a step."""
         entries = self._entries.items()
         dead = [key for key, (storage, _, copy, *_) in entries if not (storage() and copy())]
         for key in dead:
@@ -77,7 +77,7 @@ class CopyIndex:
 
 
 def _is_part(ticket: Ticket) -> bool:
-    """Whether its version does not say if it was changed since: a wrapper around it counts that."""
+    """Whether it is inside a wrapper, which counts changes in place that its own version misses."""
     for member in ticket.members:  # faster than any()
         if member.is_part:
             return True

@@ -24,7 +24,7 @@ class DirectDisk(OnDisk):
     """Writes tensors of the host to disk, without another copy in memory."""
 
     def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
-        """An extent for each of them.
+        """An extent for each ticket.
 
         Raises:
             MemoryError: The disk failed in this step.
@@ -52,14 +52,14 @@ class DirectDisk(OnDisk):
         return self.disk.write(copy.extent, flat_bytes(source))
 
     def has_stored(self, copy: HostCopy) -> bool:
-        """Whether it was written. What was not is kept as it is."""
+        """Whether the bytes were written. If not, their source is kept."""
         if copy.extent is not None and copy.extent.failure is not None:
             self._failures.note(copy.extent.failure)
             copy.drop_extent()
         return copy.extent is not None
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
-        """Have threads read into new tensors. One that could not be written is still there."""
+        """Have threads read into new tensors, but for payloads that were never written."""
         left = [one for one in tickets if one.device_tensor is None and _is_on_disk(one.copy)]
         return self._copies.bring(left, self._read)
 

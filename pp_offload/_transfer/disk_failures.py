@@ -1,9 +1,9 @@
-"""Whether the disk takes bytes, and what is said when it does not.
+"""Remembers that a write to disk failed, and warns of it.
 
 NOTE [ When the disk fails ]
     What could not be written stays where it is, tensor or buffer, and later groups stay on the
-    device until the next step tries again. What cannot be read back raises when it is asked for;
-    asked for again, it is read again.
+    device until the next step tries again. A payload that cannot be read back raises when it is
+    asked for; asked for again, it is read again.
 
     failures.check()        # before room is taken
     failures.note(failure)  # something could not be written
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class DiskFailures:
-    """What could not be written since the step began."""
+    """The last failed write since the step began."""
 
     def __init__(self) -> None:
         self._failure: DiskTierError | None = None
@@ -32,7 +32,7 @@ class DiskFailures:
             raise MemoryError(str(self._failure)) from self._failure
 
     def note(self, failure: DiskTierError) -> None:
-        """Something could not be written."""
+        """Remember a failed write, with a warning for the first."""
         self._failure = failure
         logger.log(
             logging.DEBUG if self._has_warned else logging.WARNING,
@@ -43,5 +43,5 @@ class DiskFailures:
         self._has_warned = True
 
     def forget(self) -> None:
-        """The next step tries again."""
+        """Forget the failure, so that the next step tries again."""
         self._failure = None

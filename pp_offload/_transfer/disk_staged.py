@@ -6,8 +6,9 @@
     on the way    reading     a thread reads the extent into another buffer, once that is free
                   leaving     h2d copies it to the device; then the extent alone again
 
-What is needed before it is at rest is taken from its buffer. What could not be written stays there.
-Nothing here waits: who needs bytes or a buffer that are still on their way gets ``Unfinished``.
+A payload that is needed before it is at rest comes from its buffer. What could not be written stays
+in its buffer. Nothing here waits: a call that needs bytes or a buffer that are still on their way
+raises ``Unfinished``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class StagedDisk(OnDisk):
     Args:
         copies: Queues the copies between device and staging buffers.
         disk: Where the bytes go.
-        staging: Host memory on the way, in whole pieces.
+        staging: Host memory that the bytes pass through, each buffer in one piece.
     """
 
     def __init__(self, copies: Copies, disk: DiskFile, staging: HostMemory) -> None:
@@ -55,7 +56,10 @@ class StagedDisk(OnDisk):
         return bool(self._read_ahead)
 
     def poll(self) -> None:
-        """Send on what has arrived, let go of what is on disk, copy what was read. Never blocks."""
+        """Write what has arrived, drop buffers of what is on disk, send on what was read ahead.
+
+        Never blocks.
+        """
         while self._arriving and _has_arrived(self._arriving[0]()):
             self._next(self._arriving, self._write)
         while self._writing and _is_written(self._writing[0]()):
@@ -67,8 +71,8 @@ class StagedDisk(OnDisk):
     def _next(queue: Queue, act: Callable[[HostCopy], None]) -> None:
         """Act on the first copy of a queue, unless it is gone.
 
-        It leaves the queue afterwards, or an interrupt would have it forgotten; so ``act`` may come
-        twice for one copy.
+        It leaves the queue only afterwards, or an interrupt would have it forgotten. So ``act`` may
+        be called twice for one copy.
         """
         ref = queue[0]
         copy = ref()
@@ -80,23 +84,23 @@ class StagedDisk(OnDisk):
     # To the disk
 
     def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
-        """An extent and a staging buffer for all of them.
+        """One extent and one staging buffer for the batch.
 
         Raises:
-            MemoryError: The disk failed in this step, or there is no memory to pass through.
+            MemoryError: The disk failed in this step, or there is no room for a staging buffer.
             Unfinished: Too much is on its way.
         """
         self._failures.check()
         loan = self._stage(nbytes)
         uses = unfinished_uses(loan.buffer)
         check_finished(event for event in uses if isinstance(event, DiskEvent))
-        # No stream can wait for a thread's end; but those have ended.
+        # A stream cannot wait for a thread, but check_finished has seen all threads end.
         copies = tuple(event for event in uses if not isinstance(event, DiskEvent))
         loan.buffer.before, loan.buffer.last_use = copies, None
         return [place(batch, HostCopy(self, loan, self.disk.allocate(nbytes, len(batch))))]
 
     def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
-        """Copy them into the staging buffer; what comes next is for :meth:`poll`."""
+        """Copy tickets into the staging buffer, which :meth:`poll` has written to disk later."""
         nbytes = self._copies.copy_to_host(tickets, copies)
         self._arriving += map(weakref.ref, copies)
         self._copies.poll()
@@ -104,7 +108,7 @@ class StagedDisk(OnDisk):
         return nbytes
 
     def _write(self, copy: HostCopy) -> None:
-        """The bytes have arrived in the buffer: have a thread write them."""
+        """Have a thread write the bytes, which have arrived in the buffer."""
         extent, buffer = copy.extent, copy.buffer
         if buffer is None or extent is None:
             return
@@ -115,7 +119,7 @@ class StagedDisk(OnDisk):
         self._writing.append(weakref.ref(copy))
 
     def _settle(self, copy: HostCopy) -> None:
-        """The write has ended, well or not."""
+        """The write has ended: drop the buffer, or the extent if it failed."""
         if copy.extent is None or copy.offloaded is None:  # it was settled, and is being read
             return
         if copy.extent.failure is None:
@@ -127,14 +131,14 @@ class StagedDisk(OnDisk):
     # Back from it
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
-        """What is on disk is read first, by threads.
+        """Bring payloads to the device; threads first read those that are on disk alone.
 
-        Ahead, what shares an extent comes together; and where no staging buffer is free, it is left
-        to be read when it is needed.
+        Ahead of use, all payloads of an extent come together, and an extent for which no staging
+        buffer is free is left until it is needed.
 
         Raises:
-            DiskTierError: What is needed cannot be read.
-            Unfinished: It is being read.
+            DiskTierError: A payload that is needed now cannot be read.
+            Unfinished: It is still being read, or there is no buffer for it yet.
         """
         left = [ticket for ticket in tickets if ticket.device_tensor is None]
         return self._load_ahead(left) if is_ahead else sum(map(self._load_now, left))
@@ -163,7 +167,7 @@ class StagedDisk(OnDisk):
         return self._leave(copy, [ticket])
 
     def _begin_to_read(self, copy: HostCopy, *, is_ahead: bool) -> bool:
-        """Have a thread read a copy at rest. False if there is no buffer, and it can wait."""
+        """Have a thread read a copy at rest. False if it is ahead of use and has no buffer."""
         extent = copy.extent
         assert extent is not None, "not on disk"
         try:
@@ -196,7 +200,7 @@ class StagedDisk(OnDisk):
         copy.reading = None
 
     def _leave(self, copy: HostCopy, asked: Sequence[Ticket]) -> int:
-        """Queue the copies to the device. A buffer that was read into has served all who wait."""
+        """Queue copies to the device. Of a buffer read into, for all who wait; then drop it."""
         if copy.offloaded is not None:
             return self._copies.copy_to_device(asked)
         num = self._copies.copy_to_device(self._all_of(copy, asked))
@@ -204,7 +208,7 @@ class StagedDisk(OnDisk):
         return num
 
     def _all_of(self, copy: HostCopy, asked: Sequence[Ticket]) -> list[Ticket]:
-        """The tickets with bytes in ``copy`` that are asked for or will be, and are not there."""
+        """``asked``, and all other tickets of ``copy`` that are to be used and not brought yet."""
         mates = [t for refs in copy.tickets.values() for ref in refs if (t := ref()) is not None]
         more = [
             t for t in mates if t.num_waiting > 0 and t.device_tensor is None and t not in asked
@@ -212,23 +216,23 @@ class StagedDisk(OnDisk):
         return [*asked, *more]
 
     def _send_ahead(self, copy: HostCopy | None) -> None:
-        """What was read ahead goes on to the device, unless that was done when it was needed.
+        """Copy what was read ahead to the device, unless a load on demand has done so.
 
-        Should it be forgotten on the way, it goes on when it is needed.
+        If an interrupt has it forgotten on the way, the next load copies it.
         """
         if copy is not None and copy.reading is not None:
-            with suppress(DiskTierError):  # whoever asks for it will hear of it
+            with suppress(DiskTierError):  # whoever asks for it gets the error
                 self._finish_reading(copy)
                 self._leave(copy, ())
 
     # Buffers on the way
 
     def _stage(self, nbytes: int) -> Loan:
-        """A buffer, which others may still use.
+        """A staging buffer, which earlier copies and threads may still use.
 
         Raises:
-            MemoryError: It would be over the budget, with none on the way.
-            Unfinished: Too many are on the way; what is furthest.
+            MemoryError: It would be over the budget, and no buffer is on its way to the disk.
+            Unfinished: Too many are on their way. It names the event of the furthest.
         """
         if self.staging.statistics().in_use + nbytes > self._copies.in_flight.max_bytes:
             self._let_the_furthest_pass()
@@ -241,7 +245,7 @@ class StagedDisk(OnDisk):
     def _let_the_furthest_pass(self) -> None:
         """Raise ``Unfinished`` if a buffer is on its way to the disk.
 
-        Also where that has just ended: the next :meth:`poll` moves it on, and then there is room.
+        Also if its event has just ended: the next :meth:`poll` moves it on, which makes room.
         """
         for ref in self._writing:
             copy = ref()
@@ -255,7 +259,7 @@ class StagedDisk(OnDisk):
     # Numbers and memory
 
     def statistics(self) -> TierStatistics:
-        """Of the disk, and of the memory on the way."""
+        """Of the disk, and of the staging memory."""
         staging = self.staging.statistics()
         return replace(
             super().statistics(),
@@ -266,7 +270,7 @@ class StagedDisk(OnDisk):
         )
 
     def compact(self) -> None:
-        """The next step tries the disk again."""
+        """Have the next step try the disk again, and make staging memory tight."""
         super().compact()
         self.staging.compact()
 
@@ -281,7 +285,7 @@ class StagedDisk(OnDisk):
 
 
 def unfinished_uses(buffer: HostBuffer) -> tuple[Event, ...]:
-    """Copies and threads that are not done with it."""
+    """Events of copies and threads that still use ``buffer``."""
     return tuple(event for event in buffer.last_uses() if not event.query())
 
 

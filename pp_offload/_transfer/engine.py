@@ -1,18 +1,18 @@
-"""The transfer engine: what autograd's saved tensors ask for, asked of tiers.
+"""The transfer engine: asks tiers for what autograd's saved tensors need.
 
-Where bytes are, a tier knows; in which order they move, ``copies.py``.
+Tiers know where bytes are; ``copies.py`` knows in which order they move.
 
 NOTE [ One lock ]
     Backwards may run in any number of threads, beside forwards. One lock guards what the engine
-    and its tiers know, and what groups, steps and prefetch know of them; it is held for bookkeeping
-    and never while compute waits, which on a host that is the device blocks the thread, nor while
-    the host waits for copies or threads. So what a wait is for stays registered until the wait is
-    over, and who finds that there is something to wait for raises ``Unfinished``, having changed
-    nothing, up to where no lock is held.
+    and its tiers know, and what groups, steps and prefetch know of them. It is held for bookkeeping
+    and never during a wait: neither while compute waits, which blocks the thread where the device
+    is the host, nor while the host waits for copies or threads. So what is waited for stays
+    registered until the wait is over. Code that holds the lock and has to wait changes nothing and
+    raises ``Unfinished``; the caller that let go of the lock waits, and calls it again.
 
 NOTE [ Modified while queued ]
-    A source changed in place before its copy has run would be copied wrong. Its version counter
-    tells: it is compared when the source is let go, and when somebody wants the bytes before.
+    A source changed in place before its copy has run would be copied wrong. So its version counter
+    is compared when the source is let go, and when somebody wants the bytes before that.
 
     transfer.offload(tickets)           # at the end of a group's forward
     transfer.prefetch(tickets)          # some time before its backward
@@ -57,10 +57,11 @@ class TransferEngine:
     Attributes:
         backend: The device.
         lock: See NOTE [ One lock ].
-        listeners: Who hears what happens; see NOTE [ Where listeners are called ].
-        counters: One of them: what was moved.
-        refill_below_bytes: Below so many that came, more should be brought; who prefetches says.
-        comes_soon: Whether backward will ask for a ticket within the window; who prefetches knows.
+        listeners: Told what happens; see NOTE [ Where listeners are called ].
+        counters: One of the listeners; it counts what was moved.
+        refill_below_bytes: With fewer :attr:`reloaded_bytes`, more should be brought; prefetch sets
+            it.
+        comes_soon: Whether backward will ask for a ticket within the window; prefetch sets it.
     """
 
     def __init__(self, copies: Copies, tiers: Sequence[Tier]) -> None:
@@ -77,10 +78,10 @@ class TransferEngine:
         self._owner = current()
 
     def check_process(self) -> None:
-        """Copies and files do not follow a fork: only the process that made it may use the engine.
+        """Only the process that made the engine may use it: copies and files do not follow a fork.
 
         Raises:
-            ForkedError: This is another one.
+            ForkedError: This is another process.
         """
         check(self._owner, "what was offloaded")
 
@@ -97,7 +98,7 @@ class TransferEngine:
     # Off the device
 
     def offload(self, tickets: Sequence[Ticket]) -> int:
-        """Queue what brings a group to the tiers; the sources are kept alive until it is there.
+        """Queue the copies of a group to the tiers; its sources are kept alive until they have run.
 
         Not to be called with the lock held: a tier may have something to wait for.
 
@@ -108,10 +109,10 @@ class TransferEngine:
             Bytes.
 
         Raises:
-            MemoryError: No tier has room for all of it. What was queued before is of no use; the
-                sources are as before.
+            MemoryError: No tier has room for the rest of it. Copies queued before are of no use;
+                the sources are as before.
         """
-        self.check_process()  # before the lock, which a thread that is not here may hold
+        self.check_process()  # before the lock, which a thread lost in a fork may hold
         if self._off_streams and self.backend.is_capturing:
             self._refuse_to_store()
         nbytes = when_finished(self.lock, Outgoing(tickets, self.tiers, self.poll).go_on)
@@ -124,12 +125,12 @@ class TransferEngine:
         raise NotWhileCapturingError(f"writing to {name} cannot be part of a captured graph")
 
     def keep_in_flight_bounded(self, last_bytes: int) -> None:
-        """Make compute wait for copies to the host until no more is under way than may be.
+        """Make compute wait for copies to the host until no more is in flight than may be.
 
         Not to be called with the lock held: it blocks where the device is the host.
 
         Args:
-            last_bytes: Of what was queued last, which is not waited for.
+            last_bytes: Of the last offload, which is not waited for.
         """
         self.copies.in_flight.keep_bounded(last_bytes, self.poll)
         self.copies.reloads.keep_few_abandoned()
@@ -148,9 +149,9 @@ class TransferEngine:
     # Back to it
 
     def reload(self, tickets: Sequence[Ticket]) -> int:
-        """Queue what brings them back, now that they are needed, or begin it. Never waits.
+        """Begin to bring payloads back that are needed now. Never waits.
 
-        Data is valid once :meth:`deliver` returned it.
+        A payload holds its data once :meth:`deliver` has returned it.
 
         Returns:
             How many payloads are on their way; those that share bytes count once.
@@ -158,11 +159,11 @@ class TransferEngine:
         return self._reload(tickets, is_ahead=False)
 
     def prefetch(self, tickets: Sequence[Ticket]) -> int:
-        """A reload ahead of its use."""
+        """Begin to bring payloads back ahead of their use; returns as :meth:`reload` does."""
         return self._reload(tickets, is_ahead=True)
 
     def _reload(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
-        self.check_process()  # before the lock, which a thread that is not here may hold
+        self.check_process()  # before the lock, which a thread lost in a fork may hold
         if self._off_streams and self.backend.is_capturing:
             self._refuse_to_load(tickets)
         with self.lock:
@@ -197,14 +198,14 @@ class TransferEngine:
     def deliver(self, ticket: Ticket) -> Tensor:
         """The payload on the device, ready for the live compute stream.
 
-        Reloads it now if nobody did before, or if it was reloaded for another stream, whose
-        memory this one must not outlive. While the copy to the host is still to be made, its
-        source is there, and is taken back as it is. See NOTE [ One lock ].
+        Reloads it now if nobody did before, or if it was reloaded for another stream: that one
+        could use the memory again while the live stream still reads it. While the copy to the host
+        has still to run, the source is there, and is taken back as it is. See NOTE [ One lock ].
 
         Raises:
             SavedTensorModifiedError: It was changed in place before it was copied.
             TierError: It cannot be brought back.
-            VerifyError: It is not what left; only where that is looked at.
+            VerifyError: It is not what left. Only with ``verify``.
             ForkedError: It was offloaded before this process was forked.
         """
         tensor = self._deliver(ticket)
@@ -233,7 +234,7 @@ class TransferEngine:
             return self._give_out(ticket, found)
 
     def _find(self, ticket: Ticket, live: Stream) -> Tensor | DeviceCopy:
-        """The payload, if it never left; or where it is copied to, which has to be waited for."""
+        """The source, if it is taken back; else the device copy, which compute has to wait for."""
         copy, reload = ticket.copy, ticket.pending_reload
         if copy is not None and (copy.watched is not None or copy.modified):
             self._check_unmodified(ticket, copy)
@@ -246,7 +247,7 @@ class TransferEngine:
         return self._bring(ticket, live) if device_copy is None else device_copy
 
     def _bring(self, ticket: Ticket, live: Stream) -> Tensor | DeviceCopy:
-        """What is not on the device: its source, or where it is copied to."""
+        """For a ticket without a device copy: its source, taken back, or a new device copy."""
         source = self._source_in_flight(ticket, live)
         if source is not None:
             return self._take_back(ticket, source)
@@ -257,12 +258,12 @@ class TransferEngine:
 
     @staticmethod
     def _source_in_flight(ticket: Ticket, live: Stream) -> Tensor | None:
-        """The source, if its copy is still to be made and it belongs to the live stream."""
+        """The source, if its copy has still to run and it belongs to the live stream."""
         copy, source = ticket.copy, ticket.in_flight_source
         return source if copy is not None and copy.stream == live else None
 
     def _load_now(self, ticket: Ticket) -> None:
-        """Queue what brings the payload of a ticket, which is not on the device."""
+        """Queue the reload of a ticket that has no device copy."""
         if self._off_streams and self.backend.is_capturing:
             self._refuse_to_load([ticket])
         is_expected = ticket.pending_reload is not None
@@ -274,7 +275,7 @@ class TransferEngine:
                 heard(num, is_ahead=False)
 
     def _instead(self, ticket: Ticket, live: Stream, failure: TierError) -> Tensor:
-        """The tier could not bring it back: its source, if it could not store it either."""
+        """Where the tier could not bring it back: its source, if it could not store it either."""
         with self.lock:
             self.copies.give_up([ticket])
             source = self._source_in_flight(ticket, live)
@@ -283,12 +284,12 @@ class TransferEngine:
             return self._take_back(ticket, source)
 
     def _is_good(self, reload: PendingReload, live: Stream) -> bool:
-        """Whether it belongs to the live stream, its copy was not interrupted, and nobody to whom
-        it was given, in place of this ticket, has changed it.
+        """Whether it belongs to the live stream, no interrupt came before its event was known, and
+        no backward that used it for another ticket has changed it in place.
         """
         device_copy = reload.device_copy
         if device_copy is None:
-            return True  # a disk is read, which is of no stream yet
+            return True  # a disk is being read; no stream is part of that yet
         is_known = device_copy.is_there or device_copy.reloaded is not None
         return (
             is_known
@@ -297,7 +298,7 @@ class TransferEngine:
         )
 
     def _give_out(self, ticket: Ticket, device_copy: DeviceCopy) -> Tensor:
-        """Compute has waited for the copy: one use of the payload."""
+        """One use of the payload, for whose copy compute has waited."""
         device_copy.is_there = True
         reload = ticket.pending_reload
         if not device_copy.is_as_it_came:
@@ -312,7 +313,7 @@ class TransferEngine:
         return device_copy.shaped_for(ticket)
 
     def _pass_on(self, ticket: Ticket, stream: Stream) -> None:
-        """Before a ticket gives memory up: who has the same bytes and comes soon, takes it."""
+        """Before a ticket gives up its memory, pass it to one of the same bytes that comes soon."""
         assert ticket.copy is not None, "reload before offload"
         same = ticket.copy.tickets[ticket.begin]
         for ref in reversed(same) if len(same) > 1 else ():  # saved later, so used earlier
@@ -334,7 +335,7 @@ class TransferEngine:
         return flat_bytes(source).view(shape.dtype).view(shape.shape)
 
     def _used_up(self, ticket: Ticket, device_copy: DeviceCopy) -> SavedTensorModifiedError:
-        """Of several users of a payload, one in backward has changed it in place."""
+        """The error for a payload that one backward has changed in place and another asks for."""
         return SavedTensorModifiedError(
             f"one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a tensor of group '{ticket.label}' with payload shape "
@@ -376,7 +377,7 @@ class TransferEngine:
             when_finished(self.lock, act)
         except OffloadError:
             raise
-        except Exception as failure:  # who needs what a copy failed to bring hears of it
+        except Exception as failure:  # a copy that failed raises for whoever needs its bytes
             logger.debug("host memory stays as it is, for a copy failed: %s", failure)
 
     def _compact(self) -> None:
@@ -398,18 +399,18 @@ class TransferEngine:
             tier.release_idle()
 
     def retire(self) -> None:
-        """Another engine takes over: keep only what saved tensors that still live need."""
+        """Another engine takes over: keep only what living saved tensors need."""
         self.release_idle()
         for tier in self.tiers:
             tier.retire()
 
     def __del__(self) -> None:
-        """Memory goes with it that copies may still use which nobody waits for.
+        """Wait for copies that may still use memory which goes with the engine.
 
-        It waits for its own copies alone: what another engine is about to queue on the same stream
-        may be further up on this very thread, where garbage was collected in the middle of that.
+        Not for all that is on their streams: garbage may be collected in the middle of a call of
+        another engine on this very thread, which has yet to queue its part on the same stream.
         """
-        with suppress(Exception):  # a copy that failed is over; or the process ends, and its driver
+        with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
             if not self.backend.is_capturing:
                 offloads, reloads = self.copies.in_flight.offloads, self.copies.reloads
                 for event in (*offloads.events(), *reloads.events()):

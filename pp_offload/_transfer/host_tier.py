@@ -30,21 +30,21 @@ class HostTier(Tier):
 
     @classmethod
     def made(cls, setup: TierSetup) -> HostTier:
-        """As the options say."""
+        """A tier as the options say."""
         may_split, trim = not setup.in_one_piece, setup.copies.backend.trim_host
         host = HostMemory(setup.allocate, setup.budget_at_rest, may_split=may_split, trim=trim)
         return cls(setup.copies, host)
 
     def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
-        """A buffer for all of them."""
+        """One buffer for the batch."""
         return [place(batch, HostCopy(self, self.host.allocate(nbytes, len(batch))))]
 
     def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
-        """Copy them there."""
+        """Copy tickets into their buffers."""
         return self._copies.copy_to_host(tickets, copies)
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
-        """Copy them back."""
+        """Copy payloads to the device."""
         return self._copies.copy_to_device(tickets)
 
     def statistics(self) -> TierStatistics:
@@ -63,9 +63,9 @@ class HostTier(Tier):
         self.host.compact()
 
     def release_idle(self) -> None:
-        """Give it back to the system, unless a buffer is in use."""
+        """Give memory back to the system, unless a buffer is in use."""
         self.host.release_idle()
 
     def close(self) -> None:
-        """Drop it."""
+        """Drop the memory."""
         self.host.close()

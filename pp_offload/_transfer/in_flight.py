@@ -5,14 +5,14 @@
     in_flight.keep_bounded(nbytes, poll)                         # where nobody holds the lock
 
 NOTE [ Keep-alive ]
-    What a copy reads stays referenced until its event has passed: let go without a wait when the
-    event says so, or after a stream-ordered wait when too many bytes are in flight. The memory
-    returns to the stream it was allocated on, which need not be the one that saved it, so every
-    compute stream on which a group was started or offloaded waits. The same holds for a target
-    nobody used, on the stream it was allocated on. ``record_stream`` is not used: it makes memory
-    non-deterministic.
+    The sources of a copy stay referenced until its event has passed. They are let go without a wait
+    once it has, or after a stream-ordered wait when too many bytes are in flight. Their memory
+    returns to the stream it was allocated on, which need not be the one that saved them, so every
+    compute stream on which a group was started or offloaded waits. The target of a reload that
+    nobody used is kept in the same way; the stream it was allocated on waits. ``record_stream`` is
+    not used: with it, when memory is free again differs from run to run.
 
-    While it is referenced, whoever wants the bytes back takes the source, not the copy.
+    While a source is referenced, whoever wants the bytes back takes it, not the copy.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pp_offload._transfer.ticket import HostCopy
 from pp_offload.backends import Backend, Stream
 
 IN_FLIGHT_BYTES = 2**29
-"""On their way to the host, where nobody says how much may be."""
+"""How much may be in flight where no option says so."""
 
 MAX_STREAMS = 32
-"""Compute streams that are remembered; PyTorch hands out so many, again and again."""
+"""Compute streams that are remembered; PyTorch has so many, and hands them out in turn."""
 
 
 class InFlight:
@@ -60,7 +60,7 @@ class InFlight:
         self._knows_all_streams = True
 
     def follow(self, stream: Stream) -> None:
-        """What is offloaded may have been allocated on this compute stream."""
+        """Remember a compute stream on which sources may have been allocated."""
         streams = self._compute_streams
         if stream is streams[-1] or stream in streams or self._backend.is_capturing:
             return
@@ -75,38 +75,38 @@ class InFlight:
         streams: Sequence[Stream],
         nbytes: int,
     ) -> PendingOffload:
-        """Keep ``sources``, of which copies are about to be queued, until these were made.
+        """Keep ``sources`` until their copies, which the caller queues next, have run.
 
         Args:
-            sources: What is read.
-            copies: What is told when it was.
-            streams: The compute streams they may have been allocated on.
+            sources: What the copies read.
+            copies: Told when the sources were read.
+            streams: The compute streams that sources may have been allocated on.
             nbytes: Of the sources.
 
         Returns:
-            What is pending, whose event is to be set behind the copies. Then too much may be
-            under way: see :meth:`keep_bounded`.
+            The offload, whose event the caller sets behind the copies. Then too much may be in
+            flight: see :meth:`keep_bounded`.
         """
         for stream in streams:
             self.follow(stream)
         return self.offloads.begin(sources, copies, nbytes)
 
     def expect(self, group_bytes: int) -> None:
-        """A group of so many bytes was sent, and others may be as large."""
+        """Unless an option sets the cap, keep it at twice a group of so many bytes at least."""
         if self._follows_groups:
             self.max_bytes = max(self.max_bytes, 2 * group_bytes)
 
     def keep_bounded(self, last_bytes: int, poll: Callable[[], None]) -> None:
-        """Make compute wait for copies to the host until no more is under way than may be.
+        """Make compute wait for copies to the host until no more is in flight than may be.
 
-        Not for those queued last: their sources were there while they were computed, so it would
-        take time and lower no peak.
+        Not for the last offload: its sources were there while they were computed, so waiting for it
+        would take time and lower no peak.
 
         Not to be called with the lock held: it blocks where the device is the host.
 
         Args:
-            last_bytes: Of what was queued last.
-            poll: Looks what has ended.
+            last_bytes: Of the last offload.
+            poll: Lets go of what has ended.
         """
         while (pending := self._first_to_wait_for(last_bytes, poll)) is not None:
             assert pending.offloaded is not None

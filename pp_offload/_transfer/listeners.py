@@ -8,12 +8,12 @@
 
     transfer.listeners.add(Peak())
 
-What nobody has overridden is not called, so that an event without listeners costs an empty loop.
+A method that no listener overrides is not called: an event without listeners costs an empty loop.
 
 NOTE [ Where listeners are called ]
-    On the thread that did it, behind what it did; ``leaving`` before it. Where that is said, the
-    engine's lock is held: a listener notes something then, and neither waits nor calls the engine
-    back. What a listener raises goes to the program, as if the engine had raised it.
+    On the thread that acted, after it did; ``leaving`` before. Where a method says "Under the
+    lock", the engine's lock is held: it may note something, but neither wait nor call the engine.
+    What a listener raises goes to the program, as if the engine had raised it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pp_offload._transfer.ticket import Ticket
 
 
 class NamedGroup(Protocol):
-    """What is known here of a group; more of it in ``_groups/group.py``."""
+    """What is known here of a group; ``_groups/group.py`` has all of it."""
 
     name: str
 
@@ -53,29 +53,29 @@ class Listener:
         """
 
     def offloaded(self, label: str, nbytes: int) -> None:
-        """What brings so many bytes off the device is queued. Under the lock.
+        """Copies of so many bytes off the device are queued. Under the lock.
 
         Args:
-            label: The group they are of, the first one where there are several, or the slice.
+            label: The group of the bytes, the first one where there are several, or the slice.
             nbytes: At least one.
         """
 
     def reload_started(self, label: str, nbytes: int) -> None:
-        """Memory was taken for so many bytes to come back into. Under the lock."""
+        """Device memory was taken into which so many bytes come back. Under the lock."""
 
     def reloads_queued(self, num: int, *, is_ahead: bool) -> None:
         """So many payloads are on their way, perhaps through a disk first. Under the lock.
 
         Args:
             num: May be zero.
-            is_ahead: Whether backward was not there yet.
+            is_ahead: Whether backward has not reached them yet.
         """
 
     def taken_back(self, ticket: Ticket) -> None:
-        """Its source, whose copy was still to be made, is given out as it is. Under the lock."""
+        """Its source, whose copy has still to run, is given out as it is. Under the lock."""
 
     def waited(self, seconds: float) -> None:
-        """The consumer was made to wait, which took the host so long. Under the lock."""
+        """Compute was made to wait for a reload, which took the host so long. Under the lock."""
 
     def delivered(self, ticket: Ticket, tensor: Tensor) -> None:
         """The payload is about to be given to autograd, in order with the live compute stream."""
@@ -83,7 +83,7 @@ class Listener:
 
 @dataclass(slots=True)
 class Listeners:
-    """Who hears what; an event is told as ``for heard in listeners.leaving: heard(tickets)``."""
+    """What to call at each event, as in ``for heard in listeners.leaving: heard(tickets)``."""
 
     group_opened: tuple[Callable[[NamedGroup], None], ...] = ()
     group_closed: tuple[Callable[[NamedGroup], None], ...] = ()
@@ -97,14 +97,14 @@ class Listeners:
     delivered: tuple[Callable[[Ticket, Tensor], None], ...] = ()
 
     def add(self, listener: Listener) -> None:
-        """Have it hear what it overrides, behind those that were added before."""
+        """Have ``listener`` hear the events it overrides, behind those that were added before."""
         for event in fields(self):
             if getattr(type(listener), event.name) is not getattr(Listener, event.name):
                 heard = getattr(self, event.name)
                 setattr(self, event.name, (*heard, getattr(listener, event.name)))
 
     def remove(self, listener: Listener) -> None:
-        """It hears nothing any more."""
+        """Have ``listener`` hear nothing any more."""
         for event in fields(self):
             heard = getattr(self, event.name)
             rest = tuple(one for one in heard if one.__self__ is not listener)

@@ -1,4 +1,4 @@
-"""What both ways to the disk have: its file, its failures, its numbers.
+"""What both ways to the disk share: the file, its failures, its numbers.
 
 NOTE [ Two ways to the disk ]
     Where the device is the host, threads write a tensor as it is and read into a new one: see
@@ -18,7 +18,7 @@ class OnDisk(Tier):
     """Keeps bytes on disk.
 
     Args:
-        copies: Copies, or keeps what is written and read into.
+        copies: Queues copies, and keeps alive what threads write or read into.
         disk: Where the bytes go.
     """
 
@@ -31,7 +31,7 @@ class OnDisk(Tier):
         self._failures = DiskFailures()
 
     def may_capture(self, copy: HostCopy | None = None) -> bool:
-        """Not what is on disk; what could not be written is not."""
+        """Only for what could not be written, which is not on disk."""
         return copy is not None and copy.extent is None
 
     def statistics(self) -> TierStatistics:
@@ -46,11 +46,11 @@ class OnDisk(Tier):
         )
 
     def compact(self) -> None:
-        """The next step tries the disk again."""
+        """Have the next step try the disk again."""
         self._failures.forget()
 
     def retire(self) -> None:
-        """Drop the file, unless a saved tensor needs it; then it goes with the last."""
+        """Drop the file, unless saved tensors need it; then it goes with the last of them."""
         if self.disk.statistics().in_use == 0:
             self.disk.close()
 

@@ -13,12 +13,12 @@ from pp_offload._transfer.tier import Tier
 
 
 class Outgoing:
-    """Goes on where it was when something had to end first.
+    """Places and stores a group; called again after a wait, it goes on where it was.
 
     Args:
         tickets: At least one, none offloaded before.
         tiers: In the order in which they are asked.
-        poll: Looks what has ended, which may make room.
+        poll: Lets go of what has ended, which may make room.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Outgoing:
         known += copies
 
     def _room_for(self, batch: list[Ticket], nbytes: int) -> tuple[Tier, list[HostCopy]]:
-        """Room in the first tier that has some, from the one on that was asked last."""
+        """Room in the first tier that has some; one that refused this batch is not asked again."""
         while True:
             tier = self._tiers[self._asked]
             if not tier.is_gathering:

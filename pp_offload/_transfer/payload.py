@@ -1,9 +1,9 @@
 """From saved tensors to payloads: what of a group is copied, each byte once.
 
-Saved tensors are sorted by storage. A storage moves as it is, and every view finds its place in it
-again, if one view covers it, or if several reach from its begin to its end and cover half of it or
-more together; so q, k and v, three views of one projection, move as one payload. Otherwise each
-view is gathered: what lies beside it is somebody else's, who may change it at any time.
+Saved tensors are sorted by storage. A storage moves whole, and every view is made of it again, if
+one view covers it, or if several views reach from its first byte to its last and together cover at
+least half of it: so q, k and v, three views of one projection, move as one payload. Otherwise each
+view is gathered: the bytes beside it belong to others, who may change them at any time.
 """
 
 from __future__ import annotations

@@ -24,22 +24,22 @@ class PendingOffload:
     """A batch that leaves the device, with the sources that must outlive the copy."""
 
     payloads: list[Tensor]
-    """What is read."""
+    """What the copies read."""
 
     copies: list[weakref.ref[HostCopy]]
-    """What is told when it was."""
+    """Told when the payloads were read."""
 
     nbytes: int
     """Of the payloads."""
 
     total: int
-    """Bytes of this one and of those before it that were under way with it."""
+    """Bytes of this one and of all before it, since no offload was under way."""
 
     offloaded: Event | None = None
     """Behind the copies. None until they are queued: see NOTE [ Torn bookkeeping ]."""
 
     then: list[Callable[[], None]] = field(default_factory=list)
-    """To be done when the payloads were let go."""
+    """Called when the payloads were let go."""
 
     def finish(self) -> None:
         """The copies were made: let go of what they read. A second time is fine."""
@@ -53,9 +53,10 @@ class PendingOffload:
 
 
 class Queued:
-    """The end of all that a stream was given, for as long as no event behind it is known.
+    """Stands for the event behind copies that are about to be queued on a stream.
 
-    It is known before anything is queued; who asks first, records. See NOTE [ Torn bookkeeping ].
+    It is there before the copies, so that an interrupt cannot lose them. Whoever asks first records
+    the event, behind all that the stream was given by then. See NOTE [ Torn bookkeeping ].
     """
 
     __slots__ = ("_event", "_stream")
@@ -81,7 +82,7 @@ class Queued:
 
 
 class PendingOffloads:
-    """Offloads in the order they began, which is that in which they end."""
+    """Offloads in the order they began, in which they also end."""
 
     def __init__(self) -> None:
         self._queue: deque[PendingOffload] = deque()
@@ -90,12 +91,12 @@ class PendingOffloads:
         return bool(self._queue)
 
     def events(self) -> list[Event]:
-        """Behind the copies that are under way, as far as they are known."""
+        """Events behind the copies under way, but for those that an interrupt left without."""
         return [one.offloaded for one in self._queue if one.offloaded is not None]
 
     @property
     def nbytes(self) -> int:
-        """Bytes under way, from the queue itself, so that an interrupt cannot leave it wrong."""
+        """Bytes under way, summed from the queue, so that an interrupt cannot leave it wrong."""
         queue = self._queue
         return queue[-1].total - queue[0].total + queue[0].nbytes if queue else 0
 
@@ -128,12 +129,12 @@ class PendingOffloads:
         return pending.offloaded.query()
 
     def finish(self, pending: PendingOffload) -> None:
-        """The first one has ended. A second time is fine."""
+        """Finish and remove the first one, which has ended. A second time is fine."""
         pending.finish()
         if self._queue and self._queue[0] is pending:
             self._queue.popleft()
 
     def take_back(self, pending: PendingOffload) -> None:
-        """The one that began last ended at once."""
+        """Remove the one that began last, which ended at once."""
         if self._queue and self._queue[-1] is pending:
             self._queue.pop()

@@ -1,14 +1,15 @@
-"""What was reloaded and not used up, and what nobody will use whose copy still runs.
+"""Reloaded payloads that are not used up, and unwanted ones whose copy still runs.
 
     reload = reloads.expect(ticket)  # before the copy into it is queued
     reloads.give_up(reload, h2d)     # used up, or nobody wants it
     reloads.poll(h2d)                # tickets that are gone, copies that are over
 
 NOTE [ Torn bookkeeping ]
-    A signal may raise between any two lines. So what a queued copy reads or writes is registered
-    before it is queued, without an event; who finds it so records one behind all that is queued.
-    What leaves a queue leaves it last, and is handled a second time where that did not happen.
-    Counters that steer may be off after an interrupt; they are counted anew between steps.
+    A signal handler may raise between any two lines. So the memory that a copy reads or writes is
+    registered before the copy is queued, still without an event; code that finds no event there
+    records one, behind all that is queued. An entry leaves a queue only after it was handled, and
+    is handled a second time if an interrupt came between. Counters that steer may be off after an
+    interrupt; they are counted anew between steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pp_offload.backends import Event, Stream
 from pp_offload.errors import TierError
 
 MAX_ABANDONED = 8
-"""Payloads nobody used whose copy to the device may still run."""
+"""How many unwanted payloads, whose copies may still run, are kept without a wait."""
 
 
 class PendingReloads:
@@ -41,7 +42,7 @@ class PendingReloads:
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
 
     def expect(self, ticket: Ticket) -> PendingReload:
-        """The payload of ``ticket`` will come; where, may be said later."""
+        """Register that the payload of ``ticket`` will come; :meth:`begin` may say later where."""
         reload = PendingReload.of(ticket, self._gone)
         self._alive.add(reload)
         ticket.pending_reload = reload
@@ -49,7 +50,7 @@ class PendingReloads:
         return reload
 
     def begin(self, ticket: Ticket, target: Tensor, stream: Stream) -> DeviceCopy:
-        """A copy of its payload into ``target`` is about to be queued."""
+        """Register a copy of its payload into ``target`` before it is queued."""
         device_copy = DeviceCopy(target, ticket, stream)
         self._device_copies[device_copy.where] = device_copy
         reload = ticket.pending_reload or self.expect(ticket)
@@ -58,7 +59,7 @@ class PendingReloads:
         return device_copy
 
     def share(self, ticket: Ticket, live: Stream) -> bool:
-        """Have what came for another ticket with the same bytes, if that is good for it."""
+        """Give ``ticket`` the device copy of another with the same bytes, if it may use that."""
         device_copy = self.same_bytes(ticket, live)
         if device_copy is None:
             return False
@@ -69,7 +70,7 @@ class PendingReloads:
         return True
 
     def same_bytes(self, ticket: Ticket, live: Stream) -> DeviceCopy | None:
-        """What came for another ticket with the same bytes, if that is good for this one."""
+        """The device copy of another ticket with the same bytes, if this one may use it."""
         device_copy = self._device_copies.get(ticket.where)
         if (
             device_copy is None
@@ -81,7 +82,7 @@ class PendingReloads:
         return device_copy if is_coming and device_copy.is_as_it_came else None
 
     def give_up(self, reload: PendingReload, h2d: Stream) -> None:
-        """Nobody will use it any more; its memory stays until the copy into it has run."""
+        """Forget what nobody will use any more; its memory stays until the copy into it has run."""
         if reload not in self._alive:
             return
         ticket, device_copy = reload(), reload.device_copy
@@ -112,13 +113,13 @@ class PendingReloads:
             self._abandoned.popleft()
 
     def events(self) -> list[Event]:
-        """Behind the copies into memory that somebody waits for, or nobody."""
+        """Events behind the copies to the device, also of what nobody wants."""
         copies = (one.device_copy for one in self._alive)
         alive = [one.reloaded for one in copies if one is not None and one.reloaded is not None]
         return [*alive, *(event for _, event, _ in self._abandoned)]
 
     def keep_few_abandoned(self) -> None:
-        """Let memory that nobody wants go back to its stream, which waits for the copy into it."""
+        """Let more than a few unwanted payloads go: their stream waits for the copies into them."""
         while len(self._abandoned) > MAX_ABANDONED:
             _, reloaded, stream = self._abandoned[0]
             with suppress(TierError):  # nobody wants what could not be read

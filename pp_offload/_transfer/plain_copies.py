@@ -1,11 +1,11 @@
-"""Copies of what is no payload of a group, such as parameters and their gradients.
+"""Copies of tensors that are no payload of a group, such as parameters and their gradients.
 
-They are ordered as the transfer engine orders its own. But the host, not a stream, waits for them:
-who writes the host side afterwards is the program, which knows of no event.
+They are ordered like the transfer engine's own. But the host waits for them, not a stream: the
+program, which knows of no event, writes the host tensors afterwards.
 
-    coming = copies.copy_to_device(parameters, "slice 0")  # to the device
-    going = copies.copy_to_host(gradients, "slice 0")     # to the host
-    tensors = copies.synchronize(coming)               # the host waits; they hold their data
+    coming = copies.copy_to_device(parameters, "slice 0")
+    going = copies.copy_to_host(gradients, "slice 0")
+    tensors = copies.synchronize(coming)  # the host waits; they hold their data
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class PendingCopy:
     """Behind the copies."""
 
     stream: Stream
-    """The compute stream it was asked for on; on the device, the tensors belong to it."""
+    """The compute stream that asked for them; device tensors are allocated on it."""
 
     label: str
     """For messages."""
 
     checksums: tuple[int, ...] = ()
-    """Of what the tensors are copies of, where that is verified."""
+    """Of the sources, with ``verify``."""
 
 
 class PlainCopies:
     """Copies tensors to the device and to the host; two threads of a backward may ask at once.
 
     Args:
-        transfer: Counts them, keeps what is in flight bounded, and has the host memory of what is
-            sent, each buffer in one piece. Its lock is used.
+        transfer: Its lock, listeners and cap on bytes in flight are used, and its host memory, in
+            which each buffer is one piece.
         verify: Compare what came with what left.
     """
 
@@ -85,7 +85,7 @@ class PlainCopies:
         checksums = self._checksums(sources)
         with self.transfer.lock:
             self._let_go()
-            with torch.inference_mode(False):  # a thread is not in it, and may write them
+            with torch.inference_mode(False):  # other threads are not in it, and may write them
                 targets = [torch.empty_like(one, device=backend.device) for one in sources]
             wait(backend.h2d, record(stream))
             copied = self._copy(backend.h2d, targets, sources, [*sources, *targets], label)
@@ -96,10 +96,10 @@ class PlainCopies:
         return pending
 
     def copy_to_host(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
-        """Start copying device tensors to host memory, which is free again when they are gone.
+        """Start copying device tensors to host memory, which is free again with the results.
 
-        What the host budget does not allow is ordinary memory, with one warning: gradients have
-        to be there.
+        Where the host budget has no room they go to ordinary memory, with one warning: gradients
+        have to go somewhere.
 
         Args:
             sources: At least one strided tensor on the device; kept alive until they are copied.
@@ -115,12 +115,12 @@ class PlainCopies:
         checksums = self._checksums(dense)
         with self.transfer.lock:
             self._let_go()
-            with torch.inference_mode(False):  # or the program could not go on with them
+            with torch.inference_mode(False):  # the program could not go on with inference tensors
                 targets = host_tensors(dense, self._gradient_memory, is_shared=False)
             wait(backend.d2h, record(stream))
             nbytes = sum(one.nbytes for one in dense)
             offload = self.transfer.copies.in_flight.begin(dense, (), [stream], nbytes)
-            # Its targets are kept here: no stream's wait lets the host free them
+            # ``_copy`` keeps its targets: a wait of a stream does not let the host free them
             offload.offloaded = self._copy(backend.d2h, targets, dense, targets, label)
             pending = PendingCopy(targets, offload.offloaded, stream, label, checksums)
             for heard in self.transfer.listeners.offloaded:
@@ -153,15 +153,15 @@ class PlainCopies:
         return tier.host
 
     def host_tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
-        """Host memory for tensors that have to be there, such as parameters: in one allocation.
+        """Host memory, in one allocation, for tensors that must have it, such as parameters.
 
-        It counts in the budget, and is had also where that is used up.
+        It counts in the budget, and is given even where that is used up.
         """
         host = self._host
         return host_tensors(likes, lambda nbytes: as_tensor(host.allocate(nbytes, force=True)))
 
     def _gradient_memory(self, nbytes: int) -> Tensor:
-        """Of the host tier, until nobody has a view of it: copies that use it keep one as well."""
+        """Memory of the host tier, until it has no views; copies that use it keep one as well."""
         try:
             return as_tensor(self._host.allocate(nbytes))
         except MemoryError as refused:
@@ -175,10 +175,10 @@ class PlainCopies:
             return pageable(nbytes)
 
     def synchronize(self, pending: PendingCopy) -> list[Tensor]:
-        """Block the host until the copies ran; the tensors, which hold their data now.
+        """Block the host until the copies have run; the tensors, which hold their data now.
 
         Raises:
-            VerifyError: They are not what was copied. Only where that is looked at.
+            VerifyError: They are not what was copied. Only with ``verify``.
         """
         pending.event.synchronize()
         self.poll()
@@ -201,8 +201,8 @@ class PlainCopies:
             self._let_go()
 
     def __del__(self) -> None:
-        """Memory goes with it that copies may still write, for which no stream waits."""
-        with suppress(Exception):  # a copy that failed is over; or the process ends, and its driver
+        """Wait for copies that may still write memory which goes with this, as no stream does."""
+        with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
             if not self.transfer.backend.is_capturing:
                 for event, _ in self._in_use:
                     event.synchronize()

@@ -1,4 +1,4 @@
-"""What a pack hook returns: one saved tensor, from autograd's saving it to its letting go.
+"""What a pack hook returns: one saved tensor, from when autograd saves it until it drops it.
 
 A :class:`SavedActivation` starts by holding the tensor. When its group is offloaded it holds a
 ticket instead. Whatever happens to groups, chunks and plans, it can always give the tensor back, as
@@ -7,9 +7,10 @@ often as it is asked, and what it holds is freed when autograd drops it.
 NOTE [ Version check ]
     Autograd does not compare versions of tensors saved through hooks, so a program that changes a
     saved tensor in place would silently get wrong gradients. Every packed object compares them
-    when it is asked for its tensor, where autograd would; what was changed before its group was
-    committed stays on the device until then.
-    A :class:`SavedWrapper` does as autograd would, whether or not the bytes have left.
+    when it is asked for its tensor, as autograd would. A tensor that was changed before its group
+    was committed stays on the device, so that it is still there to be compared. A change after the
+    bytes have left does no harm; a :class:`SavedWrapper` raises for it nonetheless, as autograd
+    would.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Resident:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # An output's own object would keep its graph alive through itself; and by an alias others
-        # can tell that the storage is in use.
+        # An alias: the output of an operator would keep its own graph alive from here. The alias
+        # also lets others tell that the storage is in use.
         is_parameter = tensor.is_leaf and isinstance(tensor, Parameter)
         self.tensor = tensor if is_parameter else tensor.detach()
         self.version = tensor._version
@@ -69,9 +70,9 @@ class SavedActivation:
 
     Attributes:
         source: The tensor itself, until a ticket takes its bytes.
-        ticket: Offloaded; its payload holds this tensor, and ``restore`` makes it of that.
-        pending: The result of a collective that it is inside of, if nobody had waited for it.
-        is_part: Whether it is inside of another. Changes through that one its version misses.
+        ticket: Set when offloaded; ``restore`` makes the tensor of the ticket's payload.
+        pending: The wrapper it is inside of, if that is a collective's result nobody waited for.
+        is_part: Whether it is inside a wrapper. Its version misses changes made through that.
     """
 
     __slots__ = (
@@ -98,7 +99,7 @@ class SavedActivation:
 
     @property
     def may_leave(self) -> bool:
-        """Whether it is what was saved, and all there."""
+        """Whether it was not changed in place, and no collective has still to fill it."""
         source, pending = self.source, self.pending
         if source is not None and source._version != self.version:
             return False
@@ -159,7 +160,7 @@ class SavedWrapper:
         return all(isinstance(one, Resident) for one in self.inner.values())
 
     def unpack(self) -> Tensor:
-        """The tensor as it was saved, around what its inner tensors are now."""
+        """The tensor as it was saved, made anew around its unpacked inner tensors."""
         if self.witness._version != self.version:
             raise modified(self.witness, self.version, self.group)
         return self.wrapper.around({name: one.unpack() for name, one in self.inner.items()})
@@ -185,5 +186,5 @@ def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModi
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs this: a forward here is a recomputation, used at once."""
+    """Whether a backward runs this: a forward inside it is a recomputation, used at once."""
     return int(torch._C._current_graph_task_id()) != -1

@@ -1,7 +1,7 @@
-"""Tensors made of others, such as DTensor or a quantised one: taken apart, and put together again.
+"""Takes apart tensors made of others, such as DTensor or a quantised one, and makes them again.
 
-A traceable wrapper subclass has no bytes of its own; it says itself which tensors are inside, and
-makes one like itself around others.
+A traceable wrapper subclass has no bytes of its own; it names the tensors inside it, and can make a
+tensor like itself around others.
 
     wrapper, inner = take_apart(tensor)
     same = wrapper.around(inner)
@@ -28,7 +28,7 @@ class Wrapper:
     size: torch.Size
     stride: tuple[int, ...]
     others: Mapping[str, Any]
-    """What it names along with its tensors and is none, such as the mesh of a DTensor."""
+    """Attributes it names that are not tensors, such as the mesh of a DTensor."""
 
     def around(self, inner: Mapping[str, Tensor]) -> Tensor:
         """The tensor, made of these."""
@@ -38,9 +38,9 @@ class Wrapper:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is made of others. Not one of rows of several lengths.
+    """Whether ``tensor`` is made of others, and can be made again of copies of them.
 
-    The length of such rows is known by the very tensor of offsets, which cannot come back.
+    A jagged nested tensor cannot: its ragged size belongs to one offsets tensor, not to its copy.
     """
     kind = type(tensor)
     if kind is Tensor or kind is Parameter:
@@ -54,7 +54,7 @@ def is_pending(tensor: Tensor) -> bool:
 
 
 def take_apart(tensor: Tensor) -> tuple[Wrapper, dict[str, Tensor]]:
-    """What a wrapper is, and aliases of the tensors inside, which may be wrappers again."""
+    """A wrapper without its tensors, and aliases of these, which may be wrappers again."""
     detached: Any = tensor.detach()
     names, context = detached.__tensor_flatten__()
     parts = {name: getattr(detached, name) for name in names}
@@ -73,9 +73,9 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def witness(tensor: Tensor) -> Tensor:
-    """Something that has the version counter of a wrapper, and keeps nothing inside it alive.
+    """An alias with the version counter of a wrapper, which keeps nothing inside it alive.
 
-    A change in place is counted by the wrapper alone, not by the tensors inside.
+    The wrapper alone counts a change in place, not the tensors inside.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         return tensor.detach()

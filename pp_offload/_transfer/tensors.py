@@ -1,8 +1,7 @@
 """Which tensors may move, and which bytes that means.
 
-A view that covers its storage moves as the storage; so do several that cover half of it together.
-What is left is gathered. Bytes are always counted on distinct elements: a broadcast is one element,
-however large its shape.
+``payload.py`` says when a storage moves whole; other views are gathered. Bytes are always counted
+on distinct elements: a broadcast is one element, however large its shape.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Geometry:
 
     @property
     def span_numel(self) -> int:
-        """Elements from the first to behind the last."""
+        """Elements from the first to the last, both counted, and those between."""
         if 0 in self.size:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
@@ -119,26 +118,26 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def as_dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it if its elements are not all there in one piece of memory."""
+    """The tensor, or a copy if its elements do not fill one piece of memory, each once."""
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor if is_dense(tensor) else tensor.clone()
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a strided tensor are all there in one piece of memory, each once."""
+    """Whether the elements of a strided tensor fill one piece of memory, each once."""
     return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
 def is_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a contiguous tensor is all there is in its ``storage``.
 
-    A dimension of size one may have any stride and still be contiguous; such shapes do not count.
+    False for shapes with a dimension of size one, which may be contiguous with any stride.
     """
     return tensor.is_contiguous() and tensor.nbytes == storage.nbytes() and 1 not in tensor.shape
 
 
 class _Known(StorageRef):
-    """A storage held weakly, and its key, which can be told when it is gone."""
+    """A storage held weakly, and its key, which is still known when the storage is gone."""
 
     __slots__ = ("key",)
     key: int
@@ -147,17 +146,17 @@ class _Known(StorageRef):
 class StorageSet:
     """Storages by identity, held weakly: an address used again is not mistaken for the old one.
 
-    Any thread may add and ask. What is gone is forgotten later, for no code may run when it goes:
-    a marked tensor goes when autograd frees it.
+    Any thread may add and ask. Entries of storages that are gone are removed later, for autograd
+    may free a marked tensor, and no code may run then: see NOTE [ Nobody is called ].
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
         self._gone: deque[_Known] = deque()
-        self._lock = threading.Lock()  # an address may be known anew while the old one is forgotten
+        self._lock = threading.Lock()  # an address may be added anew while its old entry is removed
 
     def add(self, tensor: Tensor) -> None:
-        """Add the storage of ``tensor``, or of those inside it; without one it is ignored."""
+        """Add the storages of ``tensor`` and of those inside it; one without storage is ignored."""
         for plain in plain_tensors(tensor):
             if has_storage(plain):
                 self._add(plain.untyped_storage())
@@ -220,10 +219,10 @@ class Eligibility:
         )
 
     def admits(self, tensor: Tensor, min_numel: int) -> bool:
-        """Whether ``tensor`` may be offloaded without anybody's asking.
+        """Whether ``tensor`` may be offloaded without a mark that asks for it.
 
-        Only plain tensors of at least ``min_numel`` elements are that :meth:`can_move` and are not
-        kept.
+        That is a plain tensor of at least ``min_numel`` elements that :meth:`can_move` and is not
+        kept. Parameters and their views are kept from now on.
         """
         if type(tensor) is not Tensor:
             if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):

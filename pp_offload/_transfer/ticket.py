@@ -8,14 +8,15 @@
 NOTE [ Uses ]
     ``num_waiting`` is how often autograd is expected to ask for a payload before its memory on the
     device is let go: once for each saved tensor it holds, unless a backward in two parts is known
-    to ask otherwise (``split.py``). It steers memory and prefetch; no value depends on it. Asked
-    for more often, as in a second backward, the payload is brought again, for all of them.
+    to ask otherwise (``split_backward.py``). It steers memory and prefetch; no value depends on it.
+    If autograd asks more often, as in a second backward, the payload is brought again, for all of
+    its saved tensors.
 
 NOTE [ Nobody is called ]
     When autograd frees a node, no Python code of ours may run: Python would run a pending signal
     handler inside it, and what that raises in a destructor, or in the callback of a weak reference,
-    is printed and lost. So the last thing that knows of a ticket is a weak reference whose callback
-    is the ``append`` of a queue, which is C; the engine looks at the queue when it is called next.
+    is printed and lost. So what hears that a ticket is gone is a weak reference whose callback is
+    the ``append`` of a queue, which is C; the engine looks at the queue when it is called next.
 """
 
 from __future__ import annotations
@@ -51,23 +52,23 @@ class Holder(Protocol):
     """In the options, and for messages."""
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
-        """Queue what brings payloads back, or begin it; how many."""
+        """Begin to bring payloads back; returns how many."""
         ...
 
     def has_stored(self, copy: HostCopy) -> bool:
-        """Whether the bytes are there, now that what was to store them has ended."""
+        """Whether the bytes were stored; asked when the copy, or what else stores them, ended."""
         ...
 
     def may_capture(self, copy: HostCopy | None = None) -> bool:
-        """Whether what moves the bytes of ``copy``, or of one to be made, may be in a graph."""
+        """Whether a graph may capture what moves the bytes of ``copy``, or of one to be made."""
         ...
 
 
 class HostCopy:
     """Bytes of one payload, or of several small ones, in host memory, on disk, or in both.
 
-    Both are given back when nobody refers to this object any more, for it holds the loan and the
-    extent. It has no destructor: see ``_memory/loans.py``.
+    It holds the loan and the extent, so both are given back when nobody refers to it any more. It
+    has no destructor: see ``_memory/loans.py``.
 
     Args:
         tier: Stores the bytes, and brings them back.
@@ -75,10 +76,10 @@ class HostCopy:
         extent: Room on disk for them, or None.
 
     Attributes:
-        tickets: Whose bytes it holds, by the first byte, those saved first first. They are several
-            where groups saved the same tensor.
-        watched: What was saved of the payload at a first byte, until the copy was made. One that is
-            asked for before is looked at alone, for a pack holds thousands.
+        tickets: Those whose bytes it holds, by their first byte, in the order they were saved.
+            Several have the same first byte if groups saved the same tensor.
+        watched: The saved tensors of each payload, by its first byte, until the copy was made: a
+            pack holds thousands, and only a payload that is asked for before then is looked at.
     """
 
     __slots__ = (
@@ -115,7 +116,7 @@ class HostCopy:
         return None if self.loan is None else self.loan.buffer
 
     def places(self, parts: list[Spec]) -> list[Place]:
-        """Where tensors lie one behind the other; without bytes if those may change places."""
+        """Where tensors lie one behind the other; meta tensors if bytes have no fixed address."""
         if self.extent is None and self.buffer is not None:
             return self.buffer.shaped(parts)
         begins = accumulate((room_for(n.numel() * t.itemsize) for n, t in parts), initial=0)
@@ -123,18 +124,18 @@ class HostCopy:
         return list(zip(begins, shapes, strict=False))
 
     def note_use(self, offloaded: Event) -> None:
-        """Copies into its buffer are queued; they are done at ``offloaded``."""
+        """Note that copies into its buffer are queued, with the event ``offloaded`` behind them."""
         assert self.buffer is not None, "it has no buffer"
         self.offloaded = self.buffer.last_use = offloaded
         self.buffer.before = ()
 
     def keep_source(self, begin: int, source: Tensor, stream: Stream) -> None:
-        """``source`` is there until the copy was made, and may be had back on ``stream``."""
+        """Keep ``source`` until the copy was made; it may be taken back on ``stream``."""
         self.in_flight_sources[begin] = source
         self.stream = stream
 
     def finish(self) -> None:
-        """The copy was made; or the tier failed, and then its source is all there is."""
+        """The copy has ended: drop its sources, unless the tier failed and nothing else is left."""
         for begin in self.watched or ():
             self.check_unmodified(begin)
         self.watched = None
@@ -142,15 +143,15 @@ class HostCopy:
             self.in_flight_sources.clear()
 
     def drop_buffer(self) -> None:
-        """The bytes are on disk alone."""
+        """Give the buffer back: the bytes are on disk alone."""
         self.loan = None
 
     def drop_extent(self) -> None:
-        """The bytes are not on disk."""
+        """Give the extent back: the bytes are not on disk."""
         self.extent = None
 
     def check_unmodified(self, begin: int) -> None:
-        """See NOTE [ Modified while queued ]."""
+        """Note a payload that was changed in place. See NOTE [ Modified while queued ]."""
         if self.watched is not None:
             if any(alias._version != version for alias, version in self.watched.get(begin, ())):
                 self.modified.add(begin)
@@ -177,7 +178,7 @@ class Mover(Protocol):
 
     @property
     def refill_below_bytes(self) -> int:
-        """Below so many, more should be brought."""
+        """With fewer :attr:`reloaded_bytes`, more should be brought."""
         ...
 
     def deliver(self, ticket: Ticket) -> Tensor:
@@ -186,7 +187,7 @@ class Mover(Protocol):
 
 
 Where = tuple[int, int]
-"""A host copy, by its address, and a first byte there. Only as good as the copy lives."""
+"""The ``id`` of a host copy, and a first byte there. It means nothing once that copy is gone."""
 
 
 class DeviceCopy:
@@ -234,7 +235,7 @@ class DeviceCopy:
         return self.version is None or self.version == self.tensor._version
 
     def shaped_for(self, ticket: Ticket) -> Tensor:
-        """It, as this ticket's payload is shaped. Tickets that share bytes may see them apart."""
+        """The tensor in this ticket's shape and dtype, which may differ among those sharing it."""
         like = ticket.host_bytes
         assert like is not None, "reload before offload"
         if self.tensor.shape == like.shape and self.tensor.dtype == like.dtype:
@@ -245,8 +246,8 @@ class DeviceCopy:
 class PendingReload(weakref.ref["Ticket"]):
     """A payload that is on the device or on its way there, until its ticket is used up or gone.
 
-    Held by the engine and not by the ticket alone: the memory must outlive the copy into it, also
-    if the ticket does not. See NOTE [ Nobody is called ].
+    The engine holds it as well as the ticket: the memory must outlive the copy into it, even if the
+    ticket does not. See NOTE [ Nobody is called ].
     """
 
     __slots__ = ("device_copy", "is_used", "nbytes")
@@ -261,7 +262,7 @@ class PendingReload(weakref.ref["Ticket"]):
 
     @classmethod
     def of(cls, ticket: Ticket, gone: deque[PendingReload]) -> PendingReload:
-        """The payload of ``ticket``, which goes to ``gone`` when the ticket does."""
+        """A reload for ``ticket``, appended to ``gone`` when the ticket is gone."""
         reload = cls(ticket, gone.append)
         reload.device_copy = None
         reload.nbytes = ticket.nbytes
@@ -277,11 +278,11 @@ class Ticket:
         label: Its group, for messages.
         payload: Device memory to copy: a whole storage, or a view to be gathered.
         members: The saved tensors these bytes hold; each knows how it is made of them.
-        storage: If the payload is all of one; then others may share the copy.
+        storage: The one that the payload is all of, if any; then other tickets may share its copy.
 
     Attributes:
         pending_reload: The payload as it came back; None before, and when it was used up.
-        index_in_chunk: Which ticket of its chunk it is, for who foresees what a backward uses.
+        index_in_chunk: Which ticket of its chunk it is; by it, uses in a backward are foreseen.
         checksum: Of the payload when it left, with ``verify``.
     """
 
@@ -353,18 +354,18 @@ class Ticket:
             return payload.contiguous()
 
     def spec(self) -> Spec:
-        """What it needs of a buffer."""
+        """The size and dtype that it needs in a buffer."""
         assert self.payload is not None, "offloaded twice"
         return self.payload.shape, self.payload.dtype
 
     def attach(self, copy: HostCopy, begin: int, place: Tensor) -> None:
-        """Have the bytes in ``place``, shaped like the payload, from byte ``begin`` of ``copy``."""
+        """Note where its bytes are: ``place``, shaped like it, at byte ``begin`` of ``copy``."""
         self.copy = copy
         self.begin = begin
         self.where = id(copy), begin
         self.host_bytes = place
         same = copy.tickets.setdefault(begin, [])
-        while same and same[0]() is None:  # a table lives on through any number of forwards
+        while same and same[0]() is None:  # else it grows, where each forward saves the same table
             del same[0]
         same.append(weakref.ref(self))
 
@@ -378,12 +379,12 @@ class Ticket:
         copy.watched.setdefault(self.begin, []).extend(saved)
 
     def pieces(self) -> list[Tensor]:
-        """Its bytes on the host as flat ``uint8`` tensors, where one cannot hold them."""
+        """Its bytes on the host as flat ``uint8`` tensors, where they are not in one piece."""
         assert self.copy is not None and self.copy.buffer is not None, "not in host memory"
         return self.copy.buffer.bytes_at(self.begin, self.nbytes)
 
     def hand_over(self) -> None:
-        """The copy is queued: the members need their tensors no more."""
+        """The copy is queued: have the members hold this ticket in place of their tensors."""
         for member in self.members:
             member.ticket = self
             member.source = member.pending = None

@@ -18,18 +18,19 @@
     OffloadConfig(tiers=("host", "own"))
 
 NOTE [ What a tier keeps to ]
-    Lock: the engine's lock is held in every call but ``retire`` and ``close``. So nothing waits,
-    neither for a copy nor for a thread. What has to end first is raised as ``Unfinished``, by
-    ``allocate``, by a ``load`` on demand, by ``compact`` and by ``release_idle``, where nothing
-    was begun that a second call would begin again; the engine waits and calls again.
+    Lock: the engine's lock is held in every call but ``retire``, ``close``, ``may_capture`` and
+    ``is_bringing``. So a tier never waits, neither for a copy nor for a thread. If something has to
+    end first, ``allocate``, a ``load`` on demand, ``compact`` and ``release_idle`` raise
+    ``Unfinished``, before they begin anything that a second call would begin again; the engine
+    waits and calls again.
 
-    No room: ``allocate`` raises MemoryError, which says what helps. Then the next tier is asked;
-    behind the last one, the group stays on the device with a warning.
+    No room: ``allocate`` raises MemoryError, which says what helps. Then the next tier is asked; if
+    the last one refuses too, the group stays on the device with a warning.
 
-    Lost: what cannot be brought back raises :class:`~pp_offload.errors.TierError`, from ``load`` on
-    demand or from the event that compute waits for. The user gets it, once for each time that the
-    tensor is asked for. What cannot be stored raises nothing: ``has_stored`` says so, and then its
-    source, which was kept, is given back as it is.
+    Lost: a payload that cannot be brought back raises :class:`~pp_offload.errors.TierError`, from
+    ``load`` on demand or from the event that compute waits for. The user gets it each time that the
+    tensor is asked for. A payload that cannot be stored raises nothing: ``has_stored`` says so, and
+    then its source, which was kept, is given back as it is.
 
     Order: what a copy reads or writes is registered before the copy is queued, or an interrupt
     between the two would free it: ``Copies.in_flight.begin`` for sources,
@@ -37,10 +38,10 @@ NOTE [ What a tier keeps to ]
     knows its last uses, which its next user waits for.
 
     Valid: a host buffer has its bytes when ``copy.offloaded`` has ended, which ``poll`` may find;
-    device memory, when the event of its ``DeviceCopy`` has, for which compute waits.
+    device memory has them when the event of its ``DeviceCopy`` has, for which compute waits.
 
-    Free: nobody says that bytes are not needed any more. Whoever needs them refers to the copy, and
-    with the copy goes what it refers to, on any thread and without a call (see
+    Free: no call says that bytes are not needed any more. Whoever needs them refers to the
+    ``HostCopy``; when that goes, its loan and its extent go with it, on any thread (see
     ``_memory/loans.py``). Copies that are queued may still use that memory: it is the tier's until
     the last uses of the buffer have ended.
 """
@@ -66,7 +67,7 @@ class TierStatistics:
     """Payloads that are there."""
 
     host_bytes_in_use: int = 0
-    """Of host memory that somebody needs, at rest or on the way."""
+    """Host memory that somebody needs, at rest or on the way."""
 
     host_bytes_peak: int = 0
     """The most that was ever in use."""
@@ -78,7 +79,7 @@ class TierStatistics:
     """How often the system was asked."""
 
     disk_bytes_in_use: int = 0
-    """Of the disk that somebody needs."""
+    """Room on disk that somebody needs."""
 
     disk_bytes_peak: int = 0
     """The most that was ever in use."""
@@ -93,7 +94,7 @@ class TierStatistics:
 class Tier(Holder, Protocol):
     """A place for offloaded bytes. See NOTE [ What a tier keeps to ].
 
-    What has a body here is for tiers that need more, and need not be there.
+    Methods with a body here are for tiers that need more; others leave them out.
     """
 
     name: str
@@ -121,7 +122,7 @@ class Tier(Holder, Protocol):
         ...
 
     def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
-        """Queue what brings tickets to their places; the number of bytes.
+        """Queue copies of tickets to their places; returns the number of bytes.
 
         Args:
             tickets: In order; of one batch, or of all of a group that have room here.
@@ -130,34 +131,34 @@ class Tier(Holder, Protocol):
         ...
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
-        """Queue what brings payloads back to the device, or begin it.
+        """Begin to bring payloads back to the device.
 
         Args:
             tickets: Stored here, at least one. Some may have come meanwhile.
-            is_ahead: Whether it may be left until it is asked for, as where there is no buffer.
-                If not, there is one ticket, and its device memory is known on return.
+            is_ahead: Whether a payload may be left until it is asked for, as where there is no
+                buffer. If not, there is one ticket, and its device memory is known on return.
 
         Returns:
             How many are on their way; those that share bytes count once.
 
         Raises:
-            TierError: They are lost. Not where it is ahead.
-            Unfinished: Something has to end first. Not where it is ahead.
+            TierError: They are lost. Not with ``is_ahead``.
+            Unfinished: Something has to end first. Not with ``is_ahead``.
         """
         ...
 
     def statistics(self) -> TierStatistics:
-        """Exact at the call."""
+        """Numbers that are exact at the call."""
         ...
 
     def has_stored(self, copy: HostCopy) -> bool:
-        """Whether the bytes are there, now that what was to store them has ended."""
+        """Whether the bytes were stored; asked when the copy, or what else stores them, ended."""
         return True
 
     def may_capture(self, copy: HostCopy | None = None) -> bool:
         """Whether copies to here, or back from ``copy``, may be part of a captured graph.
 
-        So it is where the bytes move on streams alone. The next two are for other tiers only.
+        True where bytes move on streams alone. Only a tier that says False is asked the next two.
         """
         return True
 
@@ -187,7 +188,7 @@ class Tier(Holder, Protocol):
         return
 
     def retire(self) -> None:
-        """Nothing comes any more: keep only what saved tensors that still live need."""
+        """No more bytes will come: keep only what living saved tensors need."""
         return
 
     def close(self) -> None:
@@ -208,10 +209,10 @@ class TierSetup:
     """Gives host memory that copies can use."""
 
     budget: HostBudget
-    """Of all host memory that the tiers take together."""
+    """For all host memory that the tiers take together."""
 
     budget_at_rest: HostBudget
-    """Of that for bytes that stay there."""
+    """The part of it for bytes that stay in host memory."""
 
     in_one_piece: bool
-    """Whether each buffer has to be so."""
+    """Whether each buffer of host memory has to be one piece."""

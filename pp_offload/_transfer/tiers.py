@@ -69,9 +69,9 @@ def make_engine(
     Args:
         backend: Device to work on.
         config: Says which tiers, and how much of them.
-        allocate: Gives host memory in bytes; the backend's when None, which its copies need to be
-            asynchronous.
-        in_one_piece: Whether each buffer of a host tier without a disk has to be so.
+        allocate: Gives so many bytes of host memory. None for the backend's own, which its copies
+            need to be asynchronous.
+        in_one_piece: Whether each buffer of the host tier has to be one piece; not with a disk.
 
     Raises:
         DiskTierError: The file of the disk tier cannot be made.

@@ -1,8 +1,8 @@
 """Checks that are too slow to leave on: ``OffloadConfig(verify=True)``.
 
 What came back is compared, by checksum, with what left. And when a chunk's forward is over, every
-storage that was offloaded should be gone from the device; one that is not saved nothing, and the
-log names its group and who holds it.
+storage that was offloaded should be gone from the device. If one is still there, offloading it was
+in vain, and the log names its group and who holds it.
 
     group 'mlp' offloaded 4096 bytes that are still on the device: a tensor of shape (32, 32), held
     by the variable 'kept' of forward() in model.py, line 12
@@ -64,14 +64,14 @@ class Verifier(Listener):
             )
 
     def leaving(self, tickets: Sequence[Ticket]) -> None:
-        """Remember what these tickets take, before they have handed over."""
+        """Note checksums of these tickets' payloads, and watch storages that should go."""
         for ticket in tickets:
             ticket.checksum = checksum_of(ticket.source())
-            if ticket.storage is not None:  # of one that others have parts of, they may need theirs
+            if ticket.storage is not None:  # if it is a view of one, others may need that
                 self._watched.append((ticket.label, ticket.nbytes, weakref.ref(ticket.storage)))
 
     def check_freed(self) -> list[str]:
-        """Say what is still on the device of all that was offloaded since the last call.
+        """Log which storages that were offloaded since the last call are still on the device.
 
         To be called when copies have ended and their sources were let go.
 
@@ -94,7 +94,7 @@ class Verifier(Listener):
 
 
 def checksum_of(tensor: Tensor) -> int:
-    """Of a dense tensor's bytes; waits for the device."""
+    """The checksum of a dense tensor's bytes; waits for the device."""
     return checksum(flat_bytes(tensor.contiguous()).cpu().numpy())
 
 
@@ -125,7 +125,7 @@ def _holders(tensor: Tensor, ours: Sequence[Tensor]) -> Iterator[str]:
 
 
 def _variables(tensor: Tensor) -> Iterator[str]:
-    """Local variables of what runs now, in any thread."""
+    """Local variables that hold ``tensor``, of all that runs now, in any thread."""
     for innermost in sys._current_frames().values():
         frame: types.FrameType | None = innermost
         while frame is not None:
