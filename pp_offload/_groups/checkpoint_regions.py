@@ -1,9 +1,10 @@
-"""What hooks kept from a checkpoint in its forward, they keep from it when it runs again.
+"""Has hooks take the same tensors from a checkpoint in its recomputation as in its forward.
 
-PyTorch's non-reentrant checkpoint finds a saved tensor of its recomputation by position: the n-th
-is the n-th of the forward. A scope of other hooks inside the region takes tensors away from it, and
-has to take the same ones away again, whatever is current by then. So each scope that begins right
-inside a region is noted with the region, and the n-th of a recomputation does what the n-th did.
+PyTorch's non-reentrant checkpoint finds saved tensors by position: the n-th of the recomputation is
+the n-th of the forward. A scope of other hooks inside the region takes tensors away from the
+checkpoint, and has to take the same ones away again, whatever chunk or option is current by then.
+So each scope that begins right inside a region is noted with the region, and the n-th scope of a
+recomputation does what the n-th of the forward did.
 
     forward                            recomputation
     "attn" took tensors  --noted-->    "attn" takes them again, and they stay on the device
@@ -13,10 +14,10 @@ inside a region is noted with the region, and the n-th of a recomputation does w
     note("attn", took=True)                  # in a forward, before hooks are entered
 
 NOTE [ PyTorch's checkpoint ]
-    It tells nobody that a region begins, so it is known by the hooks on top of autograd's stack:
-    their closures hold the frame, which lives as long as the region's graph, and in a recomputation
-    also its number. Where they are not what they are known to be, scopes inside leave everything to
-    the checkpoint, both times, which is always right.
+    It tells nobody that a region begins, so a region is recognised by the hooks on top of
+    autograd's stack: their closures hold the region's frame, which lives as long as its graph, and
+    in a recomputation also the number of that. Where a version of PyTorch has other hooks, scopes
+    inside leave everything to the checkpoint, both times, which is always right.
 """
 
 from __future__ import annotations
@@ -68,13 +69,13 @@ def is_checkpoint(pack: Pack | None) -> bool:
 
 
 def has_ended(pack: Pack | None) -> bool:
-    """Whether the hook is a checkpoint's whose forward is over, so that it took off another."""
+    """Whether the hook is of a checkpoint whose forward is over, and popped another hook for it."""
     frame = _frame_of(pack)
     return frame is not None and frame.forward_completed
 
 
 def is_recomputing() -> bool:
-    """Whether what runs here ran before: in backward, or where somebody looks at a saved tensor."""
+    """Whether this code runs again: in a backward, or for somebody who looks at a saved tensor."""
     return is_in_backward() or _is_again(_getter())
 
 
@@ -83,11 +84,11 @@ def takes_again(name: str, *, wants: bool) -> bool | None:
 
     Args:
         name: Of the scope, for messages.
-        wants: Whether it would take tensors in a forward. Only asked inside hooks that nobody here
-            knows, for they may pass tensors on to a checkpoint.
+        wants: Whether it would take tensors in a forward. It counts only inside hooks that are
+            unknown here, for those may pass tensors on to a checkpoint.
 
     Returns:
-        None in a forward, which decides for itself; else whether to take tensors away.
+        None in a forward, where the caller decides; else whether to take tensors away.
 
     Raises:
         GroupStateError: The region's forward had another scope here.
@@ -114,7 +115,7 @@ def may_take() -> bool:
 
 
 def note(name: str, *, took: bool) -> None:
-    """A scope begins in a forward; if a region is right around it, that remembers."""
+    """Note a scope that begins in a forward with the region right around it, if there is one."""
     frame = _frame_of(_getter())
     if frame is None:
         return
@@ -140,7 +141,9 @@ class _Scope:
 
 
 class _Region:
-    """Kept with PyTorch's frame, and gone with it: a weak table would run code of ours then."""
+    """What is known of a region. An attribute of PyTorch's frame, so that it goes with that: an
+    entry of a weak table would run Python code then.
+    """
 
     __slots__ = ("is_again", "scopes")
 
@@ -150,9 +153,9 @@ class _Region:
 
 
 class _Recomputation:
-    """Stands before what PyTorch runs again, and looks whether every scope that took came by.
+    """Wraps what PyTorch runs again, and checks that every scope that took tensors was entered.
 
-    It knows no frame: that knows it, and nobody is to wait for the garbage collector.
+    It refers to no frame: the frame refers to it, and a cycle would wait for garbage collection.
     """
 
     def __init__(self, run_again: Callable[..., None], scopes: list[_Scope]) -> None:
@@ -171,7 +174,7 @@ class _Recomputation:
         try:
             self._run_again(*args)
         except Exception as error:
-            if type(error).__module__ == torch_checkpoint.__name__:  # it has what it needs
+            if type(error).__module__ == torch_checkpoint.__name__:  # it stopped early
                 run.check_taken()
             raise
         run.check_taken()
@@ -199,7 +202,7 @@ class _Run:
         return False  # a backward inside the forward, which has not come this far
 
     def check_taken(self) -> None:
-        """Raise if a scope is missing before something that was saved."""
+        """Raise if a scope that took tensors was not entered, and later ones were saved already."""
         for number in range(self._num_entered, len(self._scopes)):
             scope = self._scopes[number]
             if scope.took and scope.num_before < self._num_saved:
@@ -222,7 +225,7 @@ class _Run:
 
 
 def _getter() -> Pack | None:
-    """The pack hook that tensors saved now come to in the end."""
+    """The pack hook that tensors saved now end up in, behind those that pass them on."""
     pack = top_pack()
     while isinstance(pack, Chaining):
         pack = pack.outer
@@ -230,7 +233,7 @@ def _getter() -> Pack | None:
 
 
 def _is_again(pack: Pack | None) -> bool:
-    """Whether hooks tell that a checkpoint runs its function again, maybe further out."""
+    """Whether hooks show that a checkpoint, maybe further out, runs its function again."""
     if pack is None or isinstance(pack, Saving):
         return False
     if isinstance(pack, Keeping) or _is_recomputation(pack):
@@ -240,7 +243,7 @@ def _is_again(pack: Pack | None) -> bool:
 
 
 def _runs_again() -> bool:
-    """Whether a checkpoint's second run is among the callers: hooks tell only of the innermost."""
+    """Whether a checkpoint's second run is among the callers: hooks show only the innermost one."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "recompute_fn":

@@ -45,7 +45,7 @@ class Chunk:
     """
 
     group_type: ClassVar[type[Group]] = Group
-    """What it makes of a name."""
+    """The class of its groups."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Chunk:
         return self.group_type(name, key=key, on_use=on_use)
 
     def pack(self, group: Group, tensor: Tensor) -> Packed:
-        """Save ``tensor`` in ``group``; of one made of others, the others."""
+        """Save ``tensor`` in ``group``; of a wrapper, the tensors inside it."""
         wiring = self.wiring
         if group.state is not GroupState.OPEN or not wiring.is_enabled:
             return Resident(tensor)
@@ -161,7 +161,7 @@ class Chunk:
             wiring.transfer.after_copies(wiring.release.of(released))
 
     def _close_delayed(self, group: Group, released: Sequence[weakref.ref[Tensor]]) -> None:
-        """A tensor that died meanwhile needs no release; waiting here keeps none alive."""
+        """Close a group whose commit was delayed, which kept no tensor alive: some may be gone."""
         self.close(group, [tensor for ref in released if (tensor := ref()) is not None])
 
     def may_leave(self, group: Group) -> bool:
@@ -217,7 +217,7 @@ class Chunk:
         return not any(name in (None, group.name) for group in self.groups)
 
     def visits(self) -> Iterator[Visit]:
-        """Its groups, as backward comes by them."""
+        """Its groups in the order that backward visits them."""
         return reversed(self.groups)
 
     @property
@@ -227,7 +227,7 @@ class Chunk:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it has a group that is open, or that saved what lives and is not reached yet."""
+        """Whether a group is open, or backward has still to reach one whose tensors are alive."""
         if any(not group.has_failed for group in self.open_groups):
             return True
         return any(not group.is_used and group.is_alive for group in self.groups)
@@ -241,7 +241,7 @@ class Chunk:
         )
 
     def shape(self) -> ChunkShape:
-        """What the policy needs to know."""
+        """What the plan needs to know."""
         assert self.key is not None
         groups = (GroupShape(g.name, g.counts.nbytes) for g in self.groups)
         return ChunkShape(self.key, tuple(groups))

@@ -30,7 +30,7 @@ class QueuedChunk(Protocol):
         ...
 
     def visits(self) -> Iterator[Visit]:
-        """What its backward comes by, next one first."""
+        """What its backward visits, next one first."""
         ...
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
@@ -56,7 +56,7 @@ class ChunkQueue:
 
         Args:
             keys: First to run backward first.
-            is_told: Whether a schedule said so; then what was seen does not replace it.
+            is_told: Whether a schedule said so; then an order that was seen does not replace it.
         """
         self._order = list(keys)
         self._position = {key: position for position, key in enumerate(self._order)}
@@ -96,7 +96,7 @@ class ChunkQueue:
         self._num_of_last_stage = 0
 
     def remove(self, chunk: QueuedChunk) -> None:
-        """The chunk's backward begins."""
+        """Take a chunk out whose backward begins."""
         if chunk.key is not None:
             self._begun.add(chunk.key)
             while self._num_done < len(self._order) and self._order[self._num_done] in self._begun:
@@ -106,13 +106,13 @@ class ChunkQueue:
                 chunks.remove(chunk)
 
     def forget(self, chunk: QueuedChunk) -> None:
-        """Nothing of the chunk is left, in a step that never ends."""
+        """Forget a chunk of which nothing is left, in a step that never ends."""
         self.remove(chunk)
         if chunk.key is not None and chunk.key not in self._position:
             self._begun.discard(chunk.key)
 
     def skip(self, key: ChunkKey) -> None:
-        """No chunk of this key will come."""
+        """Note that no chunk of this key will come."""
         self._begun.update((key, WeightPassKey(key)))
 
     def upcoming(self) -> Iterator[QueuedChunk]:
@@ -120,9 +120,9 @@ class ChunkQueue:
         return (chunk for chunk in self._queued if not chunk.is_empty_chunk())
 
     def certain(self) -> Iterator[QueuedChunk]:
-        """The chunks that have groups, up to the first that is known to come but is not there.
+        """The queued chunks, next one first, up to where one is known to come but not there yet.
 
-        What lies behind the gap would take the room its groups need.
+        Prefetching chunks behind that gap would take the room that its groups need.
         """
         position = self._num_done
         for chunk in self._queued:
@@ -135,7 +135,7 @@ class ChunkQueue:
             position = min(rank + 1, len(self._order))
 
     def front(self, name: str | None = None) -> QueuedChunk | None:
-        """The next chunk with a group (of that name); it stays."""
+        """The next chunk with a group (of that name); it stays queued."""
         return next((c for c in self.upcoming() if not c.is_empty_chunk(name)), None)
 
     def pop(self, name: str | None = None) -> QueuedChunk | None:

@@ -1,4 +1,4 @@
-"""Emptying a storage that something else keeps alive, once its bytes are on the host.
+"""Empties a storage that something else keeps alive, once its bytes are on the host.
 
 A user names tensors whose memory the forward still references but no longer needs. Their storage is
 emptied only when it is certain that nobody else shares it: a saved tensor in another group, a view
@@ -43,7 +43,7 @@ class ForcedRelease:
         self._has_warned = False
 
     def of(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
-        """What empties them, to be called when their copies are done. They are held weakly."""
+        """A function that empties them, to be called after their copies. It holds them weakly."""
         return partial(self._run, [weakref.ref(tensor) for tensor in tensors])
 
     def _run(self, refs: Sequence[weakref.ref[Tensor]]) -> None:
@@ -93,4 +93,4 @@ def _references_to_base(view: Tensor) -> int:
 
 
 _FROM_ITS_VIEW = _references_to_base(torch.empty(1, device="cpu")[:])
-"""References to a tensor that only a view of it refers to; they are made for this question."""
+"""How many references are counted for a base that only its view refers to."""

@@ -1,8 +1,8 @@
 """A named set of saved tensors that leave and come back together.
 
 A group is open from its start to its commit; what autograd saves meanwhile joins it. The commit
-either offloads it or keeps it. The tensors' lives belong to autograd: an open group knows them
-weakly, and a closed one the tickets it may prefetch.
+either offloads it or keeps it. Autograd owns the tensors: an open group refers to them weakly, and
+a closed one, as weakly, to the tickets it may prefetch.
 
        OPEN --commit--> OFFLOADED   copies queued
          +------commit--> KEPT      stays on the device: policy, or no room on the host
@@ -37,10 +37,10 @@ class Counts:
     """Payloads that may leave, whether or not the plan lets them."""
 
     nbytes: int = 0
-    """Of those."""
+    """Bytes of those payloads."""
 
     copied_bytes: int = 0
-    """Fewer, if another group had sent some of them."""
+    """Bytes that it copied itself: fewer, if another group had copied some of them."""
 
 
 class Group:
@@ -108,11 +108,11 @@ class Group:
         return self.state is GroupState.OPEN and self.is_used and not self.has_failed
 
     def follow(self, tickets: list[Ticket]) -> None:
-        """Know these tickets, for prefetch, as long as they live."""
+        """Refer to these tickets, weakly, for prefetch."""
         self._tickets = [weakref.ref(ticket) for ticket in tickets]
 
     def tickets_last_first(self) -> Iterator[Ticket]:
-        """The living tickets, those saved last, which backward uses first, first."""
+        """The living tickets, last saved first, for so backward uses them."""
         for ref in reversed(self._tickets):
             ticket = ref()
             if ticket is not None:
@@ -123,15 +123,15 @@ class Group:
         return self._tickets[index]() if index < len(self._tickets) else None
 
     def waiting(self) -> Iterator[Ticket]:
-        """What backward has still to ask for, in the order of use."""
+        """Tickets that backward has still to ask for, in the order of use."""
         return (ticket for ticket in self.tickets_last_first() if ticket.num_waiting > 0)
 
     def wanted(self) -> Iterator[Ticket]:
-        """What must be on the device when backward reaches it, in the order of use."""
+        """Tickets that must be on the device when backward reaches it, in the order of use."""
         return self.waiting()
 
     def claim(self, ticket: Ticket) -> None:
-        """It counts the uses of its tickets already, from the commit on."""
+        """Nothing to do: its tickets count their uses from the commit on."""
 
     def on_use(self) -> None:
         """Backward is about to use one of the tensors."""

@@ -1,19 +1,21 @@
 """Pairs of saved-tensor hooks, each taken off autograd's stack once, also after an interrupt.
 
-Whoever leaves a scope of hooks takes off what is on top, whosesoever it is. An exception that is no
-``Exception``, such as KeyboardInterrupt, may pass a scope by, for PyTorch then calls no hook at the
-end of a module's forward. So each thread knows its scopes in their order, and takes off what was
-passed by when a scope around it ends, when a forward or a step begins, or when a handle is removed.
+Autograd pops the hooks on top of its stack, whoever pushed them. An exception that is no
+``Exception``, such as KeyboardInterrupt, may leave a scope's hooks behind, for PyTorch then calls
+no hook at the end of a module's forward. So each thread knows its scopes in their order, and pops
+hooks left behind when a scope around them ends, when a forward or a step begins, or when a handle
+is removed.
 
     scope = HookScope()
     scope.enter(pack)
-    scope.leave()  # and those inside that were passed by
+    scope.leave()  # and scopes inside whose hooks were left behind
     leave_all()    # the step is over, and so are its scopes on this thread
 
 NOTE [ Module forward ]
-    A ``try`` around a module's own forward would take hooks off at once. But it has to stand in the
-    module's ``__dict__``, which a replica of ``DataParallel`` and ``copy.copy`` share: they would
-    compute with the parameters of the original. Hooks of modules are given the module.
+    A ``try`` around a module's own forward would pop hooks at once. But that function has to stand
+    in the module's ``__dict__``, which replicas of ``DataParallel`` and ``copy.copy`` take over:
+    they would compute with the parameters of the original. Hooks of a module are given the module
+    that they run for.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from pp_offload._transfer.saved_tensor import unpack
 
 
 class _OfThread(threading.local):
-    """Autograd's stack is the thread's, so what is known of it is, too."""
+    """The scopes of a thread, in order: autograd has a stack for each thread."""
 
     def __init__(self) -> None:
         self.scopes: list[HookScope] = []
@@ -48,7 +50,7 @@ class HookScope:
     """One pair of hooks on the stack of the thread that entered it.
 
     Args:
-        caller: Whose ``with`` it is, where it may last longer than a step.
+        caller: The function whose ``with`` it is, where it may last longer than a step.
     """
 
     __slots__ = ("_caller", "_pack")
@@ -72,9 +74,7 @@ class HookScope:
             raise
 
     def leave(self) -> None:
-        """Take the hooks off, and those inside that were passed by. Again, or without hooks, this
-        does nothing.
-        """
+        """Pop the hooks, and those that scopes inside left behind. A second call does nothing."""
         scopes = _here.scopes
         while self in scopes:
             scopes[-1]._take_off()
@@ -87,7 +87,7 @@ class HookScope:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody will leave it any more, when a step begins."""
+        """Whether, when a step begins, nobody is there who will leave it."""
         return self._caller is None or not self._caller.is_running
 
     def _take_off(self) -> None:
@@ -97,20 +97,20 @@ class HookScope:
 
 
 def mark() -> object:
-    """The same until :meth:`leave_all` is called on this thread."""
+    """An object that is the same until :func:`leave_all` is called on this thread."""
     return _here.mark
 
 
 def leave_all() -> bool:
-    """Take off what was passed by, down to the first scope that somebody is in; was there any?"""
+    """Pop hooks left behind, down to a scope that somebody is still in; returns if any were."""
     _here.mark = object()
     scopes = _here.scopes
     num = len(scopes)
     while scopes and scopes[-1].is_over:
         pack = top_pack()
         if pack is scopes[-1]._pack or is_checkpoint(pack):
-            # A checkpoint around it took ours off when it was left, and its own is there still. No
-            # step begins inside a checkpoint.
+            # A checkpoint around it popped our hooks when it ended, and its own are still there:
+            # no step begins inside a checkpoint.
             torch._C._autograd._pop_saved_tensors_default_hooks()
         scopes.pop()
     return len(scopes) < num
@@ -119,7 +119,7 @@ def leave_all() -> bool:
 class Caller:
     """The function that has a ``with``; it may be asked whether it still runs.
 
-    It is known by its number and code, since a frame kept would keep all its variables.
+    It is known by its frame's ``id`` and code: a frame that is kept would keep all its variables.
     """
 
     __slots__ = ("_code", "_number", "_place")
@@ -129,13 +129,13 @@ class Caller:
 
     @classmethod
     def of(cls, depth: int) -> Caller:
-        """``depth`` frames further out than who asks."""
+        """The function ``depth`` frames further out than the one that asks."""
         return cls(sys._getframe(depth + 1))
 
     @property
     def is_running(self) -> bool:
-        """Whether it does, or may: who enters by a call, as an ``ExitStack``, does so for others,
-        and a generator waits while others run.
+        """Whether it runs, or may: code that enters by a call, as an ``ExitStack`` does, enters for
+        others, and a generator waits while others run.
         """
         code = self._code
         if code.co_flags & _WAITS or code.co_code[self._place] != _WITH:
@@ -143,7 +143,7 @@ class Caller:
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             if id(frame) == self._number and frame.f_code is code:
-                return frame.f_lasti > self._place  # else a later call, which has its number
+                return frame.f_lasti > self._place  # else a later call with the same id
             frame = frame.f_back
         return False
 

@@ -1,7 +1,7 @@
-"""Which groups that were asked for do nothing; each is said once.
+"""Warns of groups that were asked for and do nothing, once for each name.
 
-A name is asked for by a pattern of module names, or by a marker that ran. After a step with a
-forward that was to be differentiated, it should have had groups, and they tensors.
+A name is asked for by a pattern of module names, or by a marker that ran. In a step that has a
+forward with grad, groups of that name should run, and save tensors.
 
     group 'attn' offloaded nothing: none of its 4 groups saved a tensor of at least ...
 """
@@ -32,7 +32,7 @@ class GroupUse(NamedTuple):
 
 
 class IdleGroups:
-    """Knows what was asked for, and what was said about it."""
+    """Knows which names were asked for, and which it has warned of."""
 
     def __init__(self) -> None:
         self.num_steps_left = NUM_STEPS
@@ -45,15 +45,15 @@ class IdleGroups:
         self.num_steps_left = NUM_STEPS
 
     def forget(self, names: Iterable[str]) -> None:
-        """They are not, any more."""
+        """Groups of these names are not to come any more."""
         self._wanted.subtract(names)
 
     def check(self, found: Mapping[str, GroupUse], smallest_numel: int) -> None:
-        """Say which names did nothing in a step.
+        """Warn of names that did nothing in a step.
 
         Args:
             found: What the step did, by name.
-            smallest_numel: The least elements of a tensor that may leave. Of the step's chunks.
+            smallest_numel: Elements that a tensor needs at least to leave, in the step's chunks.
         """
         self.num_steps_left -= 1
         for name, message in self._idle(found, smallest_numel):

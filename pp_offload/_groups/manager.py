@@ -66,7 +66,7 @@ class Manager:
         wiring: What its chunks share.
         forward: The forward of the thread that asks.
         idle_groups: Which names are to have groups.
-        num_attached: Schedules that begin its chunks; without one a group outside is an error.
+        num_attached: Schedules that begin its chunks. With none, a group without a chunk raises.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Manager:
         self.forward = Forward()
 
     def take_over(self, old: Manager) -> None:
-        """Go on in its place: what was marked stays marked, what was disabled disabled."""
+        """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
         self.idle_groups = old.idle_groups
         self.wiring.go_on_as(old.wiring)
         self._was_disabled = not self.wiring.is_enabled
@@ -103,7 +103,7 @@ class Manager:
                 "detach() it first, or give both the same config"
             )
         step = StepRecord(ChunkQueue())
-        wiring = Wiring.made(self.backend, config, step)  # first, for a disk may not be there
+        wiring = Wiring.made(self.backend, config, step)  # first: without a disk it raises
         wiring.go_on_as(self.wiring)
         self.retire()
         self.config, self.step, self.wiring = config, step, wiring
@@ -118,7 +118,7 @@ class Manager:
 
     @property
     def _prefetcher(self) -> Prefetcher:
-        assert self.wiring.prefetcher is not None  # of a manager there is one
+        assert self.wiring.prefetcher is not None  # a manager's wiring has one
         return self.wiring.prefetcher
 
     @property
@@ -193,7 +193,7 @@ class Manager:
 
     @contextmanager
     def backward_pass(self, key: ChunkKey, part: BackwardPass) -> Iterator[None]:
-        """Around one part of the backward of a chunk, where it comes in two."""
+        """To be entered around one part of a chunk's backward, where that comes in two."""
         chunk, split = self.step.chunk(key), self.wiring.offloader.split
         if chunk is None or split is None:
             yield
@@ -235,7 +235,7 @@ class Manager:
             name: Of the group.
 
         Raises:
-            GroupStateError: There should be one.
+            GroupStateError: There is none, and there should be one.
         """
         if torch.compiler.is_compiling():
             return None
@@ -256,7 +256,7 @@ class Manager:
     # Steps
 
     def reset(self) -> None:
-        """Close the last step and begin the next. Holds no collective.
+        """Close the last step and begin the next. Takes part in no collective.
 
         A step without grad, and one in which a chunk never went backward, teaches nothing.
 
@@ -277,7 +277,7 @@ class Manager:
             if self.step.is_complete():
                 self.learn()
             was_cut_off = leave_all()
-            if not was_cut_off:  # what an interrupt left open nobody has forgotten to commit
+            if not was_cut_off:  # else groups are open by an interrupt
                 self._look_for_idle_groups()
             self._end_step()
         self.wiring.transfer.compact()
@@ -345,7 +345,7 @@ class Manager:
     def verify(self) -> list[str]:
         """With ``verify=True``: what the groups committed since the last call did not free.
 
-        Also asked when the forward of a chunk ends, or the next begins.
+        Also called when the forward of a chunk ends, or the next begins.
 
         Returns:
             A message for each storage that is still on the device, with who holds it; each is
@@ -354,7 +354,7 @@ class Manager:
         return self.wiring.offloader.check_freed()
 
     def switch(self, is_on: bool) -> None:
-        """From now on groups are offloaded, or stay."""
+        """From now on groups are offloaded, or stay on the device."""
         self.wiring.is_enabled = is_on
         self._was_disabled |= not is_on
 

@@ -24,12 +24,12 @@ class Offloader:
     """Offloads the groups of a manager or a stash.
 
     Args:
-        transfer: Copies.
-        verifier: Looks at what leaves and comes back, if somebody wants that.
+        transfer: Moves tickets.
+        verifier: Looks at what leaves and comes back; None without ``verify``.
 
     Attributes:
-        copies: Those of this step, to be shared by groups.
-        split: For a schedule whose backwards come in two parts.
+        copies: The host copies made in this step, which groups share.
+        split: Set by a schedule whose backwards come in two parts.
     """
 
     def __init__(self, transfer: TransferEngine, verifier: Verifier | None = None) -> None:
@@ -42,7 +42,7 @@ class Offloader:
         self._has_warned = False
 
     def tickets(self, group: Group) -> list[Ticket]:
-        """What of ``group`` may leave, counted in it."""
+        """Tickets for what may leave of ``group``, which counts them."""
         mover: Mover = self.split or self._transfer
         saved = [one for one in group.saved() if one.may_leave]
         tickets = tickets_for(saved, mover, group.name)
@@ -59,7 +59,7 @@ class Offloader:
             MemoryError: There is no room for them off the device, and nothing has changed.
         """
         transfer, copies = self._transfer, self.copies
-        # What a graph copies is there when it is launched, and not for others.
+        # A captured copy holds its bytes only after a launch of the graph, so it is not shared.
         is_capturing = transfer.backend.is_capturing
         if transfer.listeners.leaving and not is_capturing:
             self._tell(tickets)
@@ -74,7 +74,7 @@ class Offloader:
             self._hand_over(group, tickets)
 
     def _tell(self, tickets: list[Ticket]) -> None:
-        """They are about to leave; whoever hears it may read what they take."""
+        """Tell listeners, who may read the sources, that these are about to leave."""
         with self._transfer.copies.reading(tickets):
             for heard in self._transfer.listeners.leaving:
                 heard(tickets)
@@ -88,7 +88,7 @@ class Offloader:
         group.move_to(GroupState.OFFLOADED)
 
     def warn(self, group: Group, failure: MemoryError) -> None:
-        """A group finds no room off the device. The first time that is a warning."""
+        """Log that a group finds no room off the device; the first time, as a warning."""
         level = logging.DEBUG if self._has_warned else logging.WARNING
         self._has_warned = True
         logger.log(
@@ -113,6 +113,6 @@ class Offloader:
         return self._verifier.check_freed()
 
     def split_backward(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> SplitBackward:
-        """For a schedule that runs the backward of these chunks in two parts."""
+        """What a schedule needs that runs the backward of these chunks in two parts."""
         transfer = self._transfer
         return SplitBackward(transfer, transfer.backend, chunks, is_keeping=is_keeping)

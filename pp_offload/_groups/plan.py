@@ -81,7 +81,7 @@ class Plan:
 
 @lru_cache(maxsize=8)
 def make_plan(chunks: tuple[ChunkShape, ...], config: OffloadConfig, pipeline_rank: int) -> Plan:
-    """The plan after a step whose chunks went backward in this order. Steps repeat."""
+    """The plan after a step whose chunks went backward in this order. Cached, for steps repeat."""
     kept = groups_to_keep(chunks, config, pipeline_rank)
     names = {chunk.key: tuple(group.name for group in chunk.groups) for chunk in chunks}
     last = (key for chunk in chunks for key in last_of_each_name(chunk).values())
@@ -91,7 +91,7 @@ def make_plan(chunks: tuple[ChunkShape, ...], config: OffloadConfig, pipeline_ra
 def groups_to_keep(
     chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
 ) -> frozenset[GroupKey]:
-    """Margin, then bytes kept per pipeline rank, then the fraction."""
+    """The margin, then the bytes that this pipeline rank keeps, then what the fraction keeps."""
     kept = reload_margin(chunks)
     share = pipeline_rank * config.delta_offload_bytes_across_pp_ranks
     kept |= first_bytes(chunks, share, kept)

@@ -1,7 +1,7 @@
-"""What is reloaded before it is asked for: earliest needed first, up to a window of bytes.
+"""Reloads tensors before autograd asks: earliest needed first, up to a window of bytes.
 
-Backward reaching a group is the signal. The group's own tensors come first, then those of the
-groups backward visits next, across chunks. When half of the window has been used, it is filled
+It begins when backward reaches a group. The group's own tensors come first, then those of the
+groups that backward visits next, across chunks. When half of the window has been used, it is filled
 again.
 
     window  |== this group ==|== next ==|= next chunk's last =|
@@ -23,20 +23,20 @@ SMALL_BYTES = 2**18
 
 
 class Visit(Protocol):
-    """What backward comes by: a group, or all it uses again of a chunk."""
+    """What backward visits: a group, or all that the second part of a chunk's backward uses."""
 
     is_brought: bool
 
     def waiting(self) -> Iterator[Ticket]:
-        """What it will use, brought or not."""
+        """Tickets it will use, brought or not."""
         ...
 
     def wanted(self) -> Iterator[Ticket]:
-        """What it will use and has not claimed, brought or not, in the order of use."""
+        """Tickets it will use and has not claimed, brought or not, in the order of use."""
         ...
 
     def claim(self, ticket: Ticket) -> None:
-        """What it wanted is on the device, on its way there, or about to be brought for it."""
+        """Note that a wanted ticket is on the device, on its way, or about to be brought for it."""
         ...
 
 
@@ -47,7 +47,7 @@ class Upcoming:
     """Grows whenever a group was added or the order changed."""
 
     def after(self, group: Group) -> Iterator[Visit]:
-        """The visits behind ``group``, next one first. It has none."""
+        """The visits behind ``group``, next one first. This class knows none."""
         return iter(())
 
     def begin(self, group: Group) -> None:
@@ -78,7 +78,7 @@ class Prefetcher:
 
     def on_use(self, group: Group) -> None:
         """Backward uses ``group``: bring it, and fill the window."""
-        self._transfer.check_process()  # before the lock, which a thread that is not here may hold
+        self._transfer.check_process()  # before the lock, which a thread lost in a fork may hold
         with self._transfer.lock:
             if group is not self._current or not group.is_used:
                 self._reach(group)
@@ -95,7 +95,7 @@ class Prefetcher:
             self._bring(group)
 
     def comes_soon(self, ticket: Ticket) -> bool:
-        """Whether backward will ask for it within the next window of bytes."""
+        """Whether backward will ask for ``ticket`` within the next window of bytes."""
         group, room = self._current, self._window_bytes
         visits: Iterator[Visit] = iter(()) if group is None else self._upcoming.after(group)
         for following in visits:
@@ -158,7 +158,7 @@ class Prefetcher:
             self._transfer.refill_below_bytes = 0
 
     def reset(self) -> None:
-        """The step is over."""
+        """Forget where backward is: the step is over."""
         with self._transfer.lock:
             self._current = None
             self._done_at = -1
@@ -184,12 +184,12 @@ class Prefetcher:
             self._transfer.prefetch(together)
 
     def _missing(self, visit: Visit, room: int, chosen: set[Ticket]) -> tuple[list[Ticket], bool]:
-        """What of ``visit`` is not there and fits into ``room`` bytes; whether that is all.
+        """Tickets of ``visit`` to bring that fit into ``room`` bytes; whether these are all.
 
         Args:
             visit: Where to look.
-            room: What may be brought, in bytes; one ticket may always be.
-            chosen: Tickets that will be brought before it.
+            room: Bytes that may be brought. One ticket may exceed it, if no others are unused.
+            chosen: Tickets that will be brought before these.
         """
         batch: list[Ticket] = []
         may_exceed = not chosen and self._transfer.reloaded_bytes == 0
@@ -204,6 +204,8 @@ class Prefetcher:
         return batch, True
 
     def _is_to_be_had(self, ticket: Ticket, visit: Visit, chosen: set[Ticket]) -> bool:
-        """Whether nothing has to be brought for it; what is used now may still be there."""
+        """Whether nothing has to be brought for it. A source in flight counts only for the current
+        group: it may be gone when backward reaches a later one.
+        """
         is_here = visit is self._current and ticket.in_flight_source is not None
         return ticket.is_coming or ticket in chosen or is_here

@@ -1,8 +1,8 @@
 """Backward in two parts: the gradients of a chunk's inputs first, those of its weights later.
 
 Both read the same saved tensors, the second part only some of them. Which ones, and in which order,
-nobody tells beforehand; it is written down when it happens, and foreseen for the chunks of the same
-stage that follow, and for the same chunk of the next step.
+is not known beforehand: it is recorded when a part runs, and foreseen from that for later chunks of
+the same stage, and for the same chunk of the next step.
 
     split.begin(key, BackwardPass.INPUT)   # backward_one_chunk(full_backward=False)
     split.end()
@@ -44,7 +44,7 @@ class TicketIndex(NamedTuple):
 
 
 Uses = Mapping[TicketIndex, int]
-"""How often each ticket was used in a part, the one used first first."""
+"""How often each ticket was used in a part, in the order of first use."""
 
 
 class Known(NamedTuple):
@@ -63,12 +63,12 @@ class Kept(NamedTuple):
     stream: Stream
 
     def is_good(self, live: Stream) -> bool:
-        """Whether stream ``live`` would find what was saved."""
+        """Whether stream ``live`` may use it, and nobody has changed it in place."""
         return self.stream == live and self.tensor._version == self.version
 
 
 class SplitBackward:
-    """Stands before the mover of the tickets of such chunks, to see what is used when.
+    """Stands between the tickets of such chunks and their mover, to see what is used when.
 
     Args:
         inner: Moves the bytes.
@@ -116,11 +116,11 @@ class SplitBackward:
         self._used = Counter()
 
     def stop(self) -> None:
-        """It ended by an exception, and teaches nothing."""
+        """The part that runs ended by an exception, and teaches nothing."""
         self._running = None
 
     def end(self) -> None:
-        """It ended, and not by an exception."""
+        """The part that runs ended well: remember what it used."""
         if self._running is not None:
             key, part = self._running
             self._seen[key, part] = self._seen[key.vp_stage, part] = self._used
@@ -134,7 +134,7 @@ class SplitBackward:
         self._kept.clear()
 
     def foreseen(self, key: ChunkKey, part: BackwardPass) -> Uses:
-        """What the part will use, as the last one of its chunk, or of its stage, did."""
+        """What the part will use: what it last used in this chunk, or else in one of its stage."""
         seen = self._seen.get((key, part))
         return self._seen.get((key.vp_stage, part), {}) if seen is None else seen
 
@@ -160,13 +160,13 @@ class SplitBackward:
         return tensor
 
     def _forget_gone(self, key: ChunkKey) -> None:
-        """What is kept for tickets that autograd let go. See NOTE [ Nobody is called ]."""
+        """Drop what is kept for tickets that autograd let go. See NOTE [ Nobody is called ]."""
         kept = self._kept[key]
         for index in [index for index, one in kept.items() if one.ticket() is None]:
             del kept[index]
 
     def stays(self, key: ChunkKey, index: TicketIndex) -> bool:
-        """Whether it is on the device after the first part, for the second."""
+        """Whether the first part leaves a ticket's payload on the device, for the second."""
         return self._is_keeping and index in self.foreseen(key, BackwardPass.INPUT)
 
 
@@ -187,7 +187,7 @@ class WeightPass:
         self._unclaimed: dict[TicketIndex, int] | None = None
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
-        """Whether nothing, or nothing in groups of that name, is known to be used."""
+        """Whether it is known to use nothing. With a name always, for it has no groups."""
         return name is not None or not self._foreseen()
 
     def visits(self) -> Iterator[WeightPass]:
@@ -196,12 +196,14 @@ class WeightPass:
             yield self
 
     def waiting(self) -> Iterator[Ticket]:
-        """What it is known to use."""
+        """Tickets it is known to use."""
         found = (self._ticket(index) for index in self._foreseen())
         return (ticket for ticket in found if ticket is not None)
 
     def wanted(self) -> Iterator[Ticket]:
-        """What must be on the device, in the order of use, but for what the first part keeps."""
+        """Tickets that must be on the device, in the order of use, but for what the first part
+        leaves there.
+        """
         if self._unclaimed is None:
             self._unclaimed = dict(self._foreseen())
         for index in list(self._unclaimed):
@@ -210,7 +212,7 @@ class WeightPass:
                 yield ticket
 
     def claim(self, ticket: Ticket) -> None:
-        """Its memory stays until this part has used it, also where the first part is to bring it.
+        """Keep its memory until this part has used it, also where the first part is to bring it.
 
         See NOTE [ Uses ].
         """

@@ -1,12 +1,12 @@
 """Saved tensors of forwards in which nobody marks groups: they gather, and leave together.
 
-What was saved last is a group that is open. It leaves when that is said, or when it has as many
-tensors as it may; groups come back in reverse order, ahead of their backward. Every forward is a
+Saved tensors join the open group. It leaves in :meth:`ActivationStash.send`, or when it has
+``max_tensors``. Groups come back in reverse order, ahead of their backward. Every forward is a
 microbatch of its own, so any number may be in flight.
 
-    stash.begin()               # the forward of a microbatch
-    packed = stash.pack(tensor) # as a pack hook
-    stash.send()                # what gathered leaves
+    stash.begin()                # the forward of a microbatch
+    packed = stash.pack(tensor)  # as a pack hook
+    stash.send()                 # what gathered leaves
     packed.unpack()
 """
 
@@ -33,7 +33,7 @@ from pp_offload.config import OffloadConfig, config_or_default
 
 
 class _Forward(threading.local):
-    """The forward that runs, one a thread."""
+    """The forward that runs on a thread."""
 
     def __init__(self) -> None:
         self.chunk: Chunk | None = None
@@ -45,10 +45,10 @@ class ActivationStash:
 
     Args:
         name: Of its groups, for messages.
-        config: Which tiers, and how much of them. What it says of groups does not count.
+        config: Which tiers, and how much of them. Options about groups have no effect.
         min_offload_size: Smaller tensors stay on the device. In bytes.
-        max_tensors: As many are sent without being told to; None for no limit.
-        use_pin_memory: Offload to memory that copies need to run beside compute.
+        max_tensors: So many leave together without a :meth:`send`; None for no limit.
+        use_pin_memory: Offload to pinned memory, which copies need to run beside compute.
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Attributes:
@@ -82,12 +82,12 @@ class ActivationStash:
 
     def _start_in_child(self) -> None:
         """A forked process has an engine of its own: see :mod:`pp_offload._megatron.forked`."""
-        self._inherited = old = self._wiring  # not let go of, or it would wait for its copies
+        self._inherited = old = self._wiring  # kept, or its end would wait for its copies
         self._start()
         self._wiring.eligibility.kept = old.eligibility.kept
 
     def begin(self) -> None:
-        """The forward of a microbatch begins; what the last one left here is sent."""
+        """Begin the forward of a microbatch, and offload what the last one left here."""
         if self._owner != current():
             self._start_in_child()
         self.send()
@@ -100,7 +100,7 @@ class ActivationStash:
 
     @property
     def is_over(self) -> bool:
-        """Whether no forward has begun, or its backward has."""
+        """Whether no forward has begun, or the backward of the last one has."""
         chunk = self._forward.chunk
         return chunk is None or bool(chunk.groups and chunk.groups[-1].is_used)
 

@@ -30,7 +30,7 @@ class StepRecord(Step):
         self.pipeline_rank = 0
         self.is_warmup = True
         self.smallest_numel: int | None = None
-        """The least elements of a tensor that may leave; None before a forward with grad."""
+        """Elements that a tensor needs at least to leave; None before a forward with grad."""
 
         self.is_partly_forgotten = False
         """Whether it has so many chunks that finished ones were forgotten."""
@@ -45,7 +45,7 @@ class StepRecord(Step):
         self._numbers: Counter[int] = Counter()
 
     def add(self, chunk: Chunk, split: SplitBackward | None) -> ChunkKey:
-        """A chunk's first group starts: give it its number, and queue it."""
+        """A chunk's first group starts: give the chunk its number, and queue it."""
         number = chunk.microbatch
         if number is None:
             number = self._numbers[chunk.vp_stage]
@@ -96,7 +96,7 @@ class StepRecord(Step):
         self.change()
 
     def skip(self, chunk: Chunk) -> None:
-        """The forward of ``chunk`` is over. Without groups, nobody waits for its backward."""
+        """The forward of ``chunk`` is over. If it has no groups, its backward is not waited for."""
         if chunk.key is None and chunk.microbatch is not None:
             self.queue.skip(ChunkKey(chunk.vp_stage, chunk.microbatch))
 
@@ -105,7 +105,7 @@ class StepRecord(Step):
         return self._forward.get(key)
 
     def after(self, group: Group) -> Iterator[Visit]:
-        """What is left of the chunk, as its earlier groups, last first; then what is queued."""
+        """What is left of the chunk, such as its earlier groups, last first; then the queue."""
         chunk = self._chunk_of(group)
         if self.weight_pass is not None:
             yield from self.weight_pass.visits()
@@ -140,7 +140,7 @@ class StepRecord(Step):
         return None
 
     def is_complete(self) -> bool:
-        """Whether something was saved in groups, and backward reached each that it was saved in."""
+        """Whether groups saved something, and backward reached each group that did."""
         if self.is_partly_forgotten:
             return False
         return bool(self._backward) and all(chunk.is_finished() for chunk in self._forward.values())

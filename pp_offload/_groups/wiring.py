@@ -26,7 +26,7 @@ from pp_offload.config import OffloadConfig
 
 
 class Step(Upcoming):
-    """What chunks tell the step they are part of, and ask it. This one is of a chunk alone."""
+    """The step, as its chunks see it. This one has a single chunk."""
 
     def add(self, chunk: Any, split: SplitBackward | None) -> ChunkKey | None:
         """A chunk's first group starts.
@@ -36,7 +36,7 @@ class Step(Upcoming):
             split: Says whether its backward comes in two parts.
 
         Returns:
-            Its key, where there are others.
+            Its key, in a step that may have others.
         """
         return None
 
@@ -93,12 +93,12 @@ class Wiring:
         step: Step,
         allocate: Allocate | None = None,
     ) -> Wiring:
-        """As the options say, for chunks of which somebody knows what comes next.
+        """A wiring as the options say, with prefetch.
 
         Args:
             backend: Device to work on.
-            config: All of it that is not about the plan.
-            step: Knows that.
+            config: The options; those about the plan are not used here.
+            step: Knows what backward visits next.
             allocate: Gives host memory, as for :func:`make_engine`.
         """
         transfer = make_engine(backend, config, allocate)
