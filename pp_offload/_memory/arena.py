@@ -97,12 +97,12 @@ class Arena:
 
     @classmethod
     def of(cls, slabs: Sequence[int], live: Iterable[Range], alignment: int = 512) -> Arena:
-        """The books made anew from what is really there, after an interrupt in the middle of them.
+        """An arena made anew from what is really there, after an interrupt in the middle of a call.
 
         Args:
             slabs: Sizes, in the order they were added.
-            live: Ranges somebody has.
-            alignment: As it was.
+            live: Ranges that somebody has.
+            alignment: That of the old arena.
         """
         taken: dict[int, list[Range]] = {}
         for one in live:
@@ -117,7 +117,7 @@ class Arena:
 
         Args:
             nbytes: Its size.
-            taken: What is in use of it already.
+            taken: Ranges of it that are in use already.
 
         Returns:
             The slab's index, counting from 0 in the order of the calls.

@@ -1,7 +1,7 @@
-"""Buffers that nobody has, to be found by size, or by how long nobody had them.
+"""Buffers that nobody has, found by size or by how long nobody had them.
 
 bins.add(buffer)
-bins.pop(nbytes)       # of that size; one that nobody uses, if that is soon found
+bins.pop(nbytes)       # of that size; one that no copy uses, if that is soon found
 bins.longest_unused()  # the few to be carved anew first
 """
 
@@ -24,13 +24,13 @@ class Bins:
         self._oldest_first: OrderedDict[HostBuffer, None] = OrderedDict()
 
     def add(self, buffer: HostBuffer) -> None:
-        """Nobody has it any more."""
+        """Add a buffer that nobody has any more."""
         self._by_size.setdefault(buffer.nbytes, {})[buffer] = None
         self._oldest_first[buffer] = None
 
     def pop(self, nbytes: int) -> HostBuffer | None:
-        """One of that size: the last if no copy uses it any more, for it is in the cache; else the
-        first, whose copies end before those of all others.
+        """A buffer of that size: the one added last if no copy uses it any more, for it may be in
+        the CPU's cache; else the one added first, whose copies end before those of all others.
         """
         same = self._by_size.get(nbytes)
         if not same:
@@ -42,7 +42,7 @@ class Bins:
         return buffer
 
     def remove(self, buffer: HostBuffer) -> None:
-        """It is somebody's, or carved anew."""
+        """Remove a buffer that somebody gets, or that is carved anew."""
         same = self._by_size[buffer.nbytes]
         del same[buffer]
         del self._oldest_first[buffer]

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHARE = 0.8
-"""Of the memory available, what the ranks of a host may take together by default."""
+"""The part of the available memory that the ranks of a host may take together by default."""
 
 LAUNCHERS_SAY = (
     "LOCAL_WORLD_SIZE",  # torchrun
@@ -50,8 +50,8 @@ class Reserved:
 class _Process:
     """What all budgets of this process reserved together.
 
-    It is added up when asked for: nothing is subtracted that an interrupt could leave out, and no
-    Python code runs where a reservation ends.
+    It is summed when asked for, not kept as a count: there is no subtraction that an interrupt
+    could leave out, and no Python code runs where a reservation ends.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class _Process:
             return reserved
 
     def begin_anew(self) -> None:
-        """In a forked process: the lock may be held by a thread that is not there."""
+        """A new lock for a forked process: a thread that is not there may hold the old one."""
         self._lock = threading.RLock()
 
 
@@ -120,7 +120,7 @@ class HostBudget:
             force: Count them even then.
 
         Returns:
-            To be kept for as long as they are used.
+            An object to keep for as long as the bytes are used.
         """
         return _PROCESS.reserve(nbytes, UNLIMITED if force else self.limit_bytes)
 

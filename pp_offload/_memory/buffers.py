@@ -22,16 +22,16 @@ Spec = tuple[torch.Size, torch.dtype]
 """A contiguous tensor that a buffer is to hold."""
 
 Place = tuple[int, Tensor]
-"""Its first byte in the buffer, and the tensor there."""
+"""A first byte in the buffer, and the tensor there."""
 
 
 class HostBuffer:
     """Host memory in one piece or several, and the copies that used it last.
 
     Attributes:
-        last_use: By a stream.
-        before: Other uses of the same memory until something waited for them: what was under way
-            when it was carved, and a thread that writes it to disk.
+        last_use: The end of the copy, or of the read from disk, that used it last.
+        before: The ends of other uses of the same memory, until something has waited for them: of
+            copies under way when it was carved, and of a thread that writes it to disk.
     """
 
     __slots__ = (
@@ -70,7 +70,7 @@ class HostBuffer:
     def shaped(self, parts: list[Spec]) -> list[Place]:
         """Where contiguous tensors lie, one behind the other. Made once for the same parts.
 
-        One that a single piece does not hold is a tensor without bytes, on the ``meta`` device.
+        A tensor that no single piece holds is on the ``meta`` device, without bytes.
         """
         if self._shape[0] != parts:
             self._shape = parts, list(self._placed(parts))

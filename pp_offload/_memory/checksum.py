@@ -1,4 +1,4 @@
-"""The checksum of bytes that leave memory, of xxhash: as fast as memory is read.
+"""The checksum of bytes that leave memory: that of xxhash, which is as fast as memory is read.
 
 total = new_checksum()
 total.update(data.data)  # of a contiguous array; any number of times
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def new_checksum() -> xxh3_64:
-    """Of no bytes yet."""
+    """A checksum of no bytes yet."""
     # Here, so that a machine on which nothing goes to disk and nothing is verified can do without.
     from xxhash import xxh3_64
 
@@ -24,7 +24,7 @@ def new_checksum() -> xxh3_64:
 
 
 def checksum(data: NDArray) -> int:
-    """Of a contiguous array, in 64 bits."""
+    """The checksum of a contiguous array, in 64 bits."""
     total = new_checksum()
     total.update(data.data)
     return total.intdigest()

@@ -1,7 +1,8 @@
 """Disk space for offloaded bytes: one file, extents from an arena, threads that write and read.
 
 The file has no name, so nothing is left of it when the process and those forked from it have ended,
-however they end. Every extent has a checksum, compared when it is read. Only its owner may read it.
+however they end. Only the user it belongs to may open it. Every extent has a checksum, which is
+compared when the extent is read.
 
     extent = file.allocate(nbytes)
     written = file.write(extent, data)   # data must stay unchanged until the event; then see
@@ -9,9 +10,9 @@ however they end. Every extent has a checksum, compared when it is read. Only it
     read = file.read(extent, target)     # after the write, whoever asks
     del extent                           # on any thread: what was not written yet never is
 
-What is there is told by the extents and file ranges that somebody refers to; the arena and the
-counts are books, made anew after an interrupt as in ``host.py``. A forked process has the
-parent's file open as well, and must not touch it: there this raises.
+The truth is in the extents and file ranges that somebody refers to; the arena and the counts are
+books, made anew after an interrupt: see NOTE [ Ground truth ]. A forked process has the parent's
+file open as well, and must not touch it: ``allocate``, ``write`` and ``read`` raise there.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ Step = Callable[[int, memoryview, int], int]
 
 
 class DiskEvent:
-    """The end of some work of its threads. Without any it has ended."""
+    """The end of some work of the file's threads. One without work has ended."""
 
     __slots__ = ("_pieces",)
 
@@ -75,7 +76,7 @@ class DiskEvent:
         return cls([piece for event in events for piece in event._pieces])
 
     def follow(self, piece: Piece) -> None:
-        """It ends with this, which is about to be queued."""
+        """Have it end with ``piece``, which is about to be queued."""
         self._pieces = (piece,)
 
     def query(self) -> bool:
@@ -91,11 +92,11 @@ class DiskEvent:
         """
         failures = [piece.result() for piece in self._pieces]
         for failure in filter(None, failures):
-            raise DiskTierError(str(failure))  # a new one: its traceback holds graphs
+            raise DiskTierError(str(failure))  # a new one: a traceback holds graphs
 
 
 class _FileRange:
-    """A range of the file, and what was found when it was written.
+    """A range of the file, and how writing it went.
 
     An extent refers to it, and so does a thread while it works on it. Nobody else gets the range
     before both are done.
@@ -164,8 +165,8 @@ class _Size:
 class _File:
     """A file without a name, open for as long as anybody refers to this object.
 
-    Those that write do, so one of them closes it if it was ever written: what a signal handler
-    raises in a destructor is lost, and signals are handled on the main thread.
+    The threads that write do, so one of them closes a file that was ever written: what a signal
+    handler raises in a destructor is lost, and signals are handled on the main thread.
     """
 
     __slots__ = ("_fds",)
@@ -270,13 +271,13 @@ class DiskFile:
     def write(self, extent: DiskExtent, data: Tensor, ended: DiskEvent | None = None) -> DiskEvent:
         """Queue writing ``data``, a flat ``uint8`` host tensor of the extent's size.
 
-        It is not written any more when nobody refers to the extent.
+        Once nobody refers to the extent, the rest of it is not written.
 
         Args:
             extent: Where.
             data: What; it must not change until it was written.
-            ended: An event that nobody waits for yet; then who uses the memory of ``data`` next can
-                know it before anything is queued.
+            ended: An event to use in place of a new one, so that the next user of the memory of
+                ``data`` knows it before anything is queued.
 
         Returns:
             An event, which never raises: ``extent.failure`` says what went wrong.
@@ -370,7 +371,7 @@ class DiskFile:
         earlier = after if before is None else (before, *after)
 
         def run() -> DiskTierError | None:
-            for event in earlier:  # a thread may be stuck at a disk; a copy of a device ends
+            for event in earlier:  # a copy ends; a disk may be stuck, and must not hold up exit
                 with nullcontext() if isinstance(event, DiskEvent) else inside_torch():
                     wait_for((event,))
             return work()
@@ -395,10 +396,10 @@ class DiskFile:
         total: xxh3_64,
         owner: Callable[[], object] = lambda: True,
     ) -> DiskTierError | None:
-        """Write or read all of ``data``, while it has an owner; what went wrong, if anything.
+        """Write or read all of ``data``, while it has an owner; returns what went wrong, if any.
 
-        It is not raised here: it is kept, and its traceback would keep the data alive. Every block
-        is summed while it is in the cache.
+        A failure is not raised: it is kept, and its traceback would keep the data alive. Every
+        block goes into the checksum while it is in the CPU's cache.
         """
         try:
             for begin in range(0, len(data), BLOCK_BYTES):
@@ -416,7 +417,7 @@ class DiskFile:
     def _transfer_block(
         self, file_range: _FileRange, begin: int, rest: memoryview, step: Step
     ) -> DiskTierError | None:
-        """Go on until it is done, however short the steps are."""
+        """Write or read one block, however little of it a system call does at a time."""
         at = begin
         while rest:
             try:
@@ -452,7 +453,7 @@ class DiskFile:
         return found
 
     def _settle(self) -> None:
-        """File what nobody has any more; first make the books anew if need be."""
+        """Take back what nobody has any more; first make the books anew if need be."""
         if self._is_suspect:
             self._make_books()
         self._is_suspect = True
@@ -463,7 +464,7 @@ class DiskFile:
         self._is_suspect = False
 
     def _make_books(self) -> None:
-        """From what is there, after an interrupt in the middle of them."""
+        """Make the books from what is there, after an interrupt while they were changed."""
         self._in_use = _Size(0, 0)
         for size in self._extents.audit():
             self._in_use = self._in_use.plus(size)
@@ -487,7 +488,7 @@ def _unnamed_file(directory: Path) -> int:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         fd, name = tempfile.mkstemp(prefix="pp_offload-", dir=directory)  # mode 0600
         os.unlink(name)
-    except (OSError, ValueError) as failure:  # the latter is of a NUL byte in the path
+    except (OSError, ValueError) as failure:  # ValueError: a NUL byte in the path
         found = "it is a file" if directory.is_file() else failure
         raise DiskTierError(
             f"disk tier: no file can be made in {str(directory)!r}: {found}; set disk_dir to a "

@@ -3,17 +3,17 @@
 A step needs the sizes the last one needed, so a buffer that nobody has waits for the next request
 of its size: no search, no system allocation. Before new memory is asked for, waiting buffers go
 back to the arena, where neighbours become one range again; and where no range is long enough, a
-buffer is made of several. So the slabs need not hold more than was live at the peak. Not even
-copies that still read what was freed make it ask: the next user's copy waits for them.
+buffer is made of several. So the slabs need not hold more than was live at the peak. A free buffer
+is used again even while copies still read it: the next user's copy waits for them.
 
     loan = memory.allocate(nbytes)  # loan.buffer: to be written when its last_uses have finished
     del loan                        # on any thread; then the buffer is to be had again
 
 NOTE [ Ground truth ]
-    An interrupt may come between any two lines. What is there is told by the slabs, by the loans
-    that somebody refers to, and by the buffers that were carved with the copies that used them.
-    All else is books: the arena, the bins, the counts. They are out of order while they are
-    changed; a call that finds them so, since the last one was interrupted, makes them anew.
+    An interrupt may come between any two lines. The truth is in the slabs, in the loans that
+    somebody refers to, and in the buffers that were carved, which know the copies that used them.
+    All else is books: the arena, the bins, the counts. A call marks them as suspect while it
+    changes them; one that finds the mark, since the last call was interrupted, makes them anew.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ALIGNMENT = 512
 """Of buffers in a slab. In bytes."""
 
 MAX_SIZES = 256
-"""So many sizes may wait for the next request of their size."""
+"""Buffers of so many sizes may wait for the next request of their size."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _InUse:
 
 
 class HostMemory:
-    """Bounded by what was live at the peak, not by all sizes ever seen.
+    """Host memory, bounded by what was live at the peak and not by all sizes ever seen.
 
     Loans may end on any thread. The rest is for one thread at a time.
 
@@ -141,14 +141,14 @@ class HostMemory:
         Args:
             nbytes: At least one.
             num_payloads: How many payloads share it; only counted.
-            force: Take it also over the budget, for bytes that must come back; in one piece.
+            force: Take it even over the budget, for bytes that must come back; in one piece.
 
         Returns:
             It is taken for as long as anybody refers to this object.
 
         Raises:
             MemoryError: It would be over the budget, or the host has no more to give.
-            Unfinished: Slabs must go for it that copies still use. Nothing was begun.
+            Unfinished: To make room, slabs must go that copies still use. Nothing was begun.
             ClosedError: It was closed.
         """
         if self._is_closed:
@@ -169,11 +169,11 @@ class HostMemory:
         return loan
 
     def compact(self) -> None:
-        """Between steps: make the slabs as few and as large as hold the peak so far.
+        """Between steps: have the fewest and largest slabs that hold the peak so far.
 
         Does nothing while a buffer is in use, or if nothing changed since the last time. Never asks
-        for more than there is; if the system has less than before, fewer slabs are left. A tier of
-        whole pieces keeps the slabs it has.
+        for more than there is; if the system has less than before, fewer slabs are left. Where
+        buffers may not be split, the slabs stay as they are.
 
         Raises:
             Unfinished: Copies still use the slabs.
@@ -238,13 +238,13 @@ class HostMemory:
                 event.synchronize()
 
     def _last_uses(self) -> Iterator[Event]:
-        """The system may give freed memory to anybody, who knows nothing of our streams."""
+        """What must end before memory is freed: the system may give it to anybody at once."""
         return chain(self._unfinished, *(buffer.last_uses() for buffer in self._carved))
 
     # The books
 
     def _settle(self) -> None:
-        """File what nobody has any more; first make the books anew if need be."""
+        """Take back what nobody has any more; first make the books anew if need be."""
         if self._is_suspect:
             self._make_books()
         self._is_suspect = True
@@ -256,7 +256,7 @@ class HostMemory:
         self._is_suspect = False
 
     def _make_books(self) -> None:
-        """From what is there. Whoever gets memory from now on waits for all earlier uses of it."""
+        """Make the books from what is there. New buffers wait for all earlier uses of memory."""
         live = self._loans.audit()
         self._note_uses(self._carved.difference(live))
         self._carved = set(live)
@@ -266,7 +266,10 @@ class HostMemory:
         self._in_use = _InUse(live, self._in_use)
 
     def _note_uses(self, buffers: Iterable[HostBuffer]) -> None:
-        """These are carved anew. In one statement, before they are forgotten."""
+        """Keep the unfinished uses of buffers that are about to be carved anew.
+
+        They are set in one statement, before the buffers go, or an interrupt might lose some.
+        """
         uses = {id(event): event for event in self._unfinished}
         for buffer in buffers:
             uses |= {id(event): event for event in buffer.last_uses() if not event.query()}
@@ -281,7 +284,7 @@ class HostMemory:
             for one in buffer.ranges:
                 self._arena.free(one)
 
-    # Inside what follows they are out of order
+    # The books are out of order inside what follows
 
     def _carve(self, nbytes: int, force: bool) -> HostBuffer:
         buffer = HostBuffer(nbytes, self._ranges(nbytes, force), self._slabs)
@@ -334,7 +337,7 @@ class HostMemory:
             self._free(idle)
 
     def _free_busy(self, room: int) -> None:
-        """Free others as well; whoever gets memory from now on waits for their uses."""
+        """Free buffers that copies still use as well; new buffers wait for these copies."""
         while self._arena.largest_free_bytes < room and (few := self._bins.longest_unused()):
             self._free(few)
 
@@ -353,7 +356,7 @@ class HostMemory:
             self._trim()
 
     def _replace_slabs(self, sizes: list[int]) -> None:
-        """Slabs of exactly these sizes, keeping those there are where theirs serve."""
+        """Have slabs of exactly these sizes; those there are that have one of them stay."""
         kept, missing = _among(self._slabs, sizes)
         self._keep(kept)
         self._trim()
@@ -362,7 +365,7 @@ class HostMemory:
                 self._add(slab)
 
     def _keep(self, slabs: list[Slab]) -> None:
-        """Of all slabs these, when nobody has a buffer and all copies are done."""
+        """Drop all slabs but these. Nobody has a buffer, and all copies are done."""
         self._carved, self._unfinished, self._slabs = set(), [], slabs
         self._bins = Bins()
         self._arena = Arena.of([slab.nbytes for slab in slabs], (), ALIGNMENT)

@@ -45,7 +45,7 @@ def host_tensors(
 
 
 def _apart(piece: Tensor) -> Tensor:
-    """The same bytes as a storage, which keeps the whole they are a piece of."""
+    """The same bytes as a storage of their own, which keeps the whole allocation alive."""
     return torch.frombuffer(piece.numpy(), dtype=torch.uint8) if piece.numel() else piece.clone()
 
 

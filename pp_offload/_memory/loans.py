@@ -1,9 +1,10 @@
 """What was handed out and is still referred to.
 
-An owner gives nothing back: it is noticed that nobody refers to it any more. No Python code runs at
-that moment, since it comes where autograd frees a node, and what a signal handler raises there is
-only printed. A weak reference files itself, by a C function; it is looked at in the next call. The
-loans hold that reference, for one that went with its owner would file nothing.
+An owner gives nothing back: a loan ends when nobody refers to its owner any more. No Python code
+may run at that moment, since autograd may be freeing a node, and what a signal handler raises there
+is only printed. So the loan is a weak reference whose callback is the ``append`` of a queue, which
+is C; the next call looks at the queue. :class:`Loans` holds the references, for the callback of one
+that went with its owner would not be called.
 
     loans = Loans[HostBuffer]()
     loans.add(owner, buffer)
@@ -56,6 +57,6 @@ class Loans(Generic[Lent]):
         return found
 
     def audit(self) -> list[Lent]:
-        """What is lent to owners that are there; :meth:`ended` will not give the rest any more."""
+        """What is lent to living owners. :meth:`ended` will not give what the others had."""
         self._current = {key: one for key, one in self._current.items() if one() is not None}
         return [loan.lent for loan in self._current.values()]

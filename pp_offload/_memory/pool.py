@@ -2,8 +2,8 @@
 
 A training step asks for the same shapes over and over, and pinned host memory in particular is
 slow to acquire. So a freed tensor waits in the queue of its shape and dtype. The bytes come from an
-arena, so that what one shape needs no more another can have; those of the host are asked for, and
-counted, where the engine's are.
+arena, so that another shape can have what one needs no more. Host memory comes from where the
+engine's does, and counts in the same budget.
 
     pool = GPUTensorPool(device="cpu", pin_memory=True)
     tensor = pool.allocate((128, 512), torch.bfloat16)  # contents undefined
@@ -38,28 +38,28 @@ ALIGNMENT = 512
 
 
 class _Block:
-    """Memory of its own, parcelled out."""
+    """A piece of the pool's memory, and the arena that parcels it out."""
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
         self.make_books(())
 
     def make_books(self, taken: Iterable[Range | None]) -> None:
-        """In which these ranges are in use."""
+        """Make an arena in which these ranges are in use."""
         live = [one for one in taken if one is not None]
         self.arena = Arena.of([self.data.numel()], live, ALIGNMENT)
 
 
 @dataclass(slots=True, eq=False)
 class _Lease:
-    """A tensor of the pool, and where its bytes are from; one without bytes is from nowhere."""
+    """A tensor of the pool, and where its bytes are; one without bytes has no block."""
 
     tensor: Tensor
     key: _Key
     block: _Block | None = None
     range_: Range | None = None
     freed_at: int = 0
-    """Which of the pool's frees it was."""
+    """How many frees the pool had seen with this one."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is this one, or begins in its bytes."""
@@ -100,11 +100,11 @@ class PoolStatus(TypedDict):
 class GPUTensorPool:
     """Tensors on one device, handed out and taken back in constant time.
 
-    NOTE [ Footprint ]. Where none of its shape and dtype is free, a tensor is carved from blocks of
-    the pool. Before, free tensors of other shapes are let go, the longest unused first, until their
-    bytes cover the new one, and more where their bytes do not lie together. So tensors never hold
-    more bytes than were once in use at the same time, however many shapes come by. Only when all
-    that does not help is a block asked for; those that nobody uses go back first.
+    NOTE [ Footprint ]. If no tensor of its shape and dtype is free, a new one is carved from blocks
+    of the pool. Before that, free tensors of other shapes are let go, the longest unused first,
+    until they have as many bytes as the new one, and more if their bytes do not lie together. So
+    tensors never hold more bytes than were once in use at the same time, however many shapes there
+    are. If all that does not help, unused blocks go back, and a new one is acquired.
 
     A tensor is known by its address, so a view of a pooled tensor frees the whole of it. The pool
     does not order streams: free a tensor only after waiting for the copies that use it. It is not
@@ -117,7 +117,7 @@ class GPUTensorPool:
 
     Raises:
         ValueError: There is no such device, or ``pin_memory`` was asked for device memory.
-        TypeError: ``device`` is none.
+        TypeError: ``device`` is no device, and no name of one.
 
     Source: Megatron-LM ``GPUTensorPool``.
     """
@@ -268,7 +268,7 @@ class GPUTensorPool:
         return block, range_
 
     def _acquire(self, nbytes: int) -> Tensor:
-        """Memory for a block, which of the host is counted for as long as a tensor is on it."""
+        """Memory for a block; host memory counts in the budget for as long as a tensor is on it."""
         if self._source is None:
             size = whole_slab_bytes(nbytes)
             return torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -290,7 +290,7 @@ class GPUTensorPool:
         return lease
 
     def _recycle(self, lease: _Lease) -> None:
-        """Queue a tensor; one that is no longer what was handed out, or has a history, anew."""
+        """Queue a tensor; or a new one on its bytes, if it requires grad or was reshaped."""
         tensor = lease.tensor
         if tensor.requires_grad or tensor.shape != lease.key[0] or not tensor.is_contiguous():
             if lease.block is None or lease.range_ is None:
@@ -300,7 +300,7 @@ class GPUTensorPool:
         self._free.setdefault(lease.key, deque()).append(lease)
 
     def _lease_of_view(self, tensor: Tensor) -> _Lease:
-        """Whose bytes a view begins in; it is in use no more."""
+        """Take out the lease in whose bytes ``tensor`` begins."""
         check_kind("tensor", tensor, Tensor, "one that allocate() gave")
         if not has_storage(tensor):
             raise self._foreign(tensor)

@@ -54,7 +54,7 @@ class SlabSource:
         self._is_pageable = False
 
     def acquire(self, nbytes: int, granule: int) -> list[Slab]:
-        """Slabs that hold ``nbytes`` together; the last is of ``granule`` bytes.
+        """Slabs that hold ``nbytes`` together, none smaller than ``granule`` unless pinning fails.
 
         Memory that can be pinned only in smaller pieces comes in smaller pieces. When even those
         fail, ordinary memory is used from then on, with one warning.
@@ -105,7 +105,7 @@ class SlabSource:
         )
 
     def _slab(self, nbytes: int, *, force: bool = False) -> Slab | None:
-        """None if it cannot be pinned."""
+        """One slab; None if it cannot be pinned."""
         reserved = self.budget.reserve(nbytes, force=force)
         if reserved is None:
             raise self._over_budget(nbytes)
@@ -130,7 +130,7 @@ class SlabSource:
 
 
 class _Memory(np.ndarray):
-    """Bytes of an owner, who is there for as long as a storage is on them."""
+    """Bytes that keep their owner for as long as a storage is on them."""
 
     owner: object
 
@@ -160,7 +160,7 @@ def whole_slab_bytes(nbytes: int) -> int:
 
 
 def powers_of_two(nbytes: int, granule: int) -> Iterator[int]:
-    """The fewest powers of two that make up ``nbytes``, the last multiple of ``granule`` included.
+    """The fewest powers of two that make up ``nbytes``, rounded up to a multiple of ``granule``.
 
     Largest first. ``granule`` is a power of two.
     """

@@ -1,4 +1,4 @@
-"""What must end before memory can be had: a tier says it, and who holds no lock waits.
+"""Waits for what must end before memory can be had, where no lock is held.
 
 def allocate() -> Loan: ...                # raises Unfinished; then nothing was begun
 loan = when_finished(lock, allocate)       # with the lock held, but for the waits
@@ -32,14 +32,14 @@ def check_finished(events: Iterable[Event]) -> None:
 
 
 def wait_for(events: Iterable[Event]) -> None:
-    """Block until all have ended; raises what a copy raised, which would never be seen to end."""
+    """Block until all have ended. Raises what a copy raised, or it would be waited for again."""
     for event in events:
-        with suppress(TierError):  # who needs these bytes hears of it
+        with suppress(TierError):  # whoever needs these bytes gets it
             event.synchronize()
 
 
 def when_finished(lock: AbstractContextManager[Any], act: Callable[[], T]) -> T:
-    """Do it with the lock held; what it has to wait for is waited for without, before each new try.
+    """Call ``act`` with the lock held; wait without it for what it raises, and call it again.
 
     Not to be called with the lock held already.
     """
@@ -49,4 +49,4 @@ def when_finished(lock: AbstractContextManager[Any], act: Callable[[], T]) -> T:
                 return act()
         except Unfinished as unfinished:
             events = unfinished.events
-        wait_for(events)  # when nobody keeps the error any more, whose frames hold tensors
+        wait_for(events)  # outside the except: the error's frames hold tensors
