@@ -47,12 +47,12 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     The two sizes are given by name: torchtune and TRL have them in a different order.
 
     Args:
-        use_pin_memory: Put it in pinned memory, which copies need to run beside compute.
-        use_streams: Let them; otherwise compute waits for every copy, and none is made ahead,
-            whatever ``config`` says.
+        use_pin_memory: Offload to pinned memory, which copies need to run beside compute.
+        use_streams: Let them run beside it; otherwise compute waits for every copy, and nothing is
+            prefetched, whatever ``config`` says.
         min_offload_size: Smaller tensors stay on the device. In bytes.
         max_fwd_stash_size: How many tensors may be on the device before they leave together.
-        config: Which tiers, and how much of them. What it says of groups does not count.
+        config: Which tiers, and how much of them. Options about groups have no effect.
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Raises:
@@ -98,7 +98,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     has_said_that_it_copies = False
 
     def _say_if_nothing_leaves(self, config: OffloadConfig) -> None:
-        """Once in a process: it may be a comparison, or a machine whose accelerator is not seen."""
+        """Warn, once in a process: it may be a comparison, or an accelerator that is not seen."""
         backend = self.stash.backend
         is_of_use = not backend.is_host or "disk" in config.tiers
         if not is_of_use and not OffloadActivations.has_said_that_it_copies:
@@ -111,7 +111,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             )
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
-        """Begin the forward of a microbatch; where one runs again, its tensors stay."""
+        """Begin the forward of a microbatch; in a recomputation, tensors stay on the device."""
         while self._here.entered and self._here.entered[-1].is_over:
             self._leave()
         entered = _Entered(HookScope(Caller.of(1)))
@@ -153,7 +153,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     def keep_module(self, model: Module) -> None:
         """Leave parameters and buffers where they are, whichever view of them is saved.
 
-        Without it buffers are found when a forward comes by their module, which takes some time.
+        Without it a hook on every module's forward finds the buffers, which takes some time.
         """
         check_kind("model", model, Module, "an nn.Module")
         self._knows_model = True
@@ -168,7 +168,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         return self.stash.statistics()
 
     def _keep_buffers(self, module: Module, _: object) -> None:
-        """Batch norm changes its own without a trace, so they must not be under way."""
+        """Keep buffers: batch norm changes its own without a trace, also while a copy runs."""
         for buffer in module._buffers.values():
             if buffer is not None:
                 self.stash.keep(buffer)
@@ -181,7 +181,7 @@ class _Entered:
         scope: Hooks for saved tensors.
 
     Attributes:
-        watch: Sees modules whose forward comes by.
+        watch: A hook that sees each module whose forward runs.
     """
 
     def __init__(self, scope: HookScope) -> None:
@@ -217,8 +217,8 @@ def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Pac
 class NoOpManager(saved_tensors_hooks, ContextDecorator):
     """What autograd saves inside stays on the device, also inside :class:`OffloadActivations`.
 
-    And inside a checkpoint, which then keeps it. For a module that may be in one, there is
-    :func:`pp_offload._activations.exclusions.exclude`.
+    A checkpoint around it keeps what is saved inside, too. For a module that may be in one, there
+    is :func:`pp_offload._activations.exclusions.exclude`.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """Modules whose saved tensors stay on the device, such as a model's output head.
 
-Their forward is marked; who packs saved tensors asks for the mark. Hooks of their own would do
+Their forward sets a mark, and a pack hook asks for it. Saved-tensor hooks of their own would do
 harm inside a checkpoint: they would take the place of its hooks, and keep what it is to drop.
 
     exclude(module)  # once
-    is_excluded()      # in a pack hook: does such a module's forward run?
+    is_excluded()    # in a pack hook: does such a module's forward run?
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_excluded() -> bool:
 
 
 def forget_excluded() -> None:
-    """A forward begins: what an interrupt left of another one here is gone."""
+    """A forward begins: forget marks that an interrupt left of another one."""
     _running.modules.clear()
 
 
@@ -57,7 +57,7 @@ def _enter(module: Module, _: object) -> None:
 def _leave(module: Module, *_: object) -> None:
     """Take the mark away, and those of modules inside that never ended.
 
-    It is not there where another hook raised before :func:`_enter` ran.
+    The mark is not there if another hook raised before :func:`_enter` ran.
     """
     if torch.compiler.is_compiling():
         return

@@ -51,8 +51,8 @@ def get_act_offloading_ctx_manager(
 
     Args:
         model: Its parameters and buffers stay on the device, and what its output head saves.
-        enable_activation_offloading: False for a context in which nothing is offloaded, by other
-            saved-tensor hooks neither.
+        enable_activation_offloading: False for a context in which nothing is offloaded, not even
+            by other saved-tensor hooks.
         options: Those of :func:`get_lora_act_offloading_ctx_manager`, by name.
 
     Source: torchtune ``get_act_offloading_ctx_manager``; with the options of TRL's.
@@ -90,7 +90,7 @@ def get_lora_act_offloading_ctx_manager(
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Raises:
-        ValueError: ``head`` names no module of the model, or a number or flag is none.
+        ValueError: ``head`` names no module of the model, or a number or flag cannot be right.
         TypeError: ``model`` or ``head`` is no module.
 
     Source: axolotl ``get_lora_act_offloading_ctx_manager``.
@@ -124,7 +124,7 @@ def get_lora_act_offloading_ctx_manager(
 
 
 def unwrapped(model: Module) -> Module:
-    """The model inside wrappers, and PEFT's."""
+    """The model inside wrappers, PEFT's among them."""
     while (inner := _inside(model)) is not None:
         model = inner
     return model

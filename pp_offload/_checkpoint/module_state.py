@@ -1,18 +1,17 @@
-"""A module's state as it was: for a forward that is run again, and must change nothing twice.
+"""Gives a module its earlier state back, for a forward that runs again and must change nothing.
 
-Batch norm counts, spectral norm iterates, a router moves its bias: running such a forward again
-would start from what the first run left, and leave more.
+Batch norm counts, spectral norm iterates, a router moves its bias: a second run of such a forward
+would start from what the first run left, and change it again.
 
     before = memory.of(module)   # ahead of the first run
-    with before.restored():      # around every other one
+    with before.restored():      # around every later one
         module(x)
 
 NOTE [ Changed without a trace ]
     Batch norm changes its statistics without their version counters telling, and a codebook may be
     changed through ``.data``. So buffers that are small, of one dimension, or floating-point and
-    part of the state dict are copied each time. Another, such as a mask, is copied when its version
-    says that it changed; the copy, which stays as long as it is good, is shared by all that want it
-    as it is now.
+    part of the state dict are copied each time. Any other buffer, such as a large mask, is copied
+    once, and again when its version says that it changed; forwards in between share the copy.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class ModuleBefore:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the module is as it was then, on copies; afterwards as it is now."""
+        """Inside, the module has copies of its state then; afterwards, its present state again."""
         now = [(one, one.owner.get(one.name)) for one in self.buffers if not one.is_certainly_same]
         switched = [module for module, mode in self.modes if module.training != mode]
         copies = _Copies(one.values for one, _ in now)
@@ -90,7 +89,7 @@ class ModuleBefore:
 
 
 class BufferMemory:
-    """Takes copies of buffers. Those of large ones are shared as long as they are good."""
+    """Takes copies of buffers. Copies of large ones are shared until the buffer changes."""
 
     def __init__(self) -> None:
         self._copies = WeakTensorKeyDictionary()
@@ -156,7 +155,7 @@ class _Copies:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was changed; nothing counts that of a tensor made for inference."""
+    """How often it was changed in place; 0 for an inference tensor, which does not count that."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -1,4 +1,4 @@
-"""How layers are checkpointed, as a user says it, and as it is checked before anything is done.
+"""The options that say how layers are checkpointed, and their checks.
 
 params = params_for(variant, SelectiveOpACParams(save_ops_keys=["ops.aten.mm.default"]))
 policy = params.policy()
@@ -42,7 +42,7 @@ SAVE_DICT: dict[str, OpOverload] = {
     ),
     "ops.aten.max.default": torch.ops.aten.max.default,
 }
-"""Operators that are dear to compute, or whose result must not change, by name."""
+"""Operators that are expensive to compute, or whose result must not change, by name."""
 
 
 class ActivationCheckpointingVariants(enum.Enum):
@@ -75,13 +75,13 @@ class FullACParams:
     """
 
     offload_inputs: bool = False
-    """What a checkpoint keeps of a layer's arguments goes to the tiers."""
+    """The tensors that a checkpoint keeps of a layer's arguments go to the tiers."""
 
     min_offload_size: int = 1024
     """Smaller tensors stay on the device. In bytes."""
 
     config: OffloadConfig = field(default_factory=OffloadConfig)
-    """Which tiers, and how much of them. What it says of groups does not count."""
+    """Which tiers, and how much of them. Options about groups have no effect."""
 
     use_reentrant: bool = False
     """PyTorch's older way, which runs backward inside backward."""
@@ -122,7 +122,7 @@ class SelectiveLayerACParams(FullACParams):
     """Which layers are checkpointed, and how."""
 
     ac_freq: int
-    """One layer in so many, the last of each so many."""
+    """Of each so many layers in order, the last is checkpointed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,10 +132,10 @@ class SelectiveLayerACParams(FullACParams):
 @takes_options_by_name
 @dataclass(frozen=True, kw_only=True)
 class SelectiveOpACParams(FullACParams):
-    """Of which operators outputs are kept, where, and how layers are checkpointed.
+    """Which operators' outputs are kept, and where; and how layers are checkpointed.
 
-    Operators are named as in :attr:`SAVE_DICT`, or like those:
-    ``ops.aten.addmm.default`` is a linear layer with a bias.
+    Operators are named as in :attr:`SAVE_DICT`, or like those: ``ops.aten.addmm.default`` is a
+    linear layer with a bias.
     """
 
     save_ops_keys: Sequence[str] = ()
@@ -145,9 +145,9 @@ class SelectiveOpACParams(FullACParams):
     """Outputs of these go to the tiers."""
 
     recompute_every: Mapping[str, int] = field(default_factory=lambda: {MATMUL: 2})
-    """Of the operators above, those of which every n-th call in a layer is recomputed all the
-    same. The reference does so with every second matrix product, that is ``aten.mm``: a linear
-    layer without a bias.
+    """For some of the operators above, n: every n-th call in a layer is recomputed all the same.
+    The reference does so with every second matrix product, that is ``aten.mm``: a linear layer
+    without a bias.
     """
 
     def __post_init__(self) -> None:
@@ -208,7 +208,7 @@ NO_OPTIONS = (str, bytes, int, float, list, tuple, set, type, torch.Tensor)
 
 
 def params_for(variant: object, given: Any) -> FullACParams:
-    """What the variant wants to know.
+    """The parameters of a variant.
 
     Args:
         variant: One of :class:`ActivationCheckpointingVariants`, or its value, or a member of

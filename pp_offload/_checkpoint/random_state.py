@@ -1,4 +1,4 @@
-"""Where the generators of random numbers stand, to begin there again.
+"""The state of the random number generators, to go on from there again.
 
 state = RandomState.after(outputs)  # of the operator that drew last
 state.set()
@@ -17,24 +17,24 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 @dataclass(frozen=True)
 class RandomState:
-    """Of the generators that an operator may have drawn from."""
+    """The state of the generators that an operator may have drawn from."""
 
     host: Tensor
     device_type: str
     indices: list[int]
-    """Of the devices the outputs are on; none for those of the host."""
+    """Those of the devices that the outputs are on; empty for the host."""
 
     on_devices: list[Tensor]
 
     @classmethod
     def after(cls, outputs: Any) -> RandomState:
-        """As the operator that made these left it."""
+        """The state that the operator which made ``outputs`` left."""
         first = next(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
         indices, states = get_device_states(first)
         return cls(torch.get_rng_state(), first.device.type, indices, states)
 
     def set(self) -> None:
-        """Draw from here on."""
+        """Have the generators go on from this state."""
         torch.set_rng_state(self.host)
         if self.indices:
             set_device_states(self.indices, self.on_devices, device_type=self.device_type)

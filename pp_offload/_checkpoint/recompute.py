@@ -1,8 +1,8 @@
-"""Activation checkpoints that know what they keep: PyTorch's, with inputs that go to the tiers.
+"""Activation checkpoints: PyTorch's, with inputs that may go to the tiers.
 
-Wherever a tensor stands in the arguments, it is handed to :func:`torch.utils.checkpoint.checkpoint`
-as one it saves, so it passes the hooks of autograd, and with a stash it leaves the device. What is
-run again sees the module's buffers as they were, and changes none.
+A tensor anywhere in the arguments is handed to :func:`torch.utils.checkpoint.checkpoint` as one
+that it saves, so it passes the hooks of autograd, and with a stash it leaves the device. A function
+that runs again sees its module's buffers as they were, and changes none.
 
     recompute = Recompute(ActivationStash("inputs"))
     y = recompute(layer, x, mask=mask)
@@ -35,7 +35,7 @@ class Recompute:
 
     Args:
         stash: Takes inputs, and outputs of operators to offload; None keeps them on the device.
-        policy: Which operators' outputs are not recomputed; None for all are.
+        policy: Which operators' outputs are not recomputed; None recomputes all.
         offload_inputs: Whether inputs go to the stash.
         use_reentrant: PyTorch's older way, which runs backward inside backward; takes no policy.
         preserve_rng_state: Draw the same random numbers again.
@@ -106,9 +106,9 @@ class Recompute:
 
     @torch._disable_dynamo
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``function`` returns. Without gradients it is only called.
+        """Call ``function`` under a checkpoint; without grad, as it is.
 
-        A compiled model runs it as it is; what is to be compiled inside has to be so on its own.
+        A compiled model runs this uncompiled; a layer inside has to be compiled on its own.
         """
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
@@ -198,10 +198,10 @@ class Recompute:
 
 
 class _Call:
-    """A function with arguments, whose tensors come from somebody else when it is run again.
+    """A function with arguments, whose tensors come from the checkpoint when it is run again.
 
-    The first time it gets the very objects that it was called with, and may fill a list in them;
-    later it gets objects like those.
+    The first run gets the very objects of the call, and may fill a list in them; later runs get
+    containers like those.
     """
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -255,7 +255,7 @@ class _Anew:
 
 
 def _has_parameters(function: object) -> bool:
-    """Whether gradients flow to the function itself."""
+    """Whether the function has parameters that gradients flow to."""
     return isinstance(function, Module) and any(p.requires_grad for p in function.parameters())
 
 

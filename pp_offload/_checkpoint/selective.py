@@ -1,15 +1,16 @@
 """What a checkpoint keeps of the operators inside: outputs saved, offloaded, or recomputed.
 
-PyTorch's selective checkpointing saves and recomputes, in one mode for the forward and one for the
-recomputation. It asks what is to become of an output when that is there; one that is to be
-offloaded goes to a stash then, and PyTorch is told that it is to be recomputed. Where
-something was offloaded, or drew random numbers, PyTorch's mode for the recomputation is one that
-brings it. Where nothing is ever kept there is no mode, for each costs time at every operator.
+PyTorch's selective checkpointing has a dispatch mode for the forward and one for the recomputation.
+When an output is there, the forward's mode asks what is to become of it; an output to be offloaded
+goes to a stash then, and PyTorch is told to recompute it. If an output was offloaded, or a kept
+operator drew random numbers, a mode derived from PyTorch's runs the recomputation: it brings these
+outputs, and sets the generators. Where nothing is ever kept there is no mode, for each costs time
+at every operator.
 
 NOTE [ Numbers not drawn ]
-    An operator with dropout in it, such as attention, draws random numbers. Where its output is
-    kept it is not run again and draws none, and what comes behind it would draw others than in
-    forward. So the state of the generators behind it is noted in forward, and set in recomputation.
+    An operator with dropout in it, such as attention, draws random numbers. If its output is kept
+    it does not run again and draws none, and operators behind it would draw others than in forward.
+    So the state of the generators behind it is noted in forward, and set in recomputation.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class OpPolicy:
     """Operators whose outputs go to the tiers."""
 
     recompute_every: Mapping[OpOverload, int] = field(default_factory=dict)
-    """Of the operators above, those of which every n-th call is recomputed."""
+    """For some of the operators above, n: every n-th call is recomputed."""
 
     def choose(self, op: OpOverload, number: int) -> Choice:
         """What becomes of the output of the ``number``-th call of ``op``, from 1 on."""
@@ -114,20 +115,20 @@ class _Kept:
     """Its output, if that was offloaded; else PyTorch has it."""
 
     drawn: RandomState | None = None
-    """What it left of the generators, if it may have drawn. See NOTE [ Numbers not drawn ]."""
+    """The generators behind it, if it may have drawn. See NOTE [ Numbers not drawn ]."""
 
     @property
     def is_brought(self) -> bool:
-        """Whether PyTorch alone cannot answer it."""
+        """Whether PyTorch's own mode cannot answer it."""
         return self.packed is not None or self.drawn is not None
 
 
 _Calls = dict[OpOverload, list[_Kept | None]]
-"""Of each operator that may be kept, its calls in the forward; None for one recomputed."""
+"""For each operator that may be kept, its calls in the forward; None for one recomputed."""
 
 
 class KeptOutputs:
-    """Of one forward, the outputs that are not recomputed.
+    """The outputs of one forward that are not recomputed.
 
     Args:
         policy: Chooses them.
@@ -154,13 +155,13 @@ class KeptOutputs:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """What the forward runs in."""
+        """The context that the forward runs in."""
         with _Saves(self._choose, self._saved):
             yield
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """What a recomputation runs in; there may be several."""
+        """The context that a recomputation runs in; there may be several."""
         mode = _Brings(self._saved, self._calls) if self._is_brought else _Answers(self._saved)
         try:
             with mode:
@@ -169,9 +170,9 @@ class KeptOutputs:
             self._counts.recomputed_ops += mode.num_run(self._calls)
 
     def _choose(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Whether PyTorch is to save an output, which is there."""
+        """Tell PyTorch whether to save an output, which was computed."""
         calls = self._calls.get(op)
-        if calls is None:  # of most operators
+        if calls is None:  # as for most operators
             return CheckpointPolicy.PREFER_RECOMPUTE
         choice = self._policy.choose(op, len(calls) + 1)
         kept = None if choice is Choice.RECOMPUTE else self._keep(op, choice, context.op_output)
@@ -214,7 +215,7 @@ _ANSWERS = {
 
 
 class _Saves(_CachingTorchDispatchMode):
-    """PyTorch's mode of a forward. What is compiled inside runs as it is: operators are named as in
+    """PyTorch's mode of a forward. Compiled code inside runs uncompiled: operators are named as in
     the code, and a compiler makes others of them.
     """
 
@@ -241,7 +242,8 @@ class _Answers(_CachedTorchDispatchMode):
 
 
 class _Brings(_Answers):
-    """One that also brings what was offloaded, and has the generators where a kept call left them.
+    """One that also brings what was offloaded, and sets the generators to where a kept call left
+    them.
 
     Args:
         saved: What PyTorch saved.
@@ -275,5 +277,5 @@ def _fresh(packed: Packed) -> Tensor:
 
 
 def _same_version_counter() -> Any:
-    """Below autograd, an alias counts versions of its own; not so inside."""
+    """Inside, an alias shares its tensor's version counter even below autograd."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)

@@ -1,16 +1,16 @@
 """Which slices of a model are on the device: the one in use, and the one that comes next.
 
 NOTE [ Host writes ]
-    The program writes parameters on the host whenever it likes: an optimizer, ``load_state_dict``.
-    So no copy of them is under way while it runs. What is used is settled first, what was only
-    foreseen is settled before it is let go, and at the end of a forward or backward nothing is
-    foreseen. What is still there was read before, so its parameters must be at the same version
-    and address as then.
+    The program writes parameters on the host whenever it likes, as an optimizer does, or
+    ``load_state_dict``. So no copy of them is under way while the program runs: a slice's copy has
+    ended before layers use it, that of a prefetched slice before it is given up, and when a forward
+    or backward ends no slice is coming. A slice that is still on the device is used again only if
+    its parameters have the version and address that they had when they were read.
 
 Call pattern:
 
     cache = SliceCache(copies)
-    tensors = cache.use(slice_)  # loads it, unless it was foreseen
+    tensors = cache.use(slice_)  # loads it, unless it was prefetched
     cache.prefetch(following)    # while compute uses the tensors
 """
 
@@ -75,7 +75,7 @@ class SliceCache:
         copies: Brings them.
 
     Attributes:
-        peak_bytes: The most bytes of parameters that were here at a time.
+        peak_bytes: The most bytes of parameters that were on the device at a time.
     """
 
     def __init__(self, copies: PlainCopies) -> None:
@@ -89,13 +89,13 @@ class SliceCache:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """While layers compute with other tensors in place of their parameters.
+        """To be entered while layers compute with other tensors in place of their parameters.
 
         Raises:
-            OffloadError: Another thread does so.
+            OffloadError: Another thread is inside.
         """
         thread = threading.current_thread()
-        owner = self._thread.setdefault("forward", thread)  # in one step
+        owner = self._thread.setdefault("forward", thread)  # atomic
         if owner is not thread and owner.is_alive():
             raise OffloadError(
                 f"thread {thread.name!r} runs layers of an OffloadModel, or of a copy of it, in "
@@ -123,7 +123,7 @@ class SliceCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slices that are here or coming."""
+        """Bytes of the slices that are on the device or coming."""
         self._forget_unused()
         return sum(one.slice.nbytes for one in (self._current, self._coming) if one is not None)
 
@@ -145,7 +145,7 @@ class SliceCache:
         return loaded
 
     def prefetch(self, wanted: Slice) -> None:
-        """Start bringing a slice that will be used next, unless it is here or coming."""
+        """Start bringing a slice that will be used next, unless it is there or coming."""
         for loaded in (self._current, self._coming):
             if loaded is not None and loaded.slice.has_same(wanted):
                 return
@@ -155,11 +155,12 @@ class SliceCache:
     def serve(self, user: object, slices: Sequence[Slice] | None = None) -> None:
         """Give slices up when ``user`` is gone: nobody will ask for them again.
 
-        It is noticed at the next call, for ``user`` goes where autograd frees a node.
+        That is noticed at the next call, for ``user`` may go while autograd frees a node.
+        See NOTE [ Nobody is called ].
 
         Args:
-            user: What is gone then.
-            slices: Which of them; all when None.
+            user: Whoever asks for the slices.
+            slices: Those to give up; all when None.
         """
         self._users.add(user, slices)
 
@@ -177,12 +178,12 @@ class SliceCache:
             self._give_up_coming()
 
     def drop(self) -> None:
-        """Give up what is here."""
+        """Give up all slices."""
         self._current = None
         self._give_up_coming()
 
     def _next(self, wanted: Slice) -> Loaded:
-        """It is not in use yet."""
+        """Make a slice the one in use: the one that is coming, or one brought now."""
         self._current = None
         loaded, self._coming = self._coming, None
         if loaded is not None:

@@ -2,23 +2,24 @@
 
     host parameter -> Wait -> ToDevice -> what the layers compute with
 
-Backward, ToDevice queues the copies of the gradients to the host and returns them before they hold
-data; Wait blocks until they do. They are two nodes since autograd runs a node on the thread of the
-device its gradients are on: the wait is on the thread of the host, beside the device's own. Every
-use on the device meets in one ToDevice, so gradients are summed there and copied once.
+In backward, ToDevice queues the copies of the gradients to the host and returns them before they
+hold data; Wait blocks until they do. They are two nodes since autograd runs a node on the thread of
+the device that its gradients are on: so the wait blocks the host's thread and not the device's. All
+uses on the device meet in one ToDevice, so gradients are summed there and copied once.
 
     tensors = on_device(slice_.parameters, pending.tensors, GradientPath(copies, "slice 0"))
     inputs = gated(inputs, path)
 
 NOTE [ Order of gradients of gradients ]
-    Where a backward builds a graph, a gradient that reaches the host is used on another thread than
-    one that stays on the device. So a backward through them would reach a slice's layers by both
-    ways at once, and whichever came first would be summed first. In the plain model what comes from
-    the parameters' gradients is there when the gradient of the slice's input is asked for. So here
-    that one waits: it passes a gate, of which an empty tensor goes with the others to the host and
-    comes back with them. And what brings them back runs on the thread of the device, which takes
-    what is ready in autograd's order, and nothing until all of it is. The gate is a hook, for a
-    node of its own would sum what reaches it before the rest.
+    Where a backward builds a graph, parameters' gradients go to the host, and inputs' gradients
+    stay on the device; autograd uses them on two threads. So a second backward, through these
+    gradients, would reach a slice's layers by both ways at once, and whichever came first would be
+    summed first. In the plain model, what comes through the parameters' gradients is there when the
+    gradient of the slice's input is asked for. So here the input's gradient waits: it passes a
+    gate, whose token, an empty tensor, goes to the host with the parameters' gradients and comes
+    back with them. The node that brings them back runs on the device's thread, when all of them are
+    ready and in autograd's order. A hook applies the gate: as a node of the forward's graph it
+    would sum what reaches it before the rest.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class GradientPath:
         self._passed: Callable[[], Passed | None] = lambda: None
 
     def note_passed(self, token: Tensor) -> None:
-        """The gradient of an input went through a gate in the backward that runs now."""
+        """Note the token of an input's gradient that passed a gate in the running backward."""
         passed = self._passed()
         if passed is None:
             passed = Passed()
@@ -64,7 +65,7 @@ class GradientPath:
         passed.tokens.append(token)
 
     def take_passed(self) -> list[Tensor]:
-        """The tokens of those that did so in this backward."""
+        """Take the tokens that were noted in the running backward."""
         passed = self._passed()
         if passed is None:
             return []
@@ -72,7 +73,7 @@ class GradientPath:
         return tokens
 
     def send(self, gradients: Sequence[Tensor | None]) -> Gradients:
-        """The gradients on the host; they hold no data before :meth:`settle`."""
+        """Queue copies of gradients to the host; they hold no data before :meth:`settle`."""
         present = [gradient for gradient in gradients if gradient is not None]
         for gradient in present:
             self._check_dense(gradient)
@@ -82,7 +83,7 @@ class GradientPath:
         self._under_way.append(pending)
         if torch.is_anomaly_check_nan_enabled():
             self.settle()  # autograd reads them as they come out of this node
-        # The tensors themselves may still be written, by a thread, when these belong to a graph.
+        # Aliases, for a thread may still write the tensors when these belong to a graph.
         sent = iter([tensor.detach() for tensor in pending.tensors])
         return tuple(None if gradient is None else next(sent) for gradient in gradients)
 
@@ -92,7 +93,7 @@ class GradientPath:
             self._copies.synchronize(self._under_way.popleft())
 
     def bring(self, tensors: Sequence[Tensor | None]) -> Gradients:
-        """The same on the device, with their data."""
+        """Bring tensors to the device; the host waits until they hold their data."""
         present = [tensor.detach() for tensor in tensors if tensor is not None]
         if not present:
             return tuple(tensors)
@@ -108,16 +109,16 @@ class GradientPath:
 
 
 class Passed:
-    """Tokens of gates. They know their graph, which has the path, so the path must not have them.
+    """Tokens of gates, which the running backward holds until it ends, however it does.
 
-    The backward has them until it ends, however it does.
+    The path refers to them weakly, for they refer to their graph, and that to the path.
     """
 
     def __init__(self) -> None:
         self.tokens: list[Tensor] = []
 
     def __call__(self) -> None:
-        """It has ended."""
+        """The backward has ended, and lets this go."""
 
 
 class Gate(torch.autograd.Function):
@@ -134,7 +135,7 @@ class Gate(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Nothing forward; backward, gradients are passed on when they hold their data."""
+    """Forward, the identity; backward, passes gradients on when they hold their data."""
 
     @staticmethod
     def forward(ctx: Any, path: GradientPath, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -159,7 +160,7 @@ class ToDevice(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if loaded is None:
             return path.bring(tensors)
-        return tuple(tensor.detach() for tensor in loaded)  # theirs shall know of no graph
+        return tuple(tensor.detach() for tensor in loaded)  # the cache's own shall join no graph
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -173,8 +174,8 @@ class ToDevice(torch.autograd.Function):
 class ToHost(torch.autograd.Function):
     """Forward, device to host, to be waited for; backward, :class:`ToDevice`.
 
-    See NOTE [ Order of gradients of gradients ]: tokens are taken along, and what is on the device
-    of the results is there to make autograd run the backward on the device's thread.
+    See NOTE [ Order of gradients of gradients ]: it takes tokens along, and its first result, an
+    empty tensor on the device, makes autograd run the backward on the device's thread.
     """
 
     @staticmethod
@@ -193,19 +194,23 @@ class ToHost(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """When autograd runs a slice's ToDevice, among the nodes that are ready: the newest first."""
+    """Says when autograd runs a slice's ToDevice: of the nodes that are ready, it takes the one
+    with the highest sequence number.
+    """
 
     node: Any
     """The ToDevice."""
 
     usual: int
-    """Its number: as soon as the slice's layers are done, so that gradients leave the device."""
+    """Its own number: it runs as soon as the slice's layers are done, so that gradients leave."""
 
     graph: int
-    """Behind what made the slice's inputs, whose gradients have passed their gates then."""
+    """Its number if a graph is built: it runs behind what made the slice's inputs, whose gradients
+    have passed their gates then.
+    """
 
     def register(self, outputs: Sequence[Any]) -> None:
-        """It is told when a backward comes to the slice."""
+        """Have hooks call it when a backward comes to the slice."""
         for value in tree_leaves(outputs):
             if isinstance(value, Tensor) and value.grad_fn not in (None, self.node):
                 value.register_hook(self)
@@ -218,9 +223,9 @@ class Turn:
 def gated(
     inputs: Sequence[tuple[Any, ...]], tensors: Sequence[Tensor], path: GradientPath
 ) -> tuple[list[tuple[Any, ...]], Turn | None]:
-    """What a slice is called with, and the hook of what it returns.
+    """The inputs that a slice is called with, and the hook of what it returns.
 
-    See NOTE [ Order of gradients of gradients ]. A backward that builds no graph is as without.
+    See NOTE [ Order of gradients of gradients ]. A backward that builds no graph does not change.
 
     Args:
         inputs: Of each microbatch.
@@ -231,7 +236,7 @@ def gated(
     if tracked is None:
         return list(inputs), None
     numbers = [_number(tracked)]
-    there = weakref.ref(path)  # the hook is on what may be the program's, and outlives the graph
+    there = weakref.ref(path)  # the hook may be on a tensor of the program, and outlive the graph
 
     def passes(gradient: Tensor) -> Tensor | None:
         path = there()
@@ -256,7 +261,7 @@ def gated(
 
 
 def _number(tensor: Tensor) -> int:
-    """Of the node that made it: the higher, the sooner autograd runs it among those ready."""
+    """The sequence number of the node that made it: autograd runs ready nodes highest first."""
     assert tensor.grad_fn is not None, "it is a leaf"
     return tensor.grad_fn._sequence_nr()
 
@@ -272,8 +277,8 @@ def on_device(
         path: Takes the gradients back.
 
     Returns:
-        Tensors on the memory of ``loaded``; gradients of those whose parameters want some reach
-        the parameters.
+        Tensors on the memory of ``loaded``. Their gradients reach the parameters that require
+        grad.
     """
     wanting = [i for i, one in enumerate(parameters) if one.requires_grad]
     tensors = [tensor.detach() for tensor in loaded]

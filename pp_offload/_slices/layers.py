@@ -1,7 +1,7 @@
 """Consecutive layers that compute with other tensors in place of their parameters.
 
 layers = SliceLayers("slice 0", modules)
-y = layers.compute_with(tensors, x)  # one for each of layers.slice.parameters
+y = layers.compute_with(tensors, x)  # a tensor for each of layers.slice.parameters
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SliceLayers(Module):
 
     Args:
         label: Of the slice, for messages.
-        layers: In order; the first takes all inputs, each other one what the last returned.
+        layers: In order; the first takes all inputs, each other one what the one before returned.
     """
 
     def __init__(self, label: str, layers: Iterable[Module]) -> None:
@@ -61,7 +61,7 @@ class RecomputedLayers(Module):
 
     Args:
         layers: What is run.
-        run: Brings their parameters when it is run again.
+        run: Brings their parameters when they are run again.
         index: Of the slice.
         tensors: Their parameters in forward, until :meth:`end_of_forward`.
     """
@@ -77,7 +77,7 @@ class RecomputedLayers(Module):
         self._stamps = [stamp(parameter) for parameter in layers.slice.parameters]
 
     def end_of_forward(self) -> None:
-        """From now on it runs in backward."""
+        """Let the tensors go: from now on it runs in backward."""
         self._tensors = None
 
     def forward(self, *inputs: Any) -> Any:

@@ -26,7 +26,7 @@ def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...
         num_microbatches: At least one. The most there will be.
 
     Raises:
-        ValueError: Tensors differ in the batch, or there is none.
+        ValueError: Tensors differ in the batch, or there is none; or an input hides tensors.
     """
     if num_microbatches == 1:
         return [inputs]
@@ -58,7 +58,7 @@ def join(outputs: Sequence[Any]) -> Any:
         outputs: Of each, the same structure; tensors are put together along the first dimension.
 
     Raises:
-        ValueError: They cannot be, or differ in what is no tensor.
+        ValueError: Tensors cannot be put together, or other values differ.
     """
     if len(outputs) == 1:
         return outputs[0]

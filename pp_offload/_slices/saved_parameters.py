@@ -2,8 +2,8 @@
 
 While a slice runs, a saved tensor that lies on the memory of one of its parameters becomes a
 reference: which parameter, which view of it, at which version. So nothing keeps a slice on the
-device between forward and backward, and backward brings each slice once, in reverse order, the one
-before ahead of its use. Other saved tensors go to the hooks that were entered before, if any.
+device between forward and backward, and backward brings each slice once, in reverse order and ahead
+of its use. Other saved tensors go to the hooks that were entered before, if any.
 
     run = SlicedRun(slices, cache)
     with run.saving(index, tensors):
@@ -42,7 +42,7 @@ class SlicedRun:
 
     Args:
         slices: In the order of the forward; those without parameters are never asked for.
-        cache: Has them on the device.
+        cache: Brings them to the device.
     """
 
     def __init__(self, slices: Sequence[Slice], cache: SliceCache) -> None:
@@ -53,7 +53,7 @@ class SlicedRun:
         cache.serve(self, slices)
 
     def bring(self, index: int) -> list[Tensor]:
-        """The parameters of a slice in forward, while the next ones are under way."""
+        """The parameters of a slice in forward; those of the next slice are prefetched."""
         loaded = self.cache.use(self.slices[index])
         following = next((one for one in self.slices[index + 1 :] if one.parameters), None)
         if following is not None:
@@ -61,11 +61,11 @@ class SlicedRun:
         return loaded.pending.tensors
 
     def want(self, index: int) -> None:
-        """Backward, if it gets there, will ask for this slice."""
+        """Note that backward, if there is one, will ask for this slice."""
         self._is_wanted[index] = True
 
     def bring_back(self, index: int, parameter: int | None = None) -> list[Tensor]:
-        """The parameters of a slice in backward, while those before are under way."""
+        """The parameters of a slice in backward; those of the slice before are prefetched."""
         loaded = self.cache.use(self.slices[index], parameter)
         if is_in_backward():
             self._drop_at_the_end()
@@ -92,7 +92,7 @@ class SlicedRun:
         return saved_tensors_hooks(chaining, unpack)
 
     def _drop_at_the_end(self) -> None:
-        """The cache shall be empty when the backward that runs now has ended."""
+        """Have the cache emptied when the backward that runs now has ended."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -100,14 +100,16 @@ class SlicedRun:
 
 
 class EndOfBackward:
-    """Empties a cache when a backward ends. One that raised forgets its callbacks uncalled."""
+    """Empties a cache when a backward ends. One that raised drops its callbacks uncalled, so the
+    cache is also emptied when this is gone.
+    """
 
     def __init__(self, cache: SliceCache) -> None:
         self._cache = cache
         cache.serve(self)
 
     def __call__(self) -> None:
-        """It has ended."""
+        """The backward has ended."""
         self._cache.drop()
 
 
@@ -170,7 +172,7 @@ class Chained:
         self._unpack = unpack
 
     def unpack(self) -> Tensor:
-        """What they unpack it to."""
+        """What those hooks unpack it to."""
         return self._unpack(self._packed)
 
 

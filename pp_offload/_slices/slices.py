@@ -1,8 +1,8 @@
 """Where a stack of layers is cut, so that the largest piece is as small as can be.
 
-What one layer more costs a slice is the bytes of those parameters it does not have yet, so that a
-shared one counts once. A longer slice is never cheaper than a part of it; so, for a given limit,
-filling each slice up takes the fewest, and the smallest limit is found by bisection.
+One more layer costs a slice the bytes of those parameters that it does not have yet, so a shared
+parameter counts once. A slice never has fewer bytes than a part of it; so, for a given limit,
+filling each slice up takes the fewest slices, and bisection finds the smallest limit.
 
     slices = partition([{id(p): p.nbytes for p in layer.parameters()} for layer in layers], 3)
 """
@@ -37,7 +37,7 @@ def slice_bytes(layers: Sequence[Bytes]) -> int:
 
 
 def _cut(layers: Sequence[Bytes], num_slices: int, limit_bytes: int) -> list[range]:
-    """Slices up to a limit, or of one layer, but at least ``num_slices``."""
+    """Slices within a limit, or of one layer; at least ``num_slices`` of them."""
     slices: list[range] = []
     begin, held, nbytes = 0, dict[int, int](), 0
     for index, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Moves parameters to the host for good: it is the same parameter, with its hooks and attributes.
+"""Moves parameters to the host for good; they stay the same objects, with hooks and attributes.
 
 move_to_host(parameter, on_host)  # parameter.is_cpu; optimizers and tied layers still have it
 """
@@ -33,7 +33,7 @@ def move_to_host(parameter: Parameter, on_host: Tensor) -> None:
 
 
 def _exchange(parameter: Parameter, on_host: Tensor) -> None:
-    """As ``Module.to`` does it, but with what the program has attached to the parameter."""
+    """As ``Module.to`` does it, but keeps what the program has attached to the parameter."""
     fresh = Parameter(on_host, requires_grad=parameter.requires_grad)
     vars(fresh).update(vars(parameter))
     fresh._backward_hooks = parameter._backward_hooks
