@@ -38,7 +38,7 @@ def said(value: object) -> str:
         return str(value) if isinstance(value, enum.Enum) else _kind_of(value)
     try:
         text = repr(value)
-    except Exception:  # of something inside
+    except Exception:  # that of something inside
         return _kind_of(value)
     is_plain = isinstance(value, _PLAIN)
     if len(text) <= MAX_SAID and "\n" not in text:
@@ -91,7 +91,7 @@ def flag_problem(name: str, value: object) -> str | None:
 
 
 def check_all(*problems: str | None) -> None:
-    """None of the arguments has a problem.
+    """Raise one error for all problems, if there are any.
 
     Raises:
         ValueError: One error that lists every problem.
@@ -102,7 +102,7 @@ def check_all(*problems: str | None) -> None:
 
 
 def check_count(name: str, value: object, *, least: int = 0, unit: str = "") -> None:
-    """Of things, elements or bytes.
+    """Check a count of things, elements or bytes.
 
     Raises:
         ValueError: It is no integer, or below ``least``.
@@ -113,18 +113,18 @@ def check_count(name: str, value: object, *, least: int = 0, unit: str = "") -> 
 
 
 def check_flag(name: str, value: object) -> None:
-    """True or False.
+    """Check a flag.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: It is neither True nor False.
     """
     check_all(flag_problem(name, value))
 
 
 def check_switch(name: str, value: object) -> None:
-    """On or off, asked for every group that runs: True, False, or what stands for one of them.
+    """Check what is on or off: True, False, or what stands for one of them.
 
-    A config may have None, 0 or 1 there, or a number of NumPy's.
+    A config may have None, 0 or 1 there, or a bool of NumPy's. Called for every group that runs.
 
     Raises:
         ValueError: It is something else, such as ``"no"``, which would be taken for on.
@@ -139,7 +139,7 @@ def check_switch(name: str, value: object) -> None:
 def check_kind(
     name: str, value: object, kind: type | tuple[type, ...], expected: str, advice: str = ""
 ) -> None:
-    """An object of a certain class.
+    """Check that an object is of a certain class.
 
     Args:
         name: Of the argument.
@@ -158,7 +158,7 @@ def check_kind(
 
 
 def check_group_name(action: str, name: object) -> None:
-    """Asked for every group that runs, so it is one question if all is well.
+    """Check a group's name. Called for every group that runs, so a good name takes one test.
 
     Raises:
         TypeError: ``name`` is no ``str``.
@@ -174,7 +174,7 @@ def check_group_name(action: str, name: object) -> None:
 
 
 def checked_tensors(name: str, given: object) -> Sequence[Tensor] | None:
-    """Tensors in a list, tuple or other collection, which may be left out.
+    """Check tensors in a list, tuple or other collection, which may be left out.
 
     Raises:
         TypeError: It is a single tensor, no collection, or holds something else.
@@ -203,10 +203,10 @@ def near(name: object, known: Sequence[str]) -> str:
 
 
 def takes_options_by_name(cls: _Cls) -> _Cls:
-    """Of a dataclass: an option that does not exist is said as other violations are.
+    """Has a dataclass report an option that does not exist together with other violations.
 
-    The constructor that ``dataclass`` writes raises a bare ``TypeError``, before what is wrong with
-    the other options was found.
+    The constructor that ``dataclass`` writes would raise a bare ``TypeError``, before the other
+    options are checked.
 
     Raises:
         OptionError: From the constructor. It is a ``ConfigError`` and a ``TypeError``, and says

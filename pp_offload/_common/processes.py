@@ -1,6 +1,6 @@
 """Which process this is: threads, copies under way and open files do not follow a fork.
 
-What has them remembers the process it was made in, and looks before it relies on them.
+An object that has them remembers the process it was made in, and checks it before it uses them.
 
     owner = current()
     ...
@@ -30,10 +30,10 @@ def current() -> int:
 
 
 def check(owner: int, what: str) -> None:
-    """Only in the process numbered ``owner`` can ``what`` be had.
+    """Raise unless this is process ``owner``, the only one that can use ``what``.
 
     Raises:
-        ForkedError: This is another one.
+        ForkedError: This is another process.
     """
     if owner != _IDS[0]:
         raise ForkedError(

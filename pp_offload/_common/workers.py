@@ -9,16 +9,18 @@ needed, end with their queue, and a forked process, which has none of them, star
 
 NOTE [ Signals and threads ]
     A signal handler may raise between any two lines of the main thread, also in those of
-    ``threading.Event`` and ``Condition``, which then keep their lock for ever. So whoever waits has
-    a lock of his own, which is C and of no use to anybody else. And a thread may have been started
-    without anybody's knowing: it serves only if it finds a seat, of which there are as many as
-    threads were asked for. A stream with one seat works in order, however many threads there are.
+    ``threading.Event`` and ``Condition``, which then keep their lock for ever. So each waiter has a
+    lock of its own, which is C, and which nobody else needs. And an interrupt may leave a thread
+    started that nobody knows of. So a thread serves only if it finds a seat, and there are as many
+    seats as threads were asked for: with one seat, work is done in order, however many threads
+    there are.
 
 NOTE [ Threads inside torch ]
     Where torch copies or frees a tensor it gives up the interpreter's lock. Python ends a daemon
     that takes this lock again while the process ends, and C++ then aborts the process. So threads
-    enter torch through :func:`inside_torch`, and at exit the door is closed when all have come out.
-    Elsewhere they may be ended anywhere: what is stuck, as on a disk, holds nobody up.
+    enter torch through :func:`inside_torch`, and the exit waits until all have come out, and closes
+    the doors. Elsewhere a thread may be ended anywhere: one that is stuck, as on a disk, holds up
+    no exit.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from pp_offload.errors import ClosedError
 _here = threading.local()
 
 _doors: list[LockType] = []
-"""Of each thread that serves: held inside torch. See NOTE [ Threads inside torch ]."""
+"""One for each thread that serves, held inside torch. See NOTE [ Threads inside torch ]."""
 
 _closed: list[None] = []
 """Not empty when the process ends."""
@@ -49,7 +51,7 @@ _nothing = nullcontext()
 
 
 def inside_torch() -> AbstractContextManager[object]:
-    """Around what calls torch, or lets go of tensors, in what a thread is to do."""
+    """To be entered by a thread's work around what calls torch, or lets go of tensors."""
     return getattr(_here, "door", _nothing)
 
 
@@ -96,7 +98,7 @@ class Piece:
         self._end()
 
     def call_off(self) -> bool:
-        """It has ended without being done; False, and it goes on, if it had begun."""
+        """End it without doing it. If it had begun, it goes on, and this returns False."""
         try:
             self._work.pop()
         except IndexError:
@@ -105,7 +107,7 @@ class Piece:
         return True
 
     def _end(self) -> None:
-        self._has_ended = True  # before the waiters are looked at: who comes later sees it
+        self._has_ended = True  # before the waiters are looked at: a later one sees it
         for waiter in self._waiters:
             waiter.release()
 
@@ -127,7 +129,7 @@ class Piece:
         mine = allocate_lock()
         mine.acquire()
         self._waiters.append(mine)
-        if not self._has_ended:  # or the lock may have been overlooked
+        if not self._has_ended:  # else the lock may have been overlooked
             mine.acquire()  # released at the end
 
     def result(self) -> Any:
@@ -190,7 +192,7 @@ class Workers:
         return Piece(work)
 
     def queue(self, piece: Piece) -> None:
-        """Have a thread do it. Whoever is interrupted in here calls it off."""
+        """Have a thread do it. A caller that is interrupted in here has to call it off."""
         _check_not_closed()
         if self._owner != current():
             self._begin()

@@ -1,4 +1,4 @@
-"""The reference's chunk: what the engine does for a group at once is here in the reference's steps.
+"""The reference's chunk: what the engine does with a group in one call, in the reference's steps.
 
 group = chunk.on_group_start_forward("mlp")  # tensors saved from here on belong to the group
 tag = chunk.tensor_push(tensor)              # pack hook
@@ -152,7 +152,7 @@ class ChunkOffloadHandler(Chunk):
     # Backward
 
     def on_group_commit_backward(self, name: str) -> None:
-        """Backward reaches the group of this name that runs first; bring its tensors.
+        """Backward reaches the next group of this name: bring its tensors.
 
         Raises:
             GroupStateError: The chunk's forward had no group of this name.

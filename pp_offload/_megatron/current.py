@@ -17,7 +17,7 @@ def configure(config: OffloadConfig) -> PipelineOffloadManager:
     plan, the summary and the statistics begin anew. Saved tensors that still live stay good.
 
     Args:
-        config: If they are those there are, nothing happens.
+        config: If these are the present options, nothing happens.
 
     Returns:
         The manager, the same as before: what :meth:`PipelineOffloadManager.get_instance` returns.

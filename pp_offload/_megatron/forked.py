@@ -1,9 +1,9 @@
 """A forked process gets a manager of its own, with the same options, when it first asks for one.
 
-That of the other process has copies under way, of threads that do not exist here, and perhaps a
-file that both have open. It is not used any more: what was saved through it raises
-:class:`~pp_offload.errors.ForkedError`, which names both processes. It is not let go of either, or
-destructors would wait for those copies; so a process that only loads data does nothing at all.
+The parent's manager has copies under way, by threads that do not exist here, and perhaps a file
+that both processes have open. It is not used here: what was saved through it raises
+:class:`~pp_offload.errors.ForkedError`, which names both processes. It is kept all the same, or
+destructors would wait for those copies. A process that only loads data never asks for a manager.
 """
 
 from __future__ import annotations

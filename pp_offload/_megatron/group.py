@@ -16,7 +16,7 @@ class OffloadTensorGroup(Group):
     Source: Megatron-LM ``OffloadTensorGroup``.
     """
 
-    # Made when first asked for: most groups have none, and all are made on the way of a forward.
+    # Made when first asked for: most groups need none, and a group is made during a forward.
     _tensors: dict[object, Tensor] | None = None
     _offload_event: Event | None = None
     _reload_event: Event | None = None
@@ -79,10 +79,10 @@ class OffloadTensorGroup(Group):
 
     @property
     def total_offload_bytes(self) -> int:
-        """The bytes of those."""
+        """Bytes of the payloads that may leave."""
         return self.counts.nbytes
 
     @property
     def copied_bytes(self) -> int:
-        """Those of them that it copied itself."""
+        """Bytes of those that it copied itself."""
         return self.counts.copied_bytes

@@ -95,7 +95,7 @@ def fine_grained_offloading_group_commit(
 
 
 def fine_grained_offloading_group_flush_delayed_groups() -> None:
-    """Do the commits that were delayed, in forward order. Nothing where a forward runs again."""
+    """Do the commits that were delayed, in forward order. Does nothing in a recomputation."""
     if not is_recomputing():
         PipelineOffloadManager.get_instance().flush_delayed_groups()
 
@@ -106,7 +106,7 @@ class FineGrainedActivationOffloadingInterface:
     The group is committed by :meth:`group_commit`, after or inside the context.
 
     Args:
-        offload: False makes this and nothing else happen: ``with`` gives back ``tensor``.
+        offload: If False, nothing happens but that ``with`` gives back ``tensor``.
         tensor: The group's input.
         name: Of the group.
 
@@ -214,7 +214,7 @@ class FineGrainedActivationOffloadingInterface:
 
     @staticmethod
     def reset() -> None:
-        """Begin a step: close the last one. Holds no collective."""
+        """Begin a step: close the last one. Takes part in no collective."""
         PipelineOffloadManager.get_instance().reset()
 
     @staticmethod

@@ -51,7 +51,7 @@ class PipelineOffloadManager(Manager):
 
     OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
     INHERITED: ClassVar[PipelineOffloadManager | None] = None
-    """In a forked process, that of the other one: see ``forked.py``."""
+    """In a forked process, the manager of its parent: see ``forked.py``."""
 
     def __init__(
         self, *, config: OffloadConfig | None = None, backend: Backend | None = None
@@ -120,7 +120,7 @@ class PipelineOffloadManager(Manager):
         return _handler(self.forward.chunk)
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """The chunk whose forward runs, if it takes groups (of that name) now."""
+        """The chunk whose forward runs on this thread, whatever ``name`` is."""
         return _handler(self.forward.chunk)
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
@@ -190,7 +190,7 @@ class PipelineOffloadManager(Manager):
         """Queue a commit for :meth:`flush_delayed_groups`.
 
         Raises:
-            TypeError: ``group_hook`` cannot be called, or the tensors are none.
+            TypeError: ``group_hook`` cannot be called, or the tensors are no list of tensors.
         """
         if not callable(group_hook):
             raise TypeError(f"group_hook is {said(group_hook)}, expected a function of the tensors")
@@ -219,7 +219,7 @@ class PipelineOffloadManager(Manager):
         return self
 
     def _pack(self) -> Saving | Keeping | None:
-        """What to save through: where a forward runs again, what it was in the forward."""
+        """The hook to save through; in a recomputation, one that takes what the forward's did."""
         takes = takes_again(_CONTEXT, wants=True)
         if takes is not None:
             return Keeping(Resident) if takes else None
@@ -247,7 +247,7 @@ class PipelineOffloadManager(Manager):
         """The pack hook: the tag it returns is bound to the group open now."""
         chunk = self.forward.chunk
         if chunk is None or not chunk.open_groups or is_in_backward():
-            return Resident(tensor)  # in backward: a forward that runs again is of another chunk
+            return Resident(tensor)  # in backward: a recomputation belongs to another chunk
         return chunk.pack(chunk.open_groups[-1], tensor)
 
     def on_get_saved_tensor(self, saved_state: Packed) -> Tensor:

@@ -5,8 +5,8 @@ NOTE [ Markers ]
     graph as it is and do not use these classes. An identity function changes numbers: where a
     tensor is used several times, it changes the order in which gradients are summed, and so their
     last bits. It also either refuses in-place operations on its output, or cuts the output's
-    history from that of its input. Nor is a signal missed: backward has reached a group when it
-    asks for the first of its tensors, and what comes next was on its way before that.
+    history from that of its input. Nor is a signal needed: backward has reached a group when it
+    asks for the first of its tensors, and prefetch brings the next ones before that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, cpu_offload_handler: ChunkOffloadHandler, name: str
     ) -> Tensor:
-        """Open group ``name`` of the chunk; nothing where a forward runs again."""
+        """Open group ``name`` of the chunk; does nothing in a recomputation."""
         ctx.chunk = None if is_recomputing() else cpu_offload_handler
         if ctx.chunk is not None:
             cpu_offload_handler.on_group_start_forward(name)
@@ -62,7 +62,7 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
     ) -> Tensor:
         """Commit group ``name`` of the chunk; with ``delay_offload``, only note that.
 
-        Nothing where a forward runs again.
+        Does nothing in a recomputation.
         """
         ctx.group = None
         if not is_recomputing():
