@@ -70,7 +70,7 @@ class ActivationCheckpointing:
             backend: Device to work on; the accelerator where there is one, else the CPU.
 
         Returns:
-            What these layers are run by: it has ``counts`` of what was done so far, and, where
+            The object that runs these layers. It has ``counts`` of what was done so far, and, where
             anything is offloaded, ``stash.statistics()``.
 
         Raises:
@@ -113,7 +113,7 @@ def apply_activation_checkpointing_fsdp1_inplace(
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
     Returns:
-        What these modules are run by; see :class:`ActivationCheckpointing`.
+        The object that runs these modules; see :class:`ActivationCheckpointing`.
 
     Raises:
         ValueError: The model is no FSDP1 model, has no module of a class, or has checkpoints
@@ -216,7 +216,7 @@ def _recompute(params: FullACParams, backend: Backend | None) -> Recompute:
 
 
 def _follow(model: Module, recompute: Recompute) -> None:
-    """Every forward of ``model`` is a microbatch; its parameters and buffers stay."""
+    """Make each forward of ``model`` a microbatch; keep its parameters and buffers in place."""
     if recompute.stash is None:
         return
     recompute.stash.keep_module(model)

@@ -18,7 +18,7 @@ from pp_offload.errors import ConfigError
 MIB = 2**20
 
 TIERS = ["host", "disk"]
-"""The tiers there are. Who can make another one adds its name: see :func:`add_tier_name`."""
+"""The names of all tiers. :func:`add_tier_name` adds one."""
 
 SPLIT_BACKWARD = ("reload", "keep")
 """What may happen between the two parts of a backward."""
@@ -153,7 +153,7 @@ class OffloadConfig:
 def add_tier_name(name: str) -> None:
     """From now on the options may name this tier, for which ``_transfer/tiers.py`` has a maker.
 
-    The options lie below it, so they know the names alone.
+    This module lies below that one, so it knows tiers by name alone.
     """
     if name not in TIERS:
         TIERS.append(name)
@@ -170,7 +170,7 @@ def _is_fraction(value: object) -> bool:
 
 
 def check_config(config: object) -> None:
-    """Options where there must be some.
+    """Check options that must be given.
 
     Raises:
         TypeError: They are no :class:`OffloadConfig`.
@@ -182,7 +182,7 @@ def check_config(config: object) -> None:
 
 
 def config_or_default(config: OffloadConfig | None) -> OffloadConfig:
-    """Options that may be left out.
+    """``config`` itself, or the defaults for None.
 
     Raises:
         TypeError: They are no :class:`OffloadConfig`.

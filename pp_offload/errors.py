@@ -18,7 +18,7 @@ class OptionError(ConfigError, TypeError):
 
 
 class GroupStateError(OffloadError):
-    """A group or chunk was asked for a step its state does not allow."""
+    """A group or chunk was asked to do what its state does not allow."""
 
 
 class SavedTensorModifiedError(OffloadError):
@@ -49,7 +49,7 @@ class CaptureError(OffloadError):
 
 
 class NotWhileCapturingError(OffloadError, MemoryError):
-    """Asked for while a graph is captured, there is no room that a graph could use."""
+    """While a graph is captured, memory or a disk was asked for that no graph can use."""
 
 
 class ClosedError(OffloadError):
@@ -57,4 +57,4 @@ class ClosedError(OffloadError):
 
 
 class ForkedError(OffloadError):
-    """Asked for in a forked process, it belongs to the process it was forked from."""
+    """A forked process asked for what belongs to the process it was forked from."""

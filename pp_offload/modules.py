@@ -107,7 +107,7 @@ def offload_modules(
 
 
 def check_patterns(groups: object) -> None:
-    """Patterns of module names by group, whatever model they are for.
+    """Check patterns of module names by group, whatever model they are for.
 
     Raises:
         ValueError: There are none, or none for a group, or a name is empty.
@@ -167,7 +167,7 @@ def _keep_parameters(module: Module, args: object) -> None:
 class _Running(threading.local):
     """Groups around modules whose forward runs on this thread, innermost last.
 
-    The forward of one module may run on several threads, and so may not be known by its hooks.
+    They are kept here and not by a module's hooks, for its forward may run on several threads.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class _Scope(NamedTuple):
     module: Module
     group: FineGrainedActivationOffloadingInterface
     mark: object
-    """Of :func:`pp_offload._groups.hook_scopes.mark`; another if the scope came off meanwhile."""
+    """Of :func:`pp_offload._groups.hook_scopes.mark`, which differs if the scope came off since."""
 
 
 class _GroupAround:
@@ -219,7 +219,7 @@ class _GroupAround:
             group.group_commit(output, self.name)
 
     def _running(self, module: Module) -> FineGrainedActivationOffloadingInterface | None:
-        """The group that :meth:`start` opened here; those inside were passed by.
+        """The group that :meth:`start` opened here; drops those inside that were left behind.
 
         There is none where another hook raised before that, or the scope was taken off since.
         """
@@ -233,7 +233,7 @@ class _GroupAround:
 
 
 def _check_free(model: Module, found: Mapping[str, Sequence[str]]) -> None:
-    """No module is to be two groups."""
+    """Raise if a module would be two groups."""
     wanted: dict[Module, str] = {}
     for group, names in found.items():
         for name in names:

@@ -6,10 +6,10 @@
     optimizer.step()
 
 The slices are consecutive layers, balanced by the bytes of their parameters. Forward goes through
-them in order, backward in reverse; each time the next slice is copied to the device while this one
-computes, and given up when it is done. Autograd saves references to parameters instead of tensors.
-What else it saves stays on the device: give it to the host with ``checkpoint_activation=True`` or
-with :class:`~pp_offload.OffloadActivations` around the call.
+them in order, backward in reverse; the next slice is copied to the device while the current one
+computes, and the current one is given up when it is done. Autograd saves references to parameters
+instead of tensors. All else that it saves stays on the device: offload it with
+``checkpoint_activation=True`` or with :class:`~pp_offload.OffloadActivations` around the call.
 
 NOTE [ Order of sums ]
     Gradients of a parameter that several microbatches or layers of a slice use are summed on the
@@ -61,19 +61,19 @@ class OffloadModel(nn.Module):
     """Trains layers whose parameters, gradients and optimizer stay on the host.
 
     The layers become its own, under their names: ``state_dict`` is that of ``model``, or of an
-    ``nn.ModuleList`` of the list. Their
-    parameters are moved to the host, into pinned memory where the device can use that, and their
-    buffers to the device, for good. Layers must not checkpoint themselves.
+    ``nn.ModuleList`` of the list. Their parameters are moved to the host, into pinned memory where
+    the device can use that, and their buffers to the device, for good. Layers must not checkpoint
+    themselves.
 
     Args:
-        model: A plain :class:`torch.nn.Sequential`, whose layers see one object each, and which is
-            cut into slices. Or a list of modules, or an :class:`torch.nn.ModuleList`, which are the
-            slices: each takes what the one before returns, the elements of a tuple one by one. So a
-            sharder may have cut the model.
+        model: A plain :class:`torch.nn.Sequential`, whose layers take one object each, and which is
+            cut into slices. Or a list of modules, or an :class:`torch.nn.ModuleList`, each of which
+            is a slice: it takes what the one before returns, the elements of a tuple as arguments.
+            So another program may have cut the model.
         device: Where it computes. Inputs have to be there.
         offload_device: Where parameters and gradients are: the host.
-        num_slices: Pieces of consecutive layers; about two of them are on the device at a time. Of
-            a list there are as many as it has modules, whatever is said here.
+        num_slices: Into how many slices the layers are cut; about two of them are on the device at
+            a time. A list has as many slices as modules, whatever is given here.
         checkpoint_activation: Run each slice again in backward, instead of keeping what it saves;
             its inputs wait on the host.
         num_microbatches: Parts of the batch that go through a slice one after another, while it is
@@ -84,9 +84,10 @@ class OffloadModel(nn.Module):
 
     Raises:
         ValueError: ``model`` is no plain Sequential or list of modules, its parameters are no dense
-            tensors with data, a number is out of range or none, or a device cannot be what it shall
-            be.
-        TypeError: ``config`` is no :class:`OffloadConfig`, or ``backend`` no backend.
+            tensors with data, a number is out of range or no integer, or a device cannot be used as
+            what it is given for.
+        TypeError: ``config`` is no :class:`OffloadConfig`, ``backend`` no backend, or a device is
+            neither a device nor a name.
 
     Source: fairscale ``OffloadModel``.
     """
@@ -169,7 +170,7 @@ class OffloadModel(nn.Module):
     def statistics(self) -> OffloadStatistics:
         """What was moved: parameters count as reloaded, gradients as offloaded.
 
-        What ``checkpoint_activation`` moves is not among it.
+        What ``checkpoint_activation`` moves is not included.
         """
         copies = self._cache.copies
         copies.poll()
@@ -186,7 +187,7 @@ class OffloadModel(nn.Module):
         return self._cache.peak_bytes
 
     def _arguments(self, output: Any) -> tuple[Any, ...]:
-        """What the next slice is called with."""
+        """The arguments that the next slice is called with."""
         return output if self._is_list and isinstance(output, tuple) else (output,)
 
     def _layers(self) -> Iterator[SliceLayers]:
@@ -252,7 +253,7 @@ class OffloadModel(nn.Module):
                 move_to_host(parameter, on_host)
 
     def _copies_of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """In memory that a device can copy from beside computing."""
+        """Copies in memory from which a device can copy beside compute."""
         copies = self._cache.copies.host_tensors(parameters)
         for copy, parameter in zip(copies, parameters, strict=True):
             copy.copy_(parameter.detach())
@@ -284,7 +285,7 @@ class OffloadModel(nn.Module):
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """In order; one that has several names is there several times."""
+    """The layers in order; one that has several names is there several times."""
     return [layer for layer in model._modules.values() if layer is not None]
 
 
@@ -293,7 +294,7 @@ def _bytes_of(layer: nn.Module) -> dict[int, int]:
 
 
 def _container(model: object) -> nn.Module:
-    """What has the layers; of a list, which are slices as they are, a ModuleList."""
+    """The module that has the layers; for a list, whose modules are the slices, a ModuleList."""
     if not isinstance(model, list | tuple):
         return _check_kind(model)
     wrong = {i: one for i, one in enumerate(model) if not isinstance(one, nn.Module)}
@@ -320,7 +321,7 @@ def _check_kind(model: object) -> nn.Module:
 
 
 def _cut(layers: nn.Module, num_slices: int) -> list[range]:
-    """Those of a list were cut by the caller."""
+    """The layers of each slice; a list was cut by the caller."""
     found = _layers_of(layers)
     if isinstance(layers, nn.ModuleList):
         return [range(index, index + 1) for index in range(len(found))]

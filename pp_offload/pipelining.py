@@ -5,7 +5,8 @@
             schedule.step(batch, target=..., losses=losses)
 
 Every forward of a stage becomes a chunk. The order of backward is read from the schedule's own
-actions, so prefetch is right from the first step; a schedule that does not tell is watched for one.
+actions, so prefetch is right from the first step; of a schedule without such a list, it is learned
+in a first step.
 What the schedule runs outside its chunks, such as its inference of shapes, and ``schedule.eval``,
 passes through untouched.
 """
@@ -92,7 +93,7 @@ class AttachedSchedule:
         setattr(self._schedule, _ATTACHED, self)
         self._mark_modules(groups)
         if config is not None:
-            manager.configure(config)  # behind what may fail, for it forgets the old options
+            manager.configure(config)  # after what may fail, for it forgets the old options
         if self._order.split:
             is_keeping = manager.config.split_backward == "keep"
             offloader = manager.wiring.offloader
@@ -242,20 +243,20 @@ def _stages(schedule: Any) -> list[Any]:
 
 
 class BackwardOrder(NamedTuple):
-    """What a schedule tells of backward on this rank; empty if it does not tell."""
+    """What a schedule's actions say of backward on this rank; empty if it has no list of them."""
 
     keys: list[ChunkKey | WeightPassKey]
     """First to run first."""
 
     split: frozenset[ChunkKey]
-    """Those whose backward comes in two parts."""
+    """Chunks whose backward comes in two parts."""
 
     late: frozenset[ChunkKey]
-    """Those whose first part does nothing, for a first stage has no inputs to differentiate."""
+    """Chunks whose first part does nothing, for a first stage has no inputs to differentiate."""
 
 
 def backward_order(schedule: Any, stages: list[Any]) -> BackwardOrder:
-    """Read it from the schedule's own actions."""
+    """The order that the schedule's own actions say."""
     keys: list[ChunkKey | WeightPassKey] = []
     late = []
     for kind, vp_stage, microbatch in _actions(schedule, stages):

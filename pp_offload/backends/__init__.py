@@ -25,12 +25,12 @@ __all__ = [
 
 
 def check_backend(backend: object) -> None:
-    """A backend, and not its name or the class.
+    """Check that ``backend`` is one, and not its name or its class.
 
     Raises:
         TypeError: It is none.
     """
-    # A class has the names as well; and no isinstance of the protocol, for it asks properties.
+    # A class has the names as well. Not isinstance of the protocol: that would read properties.
     if isinstance(backend, type) or not hasattr(backend, "current_stream"):
         raise TypeError(
             f"backend is {_named(backend)}, expected a backend, such as CpuBackend(), "
@@ -39,10 +39,10 @@ def check_backend(backend: object) -> None:
 
 
 def backend_or_default(backend: Backend | None) -> Backend:
-    """A backend that may be left out.
+    """``backend`` itself, or the default one for None.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is no backend.
     """
     if backend is None:
         return default_backend()
@@ -57,7 +57,7 @@ def _named(backend: object) -> str:
 
 
 def default_backend(device: torch.device | None = None) -> Backend:
-    """That of a device; without one, the accelerator where there is one, else the CPU."""
+    """The backend of a device; for None, of the accelerator where there is one, else the CPU."""
     is_host = device.type == "cpu" if device is not None else not torch.accelerator.is_available()
     if is_host:
         return CpuBackend()

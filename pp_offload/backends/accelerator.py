@@ -50,9 +50,9 @@ class AcceleratorBackend:
         return self._ask is not None and self._ask()
 
     def capture_id(self) -> int:
-        """Counts captures as they are seen; 0 outside.
+        """The number of the present capture, counted as they are seen; 0 outside.
 
-        Two with nothing asked in between are taken for one, unless the first was joined.
+        Two captures are taken for one if nobody asked in between, unless the first was joined.
         """
         if not self.is_capturing:
             self._was_capturing = False
@@ -76,8 +76,8 @@ class AcceleratorBackend:
         """Queue the copies; host memory must be pinned for them to be asynchronous."""
         assert isinstance(stream, torch.Stream)
         before = torch.accelerator.current_stream(self._index)
-        # Not ``with stream``: it keeps on itself what to go back to, so that two threads inside at
-        # once would leave with each other's stream.
+        # Not ``with stream``: the stream itself keeps the one to go back to, so two threads inside
+        # at once would leave with each other's.
         torch.accelerator.set_stream(stream)
         try:
             with torch.no_grad():

@@ -105,7 +105,7 @@ class CopyStream:
             raise
 
     def _run(self, work: Callable[[], object]) -> None:
-        """In the thread. After a failure nothing is done, and all that follows has failed."""
+        """Do work in the thread. After a failure nothing more is done: all that follows fails."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -131,13 +131,13 @@ class CopyStream:
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """In a thread."""
+    """Copy in the stream's thread."""
     with inside_torch():
         torch._foreach_copy_(targets, sources)
 
 
 class CpuBackend:
-    """Activations of CPU training, kept apart from it by two worker threads.
+    """The CPU as a device, with a worker thread for each direction of copies.
 
     Args:
         inline_bytes: Batches up to this size are copied by the calling thread.

@@ -1,10 +1,11 @@
 """A backend whose streams may be part of a captured graph, whoever captures it.
 
-While a graph is captured nothing runs, an event from before cannot be asked or waited for, and one
-of another capture never. What ran before is done, for a capture begins by synchronizing; what
-another capture queued comes before or after as its graph is launched. So such waits are left out,
-and who asks about an event from before is told that it is not known to be over.
-And a stream is another one in another capture, so that memory of one graph is not used by the next.
+While a graph is captured nothing runs. An event from before the capture can then be neither queried
+nor waited for, and an event of another capture never. Neither wait is needed: work from before is
+done, for a capture begins by synchronizing, and what another capture queued comes before or after
+as its graph is launched. So such waits are left out, and a query of an event from before says that
+it is not known to be over. And a stream in one capture is not equal to itself in another, so that
+memory of one graph is not used by the next.
 
     backend = GraphSafeBackend(AcceleratorBackend())
 """
@@ -46,7 +47,7 @@ class GraphSafeEvent:
         return not now and self.inner.query()
 
     def synchronize(self) -> None:
-        """Block the host until it is reached. A captured one is not reached by capturing."""
+        """Block the host until it is reached. A captured one is not: only a launch reaches it."""
         if not self.capture:
             self.inner.synchronize()
 
@@ -69,7 +70,7 @@ class GraphSafeStream:
         self.capture = capture
 
     def wait_event(self, event: Event) -> None:
-        """Let nothing queued from now on run before ``event``, where that can be said."""
+        """Let nothing queued from now on run before ``event``, unless a capture needs no wait."""
         if not isinstance(event, GraphSafeEvent):
             self.inner.wait_event(event)
         elif event.capture == self._capture_now() == self.owner.capture_id():
@@ -80,7 +81,7 @@ class GraphSafeStream:
         return GraphSafeEvent(self.inner.record_event(), self._capture_now(), self.owner)
 
     def _capture_now(self) -> int:
-        """What it is part of, if it is still."""
+        """The capture that it is part of now; 0 for none."""
         now = self.owner.capture_id()
         return now if self.capture in (None, now) else 0
 

@@ -7,9 +7,9 @@
     trainer.activation_offload.statistics()
 
 The trainer computes its loss inside ``compute_loss_context_manager``, whatever a subclass makes of
-``compute_loss``; that is where offload begins and ends. Backward comes after, so what a reentrant
-checkpoint computes again meets no hook. An evaluation computes its loss there as well, without
-grad, and is left alone. Nothing of Hugging Face is imported here.
+``compute_loss``; there offload begins and ends. Backward comes after, so no hook meets what a
+reentrant checkpoint computes again. An evaluation computes its loss there as well, without grad,
+and is left alone. Nothing of Hugging Face is imported here.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MODES: dict[str, Mapping[str, Any] | bool] = {
     "off": False,
     "disk": {"config": OffloadConfig(tiers=("disk",))},
 }
-"""Other trainers' words for it, and what they are here."""
+"""Words that other trainers have for ``activation_offloading``, and what they mean here."""
 
 OF_CHECKPOINTS = ("legacy", "hidden_states")
-"""Their words for what is no matter of a trainer here: only the inputs of checkpoints leave."""
+"""Their words for offloading only the inputs of checkpoints, which is not up to a trainer here."""
 
 CONTEXT = "compute_loss_context_manager"
 """A class that has it is a trainer."""
@@ -54,13 +54,13 @@ class ActivationOffloadingMixin:
         activation_offloading: Options of
             :func:`pp_offload.activations.get_lora_act_offloading_ctx_manager`, apart from the
             model. Where the ``TrainingArguments`` have an ``activation_offloading`` of their own,
-            that one says whether anything is offloaded; options, True or False here beat it. TRL's
-            trainers begin an offload of their own where theirs is True: leave it False, and say it
-            here. axolotl's ``"disk"`` and ``"off"`` are understood, here and there.
+            that one says whether anything is offloaded; options, True or False here override it.
+            TRL's trainers begin an offload of their own where theirs is True: leave that False, and
+            set this one. axolotl's ``"disk"`` and ``"off"`` are understood, here and there.
         kwargs: The trainer's.
 
     Raises:
-        ImportError: No trainer is among the bases, and there is no ``transformers`` to have one of.
+        ImportError: No trainer is among the bases, and ``transformers`` is not installed.
         TypeError: No trainer is among the bases, or only before this one.
         ValueError: An option is unknown, or its value cannot be right; or what says whether
             anything is offloaded is neither True nor False, nor one of :data:`MODES`.
@@ -90,14 +90,14 @@ class ActivationOffloadingMixin:
 
     @property
     def activation_offload(self) -> OffloadActivations | None:
-        """What the model is trained in, with its ``statistics()``; None where nothing is offloaded.
+        """The context of the model, with its ``statistics()``; None where nothing is offloaded.
 
-        For a model that ``model_init`` makes anew there is a new one.
+        A model that ``model_init`` makes anew gets a new one.
         """
         return self._offloading.prepare(self)
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """What the trainer computes a loss in, and offload where it is to be trained by."""
+        """The trainer's context for a loss; with offload inside, where grad is enabled."""
         stack: ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
         offload = self.activation_offload if torch.is_grad_enabled() else None
         if offload is not None:
@@ -112,14 +112,14 @@ class ActivationOffloadingMixin:
 
 
 class _Offloading:
-    """What a trainer has of offload.
+    """The offload of one trainer.
 
     Attributes:
         is_on: Whether anything is offloaded; None leaves that to the trainer's arguments.
         options: Of the context.
         model: What was trained last.
         offload: Its context.
-        is_checked: Whether it was looked at if anything is offloaded.
+        is_checked: Whether :meth:`check` has looked at a step.
     """
 
     def __init__(self, wanted: Mapping[str, Any] | bool | str | None) -> None:

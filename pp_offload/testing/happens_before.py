@@ -145,7 +145,9 @@ class StorageHistory:
     """The compute stream that was current when the storage was first seen."""
 
     is_host: bool
-    """Freed by the host, which does not know what a stream waited for; else by :attr:`owner`."""
+    """Whether it is host memory. The host frees that, which does not know what streams waited for;
+    device memory is freed by :attr:`owner`.
+    """
 
     accesses: list[Access] = field(default_factory=list)
     """Oldest first."""
@@ -259,7 +261,7 @@ class RaceDetector:
 
 
 def _bytes_of(storage: UntypedStorage) -> range:
-    """Their addresses; none of a fake tensor's."""
+    """The addresses of its bytes; none for that of a fake tensor."""
     try:
         begin = storage.data_ptr()
     except RuntimeError:

@@ -30,7 +30,7 @@ class Watch(TorchDispatchMode):
     """Checks every operator that runs inside, and at the end what was freed.
 
     Args:
-        timeline: Its detector is told.
+        timeline: Its detector is told of each access.
         live: The compute stream an operator runs on, asked each time.
     """
 

@@ -61,7 +61,7 @@ class SimulatedBackend:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device tensors that computing or copying has come by, and that live."""
+        """Bytes of the living device tensors that an operator or a copy has used."""
         return self._timeline.detector.device_bytes
 
     def take_device_peak(self) -> int:
@@ -80,7 +80,7 @@ class SimulatedBackend:
         return self._timeline.capture
 
     def joined(self) -> None:
-        """Captures are known by number here."""
+        """Nothing to do: captures are known by number here."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:

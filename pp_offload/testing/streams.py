@@ -64,7 +64,7 @@ class SimulatedEvent:
     def synchronize(self) -> None:
         """Run everything before this point; the host knows from now on.
 
-        What a thread of a tier waits for, the program does not know: it has yet to ask.
+        When a thread of a tier waits, the host does not learn of it: the program has yet to ask.
         """
         timeline = self.stream.timeline
         with timeline.lock:
