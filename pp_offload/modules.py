@@ -184,7 +184,7 @@ class _Scope(NamedTuple):
     module: Module
     group: FineGrainedActivationOffloadingInterface
     mark: object
-    """Of :func:`pp_offload._groups.hook_scopes.mark`, which differs if the scope came off since."""
+    """Of :func:`pp_offload._groups.hook_scopes.mark`, which gives another once the scope is off."""
 
 
 class _GroupAround:

@@ -69,7 +69,7 @@ class OffloadModel(nn.Module):
         model: A plain :class:`torch.nn.Sequential`, whose layers take one object each, and which is
             cut into slices. Or a list of modules, or an :class:`torch.nn.ModuleList`, each of which
             is a slice: it takes what the one before returns, the elements of a tuple as arguments.
-            So another program may have cut the model.
+            So the model may have been cut by another tool.
         device: Where it computes. Inputs have to be there.
         offload_device: Where parameters and gradients are: the host.
         num_slices: Into how many slices the layers are cut; about two of them are on the device at

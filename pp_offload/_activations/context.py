@@ -115,7 +115,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         while self._here.entered and self._here.entered[-1].is_over:
             self._leave()
         entered = _Entered(HookScope(Caller.of(1)))
-        self._here.entered.append(entered)  # first: nothing that is entered is to be forgotten
+        self._here.entered.append(entered)  # first, or an interrupt would have it forgotten
         try:
             self._enter(entered)
         except BaseException:
@@ -201,7 +201,7 @@ class _Entered:
 
 
 class _OfThread(threading.local):
-    """What a thread has entered of a context, for hooks of autograd are the thread's."""
+    """What a thread has entered of a context: autograd's hooks are per thread."""
 
     def __init__(self) -> None:
         self.entered: list[_Entered] = []

@@ -211,7 +211,7 @@ class _Call:
         self._others = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def tensors(self) -> list[Tensor]:
-        """Those in the arguments, before it was run."""
+        """The tensors in the arguments. To be asked before the first run."""
         assert self._first is not None, "it was run"
         return [leaf for leaf in tree_flatten(self._first)[0] if isinstance(leaf, Tensor)]
 

@@ -89,7 +89,7 @@ class CheckpointCounts:
     """Checkpointed functions that a forward with gradients ran."""
 
     recomputed_calls: int = 0
-    """Those that backward ran again."""
+    """Checkpointed functions that backward ran again."""
 
     recomputed_ops: int = 0
     """Operators that selective checkpoints ran again."""

@@ -38,7 +38,7 @@ def said(value: object) -> str:
         return str(value) if isinstance(value, enum.Enum) else _kind_of(value)
     try:
         text = repr(value)
-    except Exception:  # that of something inside
+    except Exception:  # from something inside
         return _kind_of(value)
     is_plain = isinstance(value, _PLAIN)
     if len(text) <= MAX_SAID and "\n" not in text:
@@ -65,7 +65,7 @@ def described(tensor: Tensor) -> str:
 
 
 def version_of(tensor: Tensor) -> str:
-    """Its version in a message, whatever its kind. Never raises."""
+    """A tensor's version in a message, whatever its kind. Never raises."""
     return _asked(tensor, "_version")
 
 

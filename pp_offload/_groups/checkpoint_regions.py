@@ -14,9 +14,9 @@ recomputation does what the n-th of the forward did.
     note("attn", took=True)                  # in a forward, before hooks are entered
 
 NOTE [ PyTorch's checkpoint ]
-    It tells nobody that a region begins, so a region is recognised by the hooks on top of
-    autograd's stack: their closures hold the region's frame, which lives as long as its graph, and
-    in a recomputation also the number of that. Where a version of PyTorch has other hooks, scopes
+    The checkpoint tells nobody that a region begins, so a region is recognised by the hooks on top
+    of autograd's stack: their closures hold the region's frame, which lives as long as its graph,
+    and those of a recomputation also its number. Where a version of PyTorch has other hooks, scopes
     inside leave everything to the checkpoint, both times, which is always right.
 """
 
@@ -69,7 +69,7 @@ def is_checkpoint(pack: Pack | None) -> bool:
 
 
 def has_ended(pack: Pack | None) -> bool:
-    """Whether the hook is of a checkpoint whose forward is over, and popped another hook for it."""
+    """Whether the hook is of a checkpoint whose forward is over: it popped another in its place."""
     frame = _frame_of(pack)
     return frame is not None and frame.forward_completed
 

@@ -217,7 +217,7 @@ class Chunk:
         return not any(name in (None, group.name) for group in self.groups)
 
     def visits(self) -> Iterator[Visit]:
-        """Its groups in the order that backward visits them."""
+        """Its groups in the order in which backward visits them."""
         return reversed(self.groups)
 
     @property

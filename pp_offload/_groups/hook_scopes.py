@@ -12,10 +12,10 @@ is removed.
     leave_all()    # the step is over, and so are its scopes on this thread
 
 NOTE [ Module forward ]
-    A ``try`` around a module's own forward would pop hooks at once. But that function has to stand
-    in the module's ``__dict__``, which replicas of ``DataParallel`` and ``copy.copy`` take over:
-    they would compute with the parameters of the original. Hooks of a module are given the module
-    that they run for.
+    A ``try`` around a module's own forward would pop hooks at once. But the function that has it
+    would stand in the module's ``__dict__``, which replicas of ``DataParallel`` and ``copy.copy``
+    take over: they would compute with the parameters of the original. Hooks of a module are given
+    the module that they run for.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class HookScope:
 
     @property
     def is_over(self) -> bool:
-        """Whether, when a step begins, nobody is there who will leave it."""
+        """Whether, when a step begins, nobody will leave it any more."""
         return self._caller is None or not self._caller.is_running
 
     def _take_off(self) -> None:
@@ -102,7 +102,7 @@ def mark() -> object:
 
 
 def leave_all() -> bool:
-    """Pop hooks left behind, down to a scope that somebody is still in; returns if any were."""
+    """Pop hooks left behind, down to a scope that somebody is still in; whether there were any."""
     _here.mark = object()
     scopes = _here.scopes
     num = len(scopes)

@@ -25,7 +25,7 @@ class GroupUse(NamedTuple):
 
     num_groups: int
     num_tensors: int
-    """Those that could leave the device, whether or not the plan let them."""
+    """Payloads that could leave the device, whether or not the plan let them."""
 
     num_open: int = 0
     """Groups that were started and not committed."""

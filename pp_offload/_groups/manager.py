@@ -277,7 +277,7 @@ class Manager:
             if self.step.is_complete():
                 self.learn()
             was_cut_off = leave_all()
-            if not was_cut_off:  # else groups are open by an interrupt
+            if not was_cut_off:  # else an interrupt left groups open
                 self._look_for_idle_groups()
             self._end_step()
         self.wiring.transfer.compact()

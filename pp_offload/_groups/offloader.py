@@ -113,6 +113,6 @@ class Offloader:
         return self._verifier.check_freed()
 
     def split_backward(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> SplitBackward:
-        """What a schedule needs that runs the backward of these chunks in two parts."""
+        """A mover for the tickets of these chunks, whose backward a schedule runs in two parts."""
         transfer = self._transfer
         return SplitBackward(transfer, transfer.backend, chunks, is_keeping=is_keeping)

@@ -35,7 +35,7 @@ class GroupKey(NamedTuple):
 
     chunk: ChunkKey
     position: int
-    """In the chunk's forward, from 0."""
+    """Its position in the chunk's forward, from 0."""
 
 
 class GroupShape(NamedTuple):
@@ -43,7 +43,7 @@ class GroupShape(NamedTuple):
 
     name: str
     nbytes: int
-    """What offloading it moves to the host."""
+    """Bytes that offloading it moves."""
 
 
 class ChunkShape(NamedTuple):

@@ -188,7 +188,7 @@ class Prefetcher:
 
         Args:
             visit: Where to look.
-            room: Bytes that may be brought. One ticket may exceed it, if no others are unused.
+            room: Bytes that may be brought. One ticket may exceed it, if nothing brought is unused.
             chosen: Tickets that will be brought before these.
         """
         batch: list[Ticket] = []

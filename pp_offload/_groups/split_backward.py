@@ -37,10 +37,10 @@ class TicketIndex(NamedTuple):
     """Which ticket of a chunk, the same in every step."""
 
     position: int
-    """Its group's, in the chunk's forward."""
+    """The position of its group in the chunk's forward."""
 
     ordinal: int
-    """Its own, in the group."""
+    """Its own position in the group."""
 
 
 Uses = Mapping[TicketIndex, int]

@@ -163,7 +163,7 @@ class StepRecord(Step):
         return make_plan(shapes, config, self.pipeline_rank)
 
     def group_uses(self) -> dict[str, GroupUse]:
-        """What was done, by group name."""
+        """What the step did, by group name."""
         found: dict[str, GroupUse] = {}
         for chunk in self._forward.values():
             for group in chunk.groups:
@@ -177,7 +177,7 @@ class StepRecord(Step):
 
     def clear(self) -> None:
         """Forget the step."""
-        self._backward.clear()  # first: without it the step teaches nothing, should this be cut off
+        self._backward.clear()  # first: if this is cut off, a step without it teaches nothing
         for chunk in self._forward.values():
             chunk.reset()
         self._forward.clear()

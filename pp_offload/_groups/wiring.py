@@ -51,7 +51,7 @@ class Step(Upcoming):
 
 @dataclass
 class Wiring:
-    """What every chunk of a manager shares."""
+    """What the chunks of a manager, or of a stash, share."""
 
     transfer: TransferEngine
     eligibility: Eligibility
@@ -81,7 +81,7 @@ class Wiring:
             self.delayed.pop(0)()
 
     def go_on_as(self, old: Wiring) -> None:
-        """In place of ``old``: what was marked stays marked, what was disabled disabled."""
+        """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
         self.eligibility.kept = old.eligibility.kept
         self.is_enabled = old.is_enabled
 
@@ -112,7 +112,7 @@ class Wiring:
 
     @classmethod
     def alone(cls) -> Wiring:
-        """For a chunk without a manager: nobody knows what comes next, so nothing is prefetched."""
+        """A wiring for a chunk without a manager: with no order known, nothing is prefetched."""
         backend = default_backend()
         transfer = make_engine(backend, OffloadConfig())
         return cls(transfer, Eligibility(backend.device, StorageSet()), Offloader(transfer))

@@ -33,7 +33,7 @@ _CONTEXT = "the manager's context"
 
 
 class _Contexts(threading.local):
-    """What a thread has entered of a manager: hooks of autograd are the thread's."""
+    """The scopes of a manager that a thread has entered: autograd's hooks are per thread."""
 
     def __init__(self) -> None:
         self.scopes: list[HookScope] = []
@@ -208,7 +208,7 @@ class PipelineOffloadManager(Manager):
         scopes = self._contexts.scopes
         while scopes and scopes[-1].is_over:
             scopes.pop().leave()
-        scopes.append(HookScope(Caller.of(1)))  # first: nothing entered is to be forgotten
+        scopes.append(HookScope(Caller.of(1)))  # first, or an interrupt would have it forgotten
         try:
             pack = self._pack()
             if pack is not None:

@@ -16,7 +16,7 @@ from pp_offload._memory.slabs import Slab, owned_by
 from pp_offload.backends import Event
 
 PART_ALIGNMENT = 64
-"""Of parts in a buffer. In bytes."""
+"""Alignment of parts in a buffer, in bytes."""
 
 Spec = tuple[torch.Size, torch.dtype]
 """A contiguous tensor that a buffer is to hold."""
@@ -62,7 +62,7 @@ class HostBuffer:
         self._shape: tuple[list[Spec], list[Place]] = [], []
 
     def last_uses(self) -> Iterator[Event]:
-        """What must have finished before the memory is written."""
+        """Events that must have ended before the memory is written."""
         yield from self.before
         if self.last_use is not None:
             yield self.last_use
@@ -108,7 +108,7 @@ class Loan:
 
     @property
     def nbytes(self) -> int:
-        """What was asked for."""
+        """Bytes that were asked for."""
         return self.buffer.nbytes
 
 
@@ -122,5 +122,5 @@ def as_tensor(loan: Loan) -> Tensor:
 
 
 def room_for(nbytes: int) -> int:
-    """What a part of ``nbytes`` takes of a buffer that holds several."""
+    """Bytes that a part of ``nbytes`` takes in a buffer that holds several."""
     return -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT

@@ -7,8 +7,8 @@ compared when the extent is read.
     extent = file.allocate(nbytes)
     written = file.write(extent, data)   # data must stay unchanged until the event; then see
     extent.failure                       # what went wrong, if anything
-    read = file.read(extent, target)     # after the write, whoever asks
-    del extent                           # on any thread: what was not written yet never is
+    read = file.read(extent, target)     # runs after the write
+    del extent                           # on any thread: what is not written yet never is
 
 The truth is in the extents and file ranges that somebody refers to; the arena and the counts are
 books, made anew after an interrupt: see NOTE [ Ground truth ]. A forked process has the parent's
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
-"""Of extents in the file. In bytes."""
+"""Alignment of extents in the file, in bytes."""
 
 GROWTH_BYTES = 2**26
 """The file grows by at least this."""
@@ -128,12 +128,12 @@ class DiskExtent:
 
     @property
     def nbytes(self) -> int:
-        """What was asked for."""
+        """Bytes that were asked for."""
         return self.file_range.nbytes
 
     @property
     def checksum(self) -> int | None:
-        """Of what was written; None before."""
+        """The checksum of what was written; None before."""
         return self.file_range.checksum
 
     @property
@@ -150,7 +150,7 @@ class DiskExtent:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """Of one extent, or of several."""
+    """The size of one extent, or of several."""
 
     nbytes: int
     num_payloads: int
@@ -176,7 +176,7 @@ class _File:
 
     @property
     def fd(self) -> int:
-        """For system calls; an error once it is closed."""
+        """The descriptor for system calls; an error once the file is closed."""
         return self._fds[0]
 
     def close(self) -> None:
@@ -193,16 +193,16 @@ class DiskStatistics:
     """What the file holds and did. In bytes, but for the count."""
 
     in_use: int = 0
-    """In extents that somebody has."""
+    """Bytes in extents that somebody has."""
 
     peak: int = 0
     """The most that was ever in use."""
 
     written: int = 0
-    """Queued to be written since it was made."""
+    """Bytes queued to be written since the file was made."""
 
     read: int = 0
-    """Queued to be read since it was made."""
+    """Bytes queued to be read since the file was made."""
 
     num_payloads: int = 0
     """Payloads in extents that somebody has."""

@@ -41,7 +41,7 @@ from pp_offload.backends import Event
 from pp_offload.errors import ClosedError
 
 ALIGNMENT = 512
-"""Of buffers in a slab. In bytes."""
+"""Alignment of buffers in a slab, in bytes."""
 
 MAX_SIZES = 256
 """Buffers of so many sizes may wait for the next request of their size."""
@@ -52,13 +52,13 @@ class HostStatistics:
     """What host memory holds. In bytes, but for the counts."""
 
     in_use: int
-    """In buffers that somebody has."""
+    """Bytes in buffers that somebody has."""
 
     peak: int
     """The most that was ever in use."""
 
     reserved: int
-    """Asked from the system and not returned."""
+    """Bytes asked from the system and not returned."""
 
     num_buffers: int
     """Buffers that somebody has."""
@@ -238,7 +238,7 @@ class HostMemory:
                 event.synchronize()
 
     def _last_uses(self) -> Iterator[Event]:
-        """What must end before memory is freed: the system may give it to anybody at once."""
+        """Events that must end before memory is freed, for the system may give it to anybody."""
         return chain(self._unfinished, *(buffer.last_uses() for buffer in self._carved))
 
     # The books

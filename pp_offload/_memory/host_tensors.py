@@ -15,7 +15,7 @@ from torch import Tensor
 from pp_offload._memory.slabs import Allocate
 
 ALIGNMENT = 512
-"""Of each tensor in the allocation. In bytes."""
+"""Alignment of each tensor in the allocation, in bytes."""
 
 
 def host_tensors(

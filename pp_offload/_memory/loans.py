@@ -1,4 +1,4 @@
-"""What was handed out and is still referred to.
+"""Notes what was lent to owners, and finds what was lent to those that are gone.
 
 An owner gives nothing back: a loan ends when nobody refers to its owner any more. No Python code
 may run at that moment, since autograd may be freeing a node, and what a signal handler raises there

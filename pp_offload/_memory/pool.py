@@ -3,7 +3,7 @@
 A training step asks for the same shapes over and over, and pinned host memory in particular is
 slow to acquire. So a freed tensor waits in the queue of its shape and dtype. The bytes come from an
 arena, so that another shape can have what one needs no more. Host memory comes from where the
-engine's does, and counts in the same budget.
+engine's does, and is counted with it.
 
     pool = GPUTensorPool(device="cpu", pin_memory=True)
     tensor = pool.allocate((128, 512), torch.bfloat16)  # contents undefined
@@ -34,7 +34,7 @@ from pp_offload.backends import default_backend
 _Key = tuple[tuple[int, ...], torch.dtype]
 
 ALIGNMENT = 512
-"""Of tensors in a block. In bytes."""
+"""Alignment of tensors in a block, in bytes."""
 
 
 class _Block:

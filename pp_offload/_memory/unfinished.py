@@ -32,7 +32,7 @@ def check_finished(events: Iterable[Event]) -> None:
 
 
 def wait_for(events: Iterable[Event]) -> None:
-    """Block until all have ended. Raises what a copy raised, or it would be waited for again."""
+    """Block until all have ended. Raises what a copy raised, whose event is never seen to end."""
     for event in events:
         with suppress(TierError):  # whoever needs these bytes gets it
             event.synchronize()

@@ -41,7 +41,7 @@ class Slice:
 
     @property
     def nbytes(self) -> int:
-        """What it takes on the device."""
+        """Bytes that it takes on the device."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
     def has_same(self, other: Slice) -> bool:

@@ -32,7 +32,7 @@ def partition(layers: Sequence[Bytes], num_slices: int) -> list[range]:
 
 
 def slice_bytes(layers: Sequence[Bytes]) -> int:
-    """What these take together."""
+    """Bytes that these layers take together; a shared parameter counts once."""
     return sum({key: nbytes for layer in layers for key, nbytes in layer.items()}.values())
 
 

@@ -290,11 +290,10 @@ class Copies:
     def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
         """Make d2h wait for copies that still read the buffers it is about to write.
 
-        A host tier on one compute stream is safe without: the last ticket of the buffer is gone, so
-        compute has waited for the reload from it, or nobody will use that; and d2h waits for
-        compute. Two cases need the wait: a forward that runs on another stream than the backward
-        that read the buffer, and staging buffers, which are free as soon as the copy is queued that
-        takes what was read ahead.
+        A host tier on one compute stream is safe without: the buffer's tickets are gone, so compute
+        has waited for the reload from it, or nobody will use that; and d2h waits for compute. Two
+        cases need the wait: a forward on another stream than the backward whose reloads read the
+        buffer, and staging buffers, which are free as soon as their copy to the device is queued.
         """
         seen: Event | None = None
         for copy in copies:

@@ -100,7 +100,7 @@ class StagedDisk(OnDisk):
         return [place(batch, HostCopy(self, loan, self.disk.allocate(nbytes, len(batch))))]
 
     def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
-        """Copy tickets into the staging buffer, which :meth:`poll` has written to disk later."""
+        """Copy tickets into the staging buffer; :meth:`poll` then has it written to disk."""
         nbytes = self._copies.copy_to_host(tickets, copies)
         self._arriving += map(weakref.ref, copies)
         self._copies.poll()
@@ -200,7 +200,7 @@ class StagedDisk(OnDisk):
         copy.reading = None
 
     def _leave(self, copy: HostCopy, asked: Sequence[Ticket]) -> int:
-        """Queue copies to the device. Of a buffer read into, for all who wait; then drop it."""
+        """Queue copies to the device; from a buffer read into, for all who wait, then drop it."""
         if copy.offloaded is not None:
             return self._copies.copy_to_device(asked)
         num = self._copies.copy_to_device(self._all_of(copy, asked))
@@ -259,7 +259,7 @@ class StagedDisk(OnDisk):
     # Numbers and memory
 
     def statistics(self) -> TierStatistics:
-        """Of the disk, and of the staging memory."""
+        """The numbers of the disk and of the staging memory."""
         staging = self.staging.statistics()
         return replace(
             super().statistics(),

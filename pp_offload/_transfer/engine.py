@@ -7,8 +7,8 @@ NOTE [ One lock ]
     and its tiers know, and what groups, steps and prefetch know of them. It is held for bookkeeping
     and never during a wait: neither while compute waits, which blocks the thread where the device
     is the host, nor while the host waits for copies or threads. So what is waited for stays
-    registered until the wait is over. Code that holds the lock and has to wait changes nothing and
-    raises ``Unfinished``; the caller that let go of the lock waits, and calls it again.
+    registered until the wait is over. Code that would have to wait under the lock changes nothing
+    and raises ``Unfinished``; its caller gives up the lock, waits, and calls it again.
 
 NOTE [ Modified while queued ]
     A source changed in place before its copy has run would be copied wrong. So its version counter

@@ -48,7 +48,7 @@ class HostTier(Tier):
         return self._copies.copy_to_device(tickets)
 
     def statistics(self) -> TierStatistics:
-        """Of the memory."""
+        """The numbers of the host memory."""
         host = self.host.statistics()
         return TierStatistics(
             num_payloads=host.num_payloads,

@@ -99,8 +99,8 @@ class InFlight:
     def keep_bounded(self, last_bytes: int, poll: Callable[[], None]) -> None:
         """Make compute wait for copies to the host until no more is in flight than may be.
 
-        Not for the last offload: its sources were there while they were computed, so waiting for it
-        would take time and lower no peak.
+        Not for the last offload: its sources had to be there until now, so waiting for it would
+        take time and lower no peak.
 
         Not to be called with the lock held: it blocks where the device is the host.
 

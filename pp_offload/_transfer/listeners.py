@@ -1,4 +1,4 @@
-"""Who wants to hear what the engine does: statistics, checks, tests.
+"""Listeners, which hear what the engine does: statistics, checks, tests.
 
     class Peak(Listener):
         most = 0

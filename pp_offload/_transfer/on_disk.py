@@ -31,7 +31,7 @@ class OnDisk(Tier):
         self._failures = DiskFailures()
 
     def may_capture(self, copy: HostCopy | None = None) -> bool:
-        """Only for what could not be written, which is not on disk."""
+        """True only for what could not be written, which is still in memory."""
         return copy is not None and copy.extent is None
 
     def statistics(self) -> TierStatistics:

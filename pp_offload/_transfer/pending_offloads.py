@@ -30,10 +30,10 @@ class PendingOffload:
     """Told when the payloads were read."""
 
     nbytes: int
-    """Of the payloads."""
+    """Bytes of the payloads."""
 
     total: int
-    """Bytes of this one and of all before it, since no offload was under way."""
+    """Bytes of this one and of all before it, counted since the queue was empty."""
 
     offloaded: Event | None = None
     """Behind the copies. None until they are queued: see NOTE [ Torn bookkeeping ]."""

@@ -51,7 +51,7 @@ class PendingCopy:
     """For messages."""
 
     checksums: tuple[int, ...] = ()
-    """Of the sources, with ``verify``."""
+    """Checksums of the sources, with ``verify``."""
 
 
 class PlainCopies:
@@ -96,7 +96,7 @@ class PlainCopies:
         return pending
 
     def copy_to_host(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
-        """Start copying device tensors to host memory, which is free again with the results.
+        """Start copying device tensors to host memory, free again when the results are gone.
 
         Where the host budget has no room they go to ordinary memory, with one warning: gradients
         have to go somewhere.
@@ -161,7 +161,7 @@ class PlainCopies:
         return host_tensors(likes, lambda nbytes: as_tensor(host.allocate(nbytes, force=True)))
 
     def _gradient_memory(self, nbytes: int) -> Tensor:
-        """Memory of the host tier, until it has no views; copies that use it keep one as well."""
+        """Memory of the host tier, free again without views; copies that use it keep one, too."""
         try:
             return as_tensor(self._host.allocate(nbytes))
         except MemoryError as refused:
@@ -201,7 +201,7 @@ class PlainCopies:
             self._let_go()
 
     def __del__(self) -> None:
-        """Wait for copies that may still write memory which goes with this, as no stream does."""
+        """Wait for copies that may still write memory which goes with this: no stream does."""
         with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
             if not self.transfer.backend.is_capturing:
                 for event, _ in self._in_use:

@@ -219,10 +219,10 @@ class Eligibility:
         )
 
     def admits(self, tensor: Tensor, min_numel: int) -> bool:
-        """Whether ``tensor`` may be offloaded without a mark that asks for it.
+        """Whether ``tensor`` may be offloaded when autograd saves it.
 
-        That is a plain tensor of at least ``min_numel`` elements that :meth:`can_move` and is not
-        kept. Parameters and their views are kept from now on.
+        True for a plain tensor of at least ``min_numel`` elements that :meth:`can_move` and is not
+        kept. A parameter, or a view of one, is kept from now on.
         """
         if type(tensor) is not Tensor:
             if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):

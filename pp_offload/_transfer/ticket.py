@@ -1,7 +1,7 @@
 """What moves: a payload's ticket, and the bytes of it that are kept off the device.
 
     ticket = Ticket(transfer, "mlp", payload, members, storage)
-    transfer.offload([ticket])          # its copy is made
+    transfer.offload([ticket])          # its copy is queued
     ticket.hand_over()                  # the saved tensors hold the ticket instead of their memory
     tensor = transfer.deliver(ticket)   # when autograd asks
 
@@ -15,8 +15,8 @@ NOTE [ Uses ]
 NOTE [ Nobody is called ]
     When autograd frees a node, no Python code of ours may run: Python would run a pending signal
     handler inside it, and what that raises in a destructor, or in the callback of a weak reference,
-    is printed and lost. So what hears that a ticket is gone is a weak reference whose callback is
-    the ``append`` of a queue, which is C; the engine looks at the queue when it is called next.
+    is printed and lost. So a weak reference tells that a ticket is gone: its callback is the
+    ``append`` of a queue, which is C; the engine looks at the queue when it is called next.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Holder(Protocol):
     """What a copy needs of the tier that has its bytes: see ``tier.py``."""
 
     name: str
-    """In the options, and for messages."""
+    """Its name in the options and in messages."""
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
         """Begin to bring payloads back; returns how many."""
         ...
 
     def has_stored(self, copy: HostCopy) -> bool:
-        """Whether the bytes were stored; asked when the copy, or what else stores them, ended."""
+        """Whether the bytes were stored. Called when the copy or the write has ended."""
         ...
 
     def may_capture(self, copy: HostCopy | None = None) -> bool:
@@ -78,8 +78,8 @@ class HostCopy:
     Attributes:
         tickets: Those whose bytes it holds, by their first byte, in the order they were saved.
             Several have the same first byte if groups saved the same tensor.
-        watched: The saved tensors of each payload, by its first byte, until the copy was made: a
-            pack holds thousands, and only a payload that is asked for before then is looked at.
+        watched: The saved tensors of each payload, by its first byte, until the copy was made. A
+            pack holds thousands, so a payload that is asked for before then is checked alone.
     """
 
     __slots__ = (
@@ -278,7 +278,7 @@ class Ticket:
         label: Its group, for messages.
         payload: Device memory to copy: a whole storage, or a view to be gathered.
         members: The saved tensors these bytes hold; each knows how it is made of them.
-        storage: The one that the payload is all of, if any; then other tickets may share its copy.
+        storage: The storage, if the payload is all of it; then other tickets may share its copy.
 
     Attributes:
         pending_reload: The payload as it came back; None before, and when it was used up.

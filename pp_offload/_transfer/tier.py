@@ -98,7 +98,7 @@ class Tier(Holder, Protocol):
     """
 
     name: str
-    """In the options, and for messages: ``disk``."""
+    """Its name in the options and in messages, such as ``disk``."""
 
     is_gathering: bool
     """Whether all of a group is stored at once, behind one event. Else each batch is stored as soon
@@ -152,7 +152,7 @@ class Tier(Holder, Protocol):
         ...
 
     def has_stored(self, copy: HostCopy) -> bool:
-        """Whether the bytes were stored; asked when the copy, or what else stores them, ended."""
+        """Whether the bytes were stored. Called when the copy or the write has ended."""
         return True
 
     def may_capture(self, copy: HostCopy | None = None) -> bool:

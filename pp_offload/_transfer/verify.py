@@ -67,7 +67,7 @@ class Verifier(Listener):
         """Note checksums of these tickets' payloads, and watch storages that should go."""
         for ticket in tickets:
             ticket.checksum = checksum_of(ticket.source())
-            if ticket.storage is not None:  # if it is a view of one, others may need that
+            if ticket.storage is not None:  # others may need the storage of a view
                 self._watched.append((ticket.label, ticket.nbytes, weakref.ref(ticket.storage)))
 
     def check_freed(self) -> list[str]:

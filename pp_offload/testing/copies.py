@@ -27,7 +27,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """For the simulator's own operators, which neither autograd nor a dispatch mode may see."""
+    """Hide the simulator's own operators from autograd and from dispatch modes."""
     with no_dispatch(), torch.no_grad():
         yield
 

@@ -77,7 +77,7 @@ class SimulatedEvent:
             self.finish()
 
     def finish(self) -> None:
-        """The same, for the simulator's own use."""
+        """As :meth:`synchronize`, for the simulator's own use."""
         self.stream.timeline.force(self)
         self.stream.timeline.detector.host.merge(self.known)
 
@@ -121,7 +121,7 @@ class SimulatedStream:
             return self.last_event()
 
     def last_event(self) -> SimulatedEvent:
-        """The same, for the simulator's own use."""
+        """As :meth:`record_event`, for the simulator's own use."""
         known = self.clock.known.merged(self.timeline.detector.host)
         return SimulatedEvent(self, self.num_done + len(self.queue), known)
 
