@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
@@ -58,7 +59,10 @@ BLOCK_BYTES = 2**19
 NUM_THREADS = 4
 """Enough that the disk has work while blocks are summed."""
 
-Step = Callable[[int, memoryview, int], int]
+_OCTAL = re.compile(r"\\([0-7]{3})")
+"""How the kernel writes a space, a tab or a backslash of a path in its list of mounts."""
+
+_ReadOrWrite = Callable[[int, memoryview, int], int]
 """Writes or reads at an offset of a file; gives the number of bytes it managed."""
 
 
@@ -392,7 +396,7 @@ class DiskFile:
         self,
         file_range: _FileRange,
         data: NDArray[np.uint8],
-        step: Step,
+        step: _ReadOrWrite,
         total: xxh3_64,
         owner: Callable[[], object] = lambda: True,
     ) -> DiskTierError | None:
@@ -415,7 +419,7 @@ class DiskFile:
         return None
 
     def _transfer_block(
-        self, file_range: _FileRange, begin: int, rest: memoryview, step: Step
+        self, file_range: _FileRange, begin: int, rest: memoryview, step: _ReadOrWrite
     ) -> DiskTierError | None:
         """Write or read one block, however little of it a system call does at a time."""
         at = begin
@@ -519,7 +523,8 @@ def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) ->
     with suppress(OSError):
         inside = directory.resolve()
         for line in mounts.read_text().splitlines():
-            _, file_range, found, *_ = line.split(" ")
-            if inside.is_relative_to(file_range) and len(file_range) >= best:
-                best, kind = len(file_range), found
+            _, escaped, found, *_ = line.split(" ")
+            mount = _OCTAL.sub(lambda match: chr(int(match[1], 8)), escaped)
+            if inside.is_relative_to(mount) and len(mount) >= best:
+                best, kind = len(mount), found
     return kind

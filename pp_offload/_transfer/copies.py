@@ -105,7 +105,7 @@ class Copies:
         if self.backend.is_capturing:
             self._of_graphs += copies  # their graph, launched again, copies to the same place
         if offloaded.query():
-            self.in_flight.offloads.take_back(pending)
+            self.in_flight.offloads.drop_last(pending)
         else:
             self.keep_sources(tickets, sources, streams[0])
             pending.offloaded = offloaded

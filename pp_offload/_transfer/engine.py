@@ -168,12 +168,12 @@ class TransferEngine:
             self._refuse_to_load(tickets)
         with self.lock:
             self.poll()  # which may bring some of them
-            num = self._load(tickets)
+            num = self._begin_to_load(tickets)
             for heard in self.listeners.reloads_queued:
                 heard(num, is_ahead=is_ahead)
         return num
 
-    def _load(self, tickets: Sequence[Ticket]) -> int:
+    def _begin_to_load(self, tickets: Sequence[Ticket]) -> int:
         if len(self.tiers) == 1:
             return self.tiers[0].load(tickets, is_ahead=True)
         by_tier: dict[Holder, list[Ticket]] = {tier: [] for tier in self.tiers}

@@ -134,7 +134,7 @@ class PendingOffloads:
         if self._queue and self._queue[0] is pending:
             self._queue.popleft()
 
-    def take_back(self, pending: PendingOffload) -> None:
+    def drop_last(self, pending: PendingOffload) -> None:
         """Remove the one that began last, which ended at once."""
         if self._queue and self._queue[-1] is pending:
             self._queue.pop()

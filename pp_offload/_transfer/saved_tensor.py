@@ -113,7 +113,7 @@ class SavedActivation:
 
     def unpack(self) -> Tensor:
         """The tensor as it was saved: values, size, stride and dtype."""
-        # Looked at before the ticket: a commit on another thread sets that before it forgets this.
+        # Read before the ticket: a commit on another thread sets the ticket before it drops source.
         source, owner = self.source, self.owner
         if source is not None:
             if not owner.is_used:

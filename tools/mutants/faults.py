@@ -995,7 +995,7 @@ MUTANTS = [
     Mutant(
         "ticket looked at before the tensor",
         "pp_offload/_transfer/saved_tensor.py",
-        "        # Looked at before the ticket: a commit on another thread sets that before it forgets this.\n        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if self.is_modified:\n                raise modified(source, self.version, owner.name)\n            return source\n        ticket = self.ticket\n",
+        "        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if self.is_modified:\n                raise modified(source, self.version, owner.name)\n            return source\n        ticket = self.ticket\n",
         "        ticket = self.ticket\n        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if self.is_modified:\n                raise modified(source, self.version, owner.name)\n            return source\n",
         "a commit on another thread leaves neither to be found",
         ("tests/transfer/test_hazards.py::test_a_commit_of_another_thread_amid_an_unpack",),
