@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 from faults import MUTANTS
+from field_faults import FIELD_MUTANTS
+from field_table import FOLDER, find_tests
 from runner import Mutant, Outcome, Runner, first_failure, main, planted
 
 ROOT = Path(__file__).parents[1]
+EACH = [*MUTANTS, *FIELD_MUTANTS]
+ROWS = find_tests(FOLDER)
 
 
 @cache
@@ -20,7 +24,7 @@ def code_of(file: str) -> str:
     return ast.dump(ast.parse((ROOT / file).read_text()))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", EACH, ids=lambda mutant: mutant.name)
 def test_every_mutant_applies(mutant: Mutant) -> None:
     changed = ast.parse(planted(mutant, (ROOT / mutant.file).read_text()))
     assert ast.dump(changed) != code_of(mutant.file), "it changes no code"
@@ -30,8 +34,18 @@ def test_every_mutant_applies(mutant: Mutant) -> None:
 
 
 def test_mutants_have_names_of_their_own() -> None:
-    names = [mutant.name for mutant in MUTANTS]
+    names = [mutant.name for mutant in EACH]
     assert len(set(names)) == len(names)
+
+
+def test_every_row_of_the_field_table_has_a_mutant() -> None:
+    assert {mutant.row for mutant in EACH if mutant.row} == set(ROWS)
+
+
+@pytest.mark.parametrize("mutant", [one for one in EACH if one.row], ids=lambda mutant: mutant.row)
+def test_what_catches_the_mutant_of_a_row_is_of_that_row(mutant: Mutant) -> None:
+    tests = {test.removeprefix("tests/field/").partition("[")[0] for test in mutant.tests}
+    assert tests and tests <= ROWS[mutant.row]
 
 
 ADDS = Mutant("adds", "code.py", "a - b", "a + b", "sums", ("test_code.py",))
@@ -106,6 +120,10 @@ def test_what_its_own_tests_let_pass_the_suite_may_catch(checkout: Path, tmp_pat
 def test_only_those_that_are_named(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([ADDS, SAME], ["--list", "--only", "same"]) == 0
     assert capsys.readouterr().out == "same: code.py: nothing differs\n"
+    of_row = replace(ADDS, row="F17")
+    for chosen in (["--only", "F17"], ["--rows"]):
+        assert main([of_row, SAME], ["--list", *chosen]) == 0
+        assert capsys.readouterr().out == "F17: adds: code.py: sums\n"
     assert main([ADDS], ["--only", "other"]) == 2
     assert "no mutant is named ['other']" in capsys.readouterr().err
 

@@ -79,14 +79,29 @@ def find_rows(folder: Path) -> list[Row]:
 
 def _rows_in(path: Path) -> Iterator[Row]:
     tree = ast.parse(path.read_text())
-    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
-    of_file = [row for node in assigned for row in _marked(node.value)]
-    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    tests = (node for node in functions if node.name.startswith("test_"))
-    rows = ([r for d in test.decorator_list for r in _marked(d)] or of_file for test in tests)
-    counts = Counter(row for one in rows for row in one)
+    counts = Counter(row for _, rows in _tests_in(tree) for row in rows)
     scenario = _scenario(ast.get_docstring(tree) or "")
     return (Row(name, scenario, number) for name, number in counts.items())
+
+
+def find_tests(folder: Path) -> dict[str, set[str]]:
+    """By row, its test functions, such as ``test_affinity.py::test_no_option_moves_a_thread``."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in folder.glob("test_*.py"):
+        for name, rows in _tests_in(ast.parse(path.read_text())):
+            for row in rows:
+                found[row].add(f"{path.name}::{name}")
+    return dict(found)
+
+
+def _tests_in(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
+    """Each test function, and its rows."""
+    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
+    of_file = [row for node in assigned for row in _marked(node.value)]
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            own = [row for decorator in node.decorator_list for row in _marked(decorator)]
+            yield node.name, own or of_file
 
 
 def _marked(code: ast.AST) -> Iterator[str]:

@@ -178,6 +178,7 @@ MUTANTS = [
         "\n",
         "memory outlives the stream it belongs to",
         ("tests/field/test_live_stream.py::test_forward_and_backward_on_side_streams",),
+        row="F07",
     ),
     Mutant(
         "source taken back on another stream",
@@ -238,6 +239,7 @@ MUTANTS = [
         "            side.wait_event(live.record_event())",
         "a graph is closed while a copy stream is still in it",
         ("tests/field/test_captures.py::test_sibling_captures",),
+        row="F24",
     ),
     Mutant(
         "versions never compared",
@@ -246,6 +248,7 @@ MUTANTS = [
         "False for",
         "what was changed while its copy was queued is taken for what was saved",
         ("tests/field/test_saved_then_changed.py::test_changed_while_the_copy_is_queued",),
+        row="F03",
     ),
     Mutant(
         "pending looks at nothing",
@@ -282,6 +285,7 @@ MUTANTS = [
         "member.pending = None",
         "nothing ever leaves the device",
         ("tests/field/test_second_references.py::test_who_holds_what_was_offloaded",),
+        row="F35",
     ),
     Mutant(
         "pack too large",
@@ -300,6 +304,7 @@ MUTANTS = [
         "for buffer in ():",
         "host memory grows with every step",
         ("tests/field/test_saved_tensor_used_again.py::test_second_use",),
+        row="F16",
     ),
     Mutant(
         "saved and changed before the commit",
@@ -344,6 +349,7 @@ MUTANTS = [
         "return True",
         "it is copied before the collective has written it",
         ("tests/field/test_copied_before_it_is_there.py::test_async_collective_tensor",),
+        row="F10",
     ),
     Mutant(
         "whole storage for a part",
@@ -378,6 +384,7 @@ MUTANTS = [
         "if version",
         "a tensor at the address of one that is gone is taken for it",
         ("tests/field/test_address_used_again.py::test_offloaded_then_freed",),
+        row="F05",
     ),
     Mutant(
         "shared though something is around it",
@@ -446,6 +453,7 @@ MUTANTS = [
         "if False:",
         "what backward uses first is sent away",
         ("tests/field/test_every_number_of_layers.py::test_all_resident",),
+        row="F13",
     ),
     Mutant(
         "no room is an error",
@@ -456,6 +464,7 @@ MUTANTS = [
         (
             "tests/field/test_out_of_pinned_memory.py::test_over_budget_groups_stay_with_one_warning",
         ),
+        row="F32",
     ),
     Mutant(
         "window off by one",
@@ -736,6 +745,7 @@ MUTANTS = [
         (
             "tests/field/test_groups_and_checkpoints.py::test_recompute_in_the_context_opens_no_entries",
         ),
+        row="F28",
     ),
     Mutant(
         "stash one too large",
@@ -760,6 +770,7 @@ MUTANTS = [
         "first = self._first",
         "inputs stay on the device beside their copies",
         ("tests/field/test_arguments_of_checkpoints.py::test_same_bits",),
+        row="F39",
     ),
     Mutant(
         "the first answer every time",
@@ -768,6 +779,7 @@ MUTANTS = [
         "            pass",
         "each call of an operator gets what the first one offloaded",
         ("tests/field/test_computed_again.py::test_calls_are_counted_apart",),
+        row="F12",
     ),
     Mutant(
         "drawn numbers drawn again",
@@ -883,6 +895,7 @@ MUTANTS = [
         "return device_copy if is_coming else None",
         "a group computes with what the backward of another has changed in place",
         ("tests/field/test_shared_by_groups.py::test_one_group_changes_what_it_was_given",),
+        row="F60",
     ),
     Mutant(
         "shared with any stream",
@@ -1026,6 +1039,7 @@ MUTANTS = [
         "False",
         "a thread ends the step of another",
         ("tests/field/test_many_threads.py::test_reset_inside_the_step_of_another",),
+        row="F54",
     ),
     Mutant(
         "the dead are awaited",
@@ -1172,6 +1186,7 @@ MUTANTS = [
         (
             "tests/field/test_forked_processes.py::test_a_graph_of_the_other_process_raises[host-late]",
         ),
+        row="F58",
     ),
     Mutant(
         "threads of the other process",
@@ -1210,6 +1225,7 @@ MUTANTS = [
         (
             "tests/field/test_end_of_the_process.py::test_what_nobody_needs_is_not_written_while_training_goes_on",
         ),
+        row="F59",
     ),
     Mutant(
         "out of the queue before it was done",

@@ -60,6 +60,11 @@ class Mutant:
     tests: tuple[str, ...]
     """As pytest is given them; at least one is to fail."""
 
+    row: str = ""
+    """Of the field table, such as ``F17``, if it shows that the tests of a row can fail: all its
+    tests are of that row.
+    """
+
 
 class Outcome(enum.Enum):
     """What became of a mutant."""
@@ -234,12 +239,12 @@ def table(verdicts: Sequence[Verdict]) -> str:
 def main(mutants: Sequence[Mutant], arguments: Sequence[str] | None = None) -> int:
     """What the command does; 0 if every mutant was caught."""
     options = _parse(arguments)
-    if unknown := set(options.only) - {mutant.name for mutant in mutants}:
+    if unknown := set(options.only) - {known for one in mutants for known in (one.name, one.row)}:
         print(f"no mutant is named {sorted(unknown)}; see --list", file=sys.stderr)
         return 2
-    chosen = [one for one in mutants if not options.only or one.name in options.only]
+    chosen = [one for one in mutants if _is_chosen(one, options)]
     if options.list:
-        print("\n".join(f"{one.name}: {one.file}: {one.why}" for one in chosen))
+        print("\n".join(map(_line, chosen)))
         return 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         runner = Runner(options.root, Path(folder), suite=options.suite, fuzz=options.fuzz)
@@ -248,10 +253,23 @@ def main(mutants: Sequence[Mutant], arguments: Sequence[str] | None = None) -> i
     return 0 if all(verdict.is_caught for verdict in verdicts) else 1
 
 
+def _is_chosen(mutant: Mutant, options: argparse.Namespace) -> bool:
+    is_named = not options.only or mutant.name in options.only or mutant.row in options.only
+    return is_named and bool(mutant.row or not options.rows)
+
+
+def _line(mutant: Mutant) -> str:
+    row = f"{mutant.row}: " if mutant.row else ""
+    return f"{row}{mutant.name}: {mutant.file}: {mutant.why}"
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python tools/mutants")
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="some of them")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="some, by their name or row"
+    )
+    parser.add_argument("--rows", action="store_true", help="those of rows of the field table")
     parser.add_argument("-j", "--jobs", type=int, default=1, help="mutants side by side")
     parser.add_argument(
         "--suite", action="store_true", help="run the whole suite on those its own tests let pass"
