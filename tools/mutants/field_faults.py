@@ -103,7 +103,7 @@ FIELD_MUTANTS = [
         "self._tickets = [weakref.ref(ticket) for ticket in tickets]",
         "self._tickets = [lambda one=ticket: one for ticket in tickets]",
         "what backward never asks for stays on the host until the next step",
-        (f"{FIELD}/test_never_unpacked.py::test_never_unpacked",),
+        (f"{FIELD}/test_never_unpacked.py::test_never_unpacked[late-unused_branch-8-16]",),
         row="F17",
     ),
     Mutant(
@@ -350,7 +350,7 @@ FIELD_MUTANTS = [
         "for following in self.queue.certain():",
         "for following in ():",
         "each backward waits for the first group it comes to",
-        (f"{FIELD}/test_input_without_grad.py::test_input_without_grad",),
+        (f"{FIELD}/test_input_without_grad.py::test_input_without_grad[cpu-4-LoRA]",),
         row="F48",
     ),
     Mutant(
