@@ -81,14 +81,7 @@ def skip_on_emulated(backend: Backend, reason: str) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The field tests can be run on an engine on which they must fail."""
-    parser.addoption(
-        "--naive",
-        nargs="?",
-        const="all faults",
-        choices=("all faults", "waits"),
-        help="run tests/field on the engine of tests/field/naive.py; 'waits' takes a fault away",
-    )
+    """What takes a backend can be run on the accelerator of tests."""
     parser.addoption(
         "--emulated",
         choices=DELAYS,
@@ -120,19 +113,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
     mark_slow(items, is_sparse=config.getoption("emulated") in DELAYED)
-
-
-@pytest.fixture(autouse=True)
-def engine(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With ``--naive``, every manager that a test makes is a naive one."""
-    kind = request.config.getoption("naive")
-    if kind is None:
-        yield
-        return
-    from naive import installed
-
-    with installed(waits_on_demand=kind == "waits"):
-        yield
 
 
 @pytest.fixture(params=BACKENDS)

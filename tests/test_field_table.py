@@ -60,6 +60,14 @@ def test_rows_are_found_by_the_marks_of_tests(folder: Path) -> None:
     ]
 
 
+def test_tests_are_found_by_their_marks(folder: Path) -> None:
+    assert field_table.find_tests(folder) == {
+        "F07": {"test_streams.py::test_one", "test_streams.py::test_two"},
+        "F35": {"test_holders.py::test_other"},
+        "F36": {"test_holders.py::test_leaf"},
+    }
+
+
 def test_the_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert field_table.main(["--list"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

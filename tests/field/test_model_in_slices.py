@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
-from naive_sliced import NaiveSlicedModel
 from torch import Tensor, nn
 from toy import same_bits
 
@@ -49,12 +48,6 @@ def equal(plain: nn.Sequential, sliced: Sliced, inputs: Callable[[], list[Any]])
     """Two steps of a model and of its copy in slices."""
     model = sliced(copy.deepcopy(plain))
     return all(same_bits(trained(model, inputs()), trained(plain, inputs())) for _ in range(2))
-
-
-def plain_use(sliced: Sliced, device: torch.device) -> bool:
-    """One forward, its backward; of the input no gradient is asked for."""
-    plain = nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh()).to(device)
-    return equal(plain, sliced, lambda: [(x_for(device).detach(),)])
 
 
 def two_forwards_two_backwards(sliced: Sliced, device: torch.device) -> bool:
@@ -134,7 +127,6 @@ def tuples_between_layers(sliced: Sliced, device: torch.device) -> bool:
 def integers(sliced: Sliced, device: torch.device) -> bool:
     plain = nn.Sequential(nn.Embedding(9, WIDTH), nn.Tanh(), linear()).to(device)
     tokens = torch.tensor([[1, 8], [3, 1]], device=device)
-    # By themselves, of two forwards: the naive model gets one right.
     return equal(plain, sliced, lambda: [(tokens,), (tokens.flip(0),)])
 
 
@@ -176,17 +168,3 @@ def test_as_the_whole_model(kind: str, num_slices: int, again: bool, check) -> N
         )
         torch.manual_seed(1)
         assert check(sliced, backend.device)
-
-
-def test_the_naive_model_trains_in_plain_use() -> None:
-    assert plain_use(NaiveSlicedModel, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_naive_model_fails(check) -> None:
-    """So each check can fail. What it does not take at all raises."""
-    torch.manual_seed(1)
-    try:
-        assert not check(NaiveSlicedModel, torch.device("cpu"))
-    except (ValueError, AttributeError) as lack:
-        assert check in (several_inputs, tuples_between_layers), lack
