@@ -144,7 +144,7 @@ def test_each_in_flight_is_on_the_host(
         held.append(activations.statistics().host_bytes_in_use)
     grown = [after - before for before, after in zip(held, held[1:], strict=False)]
     assert grown[0] > 0
-    assert all(more >= grown[0] for more in grown), "and each sends what the one before it kept"
+    assert all(more > grown[0] for more in grown[1:]), "and each sends what the one before it kept"
     losses.clear()
     assert_idle(activations)
 

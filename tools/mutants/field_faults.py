@@ -89,10 +89,13 @@ FIELD_MUTANTS = [
         row="F14",
     ),
     Mutant(
-        "a step without backward teaches",
-        "pp_offload/_groups/step.py",
-        "return bool(self._backward) and all(",
-        "return all(",
+        "a step without backward ends the plan",
+        "pp_offload/_groups/manager.py",
+        "            if self.step.is_complete():\n                self.learn()\n",
+        "            if self.step.is_complete():\n"
+        "                self.learn()\n"
+        "            else:\n"
+        "                self.wiring.plan = type(self.wiring.plan)()\n",
         "after a validation other groups leave",
         (f"{FIELD}/test_validation_between_steps.py::test_without_grad",),
         row="F15",
@@ -201,7 +204,7 @@ FIELD_MUTANTS = [
         "what a forward left is not sent by the next",
         "pp_offload/_groups/stash.py",
         "        self.send()\n        with self._wiring.lock:",
-        "        with self._wiring.lock:",
+        "        self._forward.open = None\n        with self._wiring.lock:",
         "each microbatch in flight leaves its last tensors on the device",
         (f"{FIELD}/test_context_in_flight.py::test_each_in_flight_is_on_the_host",),
         row="F29",
