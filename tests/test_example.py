@@ -49,10 +49,13 @@ def check(figures: dict[str, Any], output: str) -> None:
     assert "activations offloaded to the host" in output
 
 
-@pytest.mark.quick("markers")
-@pytest.mark.quick("interleaved1f1b")
-@pytest.mark.parametrize("mark", ["modules", "markers"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])
+@pytest.mark.parametrize(
+    ("schedule", "mark"),
+    [
+        ("interleaved1f1b", "markers"),
+        pytest.param("1f1b", "modules", marks=pytest.mark.slow),
+    ],
+)
 def test_offload_changes_memory_and_no_bit(schedule: str, mark: str, tmp_path: Path) -> None:
     flags = f"--schedule {schedule} --mark {mark} --layers 8".split()
     check(*train(tmp_path / "figures.json", *flags))

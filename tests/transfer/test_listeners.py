@@ -79,7 +79,7 @@ def test_what_is_heard_is_what_happens(kind: str, tiers: tuple[str, ...], tmp_pa
         min_offloaded_tensor_size=1,
         tiers=tiers,
         disk_dir=tmp_path if "disk" in tiers else None,
-        host_budget_bytes=2**14 if len(tiers) == 2 else None,
+        host_budget_bytes=2**18 if len(tiers) == 2 else None,
     )
     with use_backend(make_backend(kind), config=config) as manager:
         device = str(manager.backend.device)
