@@ -124,7 +124,10 @@ class Group:
 
     def waiting(self) -> Iterator[Ticket]:
         """Tickets that backward has still to ask for, in the order of use."""
-        return (ticket for ticket in self.tickets_last_first() if ticket.num_waiting > 0)
+        for ref in reversed(self._tickets):
+            ticket = ref()
+            if ticket is not None and ticket.num_waiting > 0:
+                yield ticket
 
     def wanted(self) -> Iterator[Ticket]:
         """Tickets that must be on the device when backward reaches it, in the order of use."""

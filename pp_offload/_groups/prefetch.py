@@ -193,8 +193,12 @@ class Prefetcher:
         """
         batch: list[Ticket] = []
         may_exceed = not chosen and self._transfer.reloaded_bytes == 0
+        is_current = (
+            visit is self._current
+        )  # of a later one, a source in flight may be gone by then
         for ticket in visit.wanted():
-            if not self._is_to_be_had(ticket, visit, chosen):
+            is_here = ticket.is_coming or (is_current and ticket.in_flight_source is not None)
+            if not is_here and ticket not in chosen:
                 if ticket.nbytes > room and not (may_exceed and not batch):
                     return batch, False
                 batch.append(ticket)
@@ -202,10 +206,3 @@ class Prefetcher:
             visit.claim(ticket)
         visit.is_brought = True
         return batch, True
-
-    def _is_to_be_had(self, ticket: Ticket, visit: Visit, chosen: set[Ticket]) -> bool:
-        """Whether nothing has to be brought for it. A source in flight counts only for the current
-        group: it may be gone when backward reaches a later one.
-        """
-        is_here = visit is self._current and ticket.in_flight_source is not None
-        return ticket.is_coming or ticket in chosen or is_here

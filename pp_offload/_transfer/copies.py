@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -168,7 +168,8 @@ class Copies:
 
         Args:
             tickets: Whose payloads are to come.
-            queue: Calls :meth:`begin_reload` for each, then queues the copy that fills its memory.
+            queue: Calls :meth:`PendingReloads.begin` for each, then queues the copy that fills its
+                memory.
 
         Returns:
             How many it brought.
@@ -179,22 +180,25 @@ class Copies:
             batch = list({ticket.where: ticket for ticket in reversed(left)}.values())[::-1]
             queue(batch, live)
             num += len(batch)
+            nbytes = sum([ticket.nbytes for ticket in batch])
+            for heard in self.listeners.reload_started:
+                heard(batch[0].label, nbytes)
             left = [ticket for ticket in left if ticket.device_tensor is None]
         return num
 
     def _queue_reload(self, tickets: Sequence[Ticket], stream: Stream) -> None:
         """Copy from the buffers of their copies into new memory on the device."""
         device = self.backend.device
-        copies: list[HostCopy] = []
+        copies: dict[HostCopy, None] = {}  # fewer than tickets, which share them
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         device_copies: list[DeviceCopy] = []
         for ticket in tickets:
             copy, source = ticket.copy, ticket.host_bytes
             assert copy is not None and source is not None, "reload before offload"
-            copies.append(copy)
+            copies[copy] = None
             target = torch.empty_like(source, device=device)
-            device_copies.append(self.begin_reload(ticket, target, stream))
+            device_copies.append(self.reloads.begin(ticket, target, stream))
             if source.is_meta:
                 pieces = ticket.pieces()
                 sources += pieces
@@ -207,20 +211,13 @@ class Copies:
         self._note_uses(copies, self.backend.h2d)
         self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
         reloaded = self.backend.h2d.record_event()
-        for copy in set(copies):
+        for copy in copies:
             assert copy.buffer is not None, "not in host memory"
             copy.buffer.last_use = reloaded
         for device_copy in device_copies:
             device_copy.reloaded = reloaded
         if self.backend.is_capturing:
             self._of_graphs += copies
-
-    def begin_reload(self, ticket: Ticket, target: Tensor, stream: Stream) -> DeviceCopy:
-        """Register a copy into ``target`` before it is queued; the caller sets its event behind."""
-        device_copy = self.reloads.begin(ticket, target, stream)
-        for heard in self.listeners.reload_started:
-            heard(ticket.label, ticket.nbytes)
-        return device_copy
 
     def give_up(self, tickets: Sequence[Ticket]) -> None:
         """Forget the reloads of these tickets: what came, or was to come, is of no use."""
@@ -269,7 +266,7 @@ class Copies:
     def _h2d_waits_for_compute(self, stream: Stream) -> None:
         self.backend.h2d.wait_event(stream.record_event())
 
-    def _h2d_waits_for_offloaded(self, copies: Sequence[HostCopy]) -> None:
+    def _h2d_waits_for_offloaded(self, copies: Iterable[HostCopy]) -> None:
         seen: Event | None = None
         for copy in copies:
             if copy.offloaded is not None and copy.offloaded is not seen:
@@ -277,15 +274,16 @@ class Copies:
                 self.backend.h2d.wait_event(seen)
 
     @staticmethod
-    def _note_uses(copies: Sequence[HostCopy], stream: Stream) -> None:
+    def _note_uses(copies: Iterable[HostCopy], stream: Stream) -> None:
         """Make copies that are about to be queued on ``stream`` the last uses of their buffers.
 
         ``stream`` waits for the earlier uses already.
         """
         queued = Queued(stream)
         for copy in copies:
-            assert copy.buffer is not None, "not in host memory"
-            copy.buffer.last_use = queued
+            buffer = copy.buffer
+            assert buffer is not None, "not in host memory"
+            buffer.last_use = queued
 
     def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
         """Make d2h wait for copies that still read the buffers it is about to write.

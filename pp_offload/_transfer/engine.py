@@ -134,7 +134,6 @@ class TransferEngine:
         """
         self.copies.in_flight.keep_bounded(last_bytes, self.poll)
         self.copies.reloads.keep_few_abandoned()
-        self.poll()
 
     def after_copies(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the sources of the copies queued so far have been let go."""
@@ -208,12 +207,6 @@ class TransferEngine:
             VerifyError: It is not what left. Only with ``verify``.
             ForkedError: It was offloaded before this process was forked.
         """
-        tensor = self._deliver(ticket)
-        for heard in self.listeners.delivered:
-            heard(ticket, tensor)
-        return tensor
-
-    def _deliver(self, ticket: Ticket) -> Tensor:
         self.check_process()
         if self._off_streams and any(tier.is_bringing for tier in self._off_streams):
             self.poll()
@@ -223,15 +216,17 @@ class TransferEngine:
                 found = self._find(ticket, live)
         except Unfinished:
             found = when_finished(self.lock, partial(self._find, ticket, live))
-        if isinstance(found, Tensor):
-            return found
-        if not found.is_there and found.reloaded is not None:
-            try:
-                self.copies.wait_once(live, found.reloaded)
-            except TierError as failure:
-                return self._instead(ticket, live, failure)
-        with self.lock:
-            return self._give_out(ticket, found)
+        try:
+            if not isinstance(found, Tensor):
+                if not found.is_there and found.reloaded is not None:
+                    self.copies.wait_once(live, found.reloaded)
+                with self.lock:
+                    found = self._give_out(ticket, found)
+        except TierError as failure:
+            found = self._instead(ticket, live, failure)
+        for heard in self.listeners.delivered:
+            heard(ticket, found)
+        return found
 
     def _find(self, ticket: Ticket, live: Stream) -> Tensor | DeviceCopy:
         """The source, if it is taken back; else the device copy, which compute has to wait for."""
@@ -316,7 +311,9 @@ class TransferEngine:
         """Before a ticket gives up its memory, pass it to one of the same bytes that comes soon."""
         assert ticket.copy is not None, "reload before offload"
         same = ticket.copy.tickets[ticket.begin]
-        for ref in reversed(same) if len(same) > 1 else ():  # saved later, so used earlier
+        if len(same) == 1:
+            return
+        for ref in reversed(same):  # saved later, so used earlier
             other = ref()
             if other is None or other is ticket or other.num_waiting <= 0 or other.is_coming:
                 continue

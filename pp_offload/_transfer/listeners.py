@@ -61,7 +61,12 @@ class Listener:
         """
 
     def reload_started(self, label: str, nbytes: int) -> None:
-        """Device memory was taken into which so many bytes come back. Under the lock."""
+        """Copies into device memory are queued, which bring so many bytes back. Under the lock.
+
+        Args:
+            label: The group they are of, the first one where there are several, or the slice.
+            nbytes: At least one.
+        """
 
     def reloads_queued(self, num: int, *, is_ahead: bool) -> None:
         """So many payloads are on their way, perhaps through a disk first. Under the lock.

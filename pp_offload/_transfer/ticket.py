@@ -201,6 +201,7 @@ class DeviceCopy:
     Attributes:
         reloaded: Behind the copy into it; None until that is queued.
         is_there: Whether that stream has waited for the copy.
+        like: The ticket's bytes on the host, which are shaped as the payload is.
         version: Of the tensor when it was first given out.
         num_reloads: Tickets that wait for it or use it.
     """
@@ -209,6 +210,7 @@ class DeviceCopy:
         "copy",
         "stream",
         "is_there",
+        "like",
         "nbytes",
         "num_reloads",
         "reloaded",
@@ -224,6 +226,7 @@ class DeviceCopy:
         self.nbytes = ticket.nbytes
         self.copy = weakref.ref(ticket.copy)
         self.where = ticket.where
+        self.like = ticket.host_bytes
         self.num_reloads = 0
         self.reloaded: Event | None = None
         self.is_there = False
@@ -237,6 +240,8 @@ class DeviceCopy:
     def shaped_for(self, ticket: Ticket) -> Tensor:
         """The tensor in this ticket's shape and dtype, which may differ among those sharing it."""
         like = ticket.host_bytes
+        if like is self.like:  # seldom not, and to ask tensors for their shapes takes its time
+            return self.tensor
         assert like is not None, "reload before offload"
         if self.tensor.shape == like.shape and self.tensor.dtype == like.dtype:
             return self.tensor

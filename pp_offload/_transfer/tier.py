@@ -34,7 +34,7 @@ NOTE [ What a tier keeps to ]
 
     Order: what a copy reads or writes is registered before the copy is queued, or an interrupt
     between the two would free it: ``Copies.in_flight.begin`` for sources,
-    ``Copies.begin_reload`` for targets; ``copy_to_host`` and ``copy_to_device`` do both. A buffer
+    ``Copies.reloads.begin`` for targets; ``copy_to_host`` and ``copy_to_device`` do both. A buffer
     knows its last uses, which its next user waits for.
 
     Valid: a host buffer has its bytes when ``copy.offloaded`` has ended, which ``poll`` may find;
