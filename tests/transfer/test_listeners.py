@@ -18,6 +18,7 @@ from toy import assert_idle, assert_no_hooks, batches, make_model, run_step, sam
 
 from pp_offload import OffloadConfig, OffloadModel, PipelineOffloadManager, use_backend
 from pp_offload._groups.group import GroupState
+from pp_offload._memory.budget import reserved_bytes
 from pp_offload._transfer.counters import TransferCounters
 from pp_offload._transfer.listeners import Listener, Listeners
 from pp_offload._transfer.ticket import Ticket
@@ -79,7 +80,7 @@ def test_what_is_heard_is_what_happens(kind: str, tiers: tuple[str, ...], tmp_pa
         min_offloaded_tensor_size=1,
         tiers=tiers,
         disk_dir=tmp_path if "disk" in tiers else None,
-        host_budget_bytes=2**18 if len(tiers) == 2 else None,
+        host_budget_bytes=reserved_bytes() + 2**18 if len(tiers) == 2 else None,
     )
     with use_backend(make_backend(kind), config=config) as manager:
         device = str(manager.backend.device)

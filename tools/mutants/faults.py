@@ -998,8 +998,8 @@ MUTANTS = [
     Mutant(
         "waits with the lock held",
         "pp_offload/_transfer/engine.py",
-        "                self.copies.wait_once(live, found.reloaded)",
-        "                with self.lock:\n                    self.copies.wait_once(live, found.reloaded)",
+        "self.copies.wait_once(live, found.reloaded)",
+        "with self.lock: self.copies.wait_once(live, found.reloaded)",
         "where compute waits for a copy, all other threads wait as well",
         (
             "tests/transfer/test_hazards.py::test_books_are_kept_with_the_lock_held_and_waits_are_without",
