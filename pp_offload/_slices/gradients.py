@@ -81,8 +81,9 @@ class GradientPath:
             return tuple(gradients)
         pending = self._copies.copy_to_host(present, self._label)
         self._under_way.append(pending)
-        if torch.is_anomaly_check_nan_enabled():
-            self.settle()  # autograd reads them as they come out of this node
+        # Then autograd reads them as they come out of this node. (The second is True by default.)
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            self.settle()
         # Aliases, for a thread may still write the tensors when these belong to a graph.
         sent = iter([tensor.detach() for tensor in pending.tensors])
         return tuple(None if gradient is None else next(sent) for gradient in gradients)
