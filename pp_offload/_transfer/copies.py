@@ -145,9 +145,11 @@ class Copies:
         live, *sides = self.compute_streams(tickets)
         for side in sides:
             live.wait_event(side.record_event())
-        yield
-        for side in sides:
-            side.wait_event(live.record_event())
+        try:
+            yield
+        finally:  # what was queued before it raised reads memory that goes back to these streams
+            for side in sides:
+                side.wait_event(live.record_event())
 
     # To the device
 

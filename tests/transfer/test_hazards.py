@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from pp_offload._memory.disk import DiskFile
 from pp_offload._memory.host import HostMemory
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
 from pp_offload._memory.unfinished import Unfinished
+from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.saved_tensor import SavedActivation
@@ -437,6 +439,19 @@ def test_a_gather_is_ordered_with_the_stream_that_computed_what_it_reads(order: 
         expected[:, :3] = 2 * (x.detach() * 2)[:, :3].cos()
         assert same_bits([got], [expected])
         backend.check()
+
+
+def test_what_was_read_before_an_exception_is_ordered_too() -> None:
+    """The stream that may write there again waits for what compute was given before it raised."""
+    backend = make_backend("late")
+    copies = Copies(backend, None)
+    main, side = backend.current_stream(), backend.new_stream("side")
+    ticket: Any = SimpleNamespace(members=[SimpleNamespace(stream=side)])
+    with backend.activate(), pytest.raises(KeyError), copies.reading([ticket]):
+        torch.ones(2).sum()
+        behind = VectorClock(main.clock.known)
+        raise KeyError
+    assert side.clock.known.covers(behind)
 
 
 # What several operations saved, and one of them changed in its backward

@@ -59,8 +59,8 @@ MUTANTS = [
     Mutant(
         "gather waits for no side stream",
         "pp_offload/_transfer/copies.py",
-        "            live.wait_event(side.record_event())\n        yield\n",
-        "            pass\n        yield\n",
+        "            live.wait_event(side.record_event())\n        try:\n",
+        "            pass\n        try:\n",
         "a gather reads what another stream is still to compute",
         (f"{HAZARDS}::test_a_gather_is_ordered_with_the_stream_that_computed_what_it_reads",),
     ),
