@@ -133,7 +133,7 @@ class TransferEngine:
             last_bytes: Of the last offload, which is not waited for.
         """
         self.copies.in_flight.keep_bounded(last_bytes, self.poll)
-        self.copies.reloads.keep_few_abandoned()
+        self.copies.reloads.keep_few_abandoned(self.lock)
 
     def after_copies(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the sources of the copies queued so far have been let go."""

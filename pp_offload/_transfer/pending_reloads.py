@@ -15,7 +15,8 @@ NOTE [ Torn bookkeeping ]
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from typing import Any
 
 from torch import Tensor
 
@@ -118,13 +119,23 @@ class PendingReloads:
         alive = [one.reloaded for one in copies if one is not None and one.reloaded is not None]
         return [*alive, *(event for _, event, _ in self._abandoned)]
 
-    def keep_few_abandoned(self) -> None:
-        """Let more than a few unwanted payloads go: their stream waits for the copies into them."""
-        while len(self._abandoned) > MAX_ABANDONED:
-            _, reloaded, stream = self._abandoned[0]
+    def keep_few_abandoned(self, lock: AbstractContextManager[Any]) -> None:
+        """Let more than a few unwanted payloads go: their stream waits for the copies into them.
+
+        Not to be called with the lock held: it blocks where the device is the host. Meanwhile
+        another thread may have found the same one, and may have let it go.
+        """
+        while True:
+            with lock:
+                oldest = self._abandoned[0] if len(self._abandoned) > MAX_ABANDONED else None
+            if oldest is None:
+                return
+            _, reloaded, stream = oldest
             with suppress(TierError):  # nobody wants what could not be read
                 stream.wait_event(reloaded)
-            self._abandoned.popleft()
+            with lock:
+                if self._abandoned and self._abandoned[0] is oldest:
+                    self._abandoned.popleft()
 
     def count(self) -> None:
         """Count :attr:`nbytes` anew. See NOTE [ Torn bookkeeping ]."""

@@ -1,0 +1,62 @@
+"""What nobody will use, while another thread looks after the same."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from pp_offload._transfer.pending_reloads import MAX_ABANDONED, PendingReloads
+
+
+class Done:
+    """An event that has passed or not, and a stream on which it is waited for."""
+
+    def __init__(self) -> None:
+        self.has_passed = False
+
+    def query(self) -> bool:
+        return self.has_passed
+
+
+class Meanwhile:
+    """A stream: while it waits, another thread finds that the first few copies are over."""
+
+    def __init__(self, reloads: PendingReloads, events: list[Done], num: int) -> None:
+        self.reloads, self.events, self.num = reloads, events, num
+        self.waited: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        if not self.waited:
+            for over in self.events[: self.num]:
+                over.has_passed = True
+            self.reloads.poll(self)  # type: ignore[arg-type]
+        self.waited.append(event)
+
+
+def abandoned(num: int, num_over_meanwhile: int) -> tuple[PendingReloads, Meanwhile, list[Done]]:
+    reloads, events = PendingReloads(), [Done() for _ in range(num)]
+    stream: Any = Meanwhile(reloads, events, num_over_meanwhile)
+    reloads._abandoned.extend((torch.empty(1), event, stream) for event in events)  # type: ignore[misc]
+    return reloads, stream, events
+
+
+def test_another_thread_lets_all_go_amid_the_wait() -> None:
+    reloads, _, events = abandoned(MAX_ABANDONED + 1, MAX_ABANDONED + 1)
+    reloads.keep_few_abandoned(threading.RLock())
+    assert reloads.events() == [] and all(event.query() for event in events)
+
+
+def test_what_nobody_waited_for_stays() -> None:
+    """The one that was waited for is gone already: the next is another one."""
+    reloads, stream, events = abandoned(MAX_ABANDONED + 1, 1)
+    reloads.keep_few_abandoned(threading.RLock())
+    assert stream.waited == events[:1]
+    assert reloads.events() == events[1:]
+
+
+def test_more_than_a_few_are_waited_for_the_oldest_first() -> None:
+    reloads, stream, events = abandoned(MAX_ABANDONED + 3, 0)
+    reloads.keep_few_abandoned(threading.RLock())
+    assert stream.waited == events[:3] and reloads.events() == events[3:]
