@@ -68,6 +68,8 @@ class Offloader:
         if new:
             # This may wait, so the lock is not held.
             group.counts.copied_bytes += transfer.offload(new)
+        for heard in () if is_capturing else transfer.listeners.left:
+            heard(tickets)
         with transfer.lock:
             if not is_capturing:
                 copies.add(new)

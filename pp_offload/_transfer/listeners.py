@@ -13,7 +13,8 @@ A method that no listener overrides is not called: an event without listeners co
 NOTE [ Where listeners are called ]
     On the thread that acted, after it did; ``leaving`` before. Where a method says "Under the
     lock", the engine's lock is held: it may note something, but neither wait nor call the engine.
-    What a listener raises goes to the program, as if the engine had raised it.
+    What a listener raises goes to the program, as if the engine had raised it; so a MemoryError of
+    ``leaving`` or ``offloaded`` means that there is no room.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ class Listener:
 
         Compute may read them now, on the live stream. Not while a graph is captured, where they
         hold nothing yet.
+        """
+
+    def left(self, tickets: Sequence[Ticket]) -> None:
+        """The group of ``leaving`` found room: its copies are queued, or shared with others.
+
+        Autograd still holds the sources, and holds the tickets in their place from now on.
         """
 
     def offloaded(self, label: str, nbytes: int) -> None:
@@ -94,6 +101,7 @@ class Listeners:
     group_closed: tuple[Callable[[NamedGroup], None], ...] = ()
     group_reached: tuple[Callable[[NamedGroup], None], ...] = ()
     leaving: tuple[Callable[[Sequence[Ticket]], None], ...] = ()
+    left: tuple[Callable[[Sequence[Ticket]], None], ...] = ()
     offloaded: tuple[Callable[[str, int], None], ...] = ()
     reload_started: tuple[Callable[[str, int], None], ...] = ()
     reloads_queued: tuple[Callable[..., None], ...] = ()
@@ -112,5 +120,5 @@ class Listeners:
         """Have ``listener`` hear nothing any more."""
         for event in fields(self):
             heard = getattr(self, event.name)
-            rest = tuple(one for one in heard if one.__self__ is not listener)
+            rest = tuple(one for one in heard if getattr(one, "__self__", None) is not listener)
             setattr(self, event.name, rest)

@@ -64,9 +64,13 @@ class Verifier(Listener):
             )
 
     def leaving(self, tickets: Sequence[Ticket]) -> None:
-        """Note checksums of these tickets' payloads, and watch storages that should go."""
+        """Note checksums of these tickets' payloads."""
         for ticket in tickets:
             ticket.checksum = checksum_of(ticket.source())
+
+    def left(self, tickets: Sequence[Ticket]) -> None:
+        """Watch storages that should go."""
+        for ticket in tickets:
             if ticket.storage is not None:  # others may need the storage of a view
                 self._watched.append((ticket.label, ticket.nbytes, weakref.ref(ticket.storage)))
 

@@ -160,6 +160,16 @@ def test_verify_catches_bytes_that_changed_on_the_host(kind: str) -> None:
             y.sum().backward()
 
 
+def test_what_found_no_room_is_not_said_to_have_left(caplog: pytest.LogCaptureFixture) -> None:
+    config = OffloadConfig(min_offloaded_tensor_size=1, host_budget_bytes=0, verify=True)
+    with use_backend(make_backend("late"), config=config) as manager:
+        y, _ = one_chain(manager)
+        assert manager.verify() == []
+        y.sum().backward()
+        assert manager.statistics().bytes_offloaded == 0
+    assert "find no room" in caplog.text and "still on the device" not in caplog.text
+
+
 def test_without_verify_there_is_no_verifier() -> None:
     with use_backend(make_backend("cpu")) as manager:
         listeners = manager.wiring.transfer.listeners

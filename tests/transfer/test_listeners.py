@@ -24,7 +24,7 @@ from pp_offload._transfer.listeners import Listener, Listeners
 from pp_offload._transfer.ticket import Ticket
 
 EVENTS = [event.name for event in fields(Listeners)]
-WITHOUT_LOCK = {"leaving", "group_closed", "delivered"}
+WITHOUT_LOCK = {"leaving", "left", "group_closed", "delivered"}
 TIERS: list[tuple[str, ...]] = [("host",), ("disk",), ("host", "disk")]
 
 
@@ -108,6 +108,7 @@ def test_what_is_heard_is_what_happens(kind: str, tiers: tuple[str, ...], tmp_pa
     assert waited * 1e3 == pytest.approx(statistics.consumer_wait_ms)
     left = [group for group in groups if group.state is GroupState.OFFLOADED]
     assert len(heard.of("leaving")) == len(left) > 0
+    assert heard.of("left") == heard.of("leaving")
     assert {label for label, _ in heard.of("delivered")} == {"mix", "mlp"}
     for event, was_free in heard.was_free.items():
         assert was_free == {event in WITHOUT_LOCK}, event
