@@ -109,8 +109,6 @@ class Copies:
         else:
             self.keep_sources(tickets, sources, streams[0])
             pending.offloaded = offloaded
-        for heard in self.listeners.offloaded:
-            heard(tickets[0].label, nbytes)
         return nbytes
 
     def _sources(self, tickets: Sequence[Ticket], streams: Sequence[Stream]) -> list[Tensor]:

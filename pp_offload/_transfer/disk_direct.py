@@ -43,8 +43,6 @@ class DirectDisk(OnDisk):
         pending = self._copies.in_flight.begin(sources, copies, streams, nbytes)
         pending.offloaded = DiskEvent.all_of(list(map(self._write, copies, sources)))
         self._copies.keep_sources(tickets, sources, streams[0])
-        for heard in self._copies.listeners.offloaded:
-            heard(tickets[0].label, nbytes)
         return nbytes
 
     def _write(self, copy: HostCopy, source: Tensor) -> DiskEvent:

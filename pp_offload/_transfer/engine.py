@@ -115,7 +115,8 @@ class TransferEngine:
         self.check_process()  # before the lock, which a thread lost in a fork may hold
         if self._off_streams and self.backend.is_capturing:
             self._refuse_to_store()
-        nbytes = when_finished(self.lock, Outgoing(tickets, self.tiers, self.poll).go_on)
+        outgoing = Outgoing(tickets, self.tiers, self.poll, self.listeners)
+        nbytes = when_finished(self.lock, outgoing.go_on)
         self.copies.in_flight.expect(nbytes)
         self.keep_in_flight_bounded(nbytes)
         return nbytes

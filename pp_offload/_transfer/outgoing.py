@@ -1,6 +1,6 @@
 """A group on its way to the tiers: each batch goes to the first one with room.
 
-outgoing = Outgoing(tickets, tiers, poll)
+outgoing = Outgoing(tickets, tiers, poll, listeners)
 nbytes = when_finished(lock, outgoing.go_on)   # which is called again after each wait
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pp_offload._transfer.listeners import Listeners
 from pp_offload._transfer.ticket import HostCopy, Ticket, packs
 from pp_offload._transfer.tier import Tier
 
@@ -19,13 +20,19 @@ class Outgoing:
         tickets: At least one, none offloaded before.
         tiers: In the order in which they are asked.
         poll: Lets go of what has ended, which may make room.
+        listeners: Told of each batch that is stored, whichever tier stores it.
     """
 
     def __init__(
-        self, tickets: Sequence[Ticket], tiers: Sequence[Tier], poll: Callable[[], None]
+        self,
+        tickets: Sequence[Ticket],
+        tiers: Sequence[Tier],
+        poll: Callable[[], None],
+        listeners: Listeners,
     ) -> None:
         self._tiers = tiers
         self._poll = poll
+        self._listeners = listeners
         self._batches = packs(tickets)
         self._batch = next(self._batches, None)
         self._asked = 0
@@ -48,11 +55,17 @@ class Outgoing:
             if tier.is_gathering:
                 self._gather(self._batch[0], copies)
             else:
-                self._nbytes += tier.store(self._batch[0], copies)
+                self._store(tier, self._batch[0], copies)
             self._batch, self._asked = next(self._batches, None), 0
         for number, (tickets, copies) in self._gathered.items():
-            self._nbytes += self._tiers[number].store(tickets, copies)
+            self._store(self._tiers[number], tickets, copies)
         return self._nbytes
+
+    def _store(self, tier: Tier, tickets: list[Ticket], copies: list[HostCopy]) -> None:
+        nbytes = tier.store(tickets, copies)
+        self._nbytes += nbytes
+        for heard in self._listeners.offloaded:
+            heard(tickets[0].label, nbytes)
 
     def _gather(self, batch: list[Ticket], copies: list[HostCopy]) -> None:
         tickets, known = self._gathered.setdefault(self._asked, ([], []))
