@@ -54,9 +54,6 @@ DELAYS: dict[str, dict[str, int]] = {
 }
 """Of the emulated accelerator; so long that what comes next never waits by luck."""
 
-DELAYED = {"slow-d2h", "slow-h2d"}
-"""Where a test's cases differ little: what is seen there is whether a wait is missing."""
-
 
 def make_backend(kind: str, seed: int = 0) -> Backend:
     """A fresh backend by its name in the tests."""
@@ -112,7 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [one for one in kept if not one.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
-    mark_slow(items, is_sparse=config.getoption("emulated") in DELAYED)
+    delays = DELAYS.get(config.getoption("emulated"))
+    mark_slow(items, is_sparse=bool(delays))  # with delays, a missing wait is seen in any case
 
 
 @pytest.fixture(params=BACKENDS)
