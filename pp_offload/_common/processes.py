@@ -13,12 +13,12 @@ import os
 
 from pp_offload.errors import ForkedError
 
-_IDS = [os.getpid()]
+HERE = [os.getpid()]
 """The number of this process. Asking the system each time would cost a call per tensor."""
 
 
 def _after_fork() -> None:
-    _IDS[0] = os.getpid()
+    HERE[0] = os.getpid()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -26,7 +26,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def current() -> int:
     """The number of this process."""
-    return _IDS[0]
+    return HERE[0]
 
 
 def check(owner: int, what: str) -> None:
@@ -35,9 +35,9 @@ def check(owner: int, what: str) -> None:
     Raises:
         ForkedError: This is another process.
     """
-    if owner != _IDS[0]:
+    if owner != HERE[0]:
         raise ForkedError(
-            f"{what} belongs to process {owner}, and this is process {_IDS[0]}, forked from it: "
+            f"{what} belongs to process {owner}, and this is process {HERE[0]}, forked from it: "
             "its copies and its file do not follow; run forward and backward in the same process, "
             "and fork (or start workers) when no graph is needed on the other side"
         )

@@ -52,9 +52,13 @@ class Chaining(partial):  # type: ignore[type-arg]
     outer: Pack | None = None
 
 
+_top_hooks: Callable[[bool], tuple[Pack, Any] | None]
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
 def top_pack() -> Pack | None:
     """The pack hook that this thread saves tensors through, if any."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _top_hooks(True)
     return None if hooks is None else hooks[0]
 
 
@@ -93,7 +97,7 @@ def takes_again(name: str, *, wants: bool) -> bool | None:
     Raises:
         GroupStateError: The region's forward had another scope here.
     """
-    pack = _getter()
+    pack = None if _top_hooks(True) is None else _getter()
     if pack is None:
         return False if is_in_backward() else None
     if _is_recomputation(pack):
@@ -109,6 +113,8 @@ def may_take() -> bool:
     """Whether groups may be begun and ended here: in a forward, and in no unknown region."""
     if is_in_backward():
         return False
+    if _top_hooks(True) is None:  # nearly always
+        return True
     pack = _getter()
     is_known = not is_checkpoint(pack) or _frame_of(pack) is not None
     return is_known and not _is_again(pack)
@@ -116,7 +122,7 @@ def may_take() -> bool:
 
 def note(name: str, *, took: bool) -> None:
     """Note a scope that begins in a forward with the region right around it, if there is one."""
-    frame = _frame_of(_getter())
+    frame = None if _top_hooks(True) is None else _frame_of(_getter())
     if frame is None:
         return
     region = _region_of(frame)

@@ -102,9 +102,9 @@ class Chunk:
             return Resident(tensor)
         if wiring.eligibility.admits(tensor, self.min_offloaded_tensor_size):
             saved = SavedActivation(tensor, group, wiring.current_stream())
-            group.add(saved)
+            group.saved_refs.append(weakref.ref(saved))
             return saved
-        if is_wrapper(tensor):
+        if type(tensor) is not Tensor and is_wrapper(tensor):
             wrapped = SavedWrapper(tensor, group.name, partial(self.pack, group))
             if not wrapped.is_resident:
                 return wrapped

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pp_offload._groups.plan import GroupKey
@@ -50,6 +50,9 @@ class Group:
         name: The user's name for it, such as ``mlp_norm``.
         key: Its place in the step, if it has one.
         on_use: Called with the group whenever backward is about to use one of its tensors.
+
+    Attributes:
+        saved_refs: What autograd saved, as long as it is open; autograd may drop it before.
     """
 
     def __init__(
@@ -67,21 +70,12 @@ class Group:
         self.has_failed = False
         self.counts = Counts()
         self._on_use = on_use
-        self._saved: list[weakref.ref[SavedActivation]] = []
+        self.saved_refs: list[weakref.ref[SavedActivation]] = []
         self._tickets: list[weakref.ref[Ticket]] = []
-
-    def add(self, saved: SavedActivation) -> None:
-        """Autograd saved one more tensor. It may drop it before the group is committed."""
-        self._saved.append(weakref.ref(saved))
-
-    @property
-    def num_saved(self) -> int:
-        """How many tensors autograd saved in it, as long as it is open."""
-        return len(self._saved)
 
     def saved(self) -> list[SavedActivation]:
         """What autograd saved and still holds, in order, as long as the group is open."""
-        return [saved for ref in self._saved if (saved := ref()) is not None]
+        return [saved for ref in self.saved_refs if (saved := ref()) is not None]
 
     @property
     def is_alive(self) -> bool:
@@ -100,7 +94,7 @@ class Group:
                 "an open group changes, once: commit it once"
             )
         self.state = state
-        self._saved = []
+        self.saved_refs = []
 
     @property
     def is_forgotten(self) -> bool:
@@ -122,18 +116,19 @@ class Group:
         """One of those it follows, if it lives."""
         return self._tickets[index]() if index < len(self._tickets) else None
 
-    def waiting(self) -> Iterator[Ticket]:
+    def waiting(self) -> list[Ticket]:
         """Tickets that backward has still to ask for, in the order of use."""
-        for ref in reversed(self._tickets):
-            ticket = ref()
-            if ticket is not None and ticket.num_waiting > 0:
-                yield ticket
+        return [
+            ticket
+            for ref in reversed(self._tickets)
+            if (ticket := ref()) is not None and ticket.num_waiting > 0
+        ]
 
-    def wanted(self) -> Iterator[Ticket]:
+    def wanted(self) -> list[Ticket]:
         """Tickets that must be on the device when backward reaches it, in the order of use."""
         return self.waiting()
 
-    def claim(self, ticket: Ticket) -> None:
+    def claim(self, tickets: Sequence[Ticket]) -> None:
         """Nothing to do: its tickets count their uses from the commit on."""
 
     def on_use(self) -> None:
@@ -143,4 +138,4 @@ class Group:
 
     def drop(self) -> None:
         """Forget every tensor of an open group, as when the step was aborted."""
-        self._saved.clear()
+        self.saved_refs.clear()

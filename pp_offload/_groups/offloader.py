@@ -44,12 +44,9 @@ class Offloader:
     def tickets(self, group: Group) -> list[Ticket]:
         """Tickets for what may leave of ``group``, which counts them."""
         mover: Mover = self.split or self._transfer
-        saved = [one for one in group.saved() if one.may_leave]
-        tickets = tickets_for(saved, mover, group.name)
-        counts = group.counts
-        for ticket in tickets:
-            counts.nbytes += ticket.nbytes
-        counts.num_tensors += len(tickets)
+        tickets = tickets_for(group.saved(), mover, group.name)
+        group.counts.nbytes += sum([ticket.nbytes for ticket in tickets])
+        group.counts.num_tensors += len(tickets)
         return tickets
 
     def move(self, group: Group, tickets: list[Ticket]) -> None:

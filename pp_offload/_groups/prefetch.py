@@ -10,7 +10,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -27,16 +27,16 @@ class Visit(Protocol):
 
     is_brought: bool
 
-    def waiting(self) -> Iterator[Ticket]:
+    def waiting(self) -> list[Ticket]:
         """Tickets it will use, brought or not."""
         ...
 
-    def wanted(self) -> Iterator[Ticket]:
+    def wanted(self) -> list[Ticket]:
         """Tickets it will use and has not claimed, brought or not, in the order of use."""
         ...
 
-    def claim(self, ticket: Ticket) -> None:
-        """Note that a wanted ticket is on the device, on its way, or about to be brought for it."""
+    def claim(self, tickets: Sequence[Ticket]) -> None:
+        """Note that wanted tickets are on the device, on their way, or about to be brought."""
         ...
 
 
@@ -70,7 +70,8 @@ class Prefetcher:
         self._transfer = transfer
         self._upcoming = upcoming
         self._window_bytes = SMALL_BYTES if window_bytes is None else window_bytes
-        transfer.refill_below_bytes = self._window_bytes // 2
+        self._reloads = transfer.reloads
+        self._reloads.refill_below_bytes = self._window_bytes // 2
         transfer.comes_soon = self.comes_soon
         self._follows_groups = window_bytes is None
         self._current: Group | None = None
@@ -117,7 +118,7 @@ class Prefetcher:
         with self._transfer.lock:
             self._current = group
             self._done_at = -1
-            self._transfer.refill_below_bytes = self._window_bytes // 2
+            self._reloads.refill_below_bytes = self._window_bytes // 2
             self.fill()
 
     def expect(self, nbytes: int) -> None:
@@ -125,7 +126,7 @@ class Prefetcher:
         with self._transfer.lock:
             if self._follows_groups:
                 self._window_bytes = max(self._window_bytes, 2 * nbytes)
-            self._transfer.refill_below_bytes = self._window_bytes // 2
+            self._reloads.refill_below_bytes = self._window_bytes // 2
 
     def fill(self) -> None:
         """Reload what comes next until the window is full, once half of it is free."""
@@ -136,9 +137,9 @@ class Prefetcher:
         group, changes = self._current, self._upcoming.num_changes
         if group is None or self._done_at == changes:
             return
-        if 2 * self._transfer.reloaded_bytes > self._window_bytes:
+        if 2 * self._reloads.nbytes > self._window_bytes:
             return
-        room = self._window_bytes - self._transfer.reloaded_bytes
+        room = self._window_bytes - self._reloads.nbytes
         batches: list[list[Ticket]] = []
         chosen: set[Ticket] = set()
         is_all = True
@@ -149,23 +150,23 @@ class Prefetcher:
             batch, is_all = self._missing(following, room, chosen)
             batches.append(batch)
             chosen.update(batch)
-            room -= sum(ticket.nbytes for ticket in batch)
+            room -= sum([ticket.nbytes for ticket in batch])
             if not is_all:
                 break
         self._load(batches)
         if is_all:
             self._done_at = changes
-            self._transfer.refill_below_bytes = 0
+            self._reloads.refill_below_bytes = 0
 
     def reset(self) -> None:
         """Forget where backward is: the step is over."""
         with self._transfer.lock:
             self._current = None
             self._done_at = -1
-            self._transfer.refill_below_bytes = self._window_bytes // 2
+            self._reloads.refill_below_bytes = self._window_bytes // 2
 
     def _bring(self, group: Group) -> None:
-        room = self._window_bytes - self._transfer.reloaded_bytes
+        room = self._window_bytes - self._reloads.nbytes
         batch, _ = self._missing(group, room, set())
         if batch:
             self._transfer.reload(batch)
@@ -176,7 +177,7 @@ class Prefetcher:
         nbytes = 0
         for batch in batches:
             together += batch
-            nbytes += sum(ticket.nbytes for ticket in batch)
+            nbytes += sum([ticket.nbytes for ticket in batch])
             if nbytes >= SMALL_BYTES:
                 self._transfer.prefetch(together)
                 together, nbytes = [], 0
@@ -192,17 +193,20 @@ class Prefetcher:
             chosen: Tickets that will be brought before these.
         """
         batch: list[Ticket] = []
-        may_exceed = not chosen and self._transfer.reloaded_bytes == 0
-        is_current = (
-            visit is self._current
-        )  # of a later one, a source in flight may be gone by then
-        for ticket in visit.wanted():
-            is_here = ticket.is_coming or (is_current and ticket.in_flight_source is not None)
+        wanted = visit.wanted()
+        may_exceed = not chosen and self._reloads.nbytes == 0
+        is_current = visit is self._current  # of a later one, a source may be gone by then
+        for number, ticket in enumerate(wanted):
+            copy = ticket.copy
+            is_here = ticket.reload is not None or (
+                is_current and copy is not None and ticket.begin in copy.in_flight_sources
+            )
             if not is_here and ticket not in chosen:
                 if ticket.nbytes > room and not (may_exceed and not batch):
+                    visit.claim(wanted[:number])
                     return batch, False
                 batch.append(ticket)
                 room -= ticket.nbytes
-            visit.claim(ticket)
+        visit.claim(wanted)
         visit.is_brought = True
         return batch, True

@@ -75,12 +75,16 @@ class SplitBackward:
         backend: Where they come back.
         chunks: Those whose backward comes in two parts.
         is_keeping: Whether what both parts use stays on the device in between.
+
+    Attributes:
+        reloads: Those of ``inner``, without what is kept.
     """
 
     def __init__(
         self, inner: Mover, backend: Backend, chunks: frozenset[ChunkKey], *, is_keeping: bool
     ) -> None:
         self.chunks = chunks
+        self.reloads = inner.reloads
         self._inner = inner
         self._backend = backend
         self._is_keeping = is_keeping
@@ -88,16 +92,6 @@ class SplitBackward:
         self._used: Counter[TicketIndex] = Counter()
         self._seen: dict[tuple[ChunkKey | int, BackwardPass], Uses] = {}  # by chunk, and by stage
         self._kept: defaultdict[ChunkKey, dict[TicketIndex, Kept]] = defaultdict(dict)
-
-    @property
-    def reloaded_bytes(self) -> int:
-        """As the engine counts them; without what is kept."""
-        return self._inner.reloaded_bytes
-
-    @property
-    def refill_below_bytes(self) -> int:
-        """As the prefetcher told the engine."""
-        return self._inner.refill_below_bytes
 
     def follow(self, key: GroupKey, tickets: Sequence[Ticket]) -> None:
         """A group was offloaded: know its tickets, and how often the first part will use each."""
@@ -195,31 +189,31 @@ class WeightPass:
         if self._foreseen():
             yield self
 
-    def waiting(self) -> Iterator[Ticket]:
+    def waiting(self) -> list[Ticket]:
         """Tickets it is known to use."""
         found = (self._ticket(index) for index in self._foreseen())
-        return (ticket for ticket in found if ticket is not None)
+        return [ticket for ticket in found if ticket is not None]
 
-    def wanted(self) -> Iterator[Ticket]:
+    def wanted(self) -> list[Ticket]:
         """Tickets that must be on the device, in the order of use, but for what the first part
         leaves there.
         """
         if self._unclaimed is None:
             self._unclaimed = dict(self._foreseen())
-        for index in list(self._unclaimed):
-            ticket = self._ticket(index)
-            if ticket is not None and not self._split.stays(self.key.chunk, index):
-                yield ticket
+        left = [one for one in self._unclaimed if not self._split.stays(self.key.chunk, one)]
+        found = (self._ticket(index) for index in left)
+        return [ticket for ticket in found if ticket is not None]
 
-    def claim(self, ticket: Ticket) -> None:
-        """Keep its memory until this part has used it, also where the first part is to bring it.
+    def claim(self, tickets: Sequence[Ticket]) -> None:
+        """Keep their memory until this part has used them, also what the first part is to bring.
 
         See NOTE [ Uses ].
         """
-        known = ticket.index_in_chunk
-        if isinstance(known, Known) and self._unclaimed is not None:
-            num_uses = self._unclaimed.pop(known.ticket_index, 0)
-            ticket.num_waiting = max(ticket.num_waiting, 0) + num_uses
+        for ticket in tickets:
+            known = ticket.index_in_chunk
+            if isinstance(known, Known) and self._unclaimed is not None:
+                num_uses = self._unclaimed.pop(known.ticket_index, 0)
+                ticket.num_waiting = max(ticket.num_waiting, 0) + num_uses
 
     def _ticket(self, index: TicketIndex) -> Ticket | None:
         if index.position >= len(self._groups):

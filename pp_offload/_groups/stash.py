@@ -131,7 +131,7 @@ class ActivationStash:
             group = self._forward.open = chunk.start(self.name)
         packed = chunk.pack(group, tensor)
         if self.max_tensors is not None and not isinstance(packed, Resident):
-            if group.num_saved >= self.max_tensors:
+            if len(group.saved_refs) >= self.max_tensors:
                 self.send()
         return packed
 

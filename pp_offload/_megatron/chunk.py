@@ -9,6 +9,7 @@ tensor = chunk.tensor_pop(tag)               # unpack hook
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import cast
 
@@ -83,7 +84,7 @@ class ChunkOffloadHandler(Chunk):
             return Resident(src_tensor)
         group = OffloadTensorGroup("tensor")
         saved = SavedActivation(src_tensor, group)
-        group.add(saved)
+        group.saved_refs.append(weakref.ref(saved))
         offloader = self.wiring.offloader
         offloader.move(group, offloader.tickets(group))
         return saved

@@ -14,15 +14,15 @@ NOTE [ Side streams ]
 
 NOTE [ Brought once ]
     A tensor that several groups saved is copied out once, and its tickets share the bytes. It is
-    also brought back once for all tickets that wait for it within the window: a ticket takes the
-    device copy made for another, whose memory goes when the last of them has used it. If a backward
-    has changed that device copy in place, the next ticket brings its own.
+    also brought back once for all tickets that wait for it within the window: a ticket uses the
+    memory of another, which goes when the last of them has used it. If a backward has changed that
+    memory in place, the next ticket brings its own.
 
 Tiers are given this, and call it with the lock held.
 
     copies.copy_to_host(tickets, host_copies)   # they have their places in host memory
     copies.copy_to_device(tickets)              # from there
-    copies.wait_once(compute, device_copy.reloaded)  # before they are used
+    copies.wait_once(compute, arrival)       # before they are used
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from pp_offload._memory.buffers import HostBuffer
 from pp_offload._transfer.in_flight import InFlight
 from pp_offload._transfer.listeners import Listeners
 from pp_offload._transfer.pending_offloads import Queued
 from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.tensors import flat_bytes
-from pp_offload._transfer.ticket import DeviceCopy, HostCopy, Ticket
+from pp_offload._transfer.ticket import Arrival, HostCopy, Ticket
 from pp_offload.backends import Backend, Event, Stream
 
-_nothing = nullcontext()
+Queue = Callable[[Sequence[Ticket], Stream], None]
+"""Brings payloads to a stream."""
 
 
 class Copies:
@@ -66,7 +68,6 @@ class Copies:
         self.listeners = Listeners()
         self.in_flight = InFlight(backend, self.lock, max_in_flight_bytes)
         self.reloads = PendingReloads()
-        self._waited: tuple[Event, Stream] | None = None
         self._of_graphs: list[HostCopy] = []
 
     # To the host
@@ -77,54 +78,54 @@ class Copies:
         Returns:
             Bytes.
         """
-        targets: list[Tensor] = []
-        parts: list[Tensor] = []
-        nbytes = 0
         streams = self.compute_streams(tickets)
+        buffers = buffers_of(copies)
         sources = self._sources(tickets, streams)
-        for ticket, source in zip(tickets, sources, strict=True):
-            nbytes += ticket.nbytes
-            target = ticket.host_bytes
-            assert target is not None, "it has no place"
-            if target.is_meta:
-                pieces = ticket.pieces()
-                targets += pieces
-                parts += cut_like(pieces, source)
-            else:
-                targets.append(target)
-                parts.append(source)
+        targets = [one for ticket in tickets if (one := ticket.host_bytes) is not None]
+        nbytes = sum([ticket.nbytes for ticket in tickets])
         for stream in streams:
             self._d2h_waits_for_compute(stream)
-        self._d2h_waits_for_last_users(copies)
-        pending = self.in_flight.begin(sources, copies, streams, nbytes)
-        self._note_uses(copies, self.backend.d2h)
-        self.backend.copy(self.backend.d2h, targets, parts, tickets[0].label)
+        self._d2h_waits_for_last_users(buffers)
+        payloads = sources
+        pending = self.in_flight.begin(payloads, copies, streams, nbytes)
+        note_uses(buffers, Queued(self.backend.d2h))
+        if not have_addresses(copies):
+            targets, sources = in_pieces(tickets, targets, sources)
+        self.backend.copy(self.backend.d2h, targets, sources, tickets[0].label)
         offloaded = self.backend.d2h.record_event()
         for copy in copies:
-            copy.note_use(offloaded)
+            copy.offloaded = offloaded
+        note_uses(buffers, offloaded)
+        for buffer in buffers:
+            buffer.before = ()
         if self.backend.is_capturing:
             self._of_graphs += copies  # their graph, launched again, copies to the same place
         if offloaded.query():
             self.in_flight.offloads.drop_last(pending)
         else:
-            self.keep_sources(tickets, sources, streams[0])
+            self.keep_sources(tickets, payloads, streams[0])
             pending.offloaded = offloaded
         return nbytes
 
     def _sources(self, tickets: Sequence[Ticket], streams: Sequence[Stream]) -> list[Tensor]:
         """The bytes to copy. A gather runs here, in order with all ``streams``."""
-        gathered = [t for t in tickets if t.storage is None] if len(streams) > 1 else []
-        with self.reading(gathered) if gathered else _nothing:
+        gathered = [ticket for ticket in tickets if ticket.storage is None]
+        if not gathered:
+            return [payload for ticket in tickets if (payload := ticket.payload) is not None]
+        with self.reading(gathered) if len(streams) > 1 else nullcontext():
             return [ticket.source() for ticket in tickets]
 
-    def keep_sources(
-        self, tickets: Sequence[Ticket], sources: Sequence[Tensor], stream: Stream
-    ) -> None:
-        """Until the queued copies have run: let sources be taken back, and watch for changes."""
+    @staticmethod
+    def keep_sources(tickets: Sequence[Ticket], sources: Sequence[Tensor], stream: Stream) -> None:
+        """Until the queued copies have run: let sources be taken back on ``stream``, and watch for
+        changes.
+        """
         for ticket, source in zip(tickets, sources, strict=True):
-            assert ticket.copy is not None
-            ticket.copy.keep_source(ticket.begin, source, stream)
-            ticket.watch()
+            copy, begin = ticket.copy, ticket.begin
+            assert copy is not None
+            copy.in_flight_sources[begin] = source
+            copy.watched[begin] = ticket.watched()
+            copy.stream = stream
 
     def compute_streams(self, tickets: Sequence[Ticket]) -> list[Stream]:
         """The live compute stream, then others that saved these; see NOTE [ Side streams ]."""
@@ -159,32 +160,45 @@ class Copies:
         """
         return self.bring(tickets, self._queue_reload)
 
-    def bring(
-        self, tickets: Sequence[Ticket], queue: Callable[[Sequence[Ticket], Stream], None]
-    ) -> int:
+    def bring(self, tickets: Sequence[Ticket], queue: Queue) -> int:
         """Have ``queue`` bring payloads to the live stream; see NOTE [ Brought once ].
 
-        Of tickets with the same bytes, ``queue`` gets the first. The others share its device copy.
+        Of tickets with the same bytes, ``queue`` gets the first. The others share its memory.
 
         Args:
             tickets: Whose payloads are to come.
-            queue: Calls :meth:`PendingReloads.begin` for each, then queues the copy that fills its
-                memory.
+            queue: Calls :meth:`PendingReloads.begin`, then queues the copies that fill the memory.
 
         Returns:
             How many it brought.
         """
-        num, live, share = 0, self.backend.current_stream(), self.reloads.share
-        left = list(tickets)
-        while left := [ticket for ticket in left if not share(ticket, live)]:
-            batch = list({ticket.where: ticket for ticket in reversed(left)}.values())[::-1]
+        live = self.backend.current_stream()
+        batch, sharers = self._first_of_each(tickets, live)
+        if batch:
             queue(batch, live)
-            num += len(batch)
             nbytes = sum([ticket.nbytes for ticket in batch])
             for heard in self.listeners.reload_started:
                 heard(batch[0].label, nbytes)
-            left = [ticket for ticket in left if ticket.device_tensor is None]
-        return num
+        left = [ticket for ticket in sharers if not self.reloads.share(ticket, live)]
+        return len(batch) + (self.bring(left, queue) if left else 0)
+
+    def _first_of_each(
+        self, tickets: Sequence[Ticket], live: Stream
+    ) -> tuple[list[Ticket], list[Ticket]]:
+        """Tickets whose bytes are to be brought, and those that will share the memory of these."""
+        batch: list[Ticket] = []
+        sharers: list[Ticket] = []
+        chosen: set[tuple[int, int]] = set()
+        for ticket in tickets:
+            copy, begin = ticket.copy, ticket.begin
+            if copy is None or begin not in copy.shared:
+                batch.append(ticket)
+            elif (id(copy), begin) in chosen:
+                sharers.append(ticket)
+            elif not self.reloads.share(ticket, live):
+                chosen.add((id(copy), begin))
+                batch.append(ticket)
+        return batch, sharers
 
     def _queue_reload(self, tickets: Sequence[Ticket], stream: Stream) -> None:
         """Copy from the buffers of their copies into new memory on the device."""
@@ -192,38 +206,31 @@ class Copies:
         copies: dict[HostCopy, None] = {}  # fewer than tickets, which share them
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        device_copies: list[DeviceCopy] = []
         for ticket in tickets:
             copy, source = ticket.copy, ticket.host_bytes
             assert copy is not None and source is not None, "reload before offload"
             copies[copy] = None
-            target = torch.empty_like(source, device=device)
-            device_copies.append(self.reloads.begin(ticket, target, stream))
-            if source.is_meta:
-                pieces = ticket.pieces()
-                sources += pieces
-                targets += cut_like(pieces, target)
-            else:
-                sources.append(source)
-                targets.append(target)
+            sources.append(source)
+            targets.append(torch.empty_like(source, device=device))
+        arrival = self.reloads.begin(tickets, targets, stream)
         self._h2d_waits_for_compute(stream)
         self._h2d_waits_for_offloaded(copies)
-        self._note_uses(copies, self.backend.h2d)
+        buffers = buffers_of(copies)
+        note_uses(buffers, Queued(self.backend.h2d))
+        if not have_addresses(copies):
+            targets, sources = in_pieces(tickets, targets, sources)
         self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
         reloaded = self.backend.h2d.record_event()
-        for copy in copies:
-            assert copy.buffer is not None, "not in host memory"
-            copy.buffer.last_use = reloaded
-        for device_copy in device_copies:
-            device_copy.reloaded = reloaded
+        note_uses(buffers, reloaded)
+        arrival.reloaded = reloaded
         if self.backend.is_capturing:
             self._of_graphs += copies
 
     def give_up(self, tickets: Sequence[Ticket]) -> None:
         """Forget the reloads of these tickets: what came, or was to come, is of no use."""
         for ticket in tickets:
-            if ticket.pending_reload is not None:
-                self.reloads.give_up(ticket.pending_reload, self.backend.h2d)
+            if ticket.reload is not None:
+                self.reloads.give_up(ticket.reload, self.backend.h2d)
 
     # Both
 
@@ -245,12 +252,15 @@ class Copies:
             live.wait_event(side.record_event())
         self.backend.joined()
 
-    def wait_once(self, live: Stream, reloaded: Event) -> None:
-        """Make the live stream wait for an event, once for all payloads that share it."""
-        waited = self._waited
-        if waited is None or waited[0] is not reloaded or waited[1] != live:
-            self._compute_waits_for(live, reloaded)
-            self._waited = reloaded, live
+    def wait_once(self, live: Stream, arrival: Arrival) -> None:
+        """Make the live stream wait for payloads that come, once for all that come together.
+
+        Not to be called with the lock held: it blocks where the device is the host.
+        """
+        if arrival.is_there or arrival.reloaded is None:
+            return
+        self._compute_waits_for(live, arrival.reloaded)
+        arrival.is_there = True
 
     def _compute_waits_for(self, stream: Stream, event: Event) -> None:
         start = time.perf_counter()
@@ -264,6 +274,7 @@ class Copies:
         self.backend.d2h.wait_event(stream.record_event())
 
     def _h2d_waits_for_compute(self, stream: Stream) -> None:
+        """For earlier users of the memory that it will write."""
         self.backend.h2d.wait_event(stream.record_event())
 
     def _h2d_waits_for_offloaded(self, copies: Iterable[HostCopy]) -> None:
@@ -273,19 +284,7 @@ class Copies:
                 seen = copy.offloaded
                 self.backend.h2d.wait_event(seen)
 
-    @staticmethod
-    def _note_uses(copies: Iterable[HostCopy], stream: Stream) -> None:
-        """Make copies that are about to be queued on ``stream`` the last uses of their buffers.
-
-        ``stream`` waits for the earlier uses already.
-        """
-        queued = Queued(stream)
-        for copy in copies:
-            buffer = copy.buffer
-            assert buffer is not None, "not in host memory"
-            buffer.last_use = queued
-
-    def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
+    def _d2h_waits_for_last_users(self, buffers: Sequence[HostBuffer]) -> None:
         """Make d2h wait for copies that still read the buffers it is about to write.
 
         A host tier on one compute stream is safe without: the buffer's tickets are gone, so compute
@@ -294,15 +293,56 @@ class Copies:
         buffer, and staging buffers, which are free as soon as their copy to the device is queued.
         """
         seen: Event | None = None
-        for copy in copies:
-            buffer = copy.buffer
-            assert buffer is not None, "it has no buffer"
+        for buffer in buffers:
             event = buffer.last_use
             if event is not None and event is not seen and not event.query():
                 self.backend.d2h.wait_event(known(event))
             seen = event
             for event in buffer.before:
                 self.backend.d2h.wait_event(known(event))
+
+
+def buffers_of(copies: Iterable[HostCopy]) -> list[HostBuffer]:
+    """Their host memory."""
+    return [loan.buffer for copy in copies if (loan := copy.loan) is not None]
+
+
+def note_uses(buffers: Sequence[HostBuffer], event: Event) -> None:
+    """Make copies the last uses of their buffers. Their stream waits for the earlier uses."""
+    for buffer in buffers:
+        buffer.last_use = event
+
+
+def have_addresses(copies: Iterable[HostCopy]) -> bool:
+    """Whether every payload of them has its bytes in one piece, as nearly all have."""
+    for copy in copies:  # faster than all()
+        if not copy.has_addresses:
+            return False
+    return True
+
+
+def in_pieces(
+    tickets: Sequence[Ticket], targets: list[Tensor], sources: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Targets and sources of copies; those of a payload in several host pieces are cut like them.
+
+    On one side all are contiguous, and on the other the host bytes of the tickets.
+    """
+    cut_targets: list[Tensor] = []
+    cut_sources: list[Tensor] = []
+    for ticket, target, source in zip(tickets, targets, sources, strict=True):
+        if target.is_meta:
+            pieces = ticket.pieces()
+            cut_targets += pieces
+            cut_sources += cut_like(pieces, source)
+        elif source.is_meta:
+            pieces = ticket.pieces()
+            cut_targets += cut_like(pieces, target)
+            cut_sources += pieces
+        else:
+            cut_targets.append(target)
+            cut_sources.append(source)
+    return cut_targets, cut_sources
 
 
 def cut_like(pieces: Sequence[Tensor], tensor: Tensor) -> Sequence[Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from pp_offload._transfer.tensors import StorageRef, num_holders
+from pp_offload._transfer.tensors import StorageRef, use_count
 from pp_offload._transfer.ticket import HostCopy, Ticket
 
 Entry = tuple[StorageRef, int, weakref.ref[HostCopy], int, Tensor]
@@ -32,7 +32,13 @@ class CopyIndex:
         """
         if not self._entries:
             return tickets
-        return [ticket for ticket in tickets if not self._has_shared(ticket)]
+        return [
+            ticket
+            for ticket in tickets
+            if (storage := ticket.storage) is None
+            or storage._cdata not in self._entries
+            or not self._has_shared(ticket)
+        ]
 
     def _has_shared(self, ticket: Ticket) -> bool:
         storage, payload = ticket.storage, ticket.payload
@@ -55,7 +61,7 @@ class CopyIndex:
         """
         for ticket in tickets:
             storage, copy, place = ticket.storage, ticket.copy, ticket.host_bytes
-            if storage is None or num_holders(storage) <= 1:
+            if storage is None or use_count(storage._cdata) <= 2:  # the ticket's, and this one
                 continue
             if _is_part(ticket):
                 continue

@@ -66,8 +66,8 @@ class DirectDisk(OnDisk):
             copy, shape = ticket.copy, ticket.host_bytes
             assert copy is not None and copy.extent is not None and shape is not None
             target = torch.empty_like(shape, device=self._copies.backend.device)
-            device_copy = self._copies.reloads.begin(ticket, target, stream)
-            device_copy.reloaded = self.disk.read(copy.extent, flat_bytes(target))
+            arrival = self._copies.reloads.begin([ticket], [target], stream)
+            arrival.reloaded = self.disk.read(copy.extent, flat_bytes(target))
 
 
 def _is_on_disk(copy: HostCopy | None) -> bool:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 from pp_offload._memory.buffers import HostBuffer, Loan
 from pp_offload._memory.disk import DiskEvent, DiskFile
@@ -151,9 +152,9 @@ class StagedDisk(OnDisk):
                 num += self._leave(copy, asked)
             elif copy.buffer is None and self._begin_to_read(copy, is_ahead=True):
                 self._read_ahead.append(weakref.ref(copy))
-                for ticket in self._all_of(copy, asked):
-                    num += 1
-                    self._copies.reloads.expect(ticket)
+                expected = self._all_of(copy, asked)
+                self._copies.reloads.expect(expected)
+                num += len(expected)
         return num
 
     def _load_now(self, ticket: Ticket) -> int:
@@ -209,7 +210,8 @@ class StagedDisk(OnDisk):
 
     def _all_of(self, copy: HostCopy, asked: Sequence[Ticket]) -> list[Ticket]:
         """``asked``, and all other tickets of ``copy`` that are to be used and not brought yet."""
-        mates = [t for refs in copy.tickets.values() for ref in refs if (t := ref()) is not None]
+        refs = chain(copy.tickets, *copy.shared.values())
+        mates = {ticket: None for ref in refs if (ticket := ref()) is not None}
         more = [
             t for t in mates if t.num_waiting > 0 and t.device_tensor is None and t not in asked
         ]

@@ -28,13 +28,13 @@ from functools import partial
 
 from torch import Tensor
 
-from pp_offload._common.processes import check, current
+from pp_offload._common.processes import HERE, check
 from pp_offload._memory.unfinished import Unfinished, when_finished
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.counters import TransferCounters
 from pp_offload._transfer.outgoing import Outgoing
-from pp_offload._transfer.tensors import flat_bytes
-from pp_offload._transfer.ticket import DeviceCopy, Holder, HostCopy, PendingReload, Ticket
+from pp_offload._transfer.pending_reloads import shaped_for
+from pp_offload._transfer.ticket import Arrival, Holder, HostCopy, Reload, Ticket
 from pp_offload._transfer.tier import Tier
 from pp_offload.backends import Stream
 from pp_offload.errors import (
@@ -59,8 +59,7 @@ class TransferEngine:
         lock: See NOTE [ One lock ].
         listeners: Told what happens; see NOTE [ Where listeners are called ].
         counters: One of the listeners; it counts what was moved.
-        refill_below_bytes: With fewer :attr:`reloaded_bytes`, more should be brought; prefetch sets
-            it.
+        reloads: What is on the device again, or on its way there.
         comes_soon: Whether backward will ask for a ticket within the window; prefetch sets it.
     """
 
@@ -72,10 +71,10 @@ class TransferEngine:
         self.listeners = copies.listeners
         self.counters = TransferCounters()
         self.listeners.add(self.counters)
-        self.refill_below_bytes = 0
+        self.reloads = copies.reloads
         self.comes_soon: Callable[[Ticket], bool] = lambda ticket: False
         self._off_streams = [tier for tier in self.tiers if not tier.may_capture()]
-        self._owner = current()
+        self._owner = HERE[0]
 
     def check_process(self) -> None:
         """Only the process that made the engine may use it: copies and files do not follow a fork.
@@ -88,7 +87,7 @@ class TransferEngine:
     @property
     def reloaded_bytes(self) -> int:
         """Bytes on the device, or on their way there, that autograd has not asked for."""
-        return self.copies.reloads.nbytes
+        return self.reloads.nbytes
 
     @property
     def in_flight_bytes(self) -> int:
@@ -112,7 +111,8 @@ class TransferEngine:
             MemoryError: No tier has room for the rest of it. Copies queued before are of no use;
                 the sources are as before.
         """
-        self.check_process()  # before the lock, which a thread lost in a fork may hold
+        if self._owner != HERE[0]:  # before the lock, which a thread lost in a fork may hold
+            self.check_process()
         if self._off_streams and self.backend.is_capturing:
             self._refuse_to_store()
         outgoing = Outgoing(tickets, self.tiers, self.poll, self.listeners)
@@ -134,7 +134,7 @@ class TransferEngine:
             last_bytes: Of the last offload, which is not waited for.
         """
         self.copies.in_flight.keep_bounded(last_bytes, self.poll)
-        self.copies.reloads.keep_few_abandoned(self.lock)
+        self.reloads.keep_few_abandoned(self.lock)
 
     def after_copies(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the sources of the copies queued so far have been let go."""
@@ -208,49 +208,68 @@ class TransferEngine:
             VerifyError: It is not what left. Only with ``verify``.
             ForkedError: It was offloaded before this process was forked.
         """
-        self.check_process()
+        if self._owner != HERE[0]:
+            self.check_process()
         if self._off_streams and any(tier.is_bringing for tier in self._off_streams):
             self.poll()
-        live = self.backend.current_stream()
+        live, found = self.backend.current_stream(), None
+        with self.lock:
+            copy, reload = ticket.copy, ticket.reload
+            if copy is not None and (copy.watched or copy.modified):
+                self._check_unmodified(ticket, copy)
+            if reload is not None:
+                found = self._take(ticket, reload, live)
+        if found is None:
+            found = self._deliver_late(ticket, live)
+        for heard in self.listeners.delivered:
+            heard(ticket, found)
+        return found
+
+    def _take(self, ticket: Ticket, reload: Reload, live: Stream) -> Tensor | None:
+        """One use of a payload that is there; None if it is not, or is none that left."""
+        copy = ticket.copy
+        tensor = self.reloads.take(ticket, reload, live)
+        if tensor is not None and ticket.num_waiting <= 0 and ticket.reload is reload:
+            if copy is not None and copy.shared:
+                self._pass_on(ticket, copy, live)
+            self.reloads.give_up(reload, self.backend.h2d)
+        return tensor
+
+    def _deliver_late(self, ticket: Ticket, live: Stream) -> Tensor:
+        """The payload, which has to be brought or waited for."""
         try:
             with self.lock:
                 found = self._find(ticket, live)
         except Unfinished:
             found = when_finished(self.lock, partial(self._find, ticket, live))
+        if isinstance(found, Tensor):
+            return found
+        reload, arrival = found
         try:
-            if not isinstance(found, Tensor):
-                if not found.is_there and found.reloaded is not None:
-                    self.copies.wait_once(live, found.reloaded)
-                with self.lock:
-                    found = self._give_out(ticket, found)
+            self.copies.wait_once(live, arrival)
         except TierError as failure:
-            found = self._instead(ticket, live, failure)
-        for heard in self.listeners.delivered:
-            heard(ticket, found)
-        return found
+            return self._instead(ticket, live, failure)
+        with self.lock:
+            tensor = self._take(ticket, reload, live)
+        if tensor is None:
+            raise self._used_up(ticket, reload)
+        return tensor
 
-    def _find(self, ticket: Ticket, live: Stream) -> Tensor | DeviceCopy:
-        """The source, if it is taken back; else the device copy, which compute has to wait for."""
-        copy, reload = ticket.copy, ticket.pending_reload
-        if copy is not None and (copy.watched is not None or copy.modified):
-            self._check_unmodified(ticket, copy)
+    def _find(self, ticket: Ticket, live: Stream) -> Tensor | tuple[Reload, Arrival]:
+        """The source, if it is taken back; else what compute has to wait for."""
+        reload = ticket.reload
         if reload is not None and not self._is_good(reload, live):
-            self.copies.reloads.give_up(reload, self.backend.h2d)
-            reload = ticket.pending_reload
-        if ticket.num_waiting <= 0:  # another backward through the same graph
-            ticket.num_waiting = ticket.num_members
-        device_copy = None if reload is None else reload.device_copy
-        return self._bring(ticket, live) if device_copy is None else device_copy
-
-    def _bring(self, ticket: Ticket, live: Stream) -> Tensor | DeviceCopy:
-        """For a ticket without a device copy: its source, taken back, or a new device copy."""
+            self.reloads.give_up(reload, self.backend.h2d)
+        coming = _arrival_of(ticket)
+        if coming is not None:
+            return coming
         source = self._source_in_flight(ticket, live)
         if source is not None:
             return self._take_back(ticket, source)
         self._load_now(ticket)
-        reload = ticket.pending_reload
-        assert reload is not None and reload.device_copy is not None
-        return reload.device_copy
+        coming = _arrival_of(ticket)
+        assert coming is not None
+        return coming
 
     @staticmethod
     def _source_in_flight(ticket: Ticket, live: Stream) -> Tensor | None:
@@ -259,10 +278,10 @@ class TransferEngine:
         return source if copy is not None and copy.stream == live else None
 
     def _load_now(self, ticket: Ticket) -> None:
-        """Queue the reload of a ticket that has no device copy."""
+        """Queue the reload of a ticket that is not on the device."""
         if self._off_streams and self.backend.is_capturing:
             self._refuse_to_load([ticket])
-        is_expected = ticket.pending_reload is not None
+        is_expected = ticket.reload is not None
         self.poll()  # which may bring it
         if ticket.device_tensor is None:
             assert ticket.copy is not None, "reload before offload"
@@ -279,69 +298,47 @@ class TransferEngine:
                 raise failure
             return self._take_back(ticket, source)
 
-    def _is_good(self, reload: PendingReload, live: Stream) -> bool:
+    @staticmethod
+    def _is_good(reload: Reload, live: Stream) -> bool:
         """Whether it belongs to the live stream, no interrupt came before its event was known, and
         no backward that used it for another ticket has changed it in place.
         """
-        device_copy = reload.device_copy
-        if device_copy is None:
+        arrival = reload.arrival
+        if arrival is None:
             return True  # a disk is being read; no stream is part of that yet
-        is_known = device_copy.is_there or device_copy.reloaded is not None
         return (
-            is_known
-            and device_copy.stream == live
-            and (reload.is_used or device_copy.is_as_it_came)
+            arrival.is_known and arrival.stream == live and (reload.is_used or reload.is_as_it_came)
         )
 
-    def _give_out(self, ticket: Ticket, device_copy: DeviceCopy) -> Tensor:
-        """One use of the payload, for whose copy compute has waited."""
-        device_copy.is_there = True
-        reload = ticket.pending_reload
-        if not device_copy.is_as_it_came:
-            raise self._used_up(ticket, device_copy)
-        device_copy.version = device_copy.tensor._version
-        ticket.num_waiting -= 1
-        if reload is not None and reload.device_copy is device_copy:
-            reload.is_used = True
-            if ticket.num_waiting <= 0:
-                self._pass_on(ticket, device_copy.stream)
-                self.copies.reloads.give_up(reload, self.backend.h2d)
-        return device_copy.shaped_for(ticket)
-
-    def _pass_on(self, ticket: Ticket, stream: Stream) -> None:
+    def _pass_on(self, ticket: Ticket, copy: HostCopy, stream: Stream) -> None:
         """Before a ticket gives up its memory, pass it to one of the same bytes that comes soon."""
-        assert ticket.copy is not None, "reload before offload"
-        same = ticket.copy.tickets[ticket.begin]
-        if len(same) == 1:
-            return
-        for ref in reversed(same):  # saved later, so used earlier
+        for ref in reversed(copy.shared.get(ticket.begin, ())):  # saved later, so used earlier
             other = ref()
             if other is None or other is ticket or other.num_waiting <= 0 or other.is_coming:
                 continue
             if self.comes_soon(other):
-                self.copies.reloads.share(other, stream)
+                self.reloads.share(other, stream)
                 return
 
     def _take_back(self, ticket: Ticket, source: Tensor) -> Tensor:
         for heard in self.listeners.taken_back:
             heard(ticket)
-        ticket.num_waiting -= 1
-        shape = ticket.host_bytes
-        assert shape is not None
-        if source.shape == shape.shape and source.dtype == shape.dtype:
-            return source
-        return flat_bytes(source).view(shape.dtype).view(shape.shape)
+        left = ticket.num_waiting
+        ticket.num_waiting = (left if left > 0 else ticket.num_members) - 1  # NOTE [ Uses ]
+        return shaped_for(ticket, source)
 
-    def _used_up(self, ticket: Ticket, device_copy: DeviceCopy) -> SavedTensorModifiedError:
+    @staticmethod
+    def _used_up(ticket: Ticket, reload: Reload) -> SavedTensorModifiedError:
         """The error for a payload that one backward has changed in place and another asks for."""
         return SavedTensorModifiedError(
             f"one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a tensor of group '{ticket.label}' with payload shape "
-            f"{tuple(device_copy.tensor.shape)}, saved several times, was changed by a backward "
+            f"{_shape_of(reload.tensor)}, saved several times, was changed by a backward "
             "that used it before; use an out-of-place operation there"
         )
 
-    def _check_unmodified(self, ticket: Ticket, copy: HostCopy) -> None:
+    @staticmethod
+    def _check_unmodified(ticket: Ticket, copy: HostCopy) -> None:
         copy.check_unmodified(ticket.begin)
         if ticket.begin in copy.modified and ticket.host_bytes is not None:
             raise SavedTensorModifiedError(
@@ -380,7 +377,7 @@ class TransferEngine:
 
     def _compact(self) -> None:
         self.poll()
-        self.copies.reloads.count()
+        self.reloads.count()
         for tier in self.tiers:
             tier.compact()
 
@@ -410,8 +407,8 @@ class TransferEngine:
         """
         with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
             if not self.backend.is_capturing:
-                offloads, reloads = self.copies.in_flight.offloads, self.copies.reloads
-                for event in (*offloads.events(), *reloads.events()):
+                offloads = self.copies.in_flight.offloads
+                for event in (*offloads.events(), *self.reloads.events()):
                     event.synchronize()
 
     def close(self) -> None:
@@ -420,3 +417,14 @@ class TransferEngine:
         self.poll()
         for tier in self.tiers:
             tier.close()
+
+
+def _arrival_of(ticket: Ticket) -> tuple[Reload, Arrival] | None:
+    """What comes for a ticket, once device memory is known for it."""
+    reload = ticket.reload
+    arrival = None if reload is None else reload.arrival
+    return None if reload is None or arrival is None else (reload, arrival)
+
+
+def _shape_of(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)

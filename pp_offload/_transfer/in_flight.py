@@ -108,6 +108,8 @@ class InFlight:
             last_bytes: Of the last offload.
             poll: Lets go of what has ended.
         """
+        if not self.offloads.nbytes:
+            return
         while (pending := self._first_to_wait_for(last_bytes, poll)) is not None:
             assert pending.offloaded is not None
             for stream in (self._backend.current_stream(), *self._compute_streams):

@@ -6,6 +6,7 @@ nbytes = when_finished(lock, outgoing.go_on)   # which is called again after eac
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from pp_offload._transfer.listeners import Listeners
@@ -33,8 +34,7 @@ class Outgoing:
         self._tiers = tiers
         self._poll = poll
         self._listeners = listeners
-        self._batches = packs(tickets)
-        self._batch = next(self._batches, None)
+        self._left = deque(packs(tickets))
         self._asked = 0
         self._gathered: dict[int, tuple[list[Ticket], list[HostCopy]]] = {}
         self._nbytes = 0
@@ -50,13 +50,15 @@ class Outgoing:
             Unfinished: Something has to end first.
         """
         self._poll()
-        while self._batch is not None:
-            tier, copies = self._room_for(*self._batch)
+        while self._left:
+            batch, nbytes = self._left[0]
+            tier, copies = self._room_for(batch, nbytes)
             if tier.is_gathering:
-                self._gather(self._batch[0], copies)
+                self._gather(batch, copies)
             else:
-                self._store(tier, self._batch[0], copies)
-            self._batch, self._asked = next(self._batches, None), 0
+                self._store(tier, batch, copies)
+            self._left.popleft()
+            self._asked = 0
         for number, (tickets, copies) in self._gathered.items():
             self._store(self._tiers[number], tickets, copies)
         return self._nbytes

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from torch import Tensor, UntypedStorage
 
 from pp_offload._transfer.saved_tensor import SavedActivation
+from pp_offload._transfer.subclasses import is_pending
 from pp_offload._transfer.tensors import Geometry, is_whole_storage, storage_bytes
 from pp_offload._transfer.ticket import Mover, Ticket
 
@@ -21,15 +22,31 @@ Parts = tuple[Tensor, list[SavedActivation], UntypedStorage | None]
 
 
 def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -> list[Ticket]:
-    """A ticket for every payload that ``saved`` needs. Copies nothing."""
+    """A ticket for every payload that ``saved`` needs. Copies nothing.
+
+    What was changed in place, or a collective has still to fill, gets none.
+    """
     by_storage: dict[UntypedStorage, list[SavedActivation]] = {}
     for one in saved:
-        if one.source is not None:
-            by_storage.setdefault(one.source.untyped_storage(), []).append(one)
+        source, pending = one.source, one.pending
+        if source is None or source._version != one.version:
+            continue
+        if pending is None or not is_pending(pending):
+            storage = source.untyped_storage()
+            if storage in by_storage:
+                by_storage[storage].append(one)
+            else:
+                by_storage[storage] = [one]
     found: list[Ticket] = []
     for storage, members in by_storage.items():
         source = members[0].source
-        if len(members) == 1 and source is not None and is_whole_storage(source, storage):
+        if (  # almost always; see is_whole_storage()
+            len(members) == 1
+            and source is not None
+            and source.nbytes == storage.nbytes()
+            and source.is_contiguous()
+            and 1 not in source.shape
+        ):
             found.append(Ticket(transfer, label, source, members, storage))
         else:
             parts = _of_one_storage(members, storage)

@@ -1,8 +1,9 @@
 """Reloaded payloads that are not used up, and unwanted ones whose copy still runs.
 
-    reload = reloads.expect(ticket)  # before the copy into it is queued
-    reloads.give_up(reload, h2d)     # used up, or nobody wants it
-    reloads.poll(h2d)                # tickets that are gone, copies that are over
+    arrival = reloads.begin(tickets, targets, stream)  # before the copies into them are queued
+    tensor = reloads.take(ticket, ticket.reload, live) # behind a wait, autograd gets it
+    reloads.give_up(ticket.reload, h2d)                # nobody wants it
+    reloads.poll(h2d)                                  # tickets that are gone, copies that are over
 
 NOTE [ Torn bookkeeping ]
     A signal handler may raise between any two lines. So the memory that a copy reads or writes is
@@ -15,12 +16,14 @@ NOTE [ Torn bookkeeping ]
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from torch import Tensor
 
-from pp_offload._transfer.ticket import DeviceCopy, PendingReload, Ticket, Where
+from pp_offload._transfer.tensors import flat_bytes
+from pp_offload._transfer.ticket import Arrival, Reload, Ticket
 from pp_offload.backends import Event, Stream
 from pp_offload.errors import TierError
 
@@ -33,77 +36,113 @@ class PendingReloads:
 
     Attributes:
         nbytes: Their bytes. See NOTE [ Torn bookkeeping ].
+        refill_below_bytes: With fewer :attr:`nbytes`, more should be brought; prefetch sets it.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._alive: set[PendingReload] = set()
-        self._device_copies: dict[Where, DeviceCopy] = {}
-        self._gone: deque[PendingReload] = deque()
+        self.refill_below_bytes = 0
+        self._alive: set[Reload] = set()
+        self._gone: deque[Reload] = deque()
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
 
-    def expect(self, ticket: Ticket) -> PendingReload:
-        """Register that the payload of ``ticket`` will come; :meth:`begin` may say later where."""
-        reload = PendingReload.of(ticket, self._gone)
-        self._alive.add(reload)
-        ticket.pending_reload = reload
-        self.nbytes += reload.nbytes
-        return reload
+    def expect(self, tickets: Sequence[Ticket]) -> None:
+        """Register payloads that will come; :meth:`begin` may say later where."""
+        for ticket in tickets:
+            reload = Reload(ticket, self._gone.append)
+            reload.arrival = reload.tensor = reload.lead = reload.version = None
+            reload.is_used = False
+            reload.num_users = 1
+            reload.nbytes = ticket.nbytes
+            self._alive.add(reload)
+            ticket.reload = reload
+            self.nbytes += ticket.nbytes
 
-    def begin(self, ticket: Ticket, target: Tensor, stream: Stream) -> DeviceCopy:
-        """Register a copy of its payload into ``target`` before it is queued."""
-        device_copy = DeviceCopy(target, ticket, stream)
-        self._device_copies[device_copy.where] = device_copy
-        reload = ticket.pending_reload or self.expect(ticket)
-        reload.device_copy = device_copy
-        device_copy.num_reloads += 1
-        return device_copy
+    def begin(self, tickets: Sequence[Ticket], targets: list[Tensor], stream: Stream) -> Arrival:
+        """Register copies of payloads into ``targets`` before they are queued.
+
+        Args:
+            tickets: Whose payloads they are.
+            targets: The memory for each.
+            stream: The compute stream it was allocated on.
+
+        Returns:
+            What is common to them; the caller sets its event behind the copies.
+        """
+        arrival = Arrival(stream)
+        self.expect([ticket for ticket in tickets if ticket.reload is None])
+        for ticket, target in zip(tickets, targets, strict=True):
+            reload = ticket.reload
+            assert reload is not None
+            reload.tensor, reload.arrival = target, arrival
+        return arrival
+
+    # Several tickets of the same bytes
 
     def share(self, ticket: Ticket, live: Stream) -> bool:
-        """Give ``ticket`` the device copy of another with the same bytes, if it may use that."""
-        device_copy = self.same_bytes(ticket, live)
-        if device_copy is None:
+        """Give ``ticket`` the memory of another with the same bytes, if it may use that."""
+        other = self.same_bytes(ticket, live)
+        if other is None:
             return False
-        reload = ticket.pending_reload or self.expect(ticket)
-        reload.device_copy = device_copy
-        device_copy.num_reloads += 1
+        if ticket.reload is None:
+            self.expect([ticket])
+        reload = ticket.reload
+        assert reload is not None
+        reload.lead = lead = other.lead or other
+        reload.tensor, reload.arrival = lead.tensor, lead.arrival
+        lead.num_users += 1
         self.nbytes -= reload.nbytes
         return True
 
-    def same_bytes(self, ticket: Ticket, live: Stream) -> DeviceCopy | None:
-        """The device copy of another ticket with the same bytes, if this one may use it."""
-        device_copy = self._device_copies.get(ticket.where)
-        if (
-            device_copy is None
-            or device_copy.copy() is not ticket.copy
-            or device_copy.stream != live
-        ):
-            return None
-        is_coming = device_copy.is_there or device_copy.reloaded is not None
-        return device_copy if is_coming and device_copy.is_as_it_came else None
+    def same_bytes(self, ticket: Ticket, live: Stream) -> Reload | None:
+        """The reload of another ticket with the same bytes, if this one may use its memory."""
+        shared = () if ticket.copy is None else ticket.copy.shared.get(ticket.begin, ())
+        for ref in reversed(shared):  # saved later, so brought earlier
+            other = ref()
+            reload = None if other is None or other is ticket else other.reload
+            if reload is None or reload.arrival is None or reload.arrival.stream != live:
+                continue
+            if reload.arrival.is_known and reload.is_as_it_came:
+                return reload
+        return None
 
-    def give_up(self, reload: PendingReload, h2d: Stream) -> None:
+    # Used, or not wanted
+
+    def take(self, ticket: Ticket, reload: Reload, live: Stream) -> Tensor | None:
+        """One use of a payload; the caller gives it up after the last.
+
+        Returns:
+            None if ``live`` has not waited for it, or another use has changed it in place.
+        """
+        arrival, tensor = reload.arrival, reload.tensor
+        if arrival is None or tensor is None or not arrival.is_there or arrival.stream != live:
+            return None
+        lead = reload.lead or reload
+        version = tensor._version
+        if lead.version != version:
+            if lead.version is not None:
+                return None
+            lead.version = version
+        reload.is_used = True
+        left = ticket.num_waiting
+        ticket.num_waiting = (left if left > 0 else ticket.num_members) - 1  # NOTE [ Uses ]
+        return tensor if lead is reload else shaped_for(ticket, tensor)
+
+    def give_up(self, reload: Reload, h2d: Stream) -> None:
         """Forget what nobody will use any more; its memory stays until the copy into it has run."""
         if reload not in self._alive:
             return
-        ticket, device_copy = reload(), reload.device_copy
-        if ticket is not None and ticket.pending_reload is reload:
-            ticket.pending_reload = None
-        if device_copy is None or device_copy.num_reloads <= 1:
-            self._let_go(device_copy, h2d)
+        ticket, lead = reload(), reload.lead or reload
+        if ticket is not None and ticket.reload is reload:
+            ticket.reload = None
+        if lead.num_users <= 1:
+            arrival, tensor = reload.arrival, reload.tensor
+            if arrival is not None and tensor is not None and not arrival.is_there:
+                event = arrival.reloaded or h2d.record_event()  # NOTE [ Torn bookkeeping ]
+                self._abandoned.append((tensor, event, arrival.stream))
             self.nbytes -= reload.nbytes
-        else:
-            device_copy.num_reloads -= 1
+        lead.num_users -= 1
         self._alive.discard(reload)
-
-    def _let_go(self, device_copy: DeviceCopy | None, h2d: Stream) -> None:
-        if device_copy is None:
-            return
-        if not device_copy.is_there:
-            event = device_copy.reloaded or h2d.record_event()  # NOTE [ Torn bookkeeping ]
-            self._abandoned.append((device_copy.tensor, event, device_copy.stream))
-        if self._device_copies.get(device_copy.where) is device_copy:
-            del self._device_copies[device_copy.where]
 
     def poll(self, h2d: Stream) -> None:
         """Give up what was meant for tickets that are gone; forget copies that are over."""
@@ -115,8 +154,8 @@ class PendingReloads:
 
     def events(self) -> list[Event]:
         """Events behind the copies to the device, also of what nobody wants."""
-        copies = (one.device_copy for one in self._alive)
-        alive = [one.reloaded for one in copies if one is not None and one.reloaded is not None]
+        arrivals = {one.arrival for one in self._alive if one.arrival is not None}
+        alive = [one.reloaded for one in arrivals if one.reloaded is not None]
         return [*alive, *(event for _, event, _ in self._abandoned)]
 
     def keep_few_abandoned(self, lock: AbstractContextManager[Any]) -> None:
@@ -125,7 +164,7 @@ class PendingReloads:
         Not to be called with the lock held: it blocks where the device is the host. Meanwhile
         another thread may have found the same one, and may have let it go.
         """
-        while True:
+        while len(self._abandoned) > MAX_ABANDONED:
             with lock:
                 oldest = self._abandoned[0] if len(self._abandoned) > MAX_ABANDONED else None
             if oldest is None:
@@ -139,6 +178,12 @@ class PendingReloads:
 
     def count(self) -> None:
         """Count :attr:`nbytes` anew. See NOTE [ Torn bookkeeping ]."""
-        reading = sum(reload.nbytes for reload in self._alive if reload.device_copy is None)
-        copies = {one.device_copy for one in self._alive if one.device_copy is not None}
-        self.nbytes = reading + sum(one.nbytes for one in copies)
+        self.nbytes = sum(one.nbytes for one in {one.lead or one for one in self._alive})
+
+
+def shaped_for(ticket: Ticket, tensor: Tensor) -> Tensor:
+    """Memory of another ticket in this one's shape and dtype, which may differ."""
+    like = ticket.host_bytes
+    if like is None or (tensor.shape == like.shape and tensor.dtype == like.dtype):
+        return tensor
+    return flat_bytes(tensor).view(like.dtype).view(like.shape)

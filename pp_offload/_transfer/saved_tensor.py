@@ -16,6 +16,7 @@ NOTE [ Version check ]
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Protocol, TypeAlias
 
 import torch
@@ -48,8 +49,8 @@ class Resident:
     def __init__(self, tensor: Tensor) -> None:
         # An alias: the output of an operator would keep its own graph alive from here. The alias
         # also lets others tell that the storage is in use.
-        is_parameter = tensor.is_leaf and isinstance(tensor, Parameter)
-        self.tensor = tensor if is_parameter else tensor.detach()
+        is_plain = type(tensor) is Tensor or not isinstance(tensor, Parameter)
+        self.tensor = tensor.detach() if is_plain or not tensor.is_leaf else tensor
         self.version = tensor._version
 
     def unpack(self) -> Tensor:
@@ -97,20 +98,6 @@ class SavedActivation:
         self.pending: Tensor | None = None
         self.is_part = False
 
-    @property
-    def may_leave(self) -> bool:
-        """Whether it was not changed in place, and no collective has still to fill it."""
-        source, pending = self.source, self.pending
-        if source is not None and source._version != self.version:
-            return False
-        return pending is None or not is_pending(pending)
-
-    @property
-    def is_modified(self) -> bool:
-        """Whether the tensor was changed in place since it was saved, and has not left."""
-        source = self.source
-        return source is not None and source._version != self.version
-
     def unpack(self) -> Tensor:
         """The tensor as it was saved: values, size, stride and dtype."""
         # Read before the ticket: a commit on another thread sets the ticket before it drops source.
@@ -118,16 +105,17 @@ class SavedActivation:
         if source is not None:
             if not owner.is_used:
                 owner.on_use()
-            if self.is_modified:
+            if source._version != self.version:
                 raise modified(source, self.version, owner.name)
             return source
         ticket = self.ticket
         assert ticket is not None, "it has left, and nobody knows where to"
         transfer = ticket.transfer
-        if not (owner.is_used and ticket.is_coming):
+        if ticket.reload is None or not owner.is_used:
             owner.on_use()
         payload = transfer.deliver(ticket)
-        if transfer.reloaded_bytes < transfer.refill_below_bytes:
+        reloads = transfer.reloads
+        if reloads.nbytes < reloads.refill_below_bytes:
             owner.on_use()
         return payload if self.restore is None else self.restore(payload)
 
@@ -170,9 +158,8 @@ Packed: TypeAlias = SavedActivation | Resident | SavedWrapper
 """What a pack hook returns."""
 
 
-def unpack(packed: Packed) -> Tensor:
-    """The unpack hook."""
-    return packed.unpack()
+unpack: Callable[[Packed], Tensor] = methodcaller("unpack")
+"""The unpack hook."""
 
 
 def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModifiedError:

@@ -10,6 +10,7 @@ import math
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +29,13 @@ MAX_PADDING_BYTES = 2**20
 """Device memory that may be spent to give a gathered view the offset it had."""
 
 
+use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many tensors and Python objects hold the storage of this key, its ``_cdata``."""
+
+
 def num_holders(storage: torch.UntypedStorage) -> int:
     """How many tensors hold ``storage``, apart from the Python object given."""
-    return torch._C._storage_Use_Count(storage._cdata) - 1
+    return use_count(storage._cdata) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +153,13 @@ class StorageSet:
 
     Any thread may add and ask. Entries of storages that are gone are removed later, for autograd
     may free a marked tensor, and no code may run then: see NOTE [ Nobody is called ].
+
+    Attributes:
+        known: By key. A storage whose key is not there is not in the set; others have to be asked.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self.known: dict[int, _Known] = {}
         self._gone: deque[_Known] = deque()
         self._lock = threading.Lock()  # an address may be added anew while its old entry is removed
 
@@ -166,14 +174,14 @@ class StorageSet:
         ref = _Known(storage, self._gone.append)
         ref.key = key
         with self._lock:
-            self._known[key] = ref
+            self.known[key] = ref
             self._forget_gone()
 
     def _forget_gone(self) -> None:
         while self._gone:
             ref = self._gone.popleft()
-            if self._known.get(ref.key) is ref:
-                del self._known[ref.key]
+            if self.known.get(ref.key) is ref:
+                del self.known[ref.key]
 
     def add_module(self, module: Module) -> None:
         """Add every parameter and buffer of ``module``."""
@@ -181,17 +189,16 @@ class StorageSet:
             self.add(tensor)
 
     def __contains__(self, tensor: Tensor) -> bool:
-        known = self._known
-        if not known:
+        if not has_storage(tensor):
             return False
         storage = tensor.untyped_storage()
-        ref = known.get(storage._cdata)
+        ref = self.known.get(storage._cdata)
         return ref is not None and ref() is storage
 
     def __len__(self) -> int:
         with self._lock:
             self._forget_gone()
-            return len(self._known)
+            return len(self.known)
 
 
 class Eligibility:
@@ -225,6 +232,8 @@ class Eligibility:
         kept. A parameter, or a view of one, is kept from now on.
         """
         if type(tensor) is not Tensor:
+            if type(tensor) is Parameter and tensor in self.kept:
+                return False
             if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
                 self.kept.add(tensor)
             return False
@@ -241,4 +250,5 @@ class Eligibility:
         if base is not None and isinstance(base, Parameter):
             self.kept.add(tensor)
             return False
-        return tensor not in self.kept
+        kept = self.kept
+        return tensor.untyped_storage()._cdata not in kept.known or tensor not in kept

@@ -22,17 +22,15 @@ NOTE [ Nobody is called ]
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from pp_offload._memory.buffers import HostBuffer, Loan, Place, Spec, room_for
+from pp_offload._memory.buffers import PART_ALIGNMENT, HostBuffer, Loan, Place, Spec, room_for
 from pp_offload._memory.disk import DiskEvent, DiskExtent
-from pp_offload._transfer.tensors import flat_bytes
 from pp_offload.backends import Event, Stream
 
 PACK_BYTES = 2**20
@@ -76,21 +74,26 @@ class HostCopy:
         extent: Room on disk for them, or None.
 
     Attributes:
-        tickets: Those whose bytes it holds, by their first byte, in the order they were saved.
-            Several have the same first byte if groups saved the same tensor.
-        watched: The saved tensors of each payload, by its first byte, until the copy was made. A
-            pack holds thousands, so a payload that is asked for before then is checked alone.
+        has_addresses: Whether each payload has a place in host memory, in one piece.
+        tickets: Those it was made for, in the order they were saved.
+        shared: By first byte, all tickets of bytes that several groups saved.
+        in_flight_sources: By first byte, the sources, until the copy was made.
+        watched: By first byte, the saved tensors of each payload, until the copy was made. A pack
+            holds thousands, so a payload that is asked for before then is checked alone.
+        modified: First bytes of payloads that were changed in place before.
     """
 
     __slots__ = (
         "__weakref__",
         "extent",
-        "stream",
+        "has_addresses",
         "in_flight_sources",
         "loan",
         "modified",
         "offloaded",
         "reading",
+        "shared",
+        "stream",
         "tickets",
         "tier",
         "watched",
@@ -102,13 +105,15 @@ class HostCopy:
         self.tier = tier
         self.loan = loan
         self.extent = extent
+        self.has_addresses = True
         self.offloaded: Event | None = None
         self.reading: DiskEvent | None = None
         self.stream: Stream | None = None
         self.in_flight_sources: dict[int, Tensor] = {}
-        self.watched: dict[int, list[Watched]] | None = None
+        self.watched: dict[int, Sequence[Watched]] = {}
         self.modified: set[int] = set()
-        self.tickets: dict[int, list[weakref.ref[Ticket]]] = {}
+        self.tickets: list[weakref.ref[Ticket]] = []
+        self.shared: dict[int, list[weakref.ref[Ticket]]] = {}
 
     @property
     def buffer(self) -> HostBuffer | None:
@@ -123,22 +128,11 @@ class HostCopy:
         shapes = (torch.empty(size, dtype=dtype, device="meta") for size, dtype in parts)
         return list(zip(begins, shapes, strict=False))
 
-    def note_use(self, offloaded: Event) -> None:
-        """Note that copies into its buffer are queued, with the event ``offloaded`` behind them."""
-        assert self.buffer is not None, "it has no buffer"
-        self.offloaded = self.buffer.last_use = offloaded
-        self.buffer.before = ()
-
-    def keep_source(self, begin: int, source: Tensor, stream: Stream) -> None:
-        """Keep ``source`` until the copy was made; it may be taken back on ``stream``."""
-        self.in_flight_sources[begin] = source
-        self.stream = stream
-
     def finish(self) -> None:
         """The copy has ended: drop its sources, unless the tier failed and nothing else is left."""
-        for begin in self.watched or ():
+        for begin in self.watched:
             self.check_unmodified(begin)
-        self.watched = None
+        self.watched = {}
         if self.tier.has_stored(self):
             self.in_flight_sources.clear()
 
@@ -152,9 +146,17 @@ class HostCopy:
 
     def check_unmodified(self, begin: int) -> None:
         """Note a payload that was changed in place. See NOTE [ Modified while queued ]."""
-        if self.watched is not None:
-            if any(alias._version != version for alias, version in self.watched.get(begin, ())):
+        for alias, version in self.watched.get(begin, ()):
+            if alias._version != version:
                 self.modified.add(begin)
+
+    def share(self, ticket: Ticket) -> None:
+        """Note one more ticket of bytes that another had copied."""
+        first = (ref for ref in self.tickets if (one := ref()) and one.begin == ticket.begin)
+        same = self.shared.setdefault(ticket.begin, list(first))
+        while same and same[0]() is None:  # else it grows, where each forward saves the same table
+            del same[0]
+        same.append(weakref.ref(ticket))
 
 
 class Member(Protocol):
@@ -168,111 +170,91 @@ class Member(Protocol):
     ticket: Ticket | None
 
 
-class Mover(Protocol):
-    """What a ticket needs of the transfer engine."""
-
-    @property
-    def reloaded_bytes(self) -> int:
-        """Bytes on the device that nobody has used yet, or on their way there."""
-        ...
-
-    @property
-    def refill_below_bytes(self) -> int:
-        """With fewer :attr:`reloaded_bytes`, more should be brought."""
-        ...
-
-    def deliver(self, ticket: Ticket) -> Tensor:
-        """The payload on the device."""
-        ...
-
-
-Where = tuple[int, int]
-"""The ``id`` of a host copy, and a first byte there. It means nothing once that copy is gone."""
-
-
-class DeviceCopy:
-    """Device memory that a payload is copied into, for one ticket or for several that share bytes.
+class Arrival:
+    """Device memory that one event is behind: of payloads that are copied together.
 
     Args:
-        tensor: Of the payload's bytes.
-        ticket: Whose payload it is.
-        stream: The compute stream it was allocated on.
+        stream: The compute stream the memory was allocated on.
 
     Attributes:
-        reloaded: Behind the copy into it; None until that is queued.
-        is_there: Whether that stream has waited for the copy.
-        like: The ticket's bytes on the host, which are shaped as the payload is.
-        version: Of the tensor when it was first given out.
-        num_reloads: Tickets that wait for it or use it.
+        reloaded: Behind the copies; None until they are queued.
+        is_there: Whether that stream has waited for them.
     """
 
-    __slots__ = (
-        "copy",
-        "stream",
-        "is_there",
-        "like",
-        "nbytes",
-        "num_reloads",
-        "reloaded",
-        "tensor",
-        "version",
-        "where",
-    )
+    __slots__ = ("is_there", "reloaded", "stream")
 
-    def __init__(self, tensor: Tensor, ticket: Ticket, stream: Stream) -> None:
-        assert ticket.copy is not None, "reload before offload"
-        self.tensor = tensor
+    def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.nbytes = ticket.nbytes
-        self.copy = weakref.ref(ticket.copy)
-        self.where = ticket.where
-        self.like = ticket.host_bytes
-        self.num_reloads = 0
         self.reloaded: Event | None = None
         self.is_there = False
-        self.version: int | None = None
 
     @property
-    def is_as_it_came(self) -> bool:
-        """Whether nobody who was given it changed it in place."""
-        return self.version is None or self.version == self.tensor._version
-
-    def shaped_for(self, ticket: Ticket) -> Tensor:
-        """The tensor in this ticket's shape and dtype, which may differ among those sharing it."""
-        like = ticket.host_bytes
-        if like is self.like:  # seldom not, and to ask tensors for their shapes takes its time
-            return self.tensor
-        assert like is not None, "reload before offload"
-        if self.tensor.shape == like.shape and self.tensor.dtype == like.dtype:
-            return self.tensor
-        return flat_bytes(self.tensor).view(like.dtype).view(like.shape)
+    def is_known(self) -> bool:
+        """Whether it may be waited for: no interrupt came before its event was known."""
+        return self.is_there or self.reloaded is not None
 
 
-class PendingReload(weakref.ref["Ticket"]):
+class Reload(weakref.ref["Ticket"]):
     """A payload that is on the device or on its way there, until its ticket is used up or gone.
 
     The engine holds it as well as the ticket: the memory must outlive the copy into it, even if the
     ticket does not. See NOTE [ Nobody is called ].
     """
 
-    __slots__ = ("device_copy", "is_used", "nbytes")
+    __slots__ = ("arrival", "is_used", "lead", "nbytes", "num_users", "tensor", "version")
 
-    device_copy: DeviceCopy | None
+    # By identity: a ticket has one after the other, and references to the same object are equal.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    arrival: Arrival | None
     """None while a disk is read ahead of the copy."""
+
+    tensor: Tensor | None
+    """The memory, shaped as the payload of the ticket it was allocated for."""
+
+    lead: Reload | None
+    """That of another ticket with the same bytes, whose memory this one uses."""
+
+    num_users: int
+    """Reloads that use its memory, counting itself until it is given up."""
+
+    version: int | None
+    """Of the memory when it was first given out."""
 
     nbytes: int
 
     is_used: bool
     """Whether it was given out for its ticket."""
 
-    @classmethod
-    def of(cls, ticket: Ticket, gone: deque[PendingReload]) -> PendingReload:
-        """A reload for ``ticket``, appended to ``gone`` when the ticket is gone."""
-        reload = cls(ticket, gone.append)
-        reload.device_copy = None
-        reload.nbytes = ticket.nbytes
-        reload.is_used = False
-        return reload
+    @property
+    def is_as_it_came(self) -> bool:
+        """Whether nobody who was given the memory changed it in place."""
+        version, tensor = (self.lead or self).version, self.tensor
+        return version is None or tensor is None or version == tensor._version
+
+
+class Reloads(Protocol):
+    """What is on the device again, or on its way there: see ``pending_reloads.py``."""
+
+    nbytes: int
+    """Bytes that nobody has used yet."""
+
+    refill_below_bytes: int
+    """With fewer :attr:`nbytes`, more should be brought."""
+
+
+class Mover(Protocol):
+    """What a ticket needs of the transfer engine."""
+
+    @property
+    def reloads(self) -> Reloads:
+        """Bytes on the device that nobody has used yet, or on their way there."""
+        ...
+
+    def deliver(self, ticket: Ticket) -> Tensor:
+        """The payload on the device."""
+        ...
 
 
 class Ticket:
@@ -286,7 +268,7 @@ class Ticket:
         storage: The storage, if the payload is all of it; then other tickets may share its copy.
 
     Attributes:
-        pending_reload: The payload as it came back; None before, and when it was used up.
+        reload: The payload as it came back; None before, and when it was used up.
         index_in_chunk: Which ticket of its chunk it is; by it, uses in a backward are foreseen.
         checksum: Of the payload when it left, with ``verify``.
     """
@@ -298,7 +280,7 @@ class Ticket:
         "checksum",
         "host_bytes",
         "label",
-        "pending_reload",
+        "reload",
         "members",
         "nbytes",
         "num_members",
@@ -307,7 +289,6 @@ class Ticket:
         "index_in_chunk",
         "storage",
         "transfer",
-        "where",
     )
 
     def __init__(
@@ -327,22 +308,20 @@ class Ticket:
         self.num_members = self.num_waiting = len(members)
         self.copy: HostCopy | None = None
         self.begin = 0
-        self.where: Where = (0, 0)
         self.host_bytes: Tensor | None = None
-        self.pending_reload: PendingReload | None = None
+        self.reload: Reload | None = None
         self.index_in_chunk: object = None
         self.checksum: int | None = None
 
     @property
     def device_tensor(self) -> Tensor | None:
         """The payload on the device. It may hold no data yet."""
-        device_copy = None if self.pending_reload is None else self.pending_reload.device_copy
-        return None if device_copy is None else device_copy.tensor
+        return None if self.reload is None else self.reload.tensor
 
     @property
     def is_coming(self) -> bool:
         """Whether the payload is on the device, or on its way there from the disk."""
-        return self.pending_reload is not None
+        return self.reload is not None
 
     @property
     def in_flight_source(self) -> Tensor | None:
@@ -358,30 +337,14 @@ class Ticket:
         with torch.no_grad():
             return payload.contiguous()
 
-    def spec(self) -> Spec:
-        """The size and dtype that it needs in a buffer."""
-        assert self.payload is not None, "offloaded twice"
-        return self.payload.shape, self.payload.dtype
-
     def attach(self, copy: HostCopy, begin: int, place: Tensor) -> None:
-        """Note where its bytes are: ``place``, shaped like it, at byte ``begin`` of ``copy``."""
-        self.copy = copy
-        self.begin = begin
-        self.where = id(copy), begin
-        self.host_bytes = place
-        same = copy.tickets.setdefault(begin, [])
-        while same and same[0]() is None:  # else it grows, where each forward saves the same table
-            del same[0]
-        same.append(weakref.ref(self))
+        """Share bytes of another ticket: ``place``, shaped like it, at ``begin`` of ``copy``."""
+        self.copy, self.begin, self.host_bytes = copy, begin, place
+        copy.share(self)
 
-    def watch(self) -> None:
-        """Have the copy watch its members until it was made."""
-        copy = self.copy
-        assert copy is not None, "it has no copy"
-        if copy.watched is None:
-            copy.watched = {}
-        saved = [(one.source, one.version) for one in self.members if one.source is not None]
-        copy.watched.setdefault(self.begin, []).extend(saved)
+    def watched(self) -> list[Watched]:
+        """The members, as the copy watches them until it was made."""
+        return [(one.source, one.version) for one in self.members if one.source is not None]
 
     def pieces(self) -> list[Tensor]:
         """Its bytes on the host as flat ``uint8`` tensors, where they are not in one piece."""
@@ -397,26 +360,29 @@ class Ticket:
         self.payload = self.storage = None
 
 
-def packs(tickets: Sequence[Ticket]) -> Iterator[tuple[list[Ticket], int]]:
+def packs(tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], int]]:
     """Tickets that share a copy, and the bytes it takes: small ones together, others alone."""
+    found: list[tuple[list[Ticket], int]] = []
     batch: list[Ticket] = []
     room = 0
     for ticket in tickets:
-        if batch and room + ticket.nbytes > PACK_BYTES:
-            yield batch, _trimmed(batch, room)
+        nbytes = ticket.nbytes
+        if batch and room + nbytes > PACK_BYTES:
+            found.append((batch, room if len(batch) > 1 else batch[0].nbytes))
             batch, room = [], 0
         batch.append(ticket)
-        room += room_for(ticket.nbytes)
-    yield batch, _trimmed(batch, room)
-
-
-def _trimmed(batch: list[Ticket], room: int) -> int:
-    return room if len(batch) > 1 else batch[0].nbytes
+        room += -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
+    found.append((batch, room if len(batch) > 1 else batch[0].nbytes))
+    return found
 
 
 def place(batch: list[Ticket], copy: HostCopy) -> HostCopy:
     """Give every ticket its place in ``copy``, which it gives back."""
-    places = copy.places([ticket.spec() for ticket in batch])
-    for ticket, (begin, tensor) in zip(batch, places, strict=True):
-        ticket.attach(copy, begin, tensor)
+    refs = copy.tickets
+    specs = [(one.shape, one.dtype) for ticket in batch if (one := ticket.payload) is not None]
+    for ticket, (begin, tensor) in zip(batch, copy.places(specs), strict=True):
+        ticket.copy, ticket.begin, ticket.host_bytes = copy, begin, tensor
+        if tensor.is_meta:
+            copy.has_addresses = False
+        refs.append(weakref.ref(ticket))
     return copy

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_count
-from pp_offload._common.processes import current
+from pp_offload._common.processes import HERE
 from pp_offload._common.workers import Piece, Workers, inside_torch
 from pp_offload.backends.base import Event, Stream
 
@@ -67,6 +68,9 @@ class ComputeStream:
         return FINISHED
 
 
+COMPUTE = ComputeStream()
+
+
 class CopyStream:
     """A queue served by one daemon thread, started when first needed.
 
@@ -81,20 +85,18 @@ class CopyStream:
     def _begin(self) -> None:
         self._last: Event = FINISHED
         self._failure: BaseException | None = None
-        self._owner = current()
-
-    def _begin_if_forked(self) -> None:
-        if self._owner != current():
-            self._begin()
+        self._owner = HERE[0]
 
     def is_idle(self) -> bool:
         """Whether all that was queued has finished."""
-        self._begin_if_forked()
+        if self._owner != HERE[0]:
+            self._begin()
         return self._last.query()
 
     def submit(self, work: Callable[[], object]) -> None:
         """Queue ``work`` after all that is queued."""
-        self._begin_if_forked()
+        if self._owner != HERE[0]:
+            self._begin()
         piece, before = self._workers.piece(partial(self._run, work)), self._last
         try:
             self._last = ThreadEvent(piece)
@@ -121,12 +123,14 @@ class CopyStream:
 
     def record_event(self) -> Event:
         """The event of the last piece of work, since work ends in order."""
-        self._begin_if_forked()
+        if self._owner != HERE[0]:
+            self._begin()
         return FINISHED if self._last.query() and self._failure is None else self._last
 
     def synchronize(self) -> None:
         """Block until the queue is empty."""
-        self._begin_if_forked()
+        if self._owner != HERE[0]:
+            self._begin()
         self._last.synchronize()
 
 
@@ -149,7 +153,6 @@ class CpuBackend:
         self.is_host = True
         self.d2h: Stream = CopyStream("d2h")
         self.h2d: Stream = CopyStream("h2d")
-        self._compute = ComputeStream()
         check_count("inline_bytes", inline_bytes)
         self._inline_bytes = inline_bytes
 
@@ -161,9 +164,8 @@ class CpuBackend:
     def joined(self) -> None:
         """A CPU has no graphs."""
 
-    def current_stream(self) -> Stream:
-        """The calling thread."""
-        return self._compute
+    # The calling thread. A function in C, for it is asked for each saved tensor.
+    current_stream: Callable[[], Stream] = staticmethod(repeat(COMPUTE).__next__)
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

@@ -118,8 +118,8 @@ CASES: dict[str, Case] = {
     "a target nobody wants is kept until it is written": (
         programs.target_nobody_wants,
         Fault(
-            f"{RELOADS}._let_go",
-            "self._abandoned.append((device_copy.tensor, event, device_copy.stream))",
+            f"{RELOADS}.give_up",
+            "self._abandoned.append((tensor, event, arrival.stream))",
         ),
         Fault(f"{RELOADS}.poll", " and self._abandoned[0][1].query()", ""),
     ),
@@ -137,11 +137,11 @@ CASES: dict[str, Case] = {
     ),
     "what came is used on the stream it came for": (
         programs.landed_for_another_stream,
-        Fault(f"{ENGINE}._is_good", "and device_copy.stream == live\n", "\n"),
+        Fault(f"{RELOADS}.take", " or arrival.stream != live", ""),
     ),
     "and shared there": (
         programs.same_bytes_landed_for_another_stream,
-        Fault(f"{RELOADS}.same_bytes", " or device_copy.stream != live", ""),
+        Fault(f"{RELOADS}.same_bytes", " or reload.arrival.stream != live", ""),
     ),
     "plain: d2h waits for compute": (
         programs.plain_computed_late,

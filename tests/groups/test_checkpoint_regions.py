@@ -324,7 +324,7 @@ def test_the_context_of_the_manager(manager: PipelineOffloadManager, x: Tensor) 
     assert chunk is not None
     (found,) = torch.autograd.grad(loss, x)
     assert found.equal(expected)
-    assert not chunk.groups[-1].num_saved
+    assert not chunk.groups[-1].saved_refs
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -336,7 +336,7 @@ def test_what_runs_again_inside_the_context_joins_no_group(
     chunk = manager.cur_forward_chunk()
     with manager:
         y.backward()
-    assert chunk is not None and not chunk.groups[-1].num_saved
+    assert chunk is not None and not chunk.groups[-1].saved_refs
 
 
 def test_delayed_commits(manager: PipelineOffloadManager, x: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_saved_gives_the_members_in_the_order_they_were_saved() -> None:
     members = [SavedActivation(torch.ones(i + 1), group) for i in range(4)]
     for member in members:
         assert member.source is not None
-        group.add(member)
+        group.saved_refs.append(weakref.ref(member))
     assert group.saved() == members
 
 

@@ -43,7 +43,6 @@ from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
 from pp_offload._memory.unfinished import Unfinished
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.saved_tensor import SavedActivation
 from pp_offload._transfer.tensors import StorageSet
 from pp_offload._transfer.ticket import PACK_BYTES, Ticket, packs
@@ -692,24 +691,7 @@ def test_a_copy_forgets_tickets_that_are_gone() -> None:
         for _ in range(10):
             (ticket,) = tickets_of(engine, [torch.ones(100)])
             ticket.attach(copy, 0, place)
-        assert len(copy.tickets[0]) <= 2
-
-
-def test_an_address_used_again_is_not_taken_for_the_copy_that_was_there() -> None:
-    backend = SimulatedBackend("eager")
-    engine, pending_reloads = (
-        host_engine(backend, HostMemory(backend.allocate_host), 2**30),
-        PendingReloads(),
-    )
-    with backend.activate():
-        (old, _), (new, _) = sharing(engine), sharing(engine)
-        home = backend.current_stream()
-        pending_reloads.begin(old, torch.zeros(100), home).is_there = True
-        assert pending_reloads.same_bytes(old, home) is not None
-        pending_reloads._device_copies[new.where] = pending_reloads._device_copies[
-            old.where
-        ]  # the address is another's
-        assert pending_reloads.same_bytes(new, home) is None
+        assert len(copy.shared[0]) <= 2
 
 
 # Interrupts between a copy that is queued and what is known of it
@@ -881,9 +863,9 @@ def test_books_are_kept_with_the_lock_held_and_waits_are_without(
         ticket, _ = sharing(engine)
         noting(engine, "_find")
         noting(engine.copies, "_compute_waits_for")
-        noting(engine, "_give_out")
+        noting(engine, "_take")
         engine.deliver(ticket)
-    assert held == [("_find", True), ("_compute_waits_for", False), ("_give_out", True)]
+    assert held == [("_find", True), ("_compute_waits_for", False), ("_take", True)]
 
 
 @pytest.mark.parametrize("is_before", [True, False])

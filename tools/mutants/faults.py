@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "used up by another backward",
         "pp_offload/_transfer/engine.py",
-        "if not device_copy.is_as_it_came:",
-        "if False:",
+        "if tensor is None:\n            raise self._used_up",
+        "if tensor is None:\n            return reload.tensor  # type: ignore[return-value]\n            raise self._used_up",
         "what one backward changed in place another one computes with",
         (f"{HAZARDS}::test_what_a_backward_changed_is_not_used_by_another",),
     ),
@@ -132,16 +132,16 @@ MUTANTS = [
     Mutant(
         "reload is no use of its buffer",
         "pp_offload/_transfer/copies.py",
-        "copy.buffer.last_use = reloaded",
-        "pass",
+        "        note_uses(buffers, reloaded)\n",
+        "",
         "whoever gets the buffer next waits for all copies that were queued since",
         ("tests/transfer/test_hazards.py::test_a_buffer_is_idle_when_its_own_copies_were_made",),
     ),
     Mutant(
         "offload is no use of its buffer",
-        "pp_offload/_transfer/ticket.py",
-        "self.offloaded = self.buffer.last_use = offloaded",
-        "self.offloaded = offloaded",
+        "pp_offload/_transfer/copies.py",
+        "        note_uses(buffers, offloaded)\n",
+        "",
         "whoever gets the buffer next waits for all copies that were queued since",
         ("tests/transfer/test_hazards.py::test_a_buffer_is_idle_when_its_own_copies_were_made",),
     ),
@@ -166,16 +166,16 @@ MUTANTS = [
     Mutant(
         "abandoned target let go at once",
         "pp_offload/_transfer/pending_reloads.py",
-        "self._abandoned.append((device_copy.tensor, event, device_copy.stream))",
+        "self._abandoned.append((tensor, event, arrival.stream))",
         "pass",
         "a copy writes into memory that is somebody else's by now",
         ("tests/transfer/test_faults.py::test_without_a_fault_nothing_is_caught",),
     ),
     Mutant(
         "landed for another stream",
-        "pp_offload/_transfer/engine.py",
-        "and device_copy.stream == live\n",
-        "\n",
+        "pp_offload/_transfer/pending_reloads.py",
+        " or arrival.stream != live:\n            return None",
+        ":\n            return None",
         "memory outlives the stream it belongs to",
         ("tests/field/test_live_stream.py::test_forward_and_backward_on_side_streams",),
         row="F07",
@@ -193,8 +193,8 @@ MUTANTS = [
     Mutant(
         "changed while queued",
         "pp_offload/_transfer/engine.py",
-        "            self._check_unmodified(ticket, copy)\n",
-        "            pass\n",
+        "                self._check_unmodified(ticket, copy)\n",
+        "                pass\n",
         "what was copied is what it was changed to",
         ("tests/field/test_saved_then_changed.py::test_changed_while_the_copy_is_queued",),
     ),
@@ -209,8 +209,8 @@ MUTANTS = [
     Mutant(
         "bytes landed drift",
         "pp_offload/_transfer/pending_reloads.py",
-        "        self._device_copies[device_copy.where] = device_copy\n        reload = ticket.pending_reload or self.expect(ticket)",
-        "        self._device_copies[device_copy.where] = device_copy\n        reload = self.expect(ticket)",
+        "        self.expect([ticket for ticket in tickets if ticket.reload is None])\n",
+        "        self.expect(tickets)\n",
         "the window fills with what is not there",
         ("tests/transfer/test_disk.py::test_steps_are_equal_bit_for_bit",),
     ),
@@ -244,8 +244,8 @@ MUTANTS = [
     Mutant(
         "versions never compared",
         "pp_offload/_transfer/ticket.py",
-        "alias._version != version for",
-        "False for",
+        "if alias._version != version:",
+        "if False:",
         "what was changed while its copy was queued is taken for what was saved",
         ("tests/field/test_saved_then_changed.py::test_changed_while_the_copy_is_queued",),
         row="F03",
@@ -253,8 +253,8 @@ MUTANTS = [
     Mutant(
         "pending looks at nothing",
         "pp_offload/_transfer/ticket.py",
-        "            self.check_unmodified(begin)\n        self.watched = None",
-        "            pass\n        self.watched = None",
+        "            self.check_unmodified(begin)\n        self.watched = {}",
+        "            pass\n        self.watched = {}",
         "a source changed before its copy ran goes unnoticed once it is let go",
         (
             "tests/transfer/test_hazards.py::test_a_change_ahead_of_the_copy_is_remembered_when_the_source_is_let_go",
@@ -290,7 +290,7 @@ MUTANTS = [
     Mutant(
         "pack too large",
         "pp_offload/_transfer/ticket.py",
-        "batch and room + ticket.nbytes > PACK_BYTES",
+        "batch and room + nbytes > PACK_BYTES",
         "batch and room > PACK_BYTES",
         "large payloads share a buffer, which lives as long as the last",
         (
@@ -309,7 +309,7 @@ MUTANTS = [
     Mutant(
         "saved and changed before the commit",
         "pp_offload/_transfer/saved_tensor.py",
-        "            if self.is_modified:\n",
+        "            if source._version != self.version:\n",
         "            if False:\n",
         "gradients are those of the changed tensor",
         (
@@ -334,9 +334,9 @@ MUTANTS = [
     ),
     Mutant(
         "changed ones leave",
-        "pp_offload/_transfer/saved_tensor.py",
-        "if source is not None and source._version != self.version:",
-        "if False:",
+        "pp_offload/_transfer/payload.py",
+        "if source is None or source._version != one.version:",
+        "if source is None:",
         "what is copied is not what was saved",
         (
             "tests/transfer/test_changed_in_place.py::test_a_changed_tensor_harms_only_who_asks_for_it",
@@ -344,9 +344,9 @@ MUTANTS = [
     ),
     Mutant(
         "result of a collective leaves early",
-        "pp_offload/_transfer/saved_tensor.py",
-        "return pending is None or not is_pending(pending)",
-        "return True",
+        "pp_offload/_transfer/payload.py",
+        "if pending is None or not is_pending(pending):",
+        "if True:",
         "it is copied before the collective has written it",
         ("tests/field/test_copied_before_it_is_there.py::test_async_collective_tensor",),
         row="F10",
@@ -397,8 +397,8 @@ MUTANTS = [
     Mutant(
         "asked for though it comes",
         "pp_offload/_groups/prefetch.py",
-        "is_here = ticket.is_coming or (is_current",
-        "is_here = (is_current",
+        "is_here = ticket.reload is not None or (",
+        "is_here = (",
         "a payload is brought twice",
         ("tests/groups/test_prefetch.py::test_the_window_holds_through_a_whole_backward",),
     ),
@@ -487,8 +487,8 @@ MUTANTS = [
     Mutant(
         "refilled late",
         "pp_offload/_groups/prefetch.py",
-        "2 * self._transfer.reloaded_bytes > self._window_bytes",
-        "self._transfer.reloaded_bytes > 0",
+        "2 * self._reloads.nbytes > self._window_bytes",
+        "self._reloads.nbytes > 0",
         "nothing is brought before the last was used",
         (
             "tests/groups/test_prefetch.py::test_the_next_groups_are_reloaded_the_earliest_needed_first",
@@ -891,8 +891,8 @@ MUTANTS = [
     Mutant(
         "shared though changed",
         "pp_offload/_transfer/pending_reloads.py",
-        "return device_copy if is_coming and device_copy.is_as_it_came else None",
-        "return device_copy if is_coming else None",
+        "if reload.arrival.is_known and reload.is_as_it_came:",
+        "if reload.arrival.is_known:",
         "a group computes with what the backward of another has changed in place",
         ("tests/field/test_shared_by_groups.py::test_one_group_changes_what_it_was_given",),
         row="F60",
@@ -900,27 +900,17 @@ MUTANTS = [
     Mutant(
         "shared with any stream",
         "pp_offload/_transfer/pending_reloads.py",
-        "or device_copy.stream != live",
-        "",
+        " or reload.arrival.stream != live:",
+        ":",
         "a stream uses memory of another, ordered with nothing",
         (
             "tests/transfer/test_hazards.py::test_what_landed_for_one_stream_is_not_shared_with_another",
         ),
     ),
     Mutant(
-        "shared by its address alone",
-        "pp_offload/_transfer/pending_reloads.py",
-        "or device_copy.copy() is not ticket.copy",
-        "",
-        "bytes of a copy that is gone are taken for those of another",
-        (
-            "tests/transfer/test_hazards.py::test_an_address_used_again_is_not_taken_for_the_copy_that_was_there",
-        ),
-    ),
-    Mutant(
         "who shares does not count",
         "pp_offload/_transfer/pending_reloads.py",
-        "        device_copy.num_reloads += 1\n        self.nbytes -= reload.nbytes",
+        "        lead.num_users += 1\n        self.nbytes -= reload.nbytes",
         "        self.nbytes -= reload.nbytes",
         "the window holds more than it knows",
         (
@@ -930,8 +920,8 @@ MUTANTS = [
     Mutant(
         "what is shared counts twice",
         "pp_offload/_transfer/pending_reloads.py",
-        "        device_copy.num_reloads += 1\n        self.nbytes -= reload.nbytes",
-        "        device_copy.num_reloads += 1",
+        "        lead.num_users += 1\n        self.nbytes -= reload.nbytes",
+        "        lead.num_users += 1",
         "the window is full of what is not there",
         (
             "tests/transfer/test_hazards.py::test_what_is_shared_counts_as_long_as_somebody_waits_for_it",
@@ -940,8 +930,8 @@ MUTANTS = [
     Mutant(
         "target of a copy that was cut off let go",
         "pp_offload/_transfer/pending_reloads.py",
-        "if not device_copy.is_there:\n            event",
-        "if device_copy.reloaded is not None and not device_copy.is_there:\n            event",
+        "and not arrival.is_there:\n                event",
+        "and arrival.reloaded and not arrival.is_there:\n                event",
         "a copy writes into memory that is somebody else's by now",
         ("tests/transfer/test_hazards.py::test_a_target_outlives_a_copy_that_was_cut_off",),
     ),
@@ -956,7 +946,7 @@ MUTANTS = [
     Mutant(
         "no use where a copy to the host is cut off",
         "pp_offload/_transfer/copies.py",
-        "        self._note_uses(copies, self.backend.d2h)\n",
+        "        note_uses(buffers, Queued(self.backend.d2h))\n",
         "",
         "a buffer is given to others while the copy still writes it",
         ("tests/transfer/test_hazards.py::test_a_buffer_outlives_a_copy_that_was_cut_off",),
@@ -964,7 +954,7 @@ MUTANTS = [
     Mutant(
         "no use where a copy back is cut off",
         "pp_offload/_transfer/copies.py",
-        "        self._note_uses(copies, self.backend.h2d)\n",
+        "        note_uses(buffers, Queued(self.backend.h2d))\n",
         "",
         "a buffer is given to others while the copy still reads it",
         ("tests/transfer/test_hazards.py::test_a_buffer_outlives_a_copy_back_that_was_cut_off",),
@@ -980,7 +970,7 @@ MUTANTS = [
     Mutant(
         "never passed on",
         "pp_offload/_transfer/engine.py",
-        "self._pass_on(ticket, device_copy.stream)",
+        "self._pass_on(ticket, copy, live)",
         "pass",
         "a tensor of every layer is brought for each of them",
         ("tests/transfer/test_hazards.py::test_what_is_used_up_is_passed_on_to_who_comes_soon",),
@@ -998,8 +988,8 @@ MUTANTS = [
     Mutant(
         "waits with the lock held",
         "pp_offload/_transfer/engine.py",
-        "self.copies.wait_once(live, found.reloaded)",
-        "with self.lock: self.copies.wait_once(live, found.reloaded)",
+        "            self.copies.wait_once(live, arrival)\n",
+        "            with self.lock: self.copies.wait_once(live, arrival)\n",
         "where compute waits for a copy, all other threads wait as well",
         (
             "tests/transfer/test_hazards.py::test_books_are_kept_with_the_lock_held_and_waits_are_without",
@@ -1008,8 +998,8 @@ MUTANTS = [
     Mutant(
         "ticket looked at before the tensor",
         "pp_offload/_transfer/saved_tensor.py",
-        "        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if self.is_modified:\n                raise modified(source, self.version, owner.name)\n            return source\n        ticket = self.ticket\n",
-        "        ticket = self.ticket\n        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if self.is_modified:\n                raise modified(source, self.version, owner.name)\n            return source\n",
+        "        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if source._version != self.version:\n                raise modified(source, self.version, owner.name)\n            return source\n        ticket = self.ticket\n",
+        "        ticket = self.ticket\n        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if source._version != self.version:\n                raise modified(source, self.version, owner.name)\n            return source\n",
         "a commit on another thread leaves neither to be found",
         ("tests/transfer/test_hazards.py::test_a_commit_of_another_thread_amid_an_unpack",),
     ),
@@ -1171,16 +1161,16 @@ MUTANTS = [
     ),
     Mutant(
         "Python where a ticket dies",
-        "pp_offload/_transfer/ticket.py",
-        "reload = cls(ticket, gone.append)",
-        "reload = cls(ticket, lambda one: gone.append(one))",
+        "pp_offload/_transfer/pending_reloads.py",
+        "reload = Reload(ticket, self._gone.append)",
+        "reload = Reload(ticket, lambda one: self._gone.append(one))",
         "what a signal handler raises there is printed and lost",
         ("tests/transfer/test_hazards.py::test_no_python_code_runs_where_a_ticket_dies",),
     ),
     Mutant(
         "any process may",
         "pp_offload/_common/processes.py",
-        "if owner != _IDS[0]:",
+        "if owner != HERE[0]:",
         "if False:",
         "a forked process waits for copies that never end",
         (

@@ -12,9 +12,9 @@ FIELD = "tests/field"
 FIELD_MUTANTS = [
     Mutant(
         "a copy does not know when it was made",
-        "pp_offload/_transfer/ticket.py",
-        "self.offloaded = self.buffer.last_use = offloaded",
-        "self.buffer.last_use = offloaded",
+        "pp_offload/_transfer/copies.py",
+        "            copy.offloaded = offloaded\n",
+        "            pass\n",
         "a reload reads a host buffer before the offload has filled it",
         (f"{FIELD}/test_read_before_filled.py::test_first_iteration",),
         row="F01",
@@ -22,8 +22,8 @@ FIELD_MUTANTS = [
     Mutant(
         "host memory given back while it is read",
         "pp_offload/_transfer/copies.py",
-        "copy.buffer.last_use = reloaded",
-        "copy.buffer.last_use = copy.loan = None",
+        "        note_uses(buffers, reloaded)\n",
+        "        for copy, buffer in zip(copies, buffers, strict=True):\n            copy.loan = buffer.last_use = None\n",
         "the next offload writes a host buffer that a reload has still to read",
         (f"{FIELD}/test_written_before_read.py::test_no_byte_to_spare",),
         row="F02",
@@ -40,11 +40,8 @@ FIELD_MUTANTS = [
     Mutant(
         "memory of what was used up is used again",
         "pp_offload/_transfer/pending_reloads.py",
-        "        if self._device_copies.get(device_copy.where) is device_copy:\n",
-        '        before, self._used = getattr(self, "_used", None), device_copy.tensor\n'
-        "        if before is not None:\n"
-        "            before.data.zero_()\n"
-        "        if self._device_copies.get(device_copy.where) is device_copy:\n",
+        "            self.nbytes -= reload.nbytes\n        lead.num_users -= 1",
+        '            before, self._used = getattr(self, "_used", None), tensor\n            if before is not None:\n                before.data.zero_()\n            self.nbytes -= reload.nbytes\n        lead.num_users -= 1',
         "a gradient that is a view of what came back is overwritten",
         (f"{FIELD}/test_views_of_what_came_back.py::test_backward_gives_a_view",),
         row="F06",
@@ -259,7 +256,7 @@ FIELD_MUTANTS = [
     Mutant(
         "the window counts only what it brings now",
         "pp_offload/_groups/prefetch.py",
-        "        room = self._window_bytes - self._transfer.reloaded_bytes\n        batches",
+        "        room = self._window_bytes - self._reloads.nbytes\n        batches",
         "        room = self._window_bytes\n        batches",
         "more than the window is on the device, and nobody uses it yet",
         (f"{FIELD}/test_reload_window.py::test_never_more_than_the_window",),
@@ -304,8 +301,8 @@ FIELD_MUTANTS = [
     Mutant(
         "bytes dropped when they are used up",
         "pp_offload/_transfer/pending_reloads.py",
-        "ticket.pending_reload = None",
-        "ticket.pending_reload = ticket.copy = None",
+        "ticket.reload = None",
+        "ticket.reload = ticket.copy = None",
         "the gradients of weights, which come later, find no host copy",
         (f"{FIELD}/test_late_weight_gradients.py::test_weight_pass_delayed",),
         row="F43",
@@ -358,16 +355,9 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "what came for another microbatch",
-        "pp_offload/_transfer/pending_reloads.py",
-        "self._device_copies.get(ticket.where)\n"
-        "        if (\n"
-        "            device_copy is None\n"
-        "            or device_copy.copy() is not ticket.copy",
-        "next(\n"
-        "            (one for one in self._device_copies.values() if one.nbytes == ticket.nbytes), None\n"
-        "        )\n"
-        "        if (\n"
-        "            device_copy is None",
+        "pp_offload/_transfer/copies.py",
+        "            if copy is None or begin not in copy.shared:\n",
+        "            if same := [one for one in self.reloads._alive if one.tensor is not None and one.nbytes == ticket.nbytes]:\n                self.reloads.expect([ticket])\n                ticket.reload.tensor, ticket.reload.arrival = same[0].tensor, same[0].arrival\n            elif copy is None or begin not in copy.shared:\n",
         "backward computes with a tensor of the same size that another microbatch saved",
         (f"{FIELD}/test_order_of_microbatches.py::test_order_of_backward",),
         row="F49",
@@ -422,11 +412,8 @@ FIELD_MUTANTS = [
     Mutant(
         "a destructor of what autograd holds",
         "pp_offload/_transfer/saved_tensor.py",
-        "    @property\n    def may_leave",
-        "    def __del__(self) -> None:\n"
-        "        self.ticket = None\n\n"
-        "    @property\n"
-        "    def may_leave",
+        '    def unpack(self) -> Tensor:\n        """The tensor as it was saved: values, size, stride and dtype."""\n',
+        "    def __del__(self) -> None:\n        self.ticket = None\n\n    def unpack(self) -> Tensor:\n",
         "what a signal handler raises where a graph dies is printed and lost",
         (f"{FIELD}/test_signals_in_backward.py::test_no_python_code_when_a_graph_dies",),
         row="F56",
