@@ -37,6 +37,20 @@ def test_hook_overhead_writes_its_figures(tmp_path: Path) -> None:
         assert isinstance(figures[key], float)
 
 
+def test_steps_writes_its_figures(tmp_path: Path) -> None:
+    figures = run_quick("steps.py", tmp_path)
+    for key in ("reset_ms_per_10000_groups", "reset_ms_changed", "drop_ms_per_10000_groups"):
+        assert set(figures[key]) == {"100", "16"}
+        assert all(one["median"] >= one["min"] > 0 for one in figures[key].values())
+    for key in (
+        "attach_us_per_1000_parameters",
+        "attach_us_changed",
+        "disabled_us",
+        "offload_false_us",
+    ):
+        assert set(figures[key]) == {"min", "median"}, "a difference of times may have any sign"
+
+
 @pytest.mark.slow
 def test_step_time_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("step_time.py", tmp_path)

@@ -1,0 +1,242 @@
+"""What a step costs beside its copies: its begin, what is attached to it, and offload switched off.
+
+On the CPU with small copies done inline. ``reset`` is timed by itself, behind a step of 10,000
+groups that saved a tensor each and have all run backward. The begin of an attached step is timed
+for a stage of 1,000 parameters; the time for a stage of two is taken off, so that the reset inside
+does not count.
+
+    python benchmarks/steps.py --json steps.json
+
+Figures; of each the least and the median
+    reset_ms_per_10000_groups      of a step like the one before, by its chunks
+    reset_ms_changed               of a step whose tensors have other sizes than any before
+    drop_ms_per_10000_groups       to drop such groups, and nothing else
+    attach_us_per_1000_parameters  the begin of a step, where no parameter changed
+    attach_us_changed              the same, where one did
+    disabled_us                    of a saved tensor, beyond plain autograd, with offload disabled
+    offload_false_us               the same, in a group entered with ``offload=False``
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hook_overhead import (
+    MAX_NUMEL,
+    PLAIN,
+    Engine,
+    Load,
+    Run,
+    Variant,
+    chain,
+    sample_ns,
+)
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, attach, use_backend
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+
+NUM_GROUPS = 10_000
+CHUNKS = (100, 16)
+NUM_PARAMETERS = 1_000
+PER_BLOCK = 8
+Figure = dict[str, float]
+
+
+def figure(values: list[float]) -> Figure:
+    return {"min": min(values), "median": statistics.median(values)}
+
+
+def beyond(one: Figure, other: Figure) -> Figure:
+    return {kind: one[kind] - other[kind] for kind in one}
+
+
+def elapsed_ns(function: Callable[[], object]) -> int:
+    start = time.perf_counter_ns()
+    function()
+    return time.perf_counter_ns() - start
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# Resets
+
+
+@contextmanager
+def resets() -> Iterator[PipelineOffloadManager]:
+    """A manager of its own."""
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(CpuBackend(inline_bytes=MAX_NUMEL), config=config) as manager, no_garbage():
+        yield manager
+
+
+def run_step(num_chunks: int, num_groups: int, numel: int) -> None:
+    """All forwards, then all backwards in the same order."""
+    values, outputs = torch.ones(numel), []
+    for _ in range(num_chunks):
+        off_interface.init_chunk_handler(None, None, 1)
+        x = values.clone().requires_grad_()
+        for _ in range(num_groups):
+            with off_interface(True, x, "group") as x:
+                y = chain(x, 1)
+            x = off_interface.group_commit(y, name="group")
+        outputs.append(x)
+    for output in outputs:
+        output.backward(torch.ones_like(output))
+
+
+def reset_ms(num_chunks: int, num_groups: int, rounds: int, *, changes: bool) -> Figure:
+    """Of steps that have all the same tensors, or each larger ones than the last."""
+    times = []
+    with resets() as manager:
+        for number in range(4 + rounds):  # in the first, idle groups are looked for
+            run_step(num_chunks, num_groups, 16 + number if changes else 16)
+            times.append(elapsed_ns(manager.reset) / 1e6)
+    return figure(times[4:])
+
+
+def drop_ms(num_chunks: int, num_groups: int, rounds: int) -> Figure:
+    """To drop the groups of a step, and nothing else."""
+    times = []
+    with resets() as manager:
+        for _ in range(1 + rounds):
+            run_step(num_chunks, num_groups, 16)
+            groups = [list(chunk.groups) for chunk in manager.step._forward.values()]
+            manager.reset()
+            times.append(elapsed_ns(groups.clear) / 1e6)
+    return figure(times[1:])
+
+
+# Attached schedules
+
+
+class Block(nn.Module):
+    """Eight parameters, in modules as a transformer's layer has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(self.up(self.norm(x))))
+
+
+def begin_us(model: nn.Module, rounds: int, *, changes: bool) -> Figure:
+    """The begin of an attached step."""
+    times = []
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 1, loss_fn=nn.functional.mse_loss)
+    *_, last = model.parameters()
+    with use_backend(CpuBackend()), attach(schedule) as handle, no_garbage():
+        for _ in range(2 + rounds):
+            if changes:
+                last.data = last.data.clone()
+            times.append(elapsed_ns(handle._begin_step) / 1e3)
+    return figure(times[2:])
+
+
+def attach_us(rounds: int, *, changes: bool) -> Figure:
+    """What 1,000 parameters add to the begin of a step."""
+    large = nn.Sequential(*(Block() for _ in range(NUM_PARAMETERS // PER_BLOCK)))
+    found = begin_us(large, rounds, changes=changes)
+    small = begin_us(nn.Linear(4, 4), rounds, changes=changes)
+    return beyond(found, small)
+
+
+# Offload switched off
+
+
+class WithoutOffload(Variant):
+    """Groups entered with ``offload=False``, which need no manager."""
+
+    name = "offload=False"
+
+    def group(self, x: Tensor, run: Run) -> Tensor:
+        with off_interface(False, x, "group") as x:
+            return run(x)
+
+
+def off_us(rounds: int) -> dict[str, Figure]:
+    """Per saved tensor, of which a group has 100."""
+    load, values = Load(1, 1, 2, 100), torch.ones(1024)
+    variants = {
+        "plain": PLAIN,
+        "disabled_us": Engine("disabled", 1, is_enabled=False),
+        "offload_false_us": WithoutOffload(),
+    }
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    with no_garbage():
+        for _ in range(2 + rounds):
+            for name, variant in variants.items():
+                times[name].append(sample_ns(variant, load, values) / 1e3 / load.num_tensors)
+    PipelineOffloadManager.reset_instance()
+    found = {name: figure(per_tensor[2:]) for name, per_tensor in times.items()}
+    plain = found.pop("plain")
+    return {name: beyond(one, plain) for name, one in found.items()}
+
+
+def measure(rounds: int, num_groups: int) -> dict[str, Any]:
+    """All figures, with ``num_groups`` in a step."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        attaching = {
+            "attach_us_per_1000_parameters": attach_us(20 * rounds, changes=False),
+            "attach_us_changed": attach_us(20 * rounds, changes=True),
+        }
+    finally:
+        dist.destroy_process_group()
+    sizes = {chunks: (chunks, num_groups // chunks, rounds) for chunks in CHUNKS}
+    return {
+        "reset_ms_per_10000_groups": {n: reset_ms(*s, changes=False) for n, s in sizes.items()},
+        "reset_ms_changed": {n: reset_ms(*s, changes=True) for n, s in sizes.items()},
+        "drop_ms_per_10000_groups": {n: drop_ms(*s) for n, s in sizes.items()},
+        **attaching,
+        **off_us(20 * rounds),
+    }
+
+
+def table(figures: dict[str, Any]) -> str:
+    lines = [f"{'':44}{'least':>10}{'median':>10}"]
+    for name, found in figures.items():
+        by_chunks = {"": found} if "min" in found else found
+        for chunks, one in by_chunks.items():
+            title = f"{name}, {chunks} chunks" if chunks else name
+            lines.append(f"{title:44}{one['min']:10.3f}{one['median']:10.3f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10, help="steps of 10,000 groups")
+    parser.add_argument("--quick", action="store_true", help="one small round; it means nothing")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    figures = measure(1, 200) if options.quick else measure(options.rounds, NUM_GROUPS)
+    print(table(figures))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
