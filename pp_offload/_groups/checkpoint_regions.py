@@ -106,7 +106,17 @@ def takes_again(name: str, *, wants: bool) -> bool | None:
     if not (is_in_backward() or _is_again(pack)):
         return None
     note(name, took=False)
-    return wants and not (isinstance(pack, Saving | Keeping) or is_checkpoint(pack))
+    return wants and not _is_known_hook(pack)
+
+
+def may_leave_out() -> bool:
+    """Whether a scope that begins in a forward may take nothing, as one without offload.
+
+    A recomputation finds noted what the forward did. Inside hooks that are unknown here nothing is
+    noted, and scopes take tensors both times.
+    """
+    pack = _getter()
+    return pack is None or _is_known_hook(pack)
 
 
 def may_take() -> bool:
@@ -236,6 +246,10 @@ def _getter() -> Pack | None:
     while isinstance(pack, Chaining):
         pack = pack.outer
     return pack
+
+
+def _is_known_hook(pack: Pack) -> bool:
+    return isinstance(pack, Saving | Keeping) or is_checkpoint(pack)
 
 
 def _is_again(pack: Pack | None) -> bool:

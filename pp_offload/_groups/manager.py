@@ -43,14 +43,26 @@ MANY_CHUNKS = 1024
 class Forward(threading.local):
     """The forward of a thread: no other thread joins its groups, or ends it."""
 
-    chunk: Chunk | None = None
-    is_evaluating = False
-    """Whether a group was passed without grad."""
+    def __init__(self) -> None:
+        self.chunk: Chunk | None = None
+        self.is_evaluating = False
+        """Whether a group was passed without grad."""
+
+        self.left_out: list[str] = []
+        """Names of groups started while offload was disabled, and not committed yet."""
+
+    def has_left_out(self, name: str) -> bool:
+        """Whether a group that is committed now was not opened. Asked once for each."""
+        if name not in self.left_out:
+            return False
+        self.left_out.remove(name)
+        return True
 
     def end(self) -> None:
         """The step is over for the calling thread."""
         self.chunk = None
         self.is_evaluating = False
+        self.left_out.clear()
 
 
 class Manager:
@@ -164,6 +176,7 @@ class Manager:
             self.step.smallest_numel = smallest
         self.step.vp_size = size
         self.forward.chunk = self._new_chunk(smallest, stage, microbatch)
+        self.forward.left_out.clear()
 
     def _new_chunk(self, smallest: int, vp_stage: int, microbatch: int | None) -> Chunk:
         return Chunk(smallest, self.wiring, vp_stage=vp_stage, microbatch=microbatch)

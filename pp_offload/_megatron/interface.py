@@ -25,6 +25,7 @@ from pp_offload._groups.checkpoint_regions import (
     Keeping,
     Saving,
     is_recomputing,
+    may_leave_out,
     note,
     takes_again,
     top_pack,
@@ -39,7 +40,7 @@ from pp_offload.errors import GroupStateError
 
 
 def fine_grained_offloading_disable_offload() -> None:
-    """From now on nothing is offloaded."""
+    """From now on nothing is offloaded. A group that starts meanwhile is left to autograd whole."""
     PipelineOffloadManager.get_instance().disable_offload()
 
 
@@ -87,8 +88,9 @@ def fine_grained_offloading_group_commit(
     Raises:
         GroupStateError: There is no chunk, or no open group of this name.
     """
-    chunk = PipelineOffloadManager.get_instance().open_chunk("commit", name)
-    if chunk is None:
+    manager = PipelineOffloadManager.get_instance()
+    chunk = manager.open_chunk("commit", name)
+    if chunk is None or manager.forward.has_left_out(name):
         return tensor
     chunk.commit(name, forced_released_tensors, delay=delay_offload)
     return tensor
@@ -224,5 +226,11 @@ class FineGrainedActivationOffloadingInterface:
 
 
 def _start(name: str) -> tuple[Chunk, Group] | None:
-    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
-    return None if chunk is None else (chunk, chunk.start(name))
+    manager = PipelineOffloadManager.get_instance()
+    chunk = manager.open_chunk("start", name)
+    if chunk is None:
+        return None
+    if not manager.wiring.is_enabled and may_leave_out():
+        manager.forward.left_out.append(name)
+        return None
+    return chunk, chunk.start(name)

@@ -166,7 +166,12 @@ class PipelineOffloadManager(Manager):
     # Switches
 
     def disable_offload(self) -> None:
-        """From now on nothing is offloaded, until :meth:`enable_offload`."""
+        """From now on nothing is offloaded, until :meth:`enable_offload`.
+
+        A group that starts meanwhile is left to autograd whole, without hooks; its commit does
+        nothing. Inside this manager's context tensors still pass through a hook, since offload may
+        be enabled before that ends.
+        """
         self.switch(False)
 
     def enable_offload(self) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from field_checks import Chain, hook_depth, make_inputs
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -17,6 +19,8 @@ from pp_offload import (
     fine_grained_offloading_disable_offload,
     fine_grained_offloading_enable_offload,
 )
+from pp_offload._groups.chunk import Chunk
+from pp_offload.errors import GroupStateError
 
 pytestmark = pytest.mark.field("F26")
 
@@ -78,7 +82,10 @@ def test_switched_in_a_scope(manager: PipelineOffloadManager, off_at: str, on_at
         depths.append((place, hook_depth()))
 
     assert same_bits(run(device, True, switch), expected)
-    assert depths == [(place, int(place.startswith("inside"))) for place in PLACES]
+    # A group that starts while offload is disabled has no hooks, also if it is enabled inside.
+    is_off = off_at == "before start"
+    depth = {place: int(place.startswith("inside") and not is_off) for place in PLACES}
+    assert depths == list(depth.items())
     assert_idle(manager)
     before = manager.statistics().bytes_offloaded
     for _ in range(2):
@@ -118,6 +125,65 @@ def test_a_disabled_step_is_not_warned_of(
     fine_grained_offloading_enable_offload()
     off_interface.reset()
     assert not caplog.records
+
+
+def test_a_disabled_group_leaves_saving_to_autograd(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tensor of it is packed, no group is opened, and autograd sees changes in place itself."""
+    packed: list[Tensor] = []
+    monkeypatch.setattr(Chunk, "pack", lambda chunk, group, tensor: packed.append(tensor))
+    fine_grained_offloading_disable_offload()
+    x = torch.ones(6, device=manager.backend.device).requires_grad_()
+    off_interface.init_chunk_handler(None, None, 1)
+    with off_interface(True, x, "outer"), off_interface(True, x, "inner") as h:
+        assert_no_hooks()
+        y = h.exp()
+    y = off_interface.group_commit(off_interface.group_commit(y, name="inner"), name="outer")
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        y.sum().backward()
+    assert type(raised.value) is RuntimeError
+    assert not packed
+    chunk = manager.cur_forward_chunk()
+    assert chunk is not None and not chunk.groups
+    with pytest.raises(GroupStateError, match="no group of that name was started"):
+        off_interface.group_commit(y, name="inner")
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@pytest.mark.parametrize("is_on", [True, False], ids=["on, then off", "off, then on"])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_switched_before_a_checkpoint_runs_again(
+    manager: PipelineOffloadManager, is_on: bool, early_stop: bool
+) -> None:
+    """A group right inside a checkpoint, and one with hooks between that pass tensors on to it."""
+    off_interface.init_chunk_handler(None, None, 1)
+    x = torch.linspace(-1, 1, 12).to(manager.backend.device).requires_grad_()
+
+    def function(h: Tensor) -> Tensor:
+        with off_interface(True, h.sin(), "a") as h:
+            h = off_interface.group_commit(h.exp().tanh(), name="a")
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (same, same)
+        between = saved_tensors_hooks(lambda t: pack(t), lambda t: unpack(t))
+        with between, off_interface(True, h, "b") as h:
+            h = off_interface.group_commit(h.cos().sigmoid(), name="b")
+        return h.sin()
+
+    with set_checkpoint_early_stop(early_stop):
+        for switches in ((is_on, not is_on), (False, False)):
+            manager.switch(switches[0])
+            y = checkpoint(function, x * 1, use_reentrant=False).sum()
+            manager.switch(switches[1])
+            y.backward()
+            found, x.grad = x.grad, None
+            y = function(x * 1).sum()
+            assert same_bits([found], torch.autograd.grad(y, x))
+    del y
+    assert_idle(manager)
 
 
 def test_only_what_is_saved_while_enabled_leaves(manager: PipelineOffloadManager) -> None:

@@ -1004,6 +1004,26 @@ MUTANTS = [
         ("tests/transfer/test_hazards.py::test_a_commit_of_another_thread_amid_an_unpack",),
     ),
     Mutant(
+        "disabled groups have hooks",
+        "pp_offload/_megatron/interface.py",
+        "if not manager.wiring.is_enabled and may_leave_out():",
+        "if False:",
+        "every saved tensor passes through a hook that does nothing",
+        (
+            "tests/field/test_switched_off_and_on.py::test_a_disabled_group_leaves_saving_to_autograd",
+        ),
+        row="F26",
+    ),
+    Mutant(
+        "disabled groups take nothing in hooks of others",
+        "pp_offload/_groups/checkpoint_regions.py",
+        "return pack is None or _is_known_hook(pack)",
+        "return True",
+        "a checkpoint that runs again misses what the group takes from it this time",
+        ("tests/field/test_switched_off_and_on.py::test_switched_before_a_checkpoint_runs_again",),
+        row="F26",
+    ),
+    Mutant(
         "reached groups alone are awaited",
         "pp_offload/_groups/chunk.py",
         "any(not group.is_used and group.is_alive for group in self.groups)",
