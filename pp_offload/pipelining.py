@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from pp_offload._common.checks import said
 from pp_offload._groups.plan import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
+from pp_offload._groups.watched_module import WatchedModule
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.errors import OffloadError
@@ -76,6 +77,7 @@ class AttachedSchedule:
         self.manager = PipelineOffloadManager.get_instance()
         self._schedule = schedule
         self._stages = _stages(schedule)
+        self._watched = [WatchedModule() for _ in self._stages]
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._modules: list[OffloadModulesHandle] = []
         _check_free(self._stages)
@@ -136,9 +138,7 @@ class AttachedSchedule:
         self.detach()
 
     def _mark_modules(self, groups: Patterns | None) -> None:
-        kept = self.manager.wiring.eligibility.kept
-        for stage in self._stages:
-            kept.add_module(stage.submod)
+        self._keep_modules()
         if groups is None:
             hooks = [hook for stage in self._stages for hook in keep_gathered(stage.submod)]
             self._modules = [OffloadModulesHandle(hooks, {})]
@@ -147,6 +147,10 @@ class AttachedSchedule:
         for group in groups:
             if not any(handle.modules[group] for handle in self._modules):
                 offload_modules(self._stages[0].submod, {group: groups[group]})
+
+    def _keep_modules(self) -> None:
+        for stage, watched in zip(self._stages, self._watched, strict=True):
+            watched.keep(stage.submod, self.manager.wiring.eligibility.kept)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         inner, own = getattr(owner, name), owner.__dict__.get(name)
@@ -207,9 +211,7 @@ class AttachedSchedule:
 
     def _begin_step(self) -> None:
         manager = self.manager
-        kept = manager.wiring.eligibility.kept
-        for stage in self._stages:
-            kept.add_module(stage.submod)
+        self._keep_modules()
         manager.reset()
         manager.wiring.offloader.split = self._split
         manager.step.pipeline_rank = int(getattr(self._stages[0], "group_rank", 0))

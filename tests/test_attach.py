@@ -25,6 +25,7 @@ from pp_offload import (
 )
 from pp_offload._groups.plan import ChunkKey
 from pp_offload._groups.split_backward import BackwardPass
+from pp_offload._transfer.tensors import StorageSet
 from pp_offload.pipelining import attach
 
 WRAPPED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
@@ -59,6 +60,31 @@ def test_the_wrapped_methods_are_restored(schedule: Any) -> None:
         assert "step" in vars(schedule)
     assert not any(name in vars(stage) for name in WRAPPED)
     assert "step" not in vars(schedule)
+
+
+def test_parameters_are_added_to_what_is_kept_where_one_changed(
+    schedule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added: list[nn.Module] = []
+    add = StorageSet.add_module
+
+    def noted(kept: StorageSet, module: nn.Module) -> None:
+        added.append(module)
+        add(kept, module)
+
+    monkeypatch.setattr(StorageSet, "add_module", noted)
+    with attach(schedule):
+        for _ in range(2):
+            step(schedule)
+        assert len(added) == 1
+        weight = schedule._stage.submod[1][0].weight
+        weight.data = weight.data.clone()
+        for _ in range(2):
+            step(schedule)
+        assert len(added) == 2
+        schedule._stage.submod = nn.Sequential(*schedule._stage.submod)
+        step(schedule)
+    assert len(added) == 3
 
 
 def test_steps_with_before_and_after_are_equal(schedule: Any) -> None:

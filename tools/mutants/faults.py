@@ -887,6 +887,22 @@ MUTANTS = [
         "prefetch knows no order in the first step",
         ("tests/test_attach.py::test_detaching_forgets_the_order_the_schedule_told",),
     ),
+    Mutant(
+        "new memory of a parameter is not seen",
+        "pp_offload/_groups/watched_module.py",
+        "            and _are_same(map(call, self._storages), found)\n",
+        "",
+        "a parameter that got other memory between steps is copied to the host",
+        ("tests/groups/test_watched_module.py::test_what_comes_later_is_kept",),
+    ),
+    Mutant(
+        "the first buffer of a module is not seen",
+        "pp_offload/_groups/watched_module.py",
+        "            and not any(self._empty)\n",
+        "",
+        "the first buffer of a module, made in a forward, is copied to the host",
+        ("tests/groups/test_watched_module.py::test_what_comes_later_is_kept",),
+    ),
     # What is shared, threads, interrupts, forks, checkpoints.
     Mutant(
         "shared though changed",
