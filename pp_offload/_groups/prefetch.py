@@ -197,9 +197,8 @@ class Prefetcher:
         may_exceed = not chosen and self._reloads.nbytes == 0
         is_current = visit is self._current  # of a later one, a source may be gone by then
         for number, ticket in enumerate(wanted):
-            copy = ticket.copy
             is_here = ticket.reload is not None or (
-                is_current and copy is not None and ticket.begin in copy.in_flight_sources
+                is_current and ticket.begin in ticket.copy.in_flight_sources
             )
             if not is_here and ticket not in chosen:
                 if ticket.nbytes > room and not (may_exceed and not batch):

@@ -81,7 +81,7 @@ class Copies:
         streams = self.compute_streams(tickets)
         buffers = buffers_of(copies)
         sources = self._sources(tickets, streams)
-        targets = [one for ticket in tickets if (one := ticket.host_bytes) is not None]
+        targets = [ticket.host_bytes for ticket in tickets]
         nbytes = sum([ticket.nbytes for ticket in tickets])
         for stream in streams:
             self._d2h_waits_for_compute(stream)
@@ -122,7 +122,6 @@ class Copies:
         """
         for ticket, source in zip(tickets, sources, strict=True):
             copy, begin = ticket.copy, ticket.begin
-            assert copy is not None
             copy.in_flight_sources[begin] = source
             copy.watched[begin] = ticket.watched()
             copy.stream = stream
@@ -191,7 +190,7 @@ class Copies:
         chosen: set[tuple[int, int]] = set()
         for ticket in tickets:
             copy, begin = ticket.copy, ticket.begin
-            if copy is None or begin not in copy.shared:
+            if begin not in copy.shared:
                 batch.append(ticket)
             elif (id(copy), begin) in chosen:
                 sharers.append(ticket)
@@ -207,11 +206,9 @@ class Copies:
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         for ticket in tickets:
-            copy, source = ticket.copy, ticket.host_bytes
-            assert copy is not None and source is not None, "reload before offload"
-            copies[copy] = None
-            sources.append(source)
-            targets.append(torch.empty_like(source, device=device))
+            copies[ticket.copy] = None
+            sources.append(ticket.host_bytes)
+            targets.append(torch.empty_like(ticket.host_bytes, device=device))
         arrival = self.reloads.begin(tickets, targets, stream)
         self._h2d_waits_for_compute(stream)
         self._h2d_waits_for_offloaded(copies)

@@ -65,7 +65,6 @@ class CopyIndex:
                 continue
             if _is_part(ticket):
                 continue
-            assert copy is not None and place is not None, "not offloaded yet"
             refs = weakref.ref(storage), weakref.ref(copy)
             version = ticket.members[0].version
             self._entries[storage._cdata] = refs[0], version, refs[1], ticket.begin, place

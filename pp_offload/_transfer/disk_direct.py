@@ -58,17 +58,13 @@ class DirectDisk(OnDisk):
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
         """Have threads read into new tensors, but for payloads that were never written."""
-        left = [one for one in tickets if one.device_tensor is None and _is_on_disk(one.copy)]
+        left = [one for one in tickets if one.device_tensor is None and one.copy.extent is not None]
         return self._copies.bring(left, self._read)
 
     def _read(self, tickets: Sequence[Ticket], stream: Stream) -> None:
         for ticket in tickets:
-            copy, shape = ticket.copy, ticket.host_bytes
-            assert copy is not None and copy.extent is not None and shape is not None
-            target = torch.empty_like(shape, device=self._copies.backend.device)
+            extent = ticket.copy.extent
+            assert extent is not None, "not on disk"
+            target = torch.empty_like(ticket.host_bytes, device=self._copies.backend.device)
             arrival = self._copies.reloads.begin([ticket], [target], stream)
-            arrival.reloaded = self.disk.read(copy.extent, flat_bytes(target))
-
-
-def _is_on_disk(copy: HostCopy | None) -> bool:
-    return copy is not None and copy.extent is not None
+            arrival.reloaded = self.disk.read(extent, flat_bytes(target))

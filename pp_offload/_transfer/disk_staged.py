@@ -145,7 +145,7 @@ class StagedDisk(OnDisk):
         return self._load_ahead(left) if is_ahead else sum(map(self._load_now, left))
 
     def _load_ahead(self, tickets: Sequence[Ticket]) -> int:
-        here = [ticket for ticket in tickets if ticket.copy is not None and _is_here(ticket.copy)]
+        here = [ticket for ticket in tickets if _is_here(ticket.copy)]
         num = self._copies.copy_to_device(here) if here else 0
         for copy, asked in by_copy([ticket for ticket in tickets if not ticket.is_coming]).items():
             if _was_left(copy):
@@ -159,7 +159,6 @@ class StagedDisk(OnDisk):
 
     def _load_now(self, ticket: Ticket) -> int:
         copy = ticket.copy
-        assert copy is not None, "reload before offload"
         if copy.extent is None or _is_here(copy):
             return self._copies.copy_to_device([ticket])
         if copy.buffer is None:
@@ -295,7 +294,6 @@ def by_copy(tickets: Sequence[Ticket]) -> dict[HostCopy, list[Ticket]]:
     """Tickets by the copy that holds their bytes, in order."""
     groups: dict[HostCopy, list[Ticket]] = {}
     for ticket in tickets:
-        assert ticket.copy is not None, "reload before offload"
         groups.setdefault(ticket.copy, []).append(ticket)
     return groups
 

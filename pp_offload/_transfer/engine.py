@@ -178,7 +178,6 @@ class TransferEngine:
             return self.tiers[0].load(tickets, is_ahead=True)
         by_tier: dict[Holder, list[Ticket]] = {tier: [] for tier in self.tiers}
         for ticket in tickets:
-            assert ticket.copy is not None, "reload before offload"
             by_tier[ticket.copy.tier].append(ticket)
         num = 0
         for tier, there in by_tier.items():
@@ -188,7 +187,6 @@ class TransferEngine:
     def _refuse_to_load(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             copy = ticket.copy
-            assert copy is not None, "reload before offload"
             if ticket.device_tensor is None and not copy.tier.may_capture(copy):
                 raise NotWhileCapturingError(
                     f"reading from {copy.tier.name} cannot be part of a captured graph; keep what "
@@ -215,7 +213,7 @@ class TransferEngine:
         live, found = self.backend.current_stream(), None
         with self.lock:
             copy, reload = ticket.copy, ticket.reload
-            if copy is not None and (copy.watched or copy.modified):
+            if ticket.begin in copy.watched or copy.modified:
                 self._check_unmodified(ticket, copy)
             if reload is not None:
                 found = self._take(ticket, reload, live)
@@ -227,11 +225,10 @@ class TransferEngine:
 
     def _take(self, ticket: Ticket, reload: Reload, live: Stream) -> Tensor | None:
         """One use of a payload that is there; None if it is not, or is none that left."""
-        copy = ticket.copy
         tensor = self.reloads.take(ticket, reload, live)
         if tensor is not None and ticket.num_waiting <= 0 and ticket.reload is reload:
-            if copy is not None and copy.shared:
-                self._pass_on(ticket, copy, live)
+            if ticket.copy.shared:
+                self._pass_on(ticket, live)
             self.reloads.give_up(reload, self.backend.h2d)
         return tensor
 
@@ -268,14 +265,18 @@ class TransferEngine:
             return self._take_back(ticket, source)
         self._load_now(ticket)
         coming = _arrival_of(ticket)
-        assert coming is not None
+        if coming is None:
+            raise OffloadError(
+                f"the tier '{ticket.copy.tier.name}' was to load a payload of group "
+                f"'{ticket.label}', and registered no device memory for it; its load() has to call "
+                "Copies.reloads.begin, or raise a TierError"
+            )
         return coming
 
     @staticmethod
     def _source_in_flight(ticket: Ticket, live: Stream) -> Tensor | None:
         """The source, if its copy has still to run and it belongs to the live stream."""
-        copy, source = ticket.copy, ticket.in_flight_source
-        return source if copy is not None and copy.stream == live else None
+        return ticket.in_flight_source if ticket.copy.stream == live else None
 
     def _load_now(self, ticket: Ticket) -> None:
         """Queue the reload of a ticket that is not on the device."""
@@ -284,7 +285,6 @@ class TransferEngine:
         is_expected = ticket.reload is not None
         self.poll()  # which may bring it
         if ticket.device_tensor is None:
-            assert ticket.copy is not None, "reload before offload"
             num = ticket.copy.tier.load([ticket], is_ahead=False)
             for heard in () if is_expected else self.listeners.reloads_queued:
                 heard(num, is_ahead=False)
@@ -310,9 +310,11 @@ class TransferEngine:
             arrival.is_known and arrival.stream == live and (reload.is_used or reload.is_as_it_came)
         )
 
-    def _pass_on(self, ticket: Ticket, copy: HostCopy, stream: Stream) -> None:
+    def _pass_on(self, ticket: Ticket, stream: Stream) -> None:
         """Before a ticket gives up its memory, pass it to one of the same bytes that comes soon."""
-        for ref in reversed(copy.shared.get(ticket.begin, ())):  # saved later, so used earlier
+        for ref in reversed(
+            ticket.copy.shared.get(ticket.begin, ())
+        ):  # saved later, so used earlier
             other = ref()
             if other is None or other is ticket or other.num_waiting <= 0 or other.is_coming:
                 continue
@@ -340,7 +342,7 @@ class TransferEngine:
     @staticmethod
     def _check_unmodified(ticket: Ticket, copy: HostCopy) -> None:
         copy.check_unmodified(ticket.begin)
-        if ticket.begin in copy.modified and ticket.host_bytes is not None:
+        if ticket.begin in copy.modified:
             raise SavedTensorModifiedError(
                 f"a tensor of group '{ticket.label}' with payload shape "
                 f"{tuple(ticket.host_bytes.shape)} was modified by an inplace operation after "

@@ -46,17 +46,22 @@ class PendingReloads:
         self._gone: deque[Reload] = deque()
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
 
-    def expect(self, tickets: Sequence[Ticket]) -> None:
+    def expect(self, tickets: Sequence[Ticket]) -> list[Reload]:
         """Register payloads that will come; :meth:`begin` may say later where."""
+        found = []
         for ticket in tickets:
-            reload = Reload(ticket, self._gone.append)
-            reload.arrival = reload.tensor = reload.lead = reload.version = None
-            reload.is_used = False
-            reload.num_users = 1
-            reload.nbytes = ticket.nbytes
-            self._alive.add(reload)
-            ticket.reload = reload
-            self.nbytes += ticket.nbytes
+            reload = ticket.reload
+            if reload is None:
+                reload = Reload(ticket, self._gone.append)
+                reload.arrival = reload.tensor = reload.lead = reload.version = None
+                reload.is_used = False
+                reload.num_users = 1
+                reload.nbytes = ticket.nbytes
+                self._alive.add(reload)
+                ticket.reload = reload
+                self.nbytes += ticket.nbytes
+            found.append(reload)
+        return found
 
     def begin(self, tickets: Sequence[Ticket], targets: list[Tensor], stream: Stream) -> Arrival:
         """Register copies of payloads into ``targets`` before they are queued.
@@ -70,10 +75,7 @@ class PendingReloads:
             What is common to them; the caller sets its event behind the copies.
         """
         arrival = Arrival(stream)
-        self.expect([ticket for ticket in tickets if ticket.reload is None])
-        for ticket, target in zip(tickets, targets, strict=True):
-            reload = ticket.reload
-            assert reload is not None
+        for reload, target in zip(self.expect(tickets), targets, strict=True):
             reload.tensor, reload.arrival = target, arrival
         return arrival
 
@@ -84,10 +86,7 @@ class PendingReloads:
         other = self.same_bytes(ticket, live)
         if other is None:
             return False
-        if ticket.reload is None:
-            self.expect([ticket])
-        reload = ticket.reload
-        assert reload is not None
+        (reload,) = self.expect([ticket])
         reload.lead = lead = other.lead or other
         reload.tensor, reload.arrival = lead.tensor, lead.arrival
         lead.num_users += 1
@@ -96,8 +95,9 @@ class PendingReloads:
 
     def same_bytes(self, ticket: Ticket, live: Stream) -> Reload | None:
         """The reload of another ticket with the same bytes, if this one may use its memory."""
-        shared = () if ticket.copy is None else ticket.copy.shared.get(ticket.begin, ())
-        for ref in reversed(shared):  # saved later, so brought earlier
+        for ref in reversed(
+            ticket.copy.shared.get(ticket.begin, ())
+        ):  # saved later, so brought earlier
             other = ref()
             reload = None if other is None or other is ticket else other.reload
             if reload is None or reload.arrival is None or reload.arrival.stream != live:
@@ -184,6 +184,6 @@ class PendingReloads:
 def shaped_for(ticket: Ticket, tensor: Tensor) -> Tensor:
     """Memory of another ticket in this one's shape and dtype, which may differ."""
     like = ticket.host_bytes
-    if like is None or (tensor.shape == like.shape and tensor.dtype == like.dtype):
+    if tensor.shape == like.shape and tensor.dtype == like.dtype:
         return tensor
     return flat_bytes(tensor).view(like.dtype).view(like.shape)

@@ -32,6 +32,7 @@ from torch import Tensor, UntypedStorage
 from pp_offload._memory.buffers import PART_ALIGNMENT, HostBuffer, Loan, Place, Spec, room_for
 from pp_offload._memory.disk import DiskEvent, DiskExtent
 from pp_offload.backends import Event, Stream
+from pp_offload.errors import OffloadError
 
 PACK_BYTES = 2**20
 """Payloads that fit into so much together share a buffer, and give it back together."""
@@ -157,6 +158,28 @@ class HostCopy:
         while same and same[0]() is None:  # else it grows, where each forward saves the same table
             del same[0]
         same.append(weakref.ref(ticket))
+
+
+class _Nowhere:
+    """The tier of what has not left."""
+
+    name = "nowhere"
+
+    def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
+        raise OffloadError("a payload was asked for before it was offloaded; please report this")
+
+    def has_stored(self, copy: HostCopy) -> bool:
+        return False
+
+    def may_capture(self, copy: HostCopy | None = None) -> bool:
+        return True
+
+
+NOWHERE = HostCopy(_Nowhere())
+"""Where the bytes of a ticket are before it is offloaded."""
+
+NO_BYTES = torch.empty(0, device="cpu")
+"""Its place there."""
 
 
 class Member(Protocol):
@@ -306,9 +329,9 @@ class Ticket:
         self.storage = storage
         self.nbytes = payload.nbytes
         self.num_members = self.num_waiting = len(members)
-        self.copy: HostCopy | None = None
+        self.copy = NOWHERE
         self.begin = 0
-        self.host_bytes: Tensor | None = None
+        self.host_bytes = NO_BYTES
         self.reload: Reload | None = None
         self.index_in_chunk: object = None
         self.checksum: int | None = None
@@ -326,7 +349,7 @@ class Ticket:
     @property
     def in_flight_source(self) -> Tensor | None:
         """The source of a copy that has not been made yet."""
-        return None if self.copy is None else self.copy.in_flight_sources.get(self.begin)
+        return self.copy.in_flight_sources.get(self.begin)
 
     def source(self) -> Tensor:
         """The bytes to copy, contiguous. A gather runs on the compute stream."""
@@ -348,8 +371,8 @@ class Ticket:
 
     def pieces(self) -> list[Tensor]:
         """Its bytes on the host as flat ``uint8`` tensors, where they are not in one piece."""
-        assert self.copy is not None and self.copy.buffer is not None, "not in host memory"
-        return self.copy.buffer.bytes_at(self.begin, self.nbytes)
+        buffer = self.copy.buffer
+        return [] if buffer is None else buffer.bytes_at(self.begin, self.nbytes)
 
     def hand_over(self) -> None:
         """The copy is queued: have the members hold this ticket in place of their tensors."""

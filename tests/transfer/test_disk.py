@@ -40,7 +40,7 @@ from pp_offload._transfer.ticket import HostCopy, Ticket
 from pp_offload.backends import Event, Stream
 
 on_backends = pytest.mark.parametrize("kind", BACKENDS)
-WIDTH = 32
+WIDTH = 48
 
 
 @contextmanager

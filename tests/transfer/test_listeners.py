@@ -21,7 +21,7 @@ from pp_offload._groups.group import GroupState
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._transfer.counters import TransferCounters
 from pp_offload._transfer.listeners import Listener, Listeners
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import NOWHERE, Ticket
 
 EVENTS = [event.name for event in fields(Listeners)]
 WITHOUT_LOCK = {"leaving", "left", "group_closed", "delivered"}
@@ -124,7 +124,7 @@ class Order(Listener):
         self.events.append(f"{group.name} opened")
 
     def leaving(self, tickets: Sequence[Any]) -> None:
-        assert all(ticket.copy is None for ticket in tickets)
+        assert all(ticket.copy is NOWHERE for ticket in tickets)
         self.events.append(f"{tickets[0].label} leaves")
 
     def offloaded(self, label: str, nbytes: int) -> None:

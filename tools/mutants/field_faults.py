@@ -356,8 +356,8 @@ FIELD_MUTANTS = [
     Mutant(
         "what came for another microbatch",
         "pp_offload/_transfer/copies.py",
-        "            if copy is None or begin not in copy.shared:\n",
-        "            if same := [one for one in self.reloads._alive if one.tensor is not None and one.nbytes == ticket.nbytes]:\n                self.reloads.expect([ticket])\n                ticket.reload.tensor, ticket.reload.arrival = same[0].tensor, same[0].arrival\n            elif copy is None or begin not in copy.shared:\n",
+        "            if begin not in copy.shared:\n",
+        "            if same := [one for one in self.reloads._alive if one.tensor is not None and one.nbytes == ticket.nbytes]:\n                (reload,) = self.reloads.expect([ticket])\n                reload.tensor, reload.arrival = same[0].tensor, same[0].arrival\n            elif begin not in copy.shared:\n",
         "backward computes with a tensor of the same size that another microbatch saved",
         (f"{FIELD}/test_order_of_microbatches.py::test_order_of_backward",),
         row="F49",
