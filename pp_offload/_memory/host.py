@@ -11,9 +11,10 @@ is used again even while copies still read it: the next user's copy waits for th
 
 NOTE [ Ground truth ]
     An interrupt may come between any two lines. The truth is in the slabs, in the loans that
-    somebody refers to, and in the buffers that were carved, which know the copies that used them.
-    All else is books: the arena, the bins, the counts. A call marks them as suspect while it
-    changes them; one that finds the mark, since the last call was interrupted, makes them anew.
+    somebody refers to, in the buffers that were carved, which know the copies that used them, and
+    in the uses of bytes that nobody has. All else is books: the arena, the bins, the counts. A call
+    marks them as suspect while it changes them; one that finds the mark, since the last call was
+    interrupted, makes them anew.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from pp_offload._memory.slabs import (
     powers_of_two,
 )
 from pp_offload._memory.unfinished import Unfinished, check_finished
+from pp_offload._memory.uses import Uses
 from pp_offload.backends import Event
 from pp_offload.errors import ClosedError
 
@@ -126,7 +128,7 @@ class HostMemory:
         self._slabs: list[Slab] = []
         self._loans = Loans[HostBuffer]()
         self._carved: set[HostBuffer] = set()
-        self._unfinished: list[Event] = []
+        self._uses = Uses()
         self._is_closed = False
         # The books
         self._is_suspect = False
@@ -239,7 +241,7 @@ class HostMemory:
 
     def _last_uses(self) -> Iterator[Event]:
         """Events that must end before memory is freed, for the system may give it to anybody."""
-        return chain(self._unfinished, *(buffer.last_uses() for buffer in self._carved))
+        return chain(self._uses.events(), *(buffer.last_uses() for buffer in self._carved))
 
     # The books
 
@@ -256,29 +258,31 @@ class HostMemory:
         self._is_suspect = False
 
     def _make_books(self) -> None:
-        """Make the books from what is there. New buffers wait for all earlier uses of memory."""
+        """Make the books from what is there."""
         live = self._loans.audit()
-        self._note_uses(self._carved.difference(live))
+        self._uses.mend()
+        for buffer in self._carved.difference(live):
+            self._note_uses(buffer)
         self._carved = set(live)
         ranges = [] if self._is_closed else [one for buffer in live for one in buffer.ranges]
         self._arena = Arena.of([slab.nbytes for slab in self._slabs], ranges, ALIGNMENT)
         self._bins = Bins()
         self._in_use = _InUse(live, self._in_use)
 
-    def _note_uses(self, buffers: Iterable[HostBuffer]) -> None:
-        """Keep the unfinished uses of buffers that are about to be carved anew.
+    def _note_uses(self, buffer: HostBuffer) -> None:
+        """Keep the unfinished uses of a buffer's bytes, for those that get these bytes next.
 
-        They are set in one statement, before the buffers go, or an interrupt might lose some.
+        To be called before the buffer is forgotten, or an interrupt might lose some.
         """
-        uses = {id(event): event for event in self._unfinished}
-        for buffer in buffers:
-            uses |= {id(event): event for event in buffer.last_uses() if not event.query()}
-        self._unfinished = list(uses.values())
+        left = tuple(event for event in buffer.last_uses() if not event.query())
+        if left:
+            for one in buffer.ranges:
+                self._uses.set(one, left)
 
     def _free(self, buffers: list[HostBuffer]) -> None:
         """Give the ranges of waiting buffers to the arena."""
-        self._note_uses(buffers)
         for buffer in buffers:
+            self._note_uses(buffer)
             self._bins.remove(buffer)
             self._carved.discard(buffer)
             for one in buffer.ranges:
@@ -288,10 +292,13 @@ class HostMemory:
 
     def _carve(self, nbytes: int, force: bool) -> HostBuffer:
         buffer = HostBuffer(nbytes, self._ranges(nbytes, force), self._slabs)
-        if self._unfinished:
-            self._unfinished = [event for event in self._unfinished if not event.query()]
-            buffer.before = tuple(self._unfinished)
+        if not self._uses:
+            self._carved.add(buffer)
+            return buffer
+        buffer.before = self._uses.unfinished(buffer.ranges)
         self._carved.add(buffer)
+        for one in buffer.ranges:  # last, or an interrupt would leave uses that nobody knows
+            self._uses.clear(one)
         return buffer
 
     def _ranges(self, nbytes: int, force: bool) -> list[Range]:
@@ -366,7 +373,7 @@ class HostMemory:
 
     def _keep(self, slabs: list[Slab]) -> None:
         """Drop all slabs but these. Nobody has a buffer, and all copies are done."""
-        self._carved, self._unfinished, self._slabs = set(), [], slabs
+        self._carved, self._uses, self._slabs = set(), Uses(), slabs
         self._bins = Bins()
         self._arena = Arena.of([slab.nbytes for slab in slabs], (), ALIGNMENT)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
@@ -475,6 +476,52 @@ def test_what_a_take_costs_does_not_depend_on_how_many_buffers_wait() -> None:
         return lines.count
 
     assert lines(4000) <= 2 * lines(400)
+
+
+class AskedEvent(LateEvent):
+    """Counts in a list how often any of them is asked."""
+
+    def __init__(self, asked: list[int]) -> None:
+        super().__init__()
+        self.asked = asked
+
+    def query(self) -> bool:
+        self.asked[0] += 1
+        return super().query()
+
+
+def test_what_a_take_costs_does_not_depend_on_the_steps_before_it() -> None:
+    """Of random sizes, whose copies do not end; each of them waits for those before it."""
+    tier, draw, asked = HostMemory(System().allocate), random.Random(0), [0]
+
+    def cost(num_steps: int) -> int:
+        before = asked[0]
+        with interrupted(None) as lines:
+            for _ in range(num_steps):
+                held = [tier.allocate(int(2 ** draw.uniform(10, 22))) for _ in range(16)]
+                for loan in held:
+                    loan.buffer.last_use, loan.buffer.before = AskedEvent(asked), ()
+                del loan, held
+        return lines.count + asked[0] - before
+
+    cost(20)
+    few = cost(20)
+    cost(80)
+    assert cost(20) <= 1.5 * few
+
+
+def test_a_buffer_waits_for_the_uses_of_its_own_bytes_alone() -> None:
+    tier = HostMemory(System().allocate, budget(2 * SLAB_BYTES))
+    held = [tier.allocate(SLAB_BYTES) for _ in range(2)]
+    events = {loan.buffer.pieces[0].data_ptr(): LateEvent() for loan in held}
+    for loan in held:
+        loan.buffer.last_use = events[loan.buffer.pieces[0].data_ptr()]
+    del loan, held
+    halves = [tier.allocate(SLAB_BYTES // 2) for _ in range(4)]
+    for half in halves:
+        (piece,) = half.buffer.pieces
+        (slab,) = [at for at in events if 0 <= piece.data_ptr() - at < SLAB_BYTES]
+        assert list(half.buffer.last_uses()) == [events[slab]]
 
 
 def test_there_are_never_more_bins_than_may_be() -> None:

@@ -591,12 +591,20 @@ MUTANTS = [
     Mutant(
         "uses of carved bytes forgotten",
         "pp_offload/_memory/host.py",
-        "self._unfinished = list(uses.values())",
+        "self._uses.set(one, left)",
         "pass",
         "memory is carved again, and nobody knows who still uses it",
         (
             "tests/memory/test_host_tier.py::test_bytes_carved_while_a_copy_uses_them_know_that_copy",
         ),
+    ),
+    Mutant(
+        "uses of the bytes behind forgotten",
+        "pp_offload/_memory/uses.py",
+        "if span.end > one.end:",
+        "if False:",
+        "half of a buffer's bytes are carved anew, and the copies of the other half are forgotten",
+        ("tests/memory/test_uses.py::test_each_byte_has_the_uses_set_last",),
     ),
     Mutant(
         "parts without alignment",
