@@ -71,6 +71,13 @@ def test_host_memory_writes_its_figures(tmp_path: Path) -> None:
     assert figures["free_slope"] > 0
 
 
+def test_random_sizes_writes_its_figures(tmp_path: Path) -> None:
+    figures = run_quick("random_sizes.py", tmp_path)
+    assert set(figures["us_per_take"]) == {"5", "10"}
+    assert figures["take_ratio"] > 0
+    assert all(set(one) == {"5", "10"} for one in figures["by_case"].values())
+
+
 def test_disk_tier_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("disk_tier.py", tmp_path)
     assert figures["throughput_ratio"] > 0
