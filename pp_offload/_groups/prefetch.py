@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
+from pp_offload._common.processes import HERE
 from pp_offload._groups.group import Group
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
@@ -79,7 +80,10 @@ class Prefetcher:
 
     def on_use(self, group: Group) -> None:
         """Backward uses ``group``: bring it, and fill the window."""
-        self._transfer.check_process()  # before the lock, which a thread lost in a fork may hold
+        if (
+            self._transfer.owner != HERE[0]
+        ):  # before the lock, which a thread lost in a fork may hold
+            self._transfer.check_process()
         with self._transfer.lock:
             if group is not self._current or not group.is_used:
                 self._reach(group)

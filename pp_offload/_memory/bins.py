@@ -36,7 +36,7 @@ class Bins:
         if not same:
             return None
         buffer = next(reversed(same))
-        if not all(event.query() for event in buffer.last_uses()):
+        if not buffer.is_idle():
             buffer = next(iter(same))
         self.remove(buffer)
         return buffer

@@ -61,6 +61,12 @@ class HostBuffer:
             left -= one.nbytes
         self._shape: tuple[list[Spec], list[Place]] = [], []
 
+    def is_idle(self) -> bool:
+        """Whether its last uses have ended."""
+        if self.last_use is not None and not self.last_use.query():
+            return False
+        return not self.before or all(event.query() for event in self.before)
+
     def last_uses(self) -> Iterator[Event]:
         """Events that must have ended before the memory is written."""
         yield from self.before

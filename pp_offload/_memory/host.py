@@ -338,7 +338,7 @@ class HostMemory:
         """
         while self._arena.largest_free_bytes < room:
             few = self._bins.longest_unused()
-            idle = [b for b in few if all(event.query() for event in b.last_uses())]
+            idle = [buffer for buffer in few if buffer.is_idle()]
             if not idle:
                 return
             self._free(idle)

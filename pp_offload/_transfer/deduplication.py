@@ -32,27 +32,13 @@ class CopyIndex:
         """
         if not self._entries:
             return tickets
-        return [
-            ticket
-            for ticket in tickets
-            if (storage := ticket.storage) is None
-            or storage._cdata not in self._entries
-            or not self._has_shared(ticket)
-        ]
-
-    def _has_shared(self, ticket: Ticket) -> bool:
-        storage, payload = ticket.storage, ticket.payload
-        entry = None if storage is None else self._entries.get(storage._cdata)
-        if entry is None or payload is None or _is_part(ticket):
-            return False
-        known, version, copy_ref, begin, place = entry
-        if known() is not storage or version != ticket.members[0].version:
-            return False
-        copy = copy_ref()
-        if copy is None or begin in copy.modified or place.nbytes != ticket.nbytes:
-            return False
-        ticket.attach(copy, begin, place.view(payload.dtype).view(payload.shape))
-        return True
+        left = []
+        for ticket in tickets:
+            storage = ticket.storage
+            entry = None if storage is None else self._entries.get(storage._cdata)
+            if entry is None or entry[0]() is not storage or not _has_shared(ticket, entry):
+                left.append(ticket)
+        return left
 
     def add(self, tickets: Iterable[Ticket]) -> None:
         """Remember that the tickets' copies hold their storages, as their members saved them.
@@ -79,6 +65,20 @@ class CopyIndex:
     def clear(self) -> None:
         """Forget all. A storage saved again is copied again."""
         self._entries.clear()
+
+
+def _has_shared(ticket: Ticket, entry: Entry) -> bool:
+    """Attach a ticket to the copy of its storage, if that has what it saved."""
+    _, version, copy_ref, begin, place = entry
+    copy, payload = copy_ref(), ticket.payload
+    if version != ticket.members[0].version or _is_part(ticket):
+        return False
+    if copy is None or payload is None:
+        return False
+    if begin in copy.modified or place.nbytes != ticket.nbytes:
+        return False
+    ticket.attach(copy, begin, place.view(payload.dtype).view(payload.shape))
+    return True
 
 
 def _is_part(ticket: Ticket) -> bool:

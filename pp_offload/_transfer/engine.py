@@ -60,6 +60,7 @@ class TransferEngine:
         listeners: Told what happens; see NOTE [ Where listeners are called ].
         counters: One of the listeners; it counts what was moved.
         reloads: What is on the device again, or on its way there.
+        owner: The process that made it.
         comes_soon: Whether backward will ask for a ticket within the window; prefetch sets it.
     """
 
@@ -74,7 +75,7 @@ class TransferEngine:
         self.reloads = copies.reloads
         self.comes_soon: Callable[[Ticket], bool] = lambda ticket: False
         self._off_streams = [tier for tier in self.tiers if not tier.may_capture()]
-        self._owner = HERE[0]
+        self.owner = HERE[0]
 
     def check_process(self) -> None:
         """Only the process that made the engine may use it: copies and files do not follow a fork.
@@ -82,7 +83,7 @@ class TransferEngine:
         Raises:
             ForkedError: This is another process.
         """
-        check(self._owner, "what was offloaded")
+        check(self.owner, "what was offloaded")
 
     @property
     def reloaded_bytes(self) -> int:
@@ -111,7 +112,7 @@ class TransferEngine:
             MemoryError: No tier has room for the rest of it. Copies queued before are of no use;
                 the sources are as before.
         """
-        if self._owner != HERE[0]:  # before the lock, which a thread lost in a fork may hold
+        if self.owner != HERE[0]:  # before the lock, which a thread lost in a fork may hold
             self.check_process()
         if self._off_streams and self.backend.is_capturing:
             self._refuse_to_store()
@@ -206,7 +207,7 @@ class TransferEngine:
             VerifyError: It is not what left. Only with ``verify``.
             ForkedError: It was offloaded before this process was forked.
         """
-        if self._owner != HERE[0]:
+        if self.owner != HERE[0]:
             self.check_process()
         if self._off_streams and any(tier.is_bringing for tier in self._off_streams):
             self.poll()

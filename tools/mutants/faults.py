@@ -11,8 +11,8 @@ MUTANTS = [
     Mutant(
         "shared copy of any version",
         "pp_offload/_transfer/deduplication.py",
-        "if known() is not storage or version != ticket.members[0].version:",
-        "if known() is not storage:",
+        "if version != ticket.members[0].version or _is_part(ticket):",
+        "if _is_part(ticket):",
         "a group gets what the storage held when another group saved it",
         (f"{HAZARDS}::test_a_copy_of_an_older_version_is_not_shared",),
     ),
@@ -380,8 +380,8 @@ MUTANTS = [
     Mutant(
         "known by its address alone",
         "pp_offload/_transfer/deduplication.py",
-        "if known() is not storage or version",
-        "if version",
+        "entry is None or entry[0]() is not storage or not",
+        "entry is None or not",
         "a tensor at the address of one that is gone is taken for it",
         ("tests/field/test_address_used_again.py::test_offloaded_then_freed",),
         row="F05",
@@ -389,8 +389,8 @@ MUTANTS = [
     Mutant(
         "shared though something is around it",
         "pp_offload/_transfer/deduplication.py",
-        "payload is None or _is_part(ticket)",
-        "payload is None",
+        "ticket.members[0].version or _is_part(ticket):",
+        "ticket.members[0].version:",
         "what was changed through a wrapper is not seen",
         ("tests/transfer/test_wrappers.py::test_changed_through_the_wrapper_between_two_groups",),
     ),
@@ -581,8 +581,8 @@ MUTANTS = [
     Mutant(
         "busy bytes taken for idle",
         "pp_offload/_memory/host.py",
-        "if all(event.query() for event in b.last_uses())",
-        "",
+        "[buffer for buffer in few if buffer.is_idle()]",
+        "list(few)",
         "a copy waits for others though it need not",
         (
             "tests/memory/test_host_tier.py::test_busy_bytes_are_carved_only_where_no_others_are_left",
