@@ -48,8 +48,8 @@ class Leaving(Listener):
         self.whole.clear()
 
     def leaving(self, tickets: Sequence[Ticket]) -> None:
-        sources = (member.source for ticket in tickets for member in ticket.members)
-        keys = {source.untyped_storage()._cdata for source in sources if source is not None}
+        held = (member.held for ticket in tickets for member in ticket.members)
+        keys = {one.untyped_storage()._cdata for one in held if isinstance(one, Tensor)}
         self.num += len(keys)
         self.num_whole += len(keys & self.whole.keys())
 

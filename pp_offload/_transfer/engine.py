@@ -307,15 +307,14 @@ class TransferEngine:
         arrival = reload.arrival
         if arrival is None:
             return True  # a disk is being read; no stream is part of that yet
-        return (
-            arrival.is_known and arrival.stream == live and (reload.is_used or reload.is_as_it_came)
-        )
+        if not arrival.is_known or arrival.stream != live:
+            return False
+        return reload.is_used or reload.is_as_it_came
 
     def _pass_on(self, ticket: Ticket, stream: Stream) -> None:
         """Before a ticket gives up its memory, pass it to one of the same bytes that comes soon."""
-        for ref in reversed(
-            ticket.copy.shared.get(ticket.begin, ())
-        ):  # saved later, so used earlier
+        same = ticket.copy.shared.get(ticket.begin, ())
+        for ref in reversed(same):  # saved later, so used earlier
             other = ref()
             if other is None or other is ticket or other.num_waiting <= 0 or other.is_coming:
                 continue

@@ -28,8 +28,8 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
     """
     by_storage: dict[UntypedStorage, list[SavedActivation]] = {}
     for one in saved:
-        source, pending = one.source, one.pending
-        if source is None or source._version != one.version:
+        source, pending = one.held, one.pending
+        if isinstance(source, Ticket) or source._version != one.version:
             continue
         if pending is None or not is_pending(pending):
             storage = source.untyped_storage()
@@ -39,10 +39,9 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
                 by_storage[storage] = [one]
     found: list[Ticket] = []
     for storage, members in by_storage.items():
-        source = members[0].source
+        source = _source(members[0])
         if (  # almost always; see is_whole_storage()
             len(members) == 1
-            and source is not None
             and source.nbytes == storage.nbytes()
             and source.is_contiguous()
             and 1 not in source.shape
@@ -84,5 +83,5 @@ def _gathered(geometry: Geometry, saved: list[SavedActivation]) -> Parts:
 
 
 def _source(saved: SavedActivation) -> Tensor:
-    assert saved.source is not None, "saved tensor was offloaded before"
-    return saved.source
+    assert not isinstance(saved.held, Ticket), "saved tensor was offloaded before"
+    return saved.held

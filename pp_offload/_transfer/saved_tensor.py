@@ -70,50 +70,45 @@ class SavedActivation:
         stream: The stream of the operation that saves it; None means that of the commit.
 
     Attributes:
-        source: The tensor itself, until a ticket takes its bytes.
-        ticket: Set when offloaded; ``restore`` makes the tensor of the ticket's payload.
+        held: The tensor itself; a ticket once that has its bytes.
+        restore: Makes the tensor of the ticket's payload; None where that is the tensor.
         pending: The wrapper it is inside of, if that is a collective's result nobody waited for.
         is_part: Whether it is inside a wrapper. Its version misses changes made through that.
     """
 
     __slots__ = (
         "__weakref__",
-        "stream",
+        "held",
         "is_part",
         "owner",
         "pending",
         "restore",
-        "source",
-        "ticket",
+        "stream",
         "version",
     )
 
     def __init__(self, tensor: Tensor, owner: Owner, stream: Stream | None = None) -> None:
-        self.source: Tensor | None = tensor.detach()
+        self.held: Tensor | Ticket = tensor.detach()
         self.version = tensor._version
         self.owner = owner
         self.stream = stream
-        self.ticket: Ticket | None = None
         self.restore: Restore | None = None
         self.pending: Tensor | None = None
         self.is_part = False
 
     def unpack(self) -> Tensor:
         """The tensor as it was saved: values, size, stride and dtype."""
-        # Read before the ticket: a commit on another thread sets the ticket before it drops source.
-        source, owner = self.source, self.owner
-        if source is not None:
+        held, owner = self.held, self.owner  # read once: a commit on another thread may change it
+        if not isinstance(held, Ticket):
             if not owner.is_used:
                 owner.on_use()
-            if source._version != self.version:
-                raise modified(source, self.version, owner.name)
-            return source
-        ticket = self.ticket
-        assert ticket is not None, "it has left, and nobody knows where to"
-        transfer = ticket.transfer
-        if ticket.reload is None or not owner.is_used:
+            if held._version != self.version:
+                raise modified(held, self.version, owner.name)
+            return held
+        transfer = held.transfer
+        if held.reload is None or not owner.is_used:
             owner.on_use()
-        payload = transfer.deliver(ticket)
+        payload = transfer.deliver(held)
         reloads = transfer.reloads
         if reloads.nbytes < reloads.refill_below_bytes:
             owner.on_use()

@@ -185,12 +185,11 @@ NO_BYTES = torch.empty(0, device="cpu")
 class Member(Protocol):
     """A saved tensor that a payload holds."""
 
-    source: Tensor | None
+    held: Tensor | Ticket
     version: int
     stream: Stream | None
     pending: Tensor | None
     is_part: bool
-    ticket: Ticket | None
 
 
 class Arrival:
@@ -367,7 +366,8 @@ class Ticket:
 
     def watched(self) -> list[Watched]:
         """The members, as the copy watches them until it was made."""
-        return [(one.source, one.version) for one in self.members if one.source is not None]
+        members = self.members
+        return [(one.held, one.version) for one in members if not isinstance(one.held, Ticket)]
 
     def pieces(self) -> list[Tensor]:
         """Its bytes on the host as flat ``uint8`` tensors, where they are not in one piece."""
@@ -377,8 +377,8 @@ class Ticket:
     def hand_over(self) -> None:
         """The copy is queued: have the members hold this ticket in place of their tensors."""
         for member in self.members:
-            member.ticket = self
-            member.source = member.pending = None
+            member.held = self
+            member.pending = None
         self.members = ()
         self.payload = self.storage = None
 

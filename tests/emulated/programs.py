@@ -391,7 +391,7 @@ def same_bytes_landed_for_another_stream(on: Program) -> bool:
     first, side = away(engine, given), side_stream(engine)
     first.num_waiting = 2
     again = SavedActivation(given.to("emulated"), Owner())
-    second = Ticket(engine, "g", again.source, [again], None)
+    second = Ticket(engine, "g", again.held, [again], None)
     second.attach(first.copy, first.begin, first.host_bytes)
     second.hand_over()
     with on.late(engine.backend.h2d, compute()):

@@ -83,8 +83,8 @@ def moved(manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch) -> I
     offload = transfer.offload
 
     def spy(tickets: Sequence[Ticket]) -> int:
-        sources = (member.source for ticket in tickets for member in ticket.members)
-        seen.extend(s.untyped_storage().data_ptr() for s in sources if s is not None)
+        held = (member.held for ticket in tickets for member in ticket.members)
+        seen.extend(s.untyped_storage().data_ptr() for s in held if isinstance(s, Tensor))
         return offload(tickets)
 
     monkeypatch.setattr(transfer, "offload", spy)

@@ -97,7 +97,6 @@ def test_saved_gives_the_members_in_the_order_they_were_saved() -> None:
     group = OffloadTensorGroup("mlp")
     members = [SavedActivation(torch.ones(i + 1), group) for i in range(4)]
     for member in members:
-        assert member.source is not None
         group.saved_refs.append(weakref.ref(member))
     assert group.saved() == members
 

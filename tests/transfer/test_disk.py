@@ -183,7 +183,9 @@ def threads_that_wait(manager: PipelineOffloadManager) -> Iterator[None]:
 
 def tickets_of(engine: TransferEngine, values: Sequence[Tensor]) -> list[Ticket]:
     """One for each, which will be asked for once."""
-    members: Any = (SimpleNamespace(source=None, stream=None, pending=None, is_part=False),)
+    members: Any = (
+        SimpleNamespace(held=torch.ones(1), version=0, stream=None, pending=None, is_part=False),
+    )
     return [Ticket(engine, "g", v, members, v.untyped_storage()) for v in values]
 
 

@@ -650,6 +650,21 @@ def test_what_landed_for_one_stream_is_not_shared_with_another(order: str) -> No
         backend.check()
 
 
+@pytest.mark.parametrize("order", SIMULATED)
+def test_what_landed_for_one_stream_is_brought_again_for_another(order: str) -> None:
+    """Also what is there already: its memory goes back to the stream that it was allocated on."""
+    backend = SimulatedBackend(order)
+    engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
+    with backend.activate():
+        (ticket,) = sharing(engine, 1)
+        ticket.num_waiting = 2
+        landed = engine.deliver(ticket)
+        with backend.stream(backend.new_stream("other")):
+            elsewhere = engine.deliver(ticket)
+            assert elsewhere.data_ptr() != landed.data_ptr() and elsewhere.eq(1).all()
+        backend.check()
+
+
 @pytest.mark.parametrize("is_soon", [True, False])
 def test_what_is_used_up_is_passed_on_to_who_comes_soon(is_soon: bool) -> None:
     backend = SimulatedBackend("eager")
@@ -870,14 +885,14 @@ def test_books_are_kept_with_the_lock_held_and_waits_are_without(
 
 @pytest.mark.parametrize("is_before", [True, False])
 def test_a_commit_of_another_thread_amid_an_unpack(is_before: bool) -> None:
-    """It gives the ticket, then lets go of the tensor; nobody finds neither."""
+    """It gives the ticket in place of the tensor; who looks finds one of them, once."""
     backend = SimulatedBackend("eager")
     engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
     commit: list[Any] = []
 
     class Amid(SavedActivation):
         def __getattribute__(self, name: str) -> Any:
-            if name != "source" or not commit:
+            if name != "held" or not commit:
                 return super().__getattribute__(name)
             hand_over = commit.pop()
             found = None if is_before else super().__getattribute__(name)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from pp_offload._transfer.pending_reloads import MAX_ABANDONED, PendingReloads
+from pp_offload._transfer.ticket import Ticket
+from pp_offload.backends import CpuBackend
 
 
 class Done:
@@ -60,3 +62,18 @@ def test_more_than_a_few_are_waited_for_the_oldest_first() -> None:
     reloads, stream, events = abandoned(MAX_ABANDONED + 3, 0)
     reloads.keep_few_abandoned(threading.RLock())
     assert stream.waited == events[:3] and reloads.events() == events[3:]
+
+
+def test_what_was_expected_counts_once_when_it_comes() -> None:
+    """As where a disk was read ahead of the copy to the device."""
+    engine: Any = None
+    member: Any = None
+    ticket = Ticket(engine, "g", torch.ones(100), [member], None)
+    reloads, stream = PendingReloads(), CpuBackend().current_stream()
+    reloads.expect([ticket])
+    arrival = reloads.begin([ticket], [torch.ones(100)], stream)
+    assert reloads.nbytes == 400 and ticket.reload is not None
+    arrival.is_there = True
+    assert reloads.take(ticket, ticket.reload, stream) is not None
+    reloads.give_up(ticket.reload, stream)
+    assert reloads.nbytes == 0 and reloads.events() == []

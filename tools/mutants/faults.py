@@ -173,12 +173,20 @@ MUTANTS = [
     ),
     Mutant(
         "landed for another stream",
+        "pp_offload/_transfer/engine.py",
+        "if not arrival.is_known or arrival.stream != live:",
+        "if not arrival.is_known:",
+        "memory outlives the stream it belongs to",
+        ("tests/field/test_live_stream.py::test_forward_and_backward_on_side_streams",),
+        row="F07",
+    ),
+    Mutant(
+        "there for another stream",
         "pp_offload/_transfer/pending_reloads.py",
         " or arrival.stream != live:\n            return None",
         ":\n            return None",
         "memory outlives the stream it belongs to",
-        ("tests/field/test_live_stream.py::test_forward_and_backward_on_side_streams",),
-        row="F07",
+        (f"{HAZARDS}::test_what_landed_for_one_stream_is_brought_again_for_another",),
     ),
     Mutant(
         "source taken back on another stream",
@@ -212,7 +220,9 @@ MUTANTS = [
         "            if reload is None:\n                reload = Reload",
         "            if True:\n                reload = Reload",
         "the window fills with what is not there",
-        ("tests/transfer/test_disk.py::test_steps_are_equal_bit_for_bit",),
+        (
+            "tests/transfer/test_pending_reloads.py::test_what_was_expected_counts_once_when_it_comes",
+        ),
     ),
     Mutant(
         "what is copied is kept only when it is queued",
@@ -281,8 +291,8 @@ MUTANTS = [
     Mutant(
         "members keep their tensors",
         "pp_offload/_transfer/ticket.py",
-        "member.source = member.pending = None",
-        "member.pending = None",
+        "            member.held = self\n",
+        "            member.ticket = self\n",
         "nothing ever leaves the device",
         ("tests/field/test_second_references.py::test_who_holds_what_was_offloaded",),
         row="F35",
@@ -309,7 +319,7 @@ MUTANTS = [
     Mutant(
         "saved and changed before the commit",
         "pp_offload/_transfer/saved_tensor.py",
-        "            if source._version != self.version:\n",
+        "            if held._version != self.version:\n",
         "            if False:\n",
         "gradients are those of the changed tensor",
         (
@@ -335,8 +345,8 @@ MUTANTS = [
     Mutant(
         "changed ones leave",
         "pp_offload/_transfer/payload.py",
-        "if source is None or source._version != one.version:",
-        "if source is None:",
+        "if isinstance(source, Ticket) or source._version != one.version:",
+        "if isinstance(source, Ticket):",
         "what is copied is not what was saved",
         (
             "tests/transfer/test_changed_in_place.py::test_a_changed_tensor_harms_only_who_asks_for_it",
@@ -1020,11 +1030,11 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "ticket looked at before the tensor",
+        "what it holds looked at twice",
         "pp_offload/_transfer/saved_tensor.py",
-        "        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if source._version != self.version:\n                raise modified(source, self.version, owner.name)\n            return source\n        ticket = self.ticket\n",
-        "        ticket = self.ticket\n        source, owner = self.source, self.owner\n        if source is not None:\n            if not owner.is_used:\n                owner.on_use()\n            if source._version != self.version:\n                raise modified(source, self.version, owner.name)\n            return source\n",
-        "a commit on another thread leaves neither to be found",
+        "        held, owner = self.held, self.owner  # read once: a commit on another thread may change it\n        if not isinstance(held, Ticket):\n",
+        "        owner, is_here = self.owner, not isinstance(self.held, Ticket)\n        held = self.held\n        if is_here:\n",
+        "a commit on another thread comes between",
         ("tests/transfer/test_hazards.py::test_a_commit_of_another_thread_amid_an_unpack",),
     ),
     Mutant(

@@ -365,8 +365,8 @@ FIELD_MUTANTS = [
     Mutant(
         "a node's own output is kept",
         "pp_offload/_transfer/saved_tensor.py",
-        "self.source: Tensor | None = tensor.detach()",
-        "self.source: Tensor | None = tensor",
+        "self.held: Tensor | Ticket = tensor.detach()",
+        "self.held: Tensor | Ticket = tensor",
         "what a node gave out is given back as saved, and keeps the node alive",
         (f"{FIELD}/test_promises_of_hooks.py::test_saved_output_belongs_to_its_node",),
         row="F50",
