@@ -768,6 +768,18 @@ def test_a_target_outlives_a_copy_that_was_cut_off() -> None:
         backend.check()
 
 
+def test_a_target_that_nobody_wants_outlives_a_copy_that_was_cut_off() -> None:
+    backend, engine = late_engine()
+    with backend.activate():
+        ticket, _ = sharing(engine)
+        with cut_behind_the_copy(backend):
+            engine.reload([ticket])
+        del ticket
+        engine.poll()
+        backend.synchronize()  # it raises if a copy writes what was freed
+        backend.check()
+
+
 def test_a_buffer_outlives_a_copy_that_was_cut_off() -> None:
     backend, engine = late_engine()
     with backend.activate():

@@ -967,7 +967,9 @@ MUTANTS = [
         "and not arrival.is_there:\n                event",
         "and arrival.reloaded and not arrival.is_there:\n                event",
         "a copy writes into memory that is somebody else's by now",
-        ("tests/transfer/test_hazards.py::test_a_target_outlives_a_copy_that_was_cut_off",),
+        (
+            "tests/transfer/test_hazards.py::test_a_target_that_nobody_wants_outlives_a_copy_that_was_cut_off",
+        ),
     ),
     Mutant(
         "sources of a copy that was cut off let go",
