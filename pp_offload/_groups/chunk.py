@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pp_offload._common.checks import check_group_name, check_switch, checked_tensors
 from pp_offload._groups.group import Group, GroupState
-from pp_offload._groups.plan import ChunkKey, ChunkShape, GroupKey, GroupShape
+from pp_offload._groups.plan import ChunkKey, ChunkShape, GroupKey
 from pp_offload._groups.prefetch import Visit
 from pp_offload._groups.wiring import Wiring
 from pp_offload._transfer.saved_tensor import Packed, Resident, SavedActivation, SavedWrapper
@@ -243,8 +243,8 @@ class Chunk:
     def shape(self) -> ChunkShape:
         """What the plan needs to know."""
         assert self.key is not None
-        groups = (GroupShape(g.name, g.counts.nbytes) for g in self.groups)
-        return ChunkShape(self.key, tuple(groups))
+        names, sizes = [g.name for g in self.groups], [g.counts.nbytes for g in self.groups]
+        return ChunkShape(self.key, tuple(names), tuple(sizes))
 
     def reset(self) -> None:
         """Forget all groups. Tensors autograd still holds stay good."""

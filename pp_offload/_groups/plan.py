@@ -47,16 +47,17 @@ class GroupShape(NamedTuple):
 
 
 class ChunkShape(NamedTuple):
-    """A chunk as a step saw it."""
+    """A chunk as a step saw it: its groups in forward order, by column, which compares fast."""
 
     key: ChunkKey
-    groups: tuple[GroupShape, ...]
-    """In forward order."""
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Bytes that offloading each group moves."""
 
     def by_key(self) -> Iterator[tuple[GroupKey, GroupShape]]:
         """Each group with its key, in forward order."""
-        for position, group in enumerate(self.groups):
-            yield GroupKey(self.key, position), group
+        for position, group in enumerate(zip(self.names, self.sizes, strict=True)):
+            yield GroupKey(self.key, position), GroupShape(*group)
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Plan:
 def make_plan(chunks: tuple[ChunkShape, ...], config: OffloadConfig, pipeline_rank: int) -> Plan:
     """The plan after a step whose chunks went backward in this order. Cached, for steps repeat."""
     kept = groups_to_keep(chunks, config, pipeline_rank)
-    names = {chunk.key: tuple(group.name for group in chunk.groups) for chunk in chunks}
+    names = {chunk.key: chunk.names for chunk in chunks}
     last = (key for chunk in chunks for key in last_of_each_name(chunk).values())
     return Plan(kept, names, frozenset(last))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from pp_offload._groups.chunk import Chunk
@@ -40,7 +40,7 @@ class StepRecord(Step):
         self.summary: dict[str, int] = {}
         self._forward: dict[ChunkKey, Chunk] = {}
         self._backward: dict[ChunkKey, Chunk] = {}
-        self._live_at_peak: tuple[ChunkKey, ...] = ()
+        self._live_at_peak: frozenset[ChunkKey] = frozenset()
         self._weight_passes: dict[ChunkKey, WeightPass] = {}
         self._numbers: Counter[int] = Counter()
 
@@ -72,7 +72,7 @@ class StepRecord(Step):
         """Backward has reached ``chunk``."""
         self.in_backward = chunk
         if not self._backward:  # memory is highest when the first backward begins
-            self._live_at_peak = tuple(self._forward)
+            self._live_at_peak = frozenset(self._forward)
         if chunk.key is not None and chunk.key not in self._backward:
             self._backward[chunk.key] = chunk
             self.queue.remove(chunk)
@@ -143,7 +143,7 @@ class StepRecord(Step):
         """Whether groups saved something, and backward reached each group that did."""
         if self.is_partly_forgotten:
             return False
-        return bool(self._backward) and all(chunk.is_finished() for chunk in self._forward.values())
+        return bool(self._backward) and all(map(_is_finished, self._forward.values()))
 
     def forgotten(self) -> list[str]:
         """Names of groups that were started, used by backward, and never committed."""
@@ -152,15 +152,16 @@ class StepRecord(Step):
 
     def make_plan(self, config: OffloadConfig) -> Plan:
         """Learn from the step: the plan, the summary, and the backward order."""
-        shapes = tuple(chunk.shape() for chunk in self._backward.values())
+        shapes, copied = [], defaultdict[str, int](int)
+        for chunk in self._backward.values():  # once: its groups have left the CPU's cache
+            shapes.append(chunk.shape())
+            if chunk.key in self._live_at_peak:
+                for group in chunk.groups:
+                    copied[group.name] += group.counts.copied_bytes
         if not self.queue.is_told:
             self.queue.know_order([shape.key for shape in shapes])
-        summary: Counter[str] = Counter()
-        for key in self._live_at_peak:
-            for group in self._forward[key].groups:
-                summary[group.name] += group.counts.copied_bytes
-        self.summary = {name: nbytes for name, nbytes in summary.items() if nbytes}
-        return make_plan(shapes, config, self.pipeline_rank)
+        self.summary = {name: nbytes for name, nbytes in copied.items() if nbytes}
+        return make_plan(tuple(shapes), config, self.pipeline_rank)
 
     def group_uses(self) -> dict[str, GroupUse]:
         """What the step did, by group name."""
@@ -195,3 +196,8 @@ class StepRecord(Step):
         if chunk is None or key is None or key.position >= len(chunk.groups):
             return None
         return chunk if chunk.groups[key.position] is group else None
+
+
+def _is_finished(chunk: Chunk) -> bool:
+    """As :meth:`Chunk.is_finished`; in one loop where backward has reached every group."""
+    return all([group.is_used for group in chunk.groups]) or chunk.is_finished()

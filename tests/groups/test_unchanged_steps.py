@@ -1,0 +1,79 @@
+"""A step like the one before derives no plan, and looks at no group one by one to see that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from toy import batches, make_model, run_step, same_bits
+
+from pp_offload import PipelineOffloadManager
+from pp_offload._groups import plan as plans
+from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.plan import ChunkShape
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often what takes time for every group was called."""
+    found: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(plans, "groups_to_keep")
+    count(ChunkShape, "by_key")
+    count(Chunk, "is_finished")
+    plans.make_plan.cache_clear()
+    return found
+
+
+def test_steps_that_are_alike(manager: PipelineOffloadManager, calls: Counter[str]) -> None:
+    model = make_model(device=manager.backend.device.type)
+    inputs = [x.to(manager.backend.device) for x in batches(4)]
+    expected = run_step(model, inputs, in_flight=2)
+    manager.reset()
+    plan, summary = manager.wiring.plan, manager.offload_summary_bytes
+    assert calls.pop("groups_to_keep") == 1
+    calls.clear()
+    for _ in range(3):
+        assert same_bits(run_step(model, inputs, in_flight=2), expected)
+        manager.reset()
+        assert manager.wiring.plan is plan
+        assert manager.offload_summary_bytes.keys() == summary.keys()
+    assert not calls
+
+
+def test_a_step_that_differs(manager: PipelineOffloadManager, calls: Counter[str]) -> None:
+    """In a size, in a name, in the number of microbatches; each once more in a plan of its own."""
+    device = manager.backend.device
+    found = []
+    for length, groups, num in ((5, ("mix", "mlp"), 3), (6, ("mix", "mlp"), 3), (6, ("mlp",), 4)):
+        model = make_model(groups=groups, device=device.type)
+        run_step(model, [x.to(device) for x in batches(num, length=length)])
+        manager.reset()
+        found.append(manager.wiring.plan)
+    assert calls["groups_to_keep"] == 3
+    assert len({id(plan) for plan in found}) == 3
+
+
+def test_a_group_that_backward_did_not_reach_teaches_nothing(
+    manager: PipelineOffloadManager, calls: Counter[str]
+) -> None:
+    model = make_model(device=manager.backend.device.type)
+    first, second = (x.to(manager.backend.device) for x in batches(2))
+    run_step(model, [first, second])
+    plan = manager.wiring.plan
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    left = model(first).sum()
+    manager.reset()
+    assert calls["is_finished"] > 0 and not calls["groups_to_keep"]
+    assert manager.wiring.plan is plan
+    del left
