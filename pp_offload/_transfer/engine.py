@@ -216,8 +216,10 @@ class TransferEngine:
             copy, reload = ticket.copy, ticket.reload
             if ticket.begin in copy.watched or copy.modified:
                 self._check_unmodified(ticket, copy)
-            if reload is not None:
-                found = self._take(ticket, reload, live)
+            arrival = None if reload is None else reload.arrival
+            if reload is not None and arrival is not None:
+                if arrival.is_there and arrival.stream == live:
+                    found = self._take(ticket, reload, live)
         if found is None:
             found = self._deliver_late(ticket, live)
         for heard in self.listeners.delivered:
@@ -226,7 +228,7 @@ class TransferEngine:
 
     def _take(self, ticket: Ticket, reload: Reload, live: Stream) -> Tensor | None:
         """One use of a payload that is there; None if it is not, or is none that left."""
-        tensor = self.reloads.take(ticket, reload, live)
+        tensor = self.reloads.take(ticket, reload)
         if tensor is not None and ticket.num_waiting <= 0 and ticket.reload is reload:
             if ticket.copy.shared:
                 self._pass_on(ticket, live)

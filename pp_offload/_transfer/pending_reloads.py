@@ -1,7 +1,7 @@
 """Reloaded payloads that are not used up, and unwanted ones whose copy still runs.
 
     arrival = reloads.begin(tickets, targets, stream)  # before the copies into them are queued
-    tensor = reloads.take(ticket, ticket.reload, live) # behind a wait, autograd gets it
+    tensor = reloads.take(ticket, ticket.reload)       # behind a wait, autograd gets it
     reloads.give_up(ticket.reload, h2d)                # nobody wants it
     reloads.poll(h2d)                                  # tickets that are gone, copies that are over
 
@@ -108,16 +108,15 @@ class PendingReloads:
 
     # Used, or not wanted
 
-    def take(self, ticket: Ticket, reload: Reload, live: Stream) -> Tensor | None:
-        """One use of a payload; the caller gives it up after the last.
+    def take(self, ticket: Ticket, reload: Reload) -> Tensor | None:
+        """One use of a payload that is there; the caller gives it up after the last.
 
         Returns:
-            None if ``live`` has not waited for it, or another use has changed it in place.
+            None if another use has changed it in place.
         """
-        arrival, tensor = reload.arrival, reload.tensor
-        if arrival is None or tensor is None or not arrival.is_there or arrival.stream != live:
+        lead, tensor = reload.lead or reload, reload.tensor
+        if tensor is None:
             return None
-        lead = reload.lead or reload
         version = tensor._version
         if lead.version != version:
             if lead.version is not None:

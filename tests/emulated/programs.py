@@ -386,6 +386,20 @@ def landed_for_another_stream(on: Program) -> bool:
     return result.cpu().equal(given * 2)
 
 
+def there_for_another_stream(on: Program) -> bool:
+    engine, given = engine_of(), some(N)
+    ticket, side = away(engine, given), side_stream(engine)
+    ticket.num_waiting = 2
+    with side:
+        engine.deliver(ticket)
+    with on.late(compute(), side):
+        result = engine.deliver(ticket) * 2
+        del ticket
+        with side:
+            use_of_memory()
+    return result.cpu().equal(given * 2)
+
+
 def same_bytes_landed_for_another_stream(on: Program) -> bool:
     engine, given = engine_of(), some(N)
     first, side = away(engine, given), side_stream(engine)

@@ -135,11 +135,15 @@ CASES: dict[str, Case] = {
     ),
     "a source is taken back on its own stream": (
         programs.taken_back_on_another_stream,
-        Fault(f"{ENGINE}._source_in_flight", "copy.stream == live", "True"),
+        Fault(f"{ENGINE}._source_in_flight", "ticket.copy.stream == live", "True"),
     ),
     "what came is used on the stream it came for": (
         programs.landed_for_another_stream,
-        Fault(f"{RELOADS}.take", " or arrival.stream != live", ""),
+        Fault(f"{ENGINE}._is_good", " or arrival.stream != live", ""),
+    ),
+    "also what is there already": (
+        programs.there_for_another_stream,
+        Fault(f"{ENGINE}.deliver", " and arrival.stream == live", ""),
     ),
     "and shared there": (
         programs.same_bytes_landed_for_another_stream,

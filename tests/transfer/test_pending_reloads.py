@@ -74,6 +74,6 @@ def test_what_was_expected_counts_once_when_it_comes() -> None:
     arrival = reloads.begin([ticket], [torch.ones(100)], stream)
     assert reloads.nbytes == 400 and ticket.reload is not None
     arrival.is_there = True
-    assert reloads.take(ticket, ticket.reload, stream) is not None
+    assert reloads.take(ticket, ticket.reload) is not None
     reloads.give_up(ticket.reload, stream)
     assert reloads.nbytes == 0 and reloads.events() == []

@@ -182,9 +182,9 @@ MUTANTS = [
     ),
     Mutant(
         "there for another stream",
-        "pp_offload/_transfer/pending_reloads.py",
-        " or arrival.stream != live:\n            return None",
-        ":\n            return None",
+        "pp_offload/_transfer/engine.py",
+        "if arrival.is_there and arrival.stream == live:",
+        "if arrival.is_there:",
         "memory outlives the stream it belongs to",
         (f"{HAZARDS}::test_what_landed_for_one_stream_is_brought_again_for_another",),
     ),
