@@ -15,8 +15,8 @@ from pp_offload._memory.arena import Range
 from pp_offload._memory.slabs import Slab, owned_by
 from pp_offload.backends import Event
 
-PART_ALIGNMENT = 512
-"""Alignment of parts in a buffer, in bytes: that of device allocators."""
+PART_ALIGNMENT = 64
+"""Alignment of parts in a buffer, in bytes."""
 
 Spec = tuple[torch.Size, torch.dtype]
 """A contiguous tensor that a buffer is to hold."""

@@ -522,7 +522,7 @@ def test_a_change_of_what_stayed_is_seen_as_well(backend: Backend) -> None:
 def test_only_payloads_that_are_small_together_share_a_buffer() -> None:
     """It is given back when the last of them is."""
     engine: Any = None
-    sizes = [PACK_BYTES - 512, 512, 1, PACK_BYTES - 1000, 2000, 3 * PACK_BYTES, 5, 6]
+    sizes = [PACK_BYTES - 64, 64, 1, PACK_BYTES - 1000, 2000, 3 * PACK_BYTES, 5, 6]
     tickets = [ticket_for(engine, torch.empty(n, dtype=torch.uint8))[1] for n in sizes]
     batches = [[ticket.nbytes for ticket in batch] for batch, _ in packs(tickets)]
     assert batches == [sizes[:2], sizes[2:4], sizes[4:5], sizes[5:6], sizes[6:]]
