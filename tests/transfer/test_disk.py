@@ -137,17 +137,14 @@ def staged_of(engine: TransferEngine) -> StagedDisk:
 
 
 def steps_are_equal(
-    manager: PipelineOffloadManager,
-    steps: Sequence[int] = range(4),
-    length: int = 9,
-    width: int = WIDTH,
+    manager: PipelineOffloadManager, steps: Sequence[int] = range(4), length: int = 9
 ) -> bool:
     """Steps of changing length, against the same without offload."""
     device = str(manager.backend.device)
-    on = make_model(width=width, device=device)
-    off = make_model(width=width, groups=(), device=device)
+    on = make_model(width=WIDTH, device=device)
+    off = make_model(width=WIDTH, groups=(), device=device)
     for step in steps:
-        inputs = [x.to(device) for x in batches(5, width, step, length=length + step)]
+        inputs = [x.to(device) for x in batches(5, WIDTH, step, length=length + step)]
         got = run_step(on, inputs, in_flight=3)
         if not same_bits(got, run_step(off, inputs, in_flight=3, offload=False)):
             return False
@@ -437,15 +434,14 @@ def is_caught(kind: str, directory: Path, fault: type | None) -> bool:
 
 def is_right_after_half_a_backward(manager: PipelineOffloadManager, step: int) -> bool:
     """A step, behind a backward that stops half way: what was read ahead is never used."""
-    width = 48  # so that groups have buffers of several sizes
-    model = make_model(width=width)
+    model = make_model(width=WIDTH)
     off_interface.reset()
     off_interface.init_chunk_handler(None, None, 1)
-    x = batches(1, width, step)[0].requires_grad_()
+    x = batches(1, WIDTH, step)[0].requires_grad_()
     middle = model[1](model[0](x))
     torch.autograd.grad(model[2](middle).sum(), middle)
     del middle
-    return steps_are_equal(manager, [step], width=width)
+    return steps_are_equal(manager, [step])
 
 
 @pytest.mark.parametrize("fault", STAGED_FAULTS, ids=lambda fault: fault.__name__)
