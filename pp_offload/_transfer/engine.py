@@ -227,7 +227,7 @@ class TransferEngine:
         return found
 
     def _take(self, ticket: Ticket, reload: Reload, live: Stream) -> Tensor | None:
-        """One use of a payload that is there; None if it is not, or is none that left."""
+        """One use of a payload that is there; None if another use has changed it in place."""
         tensor = self.reloads.take(ticket, reload)
         if tensor is not None and ticket.num_waiting <= 0 and ticket.reload is reload:
             if ticket.copy.shared:
