@@ -187,8 +187,8 @@ class StagedDisk(OnDisk):
         return True
 
     def _finish_reading(self, copy: HostCopy) -> None:
-        reading = copy.reading
-        if reading is None:
+        reading, loan = copy.reading, copy.loan
+        if reading is None or loan is None:
             return
         check_finished((reading,))
         try:
@@ -197,6 +197,8 @@ class StagedDisk(OnDisk):
             copy.reading = copy.loan = None
             self._copies.give_up(self._all_of(copy, ()))
             raise
+        check_finished(loan.buffer.before)  # they ended before it, but only a thread was told
+        loan.buffer.before = ()
         copy.reading = None
 
     def _leave(self, copy: HostCopy, asked: Sequence[Ticket]) -> int:

@@ -374,24 +374,23 @@ def taken_back_on_another_stream(on: Program) -> bool:
 
 
 def landed_for_another_stream(on: Program) -> bool:
-    engine, given = engine_of(), some(N)
-    ticket, side = away(engine, given), side_stream(engine)
-    with side:
-        engine.prefetch([ticket])
-    with on.late(compute(), side):
-        result = engine.deliver(ticket) * 2
-        del ticket
-        with side:
-            use_of_memory()
-    return result.cpu().equal(given * 2)
+    return used_on_another_stream(on, is_used_twice=False)
 
 
 def there_for_another_stream(on: Program) -> bool:
+    return used_on_another_stream(on, is_used_twice=True)
+
+
+def used_on_another_stream(on: Program, *, is_used_twice: bool) -> bool:
+    """Brought for a side stream, which used it already or did not; used last on the live one."""
     engine, given = engine_of(), some(N)
     ticket, side = away(engine, given), side_stream(engine)
-    ticket.num_waiting = 2
     with side:
-        engine.deliver(ticket)
+        if is_used_twice:
+            ticket.num_waiting = 2
+            engine.deliver(ticket)
+        else:
+            engine.prefetch([ticket])
     with on.late(compute(), side):
         result = engine.deliver(ticket) * 2
         del ticket

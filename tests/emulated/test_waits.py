@@ -210,6 +210,7 @@ CASES: dict[str, Case] = {
 PINNED = "pinned memory is nobody's before its copies were made"
 BY_OTHERS = {
     f"{COPIES}.join": "a copy stream waits for compute only to be part of a capture",
+    f"{STAGED}._finish_reading": "a thread has waited for these copies; only the host asks again",
     f"{ENGINE}.close": "each tier waits for the copies that use it before it drops its memory",
     "_memory/host:HostMemory.release_idle": PINNED,
     "_memory/host:HostMemory._drop_slabs": PINNED,

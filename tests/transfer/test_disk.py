@@ -500,6 +500,22 @@ def test_a_buffer_is_read_into_when_its_last_copy_was_made(tmp_path: Path) -> No
         assert all(torch.equal(engine.deliver(t), v) for t, v in zip(tickets, values, strict=True))
 
 
+def test_a_buffer_is_read_into_when_it_was_copied_into_for_nothing(tmp_path: Path) -> None:
+    """Nobody wants what a late copy brings into it; the thread that reads waits for that copy."""
+    with disk_manager("late", tmp_path) as manager:
+        engine = manager.wiring.transfer
+        value = torch.ones(2**20)
+        (ticket,) = at_rest(manager, value)
+        engine.offload(tickets_of(engine, [torch.zeros(2**20)]))
+        gc.collect()
+        engine.prefetch([ticket])
+        assert ticket.copy is not None and ticket.copy.reading is not None, "it is read ahead"
+        ticket.copy.reading.synchronize()
+        staged_of(engine).poll()  # no one else has asked whether that copy was made
+        assert staged_of(engine).staging.statistics().num_allocations == 1
+        assert torch.equal(engine.deliver(ticket), value)
+
+
 def test_a_buffer_is_copied_into_when_no_thread_writes_it(tmp_path: Path) -> None:
     """Nobody wants any more what a thread reads into it; the next group is copied there."""
     with disk_manager("eager", tmp_path) as manager:

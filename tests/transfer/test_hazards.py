@@ -757,25 +757,18 @@ def test_sources_outlive_a_copy_that_was_cut_off() -> None:
         backend.check()
 
 
-def test_a_target_outlives_a_copy_that_was_cut_off() -> None:
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_target_outlives_a_copy_that_was_cut_off(is_wanted: bool) -> None:
     backend, engine = late_engine()
     with backend.activate():
         ticket, _ = sharing(engine)
         with cut_behind_the_copy(backend):
             engine.reload([ticket])
-        assert engine.deliver(ticket).eq(1).all(), "brought again"
-        backend.synchronize()
-        backend.check()
-
-
-def test_a_target_that_nobody_wants_outlives_a_copy_that_was_cut_off() -> None:
-    backend, engine = late_engine()
-    with backend.activate():
-        ticket, _ = sharing(engine)
-        with cut_behind_the_copy(backend):
-            engine.reload([ticket])
-        del ticket
-        engine.poll()
+        if is_wanted:
+            assert engine.deliver(ticket).eq(1).all(), "brought again"
+        else:
+            del ticket
+            engine.poll()
         backend.synchronize()  # it raises if a copy writes what was freed
         backend.check()
 

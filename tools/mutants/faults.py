@@ -721,6 +721,17 @@ MUTANTS = [
         ("tests/transfer/test_disk.py::test_a_buffer_is_read_into_when_its_last_copy_was_made",),
     ),
     Mutant(
+        "what a thread waited for not asked after",
+        "pp_offload/_transfer/disk_staged.py",
+        "check_finished(loan.buffer.before)",
+        "pass",
+        "the host counts on waits of a thread that it has not heard of",
+        (
+            "tests/transfer/test_disk.py"
+            "::test_a_buffer_is_read_into_when_it_was_copied_into_for_nothing",
+        ),
+    ),
+    Mutant(
         "copied into a buffer that is written",
         "pp_offload/_transfer/disk_staged.py",
         "        check_finished(event for event in uses if isinstance(event, DiskEvent))\n",
@@ -967,9 +978,7 @@ MUTANTS = [
         "and not arrival.is_there:\n                event",
         "and arrival.reloaded and not arrival.is_there:\n                event",
         "a copy writes into memory that is somebody else's by now",
-        (
-            "tests/transfer/test_hazards.py::test_a_target_that_nobody_wants_outlives_a_copy_that_was_cut_off",
-        ),
+        ("tests/transfer/test_hazards.py::test_a_target_outlives_a_copy_that_was_cut_off",),
     ),
     Mutant(
         "sources of a copy that was cut off let go",
