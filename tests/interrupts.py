@@ -20,12 +20,13 @@ import pp_offload
 
 ROOT = Path(pp_offload.__file__).parent
 ENGINE = ROOT / "_transfer" / "engine.py"
-TICKET = ROOT / "_transfer" / "ticket.py"
 FILES = {
     str(path)
     for path in [
         *ROOT.glob("_memory/*.py"),
         *ROOT.glob("_transfer/disk_*.py"),
+        ROOT / "_transfer" / "on_disk.py",
+        ROOT / "_transfer" / "block.py",
         ROOT / "_common" / "workers.py",
         ROOT / "backends" / "cpu.py",
     ]
@@ -91,8 +92,7 @@ def is_looked_at(code: CodeType) -> bool:
     """Not in destructors, where Python only prints what is raised."""
     if code.co_name == "__del__":
         return False
-    is_copy = code.co_qualname.startswith("HostCopy.")
-    return code.co_filename in FILES or (is_copy and code.co_filename == str(TICKET))
+    return code.co_filename in FILES
 
 
 @contextmanager

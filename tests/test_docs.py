@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, errors, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._transfer.block import MOVES, BlockState
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -266,6 +267,19 @@ def test_every_term_of_the_glossary_is_in_the_code() -> None:
     assert terms[1:] == sorted(terms[1:])
     missing = [term for term in terms[1:] if not re.search(rf"\b{term}s?\b", words)]
     assert not missing
+
+
+def test_the_table_of_moves_is_that_of_the_code() -> None:
+    found: dict[BlockState, set[BlockState]] = {}
+    state = BlockState.NOWHERE
+    for line in section("architecture", "The life of one tensor").splitlines():
+        cells = [cell.strip(" `") for cell in line.split("|")[1:-1]]
+        if len(cells) == 4 and (not cells[0] or cells[0] in BlockState.__members__):
+            if cells[0]:
+                state = BlockState[cells[0]]
+                assert cells[1] == state.value
+            found.setdefault(state, set()).update({BlockState[cells[2]]} if cells[2] else ())
+    assert found == MOVES
 
 
 def test_the_quiz_has_an_answer_to_each_question() -> None:

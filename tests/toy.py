@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager
+from pp_offload._transfer.block import Block
 from pp_offload._transfer.saved_tensor import SavedActivation
-from pp_offload._transfer.ticket import HostCopy, Ticket
+from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import CpuBackend
 
 
@@ -165,7 +166,7 @@ def autograd_lets_go() -> None:
 
 def holders() -> str:
     """Who holds what the engine keeps of saved tensors: where to look when something is left."""
-    kinds = SavedActivation, Ticket, HostCopy
+    kinds = SavedActivation, Ticket, Block
     alive = [one for one in gc.get_objects() if type(one) in kinds]
     found = []
     for one in alive:

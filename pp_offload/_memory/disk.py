@@ -152,6 +152,10 @@ class DiskExtent:
         return under_way or self.checksum is not None or self.failure is not None
 
 
+NO_EXTENT = DiskExtent(_FileRange(0, Range(0, 0, 0, 0), 0))
+"""Room for nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Size:
     """The size of one extent, or of several."""

@@ -20,8 +20,8 @@ NOTE [ Brought once ]
 
 Tiers are given this, and call it with the lock held.
 
-    copies.copy_to_host(tickets, host_copies)   # they have their places in host memory
-    copies.copy_to_device(tickets)              # from there
+    copies.copy_to_host(tickets, blocks)     # they have their places in host memory
+    copies.copy_to_device(tickets)           # from there
     copies.wait_once(compute, arrival)       # before they are used
 """
 
@@ -36,12 +36,14 @@ import torch
 from torch import Tensor
 
 from pp_offload._memory.buffers import HostBuffer
+from pp_offload._transfer.block import Block, BlockState
 from pp_offload._transfer.in_flight import InFlight
 from pp_offload._transfer.listeners import Listeners
 from pp_offload._transfer.pending_offloads import Queued
 from pp_offload._transfer.pending_reloads import PendingReloads
+from pp_offload._transfer.reload import Arrival
 from pp_offload._transfer.tensors import flat_bytes
-from pp_offload._transfer.ticket import Arrival, HostCopy, Ticket
+from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import Backend, Event, Stream
 
 Queue = Callable[[Sequence[Ticket], Stream], None]
@@ -68,18 +70,18 @@ class Copies:
         self.listeners = Listeners()
         self.in_flight = InFlight(backend, self.lock, max_in_flight_bytes)
         self.reloads = PendingReloads()
-        self._of_graphs: list[HostCopy] = []
+        self._of_graphs: list[Block] = []
 
     # To the host
 
-    def copy_to_host(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
-        """Copy tickets into the buffers of ``copies``, where they have their places.
+    def copy_to_host(self, tickets: Sequence[Ticket], blocks: Sequence[Block]) -> int:
+        """Copy tickets into the buffers of ``blocks``, where they have their places.
 
         Returns:
             Bytes.
         """
         streams = self.compute_streams(tickets)
-        buffers = buffers_of(copies)
+        buffers = buffers_of(blocks)
         sources = self._sources(tickets, streams)
         targets = [ticket.host_bytes for ticket in tickets]
         nbytes = sum([ticket.nbytes for ticket in tickets])
@@ -87,19 +89,20 @@ class Copies:
             self._d2h_waits_for_compute(stream)
         self._d2h_waits_for_last_users(buffers)
         payloads = sources
-        pending = self.in_flight.begin(payloads, copies, streams, nbytes)
+        pending = self.in_flight.begin(payloads, blocks, streams, nbytes)
         note_uses(buffers, Queued(self.backend.d2h))
-        if not have_addresses(copies):
+        if not have_addresses(blocks):
             targets, sources = in_pieces(tickets, targets, sources)
         self.backend.copy(self.backend.d2h, targets, sources, tickets[0].label)
         offloaded = self.backend.d2h.record_event()
-        for copy in copies:
-            copy.offloaded = offloaded
+        for block in blocks:
+            block.offloaded = offloaded
+            block.move_to(BlockState.ON_HOST)
         note_uses(buffers, offloaded)
         for buffer in buffers:
             buffer.before = ()
         if self.backend.is_capturing:
-            self._of_graphs += copies  # their graph, launched again, copies to the same place
+            self._of_graphs += blocks  # their graph, launched again, copies to the same place
         if offloaded.query():
             self.in_flight.offloads.drop_last(pending)
         else:
@@ -111,7 +114,7 @@ class Copies:
         """The bytes to copy. A gather runs here, in order with all ``streams``."""
         gathered = [ticket for ticket in tickets if ticket.storage is None]
         if not gathered:
-            return [payload for ticket in tickets if (payload := ticket.payload) is not None]
+            return [ticket.payload for ticket in tickets]
         with self.reading(gathered) if len(streams) > 1 else nullcontext():
             return [ticket.source() for ticket in tickets]
 
@@ -121,10 +124,10 @@ class Copies:
         changes.
         """
         for ticket, source in zip(tickets, sources, strict=True):
-            copy, begin = ticket.copy, ticket.begin
-            copy.in_flight_sources[begin] = source
-            copy.watched[begin] = ticket.watched()
-            copy.stream = stream
+            block, begin = ticket.block, ticket.begin
+            block.in_flight_sources[begin] = source
+            block.watched[begin] = ticket.watched()
+            block.stream = stream
 
     def compute_streams(self, tickets: Sequence[Ticket]) -> list[Stream]:
         """The live compute stream, then others that saved these; see NOTE [ Side streams ]."""
@@ -152,7 +155,7 @@ class Copies:
     # To the device
 
     def copy_to_device(self, tickets: Sequence[Ticket]) -> int:
-        """Bring payloads from the buffers of their copies.
+        """Bring payloads from the buffers of their blocks.
 
         Returns:
             How many are copied; those that share bytes count once.
@@ -189,39 +192,39 @@ class Copies:
         sharers: list[Ticket] = []
         chosen: set[tuple[int, int]] = set()
         for ticket in tickets:
-            copy, begin = ticket.copy, ticket.begin
-            if begin not in copy.shared:
+            block, begin = ticket.block, ticket.begin
+            if begin not in block.shared:
                 batch.append(ticket)
-            elif (id(copy), begin) in chosen:
+            elif (id(block), begin) in chosen:
                 sharers.append(ticket)
             elif not self.reloads.share(ticket, live):
-                chosen.add((id(copy), begin))
+                chosen.add((id(block), begin))
                 batch.append(ticket)
         return batch, sharers
 
     def _queue_reload(self, tickets: Sequence[Ticket], stream: Stream) -> None:
-        """Copy from the buffers of their copies into new memory on the device."""
+        """Copy from the buffers of their blocks into new memory on the device."""
         device = self.backend.device
-        copies: dict[HostCopy, None] = {}  # fewer than tickets, which share them
+        blocks: dict[Block, None] = {}  # fewer than tickets, which share them
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         for ticket in tickets:
-            copies[ticket.copy] = None
+            blocks[ticket.block] = None
             sources.append(ticket.host_bytes)
             targets.append(torch.empty_like(ticket.host_bytes, device=device))
         arrival = self.reloads.begin(tickets, targets, stream)
         self._h2d_waits_for_compute(stream)
-        self._h2d_waits_for_offloaded(copies)
-        buffers = buffers_of(copies)
+        self._h2d_waits_for_offloaded(blocks)
+        buffers = buffers_of(blocks)
         note_uses(buffers, Queued(self.backend.h2d))
-        if not have_addresses(copies):
+        if not have_addresses(blocks):
             targets, sources = in_pieces(tickets, targets, sources)
         self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
         reloaded = self.backend.h2d.record_event()
         note_uses(buffers, reloaded)
         arrival.reloaded = reloaded
         if self.backend.is_capturing:
-            self._of_graphs += copies
+            self._of_graphs += blocks
 
     def give_up(self, tickets: Sequence[Ticket]) -> None:
         """Forget the reloads of these tickets: what came, or was to come, is of no use."""
@@ -274,11 +277,11 @@ class Copies:
         """For earlier users of the memory that it will write."""
         self.backend.h2d.wait_event(stream.record_event())
 
-    def _h2d_waits_for_offloaded(self, copies: Iterable[HostCopy]) -> None:
+    def _h2d_waits_for_offloaded(self, blocks: Iterable[Block]) -> None:
         seen: Event | None = None
-        for copy in copies:
-            if copy.offloaded is not None and copy.offloaded is not seen:
-                seen = copy.offloaded
+        for block in blocks:
+            if block.offloaded is not None and block.offloaded is not seen:
+                seen = block.offloaded
                 self.backend.h2d.wait_event(seen)
 
     def _d2h_waits_for_last_users(self, buffers: Sequence[HostBuffer]) -> None:
@@ -299,9 +302,9 @@ class Copies:
                 self.backend.d2h.wait_event(known(event))
 
 
-def buffers_of(copies: Iterable[HostCopy]) -> list[HostBuffer]:
+def buffers_of(blocks: Iterable[Block]) -> list[HostBuffer]:
     """Their host memory."""
-    return [loan.buffer for copy in copies if (loan := copy.loan) is not None]
+    return [loan.buffer for block in blocks if (loan := block.loan) is not None]
 
 
 def note_uses(buffers: Sequence[HostBuffer], event: Event) -> None:
@@ -310,10 +313,10 @@ def note_uses(buffers: Sequence[HostBuffer], event: Event) -> None:
         buffer.last_use = event
 
 
-def have_addresses(copies: Iterable[HostCopy]) -> bool:
+def have_addresses(blocks: Iterable[Block]) -> bool:
     """Whether every payload of them has its bytes in one piece, as nearly all have."""
-    for copy in copies:  # faster than all()
-        if not copy.has_addresses:
+    for block in blocks:  # faster than all()
+        if not block.has_addresses:
             return False
     return True
 

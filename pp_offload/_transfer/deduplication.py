@@ -11,15 +11,16 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from pp_offload._transfer.block import Block
 from pp_offload._transfer.tensors import StorageRef, use_count
-from pp_offload._transfer.ticket import HostCopy, Ticket
+from pp_offload._transfer.ticket import Ticket
 
-Entry = tuple[StorageRef, int, weakref.ref[HostCopy], int, Tensor]
-"""A storage, the version of it that was copied, the copy, and its first byte and place there."""
+Entry = tuple[StorageRef, int, weakref.ref[Block], int, Tensor]
+"""A storage, the version of it that was copied, the block, and its first byte and place there."""
 
 
 class CopyIndex:
-    """Host copies made in this step, by the key of the storage they were made of."""
+    """Blocks of this step, by the key of a storage that was copied there."""
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
@@ -41,24 +42,24 @@ class CopyIndex:
         return left
 
     def add(self, tickets: Iterable[Ticket]) -> None:
-        """Remember that the tickets' copies hold their storages, as their members saved them.
+        """Remember that the tickets' blocks hold their storages, as their members saved them.
 
         A storage that nothing but the ticket holds cannot be saved again, and is not remembered.
         """
         for ticket in tickets:
-            storage, copy, place = ticket.storage, ticket.copy, ticket.host_bytes
+            storage, block, place = ticket.storage, ticket.block, ticket.host_bytes
             if storage is None or use_count(storage._cdata) <= 2:  # the ticket's, and this one
                 continue
             if _is_part(ticket):
                 continue
-            refs = weakref.ref(storage), weakref.ref(copy)
+            refs = weakref.ref(storage), weakref.ref(block)
             version = ticket.members[0].version
             self._entries[storage._cdata] = refs[0], version, refs[1], ticket.begin, place
 
     def forget_dead(self) -> None:
-        """Forget storages and copies that are gone, for a program that never ends a step."""
+        """Forget storages and blocks that are gone, for a program that never ends a step."""
         entries = self._entries.items()
-        dead = [key for key, (storage, _, copy, *_) in entries if not (storage() and copy())]
+        dead = [key for key, (storage, _, block, *_) in entries if not (storage() and block())]
         for key in dead:
             del self._entries[key]
 
@@ -68,16 +69,14 @@ class CopyIndex:
 
 
 def _has_shared(ticket: Ticket, entry: Entry) -> bool:
-    """Attach a ticket to the copy of its storage, if that has what it saved."""
-    _, version, copy_ref, begin, place = entry
-    copy, payload = copy_ref(), ticket.payload
+    """Attach a ticket to the block that has its storage, if that has what it saved."""
+    _, version, block_ref, begin, place = entry
+    block, payload = block_ref(), ticket.payload
     if version != ticket.members[0].version or _is_part(ticket):
         return False
-    if copy is None or payload is None:
+    if block is None or begin in block.modified or place.nbytes != ticket.nbytes:
         return False
-    if begin in copy.modified or place.nbytes != ticket.nbytes:
-        return False
-    ticket.attach(copy, begin, place.view(payload.dtype).view(payload.shape))
+    ticket.attach(block, begin, place.view(payload.dtype).view(payload.shape))
     return True
 
 

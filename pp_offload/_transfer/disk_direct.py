@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from pp_offload._memory.disk import DiskEvent
-from pp_offload._transfer.on_disk import OnDisk
+from pp_offload._transfer.block import Block, BlockState
+from pp_offload._transfer.on_disk import DiskBlock, OnDisk
 from pp_offload._transfer.tensors import flat_bytes
-from pp_offload._transfer.ticket import HostCopy, Ticket, place
+from pp_offload._transfer.ticket import Ticket, place
 from pp_offload.backends import Stream
 
 
 class DirectDisk(OnDisk):
     """Writes tensors of the host to disk, without another copy in memory."""
 
-    def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+    def allocate(self, batch: list[Ticket], nbytes: int) -> list[Block]:
         """An extent for each ticket.
 
         Raises:
@@ -31,40 +32,38 @@ class DirectDisk(OnDisk):
         """
         self._failures.check()
         return [
-            place([ticket], HostCopy(self, None, self.disk.allocate(ticket.nbytes, 1)))
-            for ticket in batch
+            place([ticket], DiskBlock(self, self.disk.allocate(ticket.nbytes))) for ticket in batch
         ]
 
-    def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+    def store(self, tickets: Sequence[Ticket], blocks: Sequence[Block]) -> int:
         """Have threads write the tensors."""
         sources = [ticket.source() for ticket in tickets]
         streams = self._copies.compute_streams(tickets)
         nbytes = sum(ticket.nbytes for ticket in tickets)
-        pending = self._copies.in_flight.begin(sources, copies, streams, nbytes)
-        pending.offloaded = DiskEvent.all_of(list(map(self._write, copies, sources)))
+        pending = self._copies.in_flight.begin(sources, blocks, streams, nbytes)
+        pending.offloaded = DiskEvent.all_of(list(map(self._write, tickets, sources)))
         self._copies.keep_sources(tickets, sources, streams[0])
         return nbytes
 
-    def _write(self, copy: HostCopy, source: Tensor) -> DiskEvent:
-        assert copy.extent is not None, "not on disk"
-        return self.disk.write(copy.extent, flat_bytes(source))
+    def _write(self, ticket: Ticket, source: Tensor) -> DiskEvent:
+        block = DiskBlock.of(ticket)
+        block.move_to(BlockState.WRITING)
+        return self.disk.write(block.extent, flat_bytes(source))
 
-    def has_stored(self, copy: HostCopy) -> bool:
+    def has_stored(self, block: Block) -> bool:
         """Whether the bytes were written. If not, their source is kept."""
-        if copy.extent is not None and copy.extent.failure is not None:
-            self._failures.note(copy.extent.failure)
-            copy.drop_extent()
-        return copy.extent is not None
+        if isinstance(block, DiskBlock) and block.state is BlockState.WRITING:
+            self.settle(block)
+        return block.state is BlockState.ON_DISK
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
         """Have threads read into new tensors, but for payloads that were never written."""
-        left = [one for one in tickets if one.device_tensor is None and one.copy.extent is not None]
-        return self._copies.bring(left, self._read)
+        left = [one for one in tickets if one.device_tensor is None]
+        written = [one for one in left if one.block.state is not BlockState.REFUSED]
+        return self._copies.bring(written, self._read)
 
     def _read(self, tickets: Sequence[Ticket], stream: Stream) -> None:
         for ticket in tickets:
-            extent = ticket.copy.extent
-            assert extent is not None, "not on disk"
             target = torch.empty_like(ticket.host_bytes, device=self._copies.backend.device)
             arrival = self._copies.reloads.begin([ticket], [target], stream)
-            arrival.reloaded = self.disk.read(extent, flat_bytes(target))
+            arrival.reloaded = self.disk.read(DiskBlock.of(ticket).extent, flat_bytes(target))

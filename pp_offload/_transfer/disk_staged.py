@@ -1,14 +1,14 @@
 """The disk tier behind a device: bytes pass through staging buffers in host memory.
 
-    on the way    arriving    d2h copies into the buffer
-                  writing     a thread writes the buffer to the extent
-    at rest                   the extent alone
-    on the way    reading     a thread reads the extent into another buffer, once that is free
-                  leaving     h2d copies it to the device; then the extent alone again
+    ON_HOST    d2h copies into the buffer
+    WRITING    a thread writes the buffer to the extent
+    ON_DISK    the extent alone
+    READING    a thread reads the extent into another buffer, once that is free
+    READ       h2d copies it to the device; then the extent alone again
 
-A payload that is needed before it is at rest comes from its buffer. What could not be written stays
-in its buffer. Nothing here waits: a call that needs bytes or a buffer that are still on their way
-raises ``Unfinished``.
+A payload that is needed before it is on disk alone comes from its buffer. What could not be written
+stays in its buffer. Nothing here waits: a call that needs bytes or a buffer that are still on their
+way raises ``Unfinished``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,20 @@ from pp_offload._memory.buffers import HostBuffer, Loan
 from pp_offload._memory.disk import DiskEvent, DiskFile
 from pp_offload._memory.host import HostMemory
 from pp_offload._memory.unfinished import Unfinished, check_finished
+from pp_offload._transfer.block import Block, BlockState
 from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.on_disk import OnDisk
-from pp_offload._transfer.ticket import HostCopy, Ticket, place
+from pp_offload._transfer.on_disk import DiskBlock, OnDisk
+from pp_offload._transfer.ticket import Ticket, place
 from pp_offload._transfer.tier import TierStatistics
 from pp_offload.backends import Event
 from pp_offload.errors import DiskTierError
 
-Queue = deque[weakref.ref[HostCopy]]
-"""Copies on their way, the furthest first."""
+Queue = deque[weakref.ref[DiskBlock]]
+"""Blocks on their way, the furthest first."""
+
+
+IN_BUFFER = (BlockState.ON_HOST, BlockState.WRITING, BlockState.REFUSED)
+"""Where a copy to the device may begin at once, behind the one to the host."""
 
 
 class StagedDisk(OnDisk):
@@ -61,30 +66,31 @@ class StagedDisk(OnDisk):
 
         Never blocks.
         """
-        while self._arriving and _has_arrived(self._arriving[0]()):
-            self._next(self._arriving, self._write)
-        while self._writing and _is_written(self._writing[0]()):
-            self._next(self._writing, self._settle)
-        while self._read_ahead and _was_read(self._read_ahead[0]()):
+        self._move_on(self._arriving, _has_arrived, self._write)
+        self._move_on(self._writing, _was_written, self._settle)
+        while self._read_ahead and _has_come(self._read_ahead[0](), _was_read):
             self._send_ahead(self._read_ahead.popleft()())
 
     @staticmethod
-    def _next(queue: Queue, act: Callable[[HostCopy], None]) -> None:
-        """Act on the first copy of a queue, unless it is gone.
+    def _move_on(
+        queue: Queue, has_ended: Callable[[DiskBlock], bool], act: Callable[[DiskBlock], None]
+    ) -> None:
+        """Act on the first blocks of a queue, as far as they have come; skip those that are gone.
 
-        It leaves the queue only afterwards, or an interrupt would have it forgotten. So ``act`` may
-        be called twice for one copy.
+        A block leaves the queue only afterwards, or an interrupt would have it forgotten. So
+        ``act`` may be called twice for one.
         """
-        ref = queue[0]
-        copy = ref()
-        if copy is not None:
-            act(copy)
-        if queue and queue[0] is ref:  # another thread may have been faster
-            queue.popleft()
+        while queue and _has_come(queue[0](), has_ended):
+            ref = queue[0]
+            block = ref()
+            if block is not None:
+                act(block)
+            if queue and queue[0] is ref:  # another thread may have been faster
+                queue.popleft()
 
     # To the disk
 
-    def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+    def allocate(self, batch: list[Ticket], nbytes: int) -> list[Block]:
         """One extent and one staging buffer for the batch.
 
         Raises:
@@ -98,36 +104,34 @@ class StagedDisk(OnDisk):
         # A stream cannot wait for a thread, but check_finished has seen all threads end.
         copies = tuple(event for event in uses if not isinstance(event, DiskEvent))
         loan.buffer.before, loan.buffer.last_use = copies, None
-        return [place(batch, HostCopy(self, loan, self.disk.allocate(nbytes, len(batch))))]
+        return [place(batch, DiskBlock(self, self.disk.allocate(nbytes, len(batch)), loan))]
 
-    def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+    def store(self, tickets: Sequence[Ticket], blocks: Sequence[Block]) -> int:
         """Copy tickets into the staging buffer; :meth:`poll` then has it written to disk."""
-        nbytes = self._copies.copy_to_host(tickets, copies)
-        self._arriving += map(weakref.ref, copies)
+        nbytes = self._copies.copy_to_host(tickets, blocks)
+        self._arriving += [weakref.ref(one) for one in blocks if isinstance(one, DiskBlock)]
         self._copies.poll()
         self.poll()
         return nbytes
 
-    def _write(self, copy: HostCopy) -> None:
+    def _write(self, block: DiskBlock) -> None:
         """Have a thread write the bytes, which have arrived in the buffer."""
-        extent, buffer = copy.extent, copy.buffer
-        if buffer is None or extent is None:
+        buffer = block.buffer
+        if block.state is not BlockState.ON_HOST or buffer is None:
             return
-        if not extent.was_sent:
+        if not block.extent.was_sent:
             written = DiskEvent()
             buffer.before += (written,)  # first, or its next user might not wait for the thread
-            self.disk.write(extent, buffer.pieces[0], written)
-        self._writing.append(weakref.ref(copy))
+            self.disk.write(block.extent, buffer.pieces[0], written)
+        self._writing.append(weakref.ref(block))
+        block.move_to(BlockState.WRITING)
 
-    def _settle(self, copy: HostCopy) -> None:
+    def _settle(self, block: DiskBlock) -> None:
         """The write has ended: drop the buffer, or the extent if it failed."""
-        if copy.extent is None or copy.offloaded is None:  # it was settled, and is being read
-            return
-        if copy.extent.failure is None:
-            copy.drop_buffer()
-        else:
-            self._failures.note(copy.extent.failure)
-            copy.drop_extent()
+        if block.state is BlockState.WRITING:
+            self.settle(block)
+        if block.state is BlockState.ON_DISK:
+            block.loan = None
 
     # Back from it
 
@@ -145,31 +149,30 @@ class StagedDisk(OnDisk):
         return self._load_ahead(left) if is_ahead else sum(map(self._load_now, left))
 
     def _load_ahead(self, tickets: Sequence[Ticket]) -> int:
-        here = [ticket for ticket in tickets if _is_here(ticket.copy)]
+        here = [ticket for ticket in tickets if ticket.block.state in IN_BUFFER]
         num = self._copies.copy_to_device(here) if here else 0
-        for copy, asked in by_copy([ticket for ticket in tickets if not ticket.is_coming]).items():
-            if _was_left(copy):
-                num += self._leave(copy, asked)
-            elif copy.buffer is None and self._begin_to_read(copy, is_ahead=True):
-                self._read_ahead.append(weakref.ref(copy))
-                expected = self._all_of(copy, asked)
+        for block, asked in by_block([one for one in tickets if not one.is_coming]).items():
+            if block.state is BlockState.READ:  # an interrupt kept it from being sent on
+                num += self._send(block, asked)
+            elif block.state is BlockState.ON_DISK and self._begin_to_read(block, is_ahead=True):
+                self._read_ahead.append(weakref.ref(block))
+                expected = self._all_of(block, asked)
                 self._copies.reloads.expect(expected)
                 num += len(expected)
         return num
 
     def _load_now(self, ticket: Ticket) -> int:
-        copy = ticket.copy
-        if copy.extent is None or _is_here(copy):
+        block = DiskBlock.of(ticket)
+        if block.state in IN_BUFFER:
             return self._copies.copy_to_device([ticket])
-        if copy.buffer is None:
-            self._begin_to_read(copy, is_ahead=False)
-        self._finish_reading(copy)
-        return self._leave(copy, [ticket])
+        if block.state is BlockState.ON_DISK:
+            self._begin_to_read(block, is_ahead=False)
+        self._finish_reading(block)
+        return self._send(block, [ticket])
 
-    def _begin_to_read(self, copy: HostCopy, *, is_ahead: bool) -> bool:
-        """Have a thread read a copy at rest. False if it is ahead of use and has no buffer."""
-        extent = copy.extent
-        assert extent is not None, "not on disk"
+    def _begin_to_read(self, block: DiskBlock, *, is_ahead: bool) -> bool:
+        """Have a thread read what is on disk. False if it is ahead of use and has no buffer."""
+        extent = block.extent
         try:
             loan = self._stage(extent.nbytes)
         except (MemoryError, Unfinished) as failure:
@@ -182,51 +185,51 @@ class StagedDisk(OnDisk):
         buffer.before = unfinished_uses(buffer)  # first, or an interrupt would have them forgotten
         reading = buffer.last_use = DiskEvent()
         self.disk.read(extent, buffer.pieces[0], reading, after=buffer.before)
-        # In one statement: a buffer without ``reading`` would be taken for one that holds the bytes
-        copy.offloaded, copy.reading, copy.loan = None, reading, loan
+        block.offloaded, block.reading, block.loan = None, reading, loan
+        block.move_to(BlockState.READING)  # last: what an interrupt cuts off here is read again
         return True
 
-    def _finish_reading(self, copy: HostCopy) -> None:
-        reading, loan = copy.reading, copy.loan
-        if reading is None or loan is None:
+    def _finish_reading(self, block: DiskBlock) -> None:
+        buffer = block.buffer
+        if block.state is not BlockState.READING or buffer is None:
             return
-        check_finished((reading,))
+        check_finished((block.reading,))
         try:
-            reading.synchronize()
+            block.reading.synchronize()
         except DiskTierError:
-            copy.reading = copy.loan = None
-            self._copies.give_up(self._all_of(copy, ()))
+            block.move_to(BlockState.ON_DISK)
+            block.loan = None
+            self._copies.give_up(self._all_of(block, ()))
             raise
-        check_finished(loan.buffer.before)  # they ended before it, but only a thread was told
-        loan.buffer.before = ()
-        copy.reading = None
+        check_finished(buffer.before)  # they ended before it, but only a thread was told
+        buffer.before = ()
+        block.move_to(BlockState.READ)
 
-    def _leave(self, copy: HostCopy, asked: Sequence[Ticket]) -> int:
-        """Queue copies to the device; from a buffer read into, for all who wait, then drop it."""
-        if copy.offloaded is not None:
-            return self._copies.copy_to_device(asked)
-        num = self._copies.copy_to_device(self._all_of(copy, asked))
-        copy.drop_buffer()
+    def _send(self, block: DiskBlock, asked: Sequence[Ticket]) -> int:
+        """Queue copies to the device, for all who wait, then drop the buffer."""
+        num = self._copies.copy_to_device(self._all_of(block, asked))
+        block.move_to(BlockState.ON_DISK)
+        block.loan = None
         return num
 
-    def _all_of(self, copy: HostCopy, asked: Sequence[Ticket]) -> list[Ticket]:
-        """``asked``, and all other tickets of ``copy`` that are to be used and not brought yet."""
-        refs = chain(copy.tickets, *copy.shared.values())
+    def _all_of(self, block: Block, asked: Sequence[Ticket]) -> list[Ticket]:
+        """``asked``, and all other tickets of ``block`` that are to be used and not brought yet."""
+        refs = chain(block.tickets, *block.shared.values())
         mates = {ticket: None for ref in refs if (ticket := ref()) is not None}
         more = [
             t for t in mates if t.num_waiting > 0 and t.device_tensor is None and t not in asked
         ]
         return [*asked, *more]
 
-    def _send_ahead(self, copy: HostCopy | None) -> None:
+    def _send_ahead(self, block: DiskBlock | None) -> None:
         """Copy what was read ahead to the device, unless a load on demand has done so.
 
         If an interrupt has it forgotten on the way, the next load copies it.
         """
-        if copy is not None and copy.reading is not None:
+        if block is not None and block.state is BlockState.READING:
             with suppress(DiskTierError):  # whoever asks for it gets the error
-                self._finish_reading(copy)
-                self._leave(copy, ())
+                self._finish_reading(block)
+                self._send(block, ())
 
     # Buffers on the way
 
@@ -251,13 +254,13 @@ class StagedDisk(OnDisk):
         Also if its event has just ended: the next :meth:`poll` moves it on, which makes room.
         """
         for ref in self._writing:
-            copy = ref()
-            if copy is not None and copy.extent is not None and copy.extent.last_use is not None:
-                raise Unfinished((copy.extent.last_use,))
+            block = ref()
+            if block is not None and block.extent.last_use is not None:
+                raise Unfinished((block.extent.last_use,))
         for ref in self._arriving:
-            copy = ref()
-            if copy is not None and copy.offloaded is not None:
-                raise Unfinished((copy.offloaded,))
+            block = ref()
+            if block is not None and block.offloaded is not None:
+                raise Unfinished((block.offloaded,))
 
     # Numbers and memory
 
@@ -292,31 +295,27 @@ def unfinished_uses(buffer: HostBuffer) -> tuple[Event, ...]:
     return tuple(event for event in buffer.last_uses() if not event.query())
 
 
-def by_copy(tickets: Sequence[Ticket]) -> dict[HostCopy, list[Ticket]]:
-    """Tickets by the copy that holds their bytes, in order."""
-    groups: dict[HostCopy, list[Ticket]] = {}
+def by_block(tickets: Sequence[Ticket]) -> dict[DiskBlock, list[Ticket]]:
+    """Tickets by the block that holds their bytes, in order."""
+    groups: dict[DiskBlock, list[Ticket]] = {}
     for ticket in tickets:
-        groups.setdefault(ticket.copy, []).append(ticket)
+        groups.setdefault(DiskBlock.of(ticket), []).append(ticket)
     return groups
 
 
-def _has_arrived(copy: HostCopy | None) -> bool:
-    return copy is None or copy.offloaded is None or copy.offloaded.query()
+def _has_come(block: DiskBlock | None, has_ended: Callable[[DiskBlock], bool]) -> bool:
+    """Whether the first of a queue may leave it: it has come so far, or is gone."""
+    return block is None or has_ended(block)
 
 
-def _is_written(copy: HostCopy | None) -> bool:
-    extent = None if copy is None else copy.extent
-    return extent is None or extent.checksum is not None or extent.failure is not None
+def _has_arrived(block: DiskBlock) -> bool:
+    return block.offloaded is None or block.offloaded.query()
 
 
-def _is_here(copy: HostCopy) -> bool:
-    return copy.loan is not None and copy.offloaded is not None
+def _was_written(block: DiskBlock) -> bool:
+    extent, is_done = block.extent, block.state is not BlockState.WRITING
+    return is_done or extent.checksum is not None or extent.failure is not None
 
 
-def _was_left(copy: HostCopy) -> bool:
-    """Whether it was read, and an interrupt kept it from being sent on."""
-    return copy.loan is not None and copy.offloaded is None and copy.reading is None
-
-
-def _was_read(copy: HostCopy | None) -> bool:
-    return copy is None or copy.reading is None or copy.reading.query()
+def _was_read(block: DiskBlock) -> bool:
+    return block.state is not BlockState.READING or block.reading.query()

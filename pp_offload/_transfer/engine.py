@@ -30,11 +30,13 @@ from torch import Tensor
 
 from pp_offload._common.processes import HERE, check
 from pp_offload._memory.unfinished import Unfinished, when_finished
+from pp_offload._transfer.block import Block, Holder
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.counters import TransferCounters
 from pp_offload._transfer.outgoing import Outgoing
 from pp_offload._transfer.pending_reloads import shaped_for
-from pp_offload._transfer.ticket import Arrival, Holder, HostCopy, Reload, Ticket
+from pp_offload._transfer.reload import Arrival, Reload
+from pp_offload._transfer.ticket import Ticket
 from pp_offload._transfer.tier import Tier
 from pp_offload.backends import Stream
 from pp_offload.errors import (
@@ -179,7 +181,7 @@ class TransferEngine:
             return self.tiers[0].load(tickets, is_ahead=True)
         by_tier: dict[Holder, list[Ticket]] = {tier: [] for tier in self.tiers}
         for ticket in tickets:
-            by_tier[ticket.copy.tier].append(ticket)
+            by_tier[ticket.block.tier].append(ticket)
         num = 0
         for tier, there in by_tier.items():
             num += tier.load(there, is_ahead=True) if there else 0
@@ -187,10 +189,10 @@ class TransferEngine:
 
     def _refuse_to_load(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
-            copy = ticket.copy
-            if ticket.device_tensor is None and not copy.tier.may_capture(copy):
+            block = ticket.block
+            if ticket.device_tensor is None and not block.tier.may_capture(block):
                 raise NotWhileCapturingError(
-                    f"reading from {copy.tier.name} cannot be part of a captured graph; keep what "
+                    f"reading from {block.tier.name} cannot be part of a captured graph; keep what "
                     'it needs in host memory, with tiers=("host",)'
                 )
 
@@ -213,9 +215,9 @@ class TransferEngine:
             self.poll()
         live, found = self.backend.current_stream(), None
         with self.lock:
-            copy, reload = ticket.copy, ticket.reload
-            if ticket.begin in copy.watched or copy.modified:
-                self._check_unmodified(ticket, copy)
+            block, reload = ticket.block, ticket.reload
+            if ticket.begin in block.watched or block.modified:
+                self._check_unmodified(ticket, block)
             arrival = None if reload is None else reload.arrival
             if reload is not None and arrival is not None:
                 if arrival.is_there and arrival.stream == live:
@@ -230,7 +232,7 @@ class TransferEngine:
         """One use of a payload that is there; None if another use has changed it in place."""
         tensor = self.reloads.take(ticket, reload)
         if tensor is not None and ticket.num_waiting <= 0 and ticket.reload is reload:
-            if ticket.copy.shared:
+            if ticket.block.shared:
                 self._pass_on(ticket, live)
             self.reloads.give_up(reload, self.backend.h2d)
         return tensor
@@ -270,7 +272,7 @@ class TransferEngine:
         coming = _arrival_of(ticket)
         if coming is None:
             raise OffloadError(
-                f"the tier '{ticket.copy.tier.name}' was to load a payload of group "
+                f"the tier '{ticket.block.tier.name}' was to load a payload of group "
                 f"'{ticket.label}', and registered no device memory for it; its load() has to call "
                 "Copies.reloads.begin, or raise a TierError"
             )
@@ -279,7 +281,7 @@ class TransferEngine:
     @staticmethod
     def _source_in_flight(ticket: Ticket, live: Stream) -> Tensor | None:
         """The source, if its copy has still to run and it belongs to the live stream."""
-        return ticket.in_flight_source if ticket.copy.stream == live else None
+        return ticket.in_flight_source if ticket.block.stream == live else None
 
     def _load_now(self, ticket: Ticket) -> None:
         """Queue the reload of a ticket that is not on the device."""
@@ -288,7 +290,7 @@ class TransferEngine:
         is_expected = ticket.reload is not None
         self.poll()  # which may bring it
         if ticket.device_tensor is None:
-            num = ticket.copy.tier.load([ticket], is_ahead=False)
+            num = ticket.block.tier.load([ticket], is_ahead=False)
             for heard in () if is_expected else self.listeners.reloads_queued:
                 heard(num, is_ahead=False)
 
@@ -315,7 +317,7 @@ class TransferEngine:
 
     def _pass_on(self, ticket: Ticket, stream: Stream) -> None:
         """Before a ticket gives up its memory, pass it to one of the same bytes that comes soon."""
-        same = ticket.copy.shared.get(ticket.begin, ())
+        same = ticket.block.shared.get(ticket.begin, ())
         for ref in reversed(same):  # saved later, so used earlier
             other = ref()
             if other is None or other is ticket or other.num_waiting <= 0 or other.is_coming:
@@ -342,9 +344,9 @@ class TransferEngine:
         )
 
     @staticmethod
-    def _check_unmodified(ticket: Ticket, copy: HostCopy) -> None:
-        copy.check_unmodified(ticket.begin)
-        if ticket.begin in copy.modified:
+    def _check_unmodified(ticket: Ticket, block: Block) -> None:
+        block.check_unmodified(ticket.begin)
+        if ticket.begin in block.modified:
             raise SavedTensorModifiedError(
                 f"a tensor of group '{ticket.label}' with payload shape "
                 f"{tuple(ticket.host_bytes.shape)} was modified by an inplace operation after "

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pp_offload._memory.host import HostMemory
+from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.ticket import HostCopy, Ticket, place
+from pp_offload._transfer.ticket import Ticket, place
 from pp_offload._transfer.tier import Tier, TierSetup, TierStatistics
 
 
@@ -35,13 +36,13 @@ class HostTier(Tier):
         host = HostMemory(setup.allocate, setup.budget_at_rest, may_split=may_split, trim=trim)
         return cls(setup.copies, host)
 
-    def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+    def allocate(self, batch: list[Ticket], nbytes: int) -> list[Block]:
         """One buffer for the batch."""
-        return [place(batch, HostCopy(self, self.host.allocate(nbytes, len(batch))))]
+        return [place(batch, Block(self, self.host.allocate(nbytes, len(batch))))]
 
-    def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+    def store(self, tickets: Sequence[Ticket], blocks: Sequence[Block]) -> int:
         """Copy tickets into their buffers."""
-        return self._copies.copy_to_host(tickets, copies)
+        return self._copies.copy_to_host(tickets, blocks)
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
         """Copy payloads to the device."""

@@ -1,6 +1,6 @@
 """How much device memory may wait for its copy to the host.
 
-    pending = in_flight.begin(sources, copies, streams, nbytes)  # before the copies are queued
+    pending = in_flight.begin(sources, blocks, streams, nbytes)  # before the copies are queued
     pending.offloaded = d2h.record_event()                       # behind them
     in_flight.keep_bounded(nbytes, poll)                         # where nobody holds the lock
 
@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pp_offload._transfer.block import Block
 from pp_offload._transfer.pending_offloads import PendingOffload, PendingOffloads
-from pp_offload._transfer.ticket import HostCopy
 from pp_offload.backends import Backend, Stream
 
 IN_FLIGHT_BYTES = 2**29
@@ -71,7 +71,7 @@ class InFlight:
     def begin(
         self,
         sources: list[Tensor],
-        copies: Sequence[HostCopy],
+        blocks: Sequence[Block],
         streams: Sequence[Stream],
         nbytes: int,
     ) -> PendingOffload:
@@ -79,7 +79,7 @@ class InFlight:
 
         Args:
             sources: What the copies read.
-            copies: Told when the sources were read.
+            blocks: Told when the sources were read.
             streams: The compute streams that sources may have been allocated on.
             nbytes: Of the sources.
 
@@ -89,7 +89,7 @@ class InFlight:
         """
         for stream in streams:
             self.follow(stream)
-        return self.offloads.begin(sources, copies, nbytes)
+        return self.offloads.begin(sources, blocks, nbytes)
 
     def expect(self, group_bytes: int) -> None:
         """Unless an option sets the cap, keep it at twice a group of so many bytes at least."""

@@ -1,4 +1,4 @@
-"""What both ways to the disk share: the file, its failures, its numbers.
+"""What both ways to the disk share: the file, its blocks and failures, its numbers.
 
 NOTE [ Two ways to the disk ]
     Where the device is the host, threads write a tensor as it is and read into a new one: see
@@ -7,10 +7,17 @@ NOTE [ Two ways to the disk ]
 
 from __future__ import annotations
 
-from pp_offload._memory.disk import DiskFile
+from itertools import accumulate
+from typing import cast
+
+import torch
+
+from pp_offload._memory.buffers import Loan, Place, Spec, room_for
+from pp_offload._memory.disk import NO_EXTENT, DiskEvent, DiskExtent, DiskFile
+from pp_offload._transfer.block import Block, BlockState
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.disk_failures import DiskFailures
-from pp_offload._transfer.ticket import HostCopy
+from pp_offload._transfer.ticket import Ticket
 from pp_offload._transfer.tier import Tier, TierStatistics
 
 
@@ -30,9 +37,19 @@ class OnDisk(Tier):
         self._copies = copies
         self._failures = DiskFailures()
 
-    def may_capture(self, copy: HostCopy | None = None) -> bool:
+    def may_capture(self, block: Block | None = None) -> bool:
         """True only for what could not be written, which is still in memory."""
-        return copy is not None and copy.extent is None
+        return block is not None and block.state is BlockState.REFUSED
+
+    def settle(self, block: DiskBlock) -> None:
+        """The write has ended, well or not."""
+        failure = block.extent.failure
+        if failure is None:
+            block.move_to(BlockState.ON_DISK)
+        else:
+            self._failures.note(failure)
+            block.move_to(BlockState.REFUSED)
+            block.extent = NO_EXTENT
 
     def statistics(self) -> TierStatistics:
         """What is on disk, and what was written and read."""
@@ -57,3 +74,34 @@ class OnDisk(Tier):
     def close(self) -> None:
         """Drop the file."""
         self.disk.close()
+
+
+class DiskBlock(Block):
+    """A block with room on disk, which is given back when nobody refers to it any more.
+
+    Args:
+        tier: Stores the bytes, and brings them back.
+        extent: The room; that of nothing once the disk has refused the bytes.
+        loan: Host memory that they pass through, or None.
+
+    Attributes:
+        reading: The end of the read into the buffer.
+    """
+
+    __slots__ = ("extent", "reading")
+
+    def __init__(self, tier: OnDisk, extent: DiskExtent, loan: Loan | None = None) -> None:
+        super().__init__(tier, loan)
+        self.extent = extent
+        self.reading = DiskEvent()
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> DiskBlock:
+        """Where the payload of a ticket is that a tier on disk has stored."""
+        return cast(DiskBlock, ticket.block)
+
+    def places(self, parts: list[Spec]) -> list[Place]:
+        """Without addresses: they come back through another buffer."""
+        begins = accumulate((room_for(n.numel() * t.itemsize) for n, t in parts), initial=0)
+        shapes = (torch.empty(size, dtype=dtype, device="meta") for size, dtype in parts)
+        return list(zip(begins, shapes, strict=False))

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from pp_offload._transfer.block import Block
 from pp_offload._transfer.listeners import Listeners
-from pp_offload._transfer.ticket import HostCopy, Ticket, packs
+from pp_offload._transfer.ticket import Ticket, packs
 from pp_offload._transfer.tier import Tier
 
 
@@ -36,7 +37,7 @@ class Outgoing:
         self._listeners = listeners
         self._left = deque(packs(tickets))
         self._asked = 0
-        self._gathered: dict[int, tuple[list[Ticket], list[HostCopy]]] = {}
+        self._gathered: dict[int, tuple[list[Ticket], list[Block]]] = {}
         self._nbytes = 0
 
     def go_on(self) -> int:
@@ -52,29 +53,29 @@ class Outgoing:
         self._poll()
         while self._left:
             batch, nbytes = self._left[0]
-            tier, copies = self._room_for(batch, nbytes)
+            tier, blocks = self._room_for(batch, nbytes)
             if tier.is_gathering:
-                self._gather(batch, copies)
+                self._gather(batch, blocks)
             else:
-                self._store(tier, batch, copies)
+                self._store(tier, batch, blocks)
             self._left.popleft()
             self._asked = 0
-        for number, (tickets, copies) in self._gathered.items():
-            self._store(self._tiers[number], tickets, copies)
+        for number, (tickets, blocks) in self._gathered.items():
+            self._store(self._tiers[number], tickets, blocks)
         return self._nbytes
 
-    def _store(self, tier: Tier, tickets: list[Ticket], copies: list[HostCopy]) -> None:
-        nbytes = tier.store(tickets, copies)
+    def _store(self, tier: Tier, tickets: list[Ticket], blocks: list[Block]) -> None:
+        nbytes = tier.store(tickets, blocks)
         self._nbytes += nbytes
         for heard in self._listeners.offloaded:
             heard(tickets[0].label, nbytes)
 
-    def _gather(self, batch: list[Ticket], copies: list[HostCopy]) -> None:
+    def _gather(self, batch: list[Ticket], blocks: list[Block]) -> None:
         tickets, known = self._gathered.setdefault(self._asked, ([], []))
         tickets += batch
-        known += copies
+        known += blocks
 
-    def _room_for(self, batch: list[Ticket], nbytes: int) -> tuple[Tier, list[HostCopy]]:
+    def _room_for(self, batch: list[Ticket], nbytes: int) -> tuple[Tier, list[Block]]:
         """Room in the first tier that has some; one that refused this batch is not asked again."""
         while True:
             tier = self._tiers[self._asked]

@@ -1,6 +1,6 @@
 """Copies to the host under way, and the device memory they read.
 
-pending = offloads.begin(sources, copies, nbytes)  # before the copies are queued
+pending = offloads.begin(sources, blocks, nbytes)  # before the copies are queued
 pending.offloaded = d2h.record_event()             # behind them
 while offloads.is_first_over(d2h):                 # now and then
     offloads.finish(offloads.first)
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pp_offload._transfer.ticket import HostCopy
+from pp_offload._transfer.block import Block
 from pp_offload.backends import Event, Stream
 
 
@@ -26,7 +26,7 @@ class PendingOffload:
     payloads: list[Tensor]
     """What the copies read."""
 
-    copies: list[weakref.ref[HostCopy]]
+    blocks: list[weakref.ref[Block]]
     """Told when the payloads were read."""
 
     nbytes: int
@@ -43,10 +43,10 @@ class PendingOffload:
 
     def finish(self) -> None:
         """The copies were made: let go of what they read. A second time is fine."""
-        for ref in self.copies:
-            copy = ref()
-            if copy is not None:
-                copy.finish()
+        for ref in self.blocks:
+            block = ref()
+            if block is not None:
+                block.finish()
         self.payloads.clear()
         while self.then:
             self.then.pop(0)()
@@ -110,12 +110,10 @@ class PendingOffloads:
         """The one that began last. There must be one."""
         return self._queue[-1]
 
-    def begin(
-        self, payloads: list[Tensor], copies: Sequence[HostCopy], nbytes: int
-    ) -> PendingOffload:
+    def begin(self, payloads: list[Tensor], blocks: Sequence[Block], nbytes: int) -> PendingOffload:
         """Keep ``payloads``, which are about to be copied."""
         total = nbytes + (self._queue[-1].total if self._queue else 0)
-        pending = PendingOffload(payloads, [weakref.ref(copy) for copy in copies], nbytes, total)
+        pending = PendingOffload(payloads, [weakref.ref(block) for block in blocks], nbytes, total)
         self._queue.append(pending)
         return pending
 

@@ -22,8 +22,9 @@ from typing import Any
 
 from torch import Tensor
 
+from pp_offload._transfer.reload import Arrival, Reload
 from pp_offload._transfer.tensors import flat_bytes
-from pp_offload._transfer.ticket import Arrival, Reload, Ticket
+from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import Event, Stream
 from pp_offload.errors import TierError
 
@@ -96,7 +97,7 @@ class PendingReloads:
     def same_bytes(self, ticket: Ticket, live: Stream) -> Reload | None:
         """The reload of another ticket with the same bytes, if this one may use its memory."""
         for ref in reversed(
-            ticket.copy.shared.get(ticket.begin, ())
+            ticket.block.shared.get(ticket.begin, ())
         ):  # saved later, so brought earlier
             other = ref()
             reload = None if other is None or other is ticket else other.reload

@@ -4,10 +4,10 @@
         name, is_gathering = "own", True
 
         def allocate(self, batch, nbytes):
-            return [place(batch, HostCopy(self, self._loan(nbytes)))]  # or raises MemoryError
+            return [place(batch, Block(self, self._loan(nbytes)))]  # or raises MemoryError
 
-        def store(self, tickets, copies):
-            return self._copies.copy_to_host(tickets, copies)
+        def store(self, tickets, blocks):
+            return self._copies.copy_to_host(tickets, blocks)
 
         def load(self, tickets, *, is_ahead):
             return self._copies.copy_to_device(tickets)
@@ -37,11 +37,11 @@ NOTE [ What a tier keeps to ]
     ``Copies.reloads.begin`` for targets; ``copy_to_host`` and ``copy_to_device`` do both. A buffer
     knows its last uses, which its next user waits for.
 
-    Valid: a host buffer has its bytes when ``copy.offloaded`` has ended, which ``poll`` may find;
-    device memory has them when the event of its ``DeviceCopy`` has, for which compute waits.
+    Valid: a host buffer has its bytes when ``block.offloaded`` has ended, which ``poll`` may find;
+    device memory has them when the event of its ``Arrival`` has, for which compute waits.
 
     Free: no call says that bytes are not needed any more. Whoever needs them refers to the
-    ``HostCopy``; when that goes, its loan and its extent go with it, on any thread (see
+    ``Block``; when that goes, its loan and its extent go with it, on any thread (see
     ``_memory/loans.py``). Copies that are queued may still use that memory: it is the tier's until
     the last uses of the buffer have ended.
 """
@@ -54,8 +54,9 @@ from typing import Protocol
 
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.slabs import Allocate
+from pp_offload._transfer.block import Block, Holder
 from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.ticket import Holder, HostCopy, Ticket
+from pp_offload._transfer.ticket import Ticket
 from pp_offload.config import OffloadConfig
 
 
@@ -105,15 +106,15 @@ class Tier(Holder, Protocol):
     as it has room, so that a group may be larger than what may be on its way.
     """
 
-    def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+    def allocate(self, batch: list[Ticket], nbytes: int) -> list[Block]:
         """Room for tickets that may share it.
 
         Args:
-            batch: Tickets without a copy.
+            batch: Tickets without a block.
             nbytes: What they take together, one behind the other.
 
         Returns:
-            Copies in which each ticket has its place: see ``place`` of ``ticket.py``.
+            Blocks in which each ticket has its place: see ``place`` of ``ticket.py``.
 
         Raises:
             MemoryError: There is none. Nothing was begun, and the tickets may go elsewhere.
@@ -121,12 +122,12 @@ class Tier(Holder, Protocol):
         """
         ...
 
-    def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
+    def store(self, tickets: Sequence[Ticket], blocks: Sequence[Block]) -> int:
         """Queue copies of tickets to their places; returns the number of bytes.
 
         Args:
             tickets: In order; of one batch, or of all of a group that have room here.
-            copies: What :meth:`allocate` has given for them.
+            blocks: What :meth:`allocate` has given for them.
         """
         ...
 
@@ -151,12 +152,12 @@ class Tier(Holder, Protocol):
         """Numbers that are exact at the call."""
         ...
 
-    def has_stored(self, copy: HostCopy) -> bool:
+    def has_stored(self, block: Block) -> bool:
         """Whether the bytes were stored. Called when the copy or the write has ended."""
         return True
 
-    def may_capture(self, copy: HostCopy | None = None) -> bool:
-        """Whether copies to here, or back from ``copy``, may be part of a captured graph.
+    def may_capture(self, block: Block | None = None) -> bool:
+        """Whether copies to here, or back from ``block``, may be part of a captured graph.
 
         True where bytes move on streams alone. Only a tier that says False is asked the next two.
         """

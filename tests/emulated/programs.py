@@ -405,7 +405,7 @@ def same_bytes_landed_for_another_stream(on: Program) -> bool:
     first.num_waiting = 2
     again = SavedActivation(given.to("emulated"), Owner())
     second = Ticket(engine, "g", again.held, [again], None)
-    second.attach(first.copy, first.begin, first.host_bytes)
+    second.attach(first.block, first.begin, first.host_bytes)
     second.hand_over()
     with on.late(engine.backend.h2d, compute()):
         with side:
@@ -490,20 +490,20 @@ def disk_engine(on: Program) -> TransferEngine:
 def on_disk(engine: TransferEngine, given: Tensor) -> Ticket:
     """A ticket whose bytes are on disk alone."""
     ticket = away(engine, given)
-    extent = ticket.copy.extent
+    extent = ticket.block.extent
     extent.last_use.synchronize()
     engine.poll()
-    assert ticket.copy.buffer is None
+    assert ticket.block.buffer is None
     return ticket
 
 
 def read_ahead(engine: TransferEngine, ticket: Ticket) -> Any:
     """It was read, and the copy to the device is queued; the staging buffer is anybody's."""
     engine.prefetch([ticket])
-    buffer = ticket.copy.buffer
-    ticket.copy.reading.synchronize()
+    buffer = ticket.block.buffer
+    ticket.block.reading.synchronize()
     engine.poll()
-    assert ticket.device_tensor is not None and ticket.copy.buffer is None
+    assert ticket.device_tensor is not None and ticket.block.buffer is None
     return buffer
 
 
@@ -513,7 +513,7 @@ def written_before_it_arrived(on: Program) -> bool:
     with on.late(engine.backend.d2h):
         ticket = ticket_of(engine, x)
         if not on.waits:
-            ticket.copy.extent.last_use.synchronize()
+            ticket.block.extent.last_use.synchronize()
     engine.poll()
     return brings(engine, ticket, given)
 
@@ -525,7 +525,7 @@ def staged_while_the_copy_back_reads(on: Program) -> bool:
     with on.late(engine.backend.h2d, engine.backend.d2h):
         buffer = read_ahead(engine, ticket)
         again = ticket_of(engine, x)
-        is_same_buffer = again.copy.buffer is buffer
+        is_same_buffer = again.block.buffer is buffer
     assert is_same_buffer
     return brings(engine, ticket, given)
 
@@ -537,7 +537,7 @@ def staged_while_a_thread_reads_into_it(on: Program) -> bool:
     try:
         with on.late(engine.backend.d2h):
             engine.prefetch([ticket])
-            reading = ticket.copy.reading
+            reading = ticket.block.reading
             del ticket
             on.before_the_host_waits(read)
             again = ticket_of(engine, x)
@@ -554,11 +554,11 @@ def read_while_the_copy_back_reads(on: Program) -> bool:
     with on.late(engine.backend.h2d):
         buffer = read_ahead(engine, first)
         engine.prefetch([second])
-        is_same_buffer = second.copy.buffer is buffer
+        is_same_buffer = second.block.buffer is buffer
         if not on.waits:
-            second.copy.reading.synchronize()
+            second.block.reading.synchronize()
     assert is_same_buffer
-    second.copy.reading.synchronize()
+    second.block.reading.synchronize()
     return brings(engine, first, given) and brings(engine, second, others)
 
 

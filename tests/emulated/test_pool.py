@@ -46,7 +46,7 @@ def is_copied_beside(emulated: ModuleType, engine: TransferEngine, stream: torch
     emulated.synchronize()
     with emulated.hold(stream):
         ticket = ticket_of(engine, x)
-        offloaded = ticket.copy.offloaded
+        offloaded = ticket.block.offloaded
         if engine.backend.d2h != stream:
             offloaded.synchronize()
         is_through = offloaded.query()
@@ -73,7 +73,7 @@ def test_a_manager_waits_for_the_compute_of_one_that_shares_its_copy_stream(
         with side:
             held = ticket_of(first, x)
         ticket = ticket_of(last, y)
-        assert not ticket.copy.offloaded.query()
+        assert not ticket.block.offloaded.query()
     assert brings(first, held, given[0]) and brings(last, ticket, given[1])
 
 

@@ -135,7 +135,7 @@ CASES: dict[str, Case] = {
     ),
     "a source is taken back on its own stream": (
         programs.taken_back_on_another_stream,
-        Fault(f"{ENGINE}._source_in_flight", "ticket.copy.stream == live", "True"),
+        Fault(f"{ENGINE}._source_in_flight", "ticket.block.stream == live", "True"),
     ),
     "what came is used on the stream it came for": (
         programs.landed_for_another_stream,
@@ -180,7 +180,7 @@ CASES: dict[str, Case] = {
     ),
     "disk: a thread writes what has arrived": (
         programs.written_before_it_arrived,
-        Fault("_transfer/disk_staged:_has_arrived", "copy.offloaded.query()", "True"),
+        Fault("_transfer/disk_staged:_has_arrived", "block.offloaded.query()", "True"),
     ),
     "disk: d2h waits for the copy back of what was there": (
         programs.staged_while_the_copy_back_reads,
@@ -200,7 +200,7 @@ CASES: dict[str, Case] = {
         programs.brought_before_it_was_read,
         Fault(
             f"{STAGED}._finish_reading",
-            "check_finished((reading,))\n    try:\n        reading.synchronize()",
+            "check_finished((block.reading,))\n    try:\n        block.reading.synchronize()",
             "try:\n        pass",
         ),
     ),

@@ -12,11 +12,12 @@ from run import check
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.saved_tensor import Resident, SavedActivation, is_in_backward
 from pp_offload._transfer.tensors import Geometry
-from pp_offload._transfer.ticket import HostCopy, Ticket
+from pp_offload._transfer.ticket import Ticket
 
 Patch = pytest.MonkeyPatch
 
@@ -38,9 +39,9 @@ def gives_buffer_back_when_reload_is_queued(patch: Patch) -> None:
 
     def give_back(self: Copies, tickets: Sequence[Ticket]) -> int:
         num = copy_back(self, tickets)
-        for copy in {ticket.copy for ticket in tickets}:
-            if copy is not None and copy.buffer is not None:
-                copy.buffer.last_use = None
+        for block in {ticket.block for ticket in tickets}:
+            if block is not None and block.buffer is not None:
+                block.buffer.last_use = None
         return num
 
     patch.setattr(Copies, "copy_to_device", give_back)
@@ -55,7 +56,7 @@ def compares_no_versions(patch: Patch) -> None:
         return unpack(self)
 
     patch.setattr(SavedActivation, "unpack", of_any_version)
-    patch.setattr(HostCopy, "check_unmodified", nothing)
+    patch.setattr(Block, "check_unmodified", nothing)
     patch.setattr(Resident, "unpack", lambda self: self.tensor)
 
 

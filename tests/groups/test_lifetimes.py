@@ -25,7 +25,7 @@ from pp_offload._memory.bins import Bins
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.disk import DiskFile
 from pp_offload._memory.host import HostMemory
-from pp_offload._transfer.ticket import HostCopy
+from pp_offload._transfer.on_disk import DiskBlock
 from pp_offload._transfer.tiers import host_engine, make_engine
 from pp_offload.backends import CpuBackend
 
@@ -236,14 +236,14 @@ def test_no_python_code_runs_where_bytes_are_given_back(tmp_path: Path, is_cycle
     """What a signal handler raises in a destructor is lost, and autograd frees in backward."""
     host, disk = HostMemory(CpuBackend().allocate_host), DiskFile(tmp_path)
     (tier,) = host_engine(CpuBackend(), host, 0).tiers
-    copy = HostCopy(tier, host.allocate(1000), disk.allocate(1000))
-    copy.in_flight_sources[0] = torch.zeros(3)
+    block = DiskBlock(tier, disk.allocate(1000), host.allocate(1000))
+    block.in_flight_sources[0] = torch.zeros(3)
     gc.collect()  # what other tests left behind
     if is_cycle:
-        copy.modified.add(copy)  # type: ignore[arg-type]
+        block.modified.add(block)  # type: ignore[arg-type]
     before = reserved_bytes()
     with functions_called() as called:
-        del copy
+        del block
         gc.collect()
     assert called == []
     assert (host.statistics().in_use, disk.statistics().in_use) == (0, 0)

@@ -32,11 +32,13 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.buffers import Loan
 from pp_offload._memory.disk import NUM_THREADS, DiskFile
+from pp_offload._transfer.block import Block, BlockState
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.disk_direct import DirectDisk
 from pp_offload._transfer.disk_staged import StagedDisk
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.ticket import HostCopy, Ticket
+from pp_offload._transfer.on_disk import DiskBlock
+from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import Event, Stream
 
 on_backends = pytest.mark.parametrize("kind", BACKENDS)
@@ -391,10 +393,10 @@ def test_over_budget_the_advice_is_nothing_that_is_set(
 
 
 class WritesBeforeItArrived(StagedDisk):
-    def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
-        nbytes = super().store(tickets, copies)
-        for copy in copies:
-            self._write(copy)
+    def store(self, tickets: Sequence[Ticket], blocks: Sequence[Block]) -> int:
+        nbytes = super().store(tickets, blocks)
+        for ticket in tickets:
+            self._write(DiskBlock.of(ticket))
         return nbytes
 
 
@@ -406,8 +408,8 @@ class TakesBuffersStillReadInto(StagedDisk):
 
 
 class SendsOnBeforeItWasRead(StagedDisk):
-    def _finish_reading(self, copy: HostCopy) -> None:
-        copy.reading = None
+    def _finish_reading(self, block: DiskBlock) -> None:
+        block.state = BlockState.READ
 
 
 class UsesBeforeItWasRead(Copies):
@@ -509,8 +511,8 @@ def test_a_buffer_is_read_into_when_it_was_copied_into_for_nothing(tmp_path: Pat
         engine.offload(tickets_of(engine, [torch.zeros(2**20)]))
         gc.collect()
         engine.prefetch([ticket])
-        assert ticket.copy is not None and ticket.copy.reading is not None, "it is read ahead"
-        ticket.copy.reading.synchronize()
+        assert ticket.block.state is BlockState.READING, "it is read ahead"
+        DiskBlock.of(ticket).reading.synchronize()
         staged_of(engine).poll()  # no one else has asked whether that copy was made
         assert staged_of(engine).staging.statistics().num_allocations == 1
         assert torch.equal(engine.deliver(ticket), value)
@@ -531,7 +533,7 @@ def test_a_buffer_is_copied_into_when_no_thread_writes_it(tmp_path: Path) -> Non
         assert tier.staging.statistics().num_allocations == 1
         threads.shutdown()
         engine.poll()
-        assert ticket.copy is not None and ticket.copy.buffer is None, "it is at rest"
+        assert ticket.block.state is BlockState.ON_DISK
         assert torch.equal(engine.deliver(ticket), value)
 
 
@@ -559,9 +561,8 @@ def test_read_ahead_for_a_ticket_that_shares_another_one_s_copy(
         value = torch.arange(5000.0)
         first, later = tickets_of(engine, [value, value])
         engine.offload([first])
-        copy, place = first.copy, first.host_bytes
-        assert copy is not None and place is not None
-        later.attach(copy, first.begin, place)
+        block, place = first.block, first.host_bytes
+        later.attach(block, first.begin, place)
         settle(manager)
         del first
         engine.prefetch([later])

@@ -17,10 +17,11 @@ from toy import batches, make_model, run_step, same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, RaceError, use_backend
 from pp_offload._memory.buffers import Loan
+from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.in_flight import InFlight
-from pp_offload._transfer.ticket import HostCopy, Ticket
+from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import Event, Stream
 
 
@@ -30,7 +31,7 @@ class CopiesBeforeComputeWroteIt(Copies):
 
 
 class OverwritesBufferStillRead(Copies):
-    def _d2h_waits_for_last_users(self, copies: Sequence[HostCopy]) -> None:
+    def _d2h_waits_for_last_users(self, copies: Sequence[Block]) -> None:
         pass
 
 
@@ -40,7 +41,7 @@ class ReloadsIntoMemoryStillUsed(Copies):
 
 
 class ReadsHostBeforeItWasWritten(Copies):
-    def _h2d_waits_for_offloaded(self, copies: Sequence[HostCopy]) -> None:
+    def _h2d_waits_for_offloaded(self, copies: Sequence[Block]) -> None:
         pass
 
 
@@ -62,10 +63,10 @@ class DropsSources(Copies):
 class FreesHostBufferEarly(TransferEngine):
     def offload(self, tickets: Sequence[Ticket]) -> int:
         nbytes = super().offload(tickets)
-        for copy in {ticket.copy for ticket in tickets}:
-            assert copy is not None and copy.buffer is not None
-            copy.buffer.last_use = None
-            copy.loan = Loan(copy.buffer)  # which the tier knows nothing of
+        for block in {ticket.block for ticket in tickets}:
+            assert block is not None and block.buffer is not None
+            block.buffer.last_use = None
+            block.loan = Loan(block.buffer)  # which the tier knows nothing of
         return nbytes
 
 

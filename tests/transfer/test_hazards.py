@@ -159,12 +159,12 @@ def test_a_buffer_is_idle_when_its_own_copies_were_made(way: str) -> None:
             for ticket in tickets:
                 ticket.hand_over()
                 engine.reload([ticket])
-        copy = tickets[0].copy
-        assert copy is not None and copy.buffer is not None and copy.offloaded is not None
-        copy.offloaded.synchronize()
+        block = tickets[0].block
+        assert block.buffer is not None and block.offloaded is not None
+        block.offloaded.synchronize()
         if way == "back":
             engine.deliver(tickets[0])
-        assert all(event.query() for event in copy.buffer.last_uses())
+        assert all(event.query() for event in block.buffer.last_uses())
         assert backend.pending == 1, "the other one's"
 
 
@@ -625,9 +625,8 @@ def sharing(engine: TransferEngine, num: int = 2) -> list[Ticket]:
     """Tickets of groups that saved the same tensor, whose copy was made."""
     (first, *others) = tickets = tickets_of(engine, [torch.ones(100)] * num)
     engine.offload([first])
-    assert first.copy is not None and first.host_bytes is not None
     for other in others:
-        other.attach(first.copy, first.begin, first.host_bytes)
+        other.attach(first.block, first.begin, first.host_bytes)
     for ticket in tickets:
         ticket.hand_over()
     engine.backend.synchronize()
@@ -701,12 +700,11 @@ def test_a_copy_forgets_tickets_that_are_gone() -> None:
     engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
     with backend.activate():
         (ticket,) = sharing(engine, 1)
-        copy, place = ticket.copy, ticket.host_bytes
-        assert copy is not None and place is not None
+        block, place = ticket.block, ticket.host_bytes
         for _ in range(10):
             (ticket,) = tickets_of(engine, [torch.ones(100)])
-            ticket.attach(copy, 0, place)
-        assert len(copy.shared[0]) <= 2
+            ticket.attach(block, 0, place)
+        assert len(block.shared[0]) <= 2
 
 
 # Interrupts between a copy that is queued and what is known of it

@@ -124,7 +124,7 @@ class Order(Listener):
         self.events.append(f"{group.name} opened")
 
     def leaving(self, tickets: Sequence[Any]) -> None:
-        assert all(ticket.copy is NOWHERE for ticket in tickets)
+        assert all(ticket.block is NOWHERE for ticket in tickets)
         self.events.append(f"{tickets[0].label} leaves")
 
     def offloaded(self, label: str, nbytes: int) -> None:

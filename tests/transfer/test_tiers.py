@@ -19,15 +19,16 @@ from pp_offload._memory.budget import Reserved, reserved_bytes
 from pp_offload._memory.buffers import HostBuffer, Loan, Place, Spec
 from pp_offload._memory.slabs import Slab
 from pp_offload._transfer import tiers
+from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.ticket import HostCopy, Ticket, place
+from pp_offload._transfer.ticket import Ticket, place
 from pp_offload._transfer.tier import Tier, TierSetup, TierStatistics
 from pp_offload.errors import TierError
 
 # The tier
 
 
-class ToyCopy(HostCopy):
+class ToyBlock(Block):
     """Bytes that are in a buffer while they are on their way, and in ``packed`` while they rest."""
 
     __slots__ = ("nbytes", "num_payloads", "packed")
@@ -54,18 +55,18 @@ class ToyTier(Tier):
     def __init__(self, copies: Copies, room_bytes: int = 2**30) -> None:
         self._copies = copies
         self._room_bytes = room_bytes
-        self._all: list[weakref.ref[ToyCopy]] = []
+        self._all: list[weakref.ref[ToyBlock]] = []
         self._buffers: list[HostBuffer] = []
         self.peak = 0
 
-    def allocate(self, batch: list[Ticket], nbytes: int) -> list[HostCopy]:
+    def allocate(self, batch: list[Ticket], nbytes: int) -> list[Block]:
         if self.statistics().host_bytes_in_use + nbytes > self._room_bytes:
             raise MemoryError("the toy is full; make it larger")
-        copy = ToyCopy(self, self._buffer(nbytes))
-        copy.nbytes, copy.num_payloads, copy.packed = nbytes, len(batch), None
-        self._all.append(weakref.ref(copy))
+        block = ToyBlock(self, self._buffer(nbytes))
+        block.nbytes, block.num_payloads, block.packed = nbytes, len(batch), None
+        self._all.append(weakref.ref(block))
         self.peak = max(self.peak, self.statistics().host_bytes_in_use)
-        return [place(batch, copy)]
+        return [place(batch, block)]
 
     def _buffer(self, nbytes: int) -> Loan:
         """Ordinary memory. Copies may use it for longer than whoever asked for it."""
@@ -73,60 +74,60 @@ class ToyTier(Tier):
         self._buffers.append(HostBuffer(nbytes, [Range(0, 0, nbytes, nbytes)], [slab]))
         return Loan(self._buffers[-1])
 
-    def may_capture(self, copy: HostCopy | None = None) -> bool:
+    def may_capture(self, block: Block | None = None) -> bool:
         return False  # a graph that runs again would copy to a buffer that is gone
 
-    def store(self, tickets: Sequence[Ticket], copies: Sequence[HostCopy]) -> int:
-        return self._copies.copy_to_host(tickets, copies)
+    def store(self, tickets: Sequence[Ticket], blocks: Sequence[Block]) -> int:
+        return self._copies.copy_to_host(tickets, blocks)
 
     def poll(self) -> None:
-        for copy in self._living():
-            if copy.packed is None and copy.offloaded is not None and copy.offloaded.query():
-                assert copy.buffer is not None
-                copy.packed = zlib.compress(copy.buffer.pieces[0].numpy())
-                copy.drop_buffer()
+        for block in self._living():
+            if block.packed is None and block.offloaded is not None and block.offloaded.query():
+                assert block.buffer is not None
+                block.packed = zlib.compress(block.buffer.pieces[0].numpy())
+                block.loan = None
         used = [one for one in self._buffers if not all(e.query() for e in one.last_uses())]
-        lent = {copy.buffer for copy in self._living()}
+        lent = {block.buffer for block in self._living()}
         self._buffers = [one for one in self._buffers if one in lent or one in used]
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
         asked = [ticket for ticket in tickets if ticket.device_tensor is None]
-        for copy in {ticket.copy for ticket in asked}:
-            assert isinstance(copy, ToyCopy)
-            if copy.buffer is None and not self._unpack(copy):
+        for block in {ticket.block for ticket in asked}:
+            assert isinstance(block, ToyBlock)
+            if block.buffer is None and not self._unpack(block):
                 if is_ahead:
                     return 0  # whoever needs it hears of it
-                raise TierError(f"the toy lost {copy.nbytes} bytes; do not play with it")
+                raise TierError(f"the toy lost {block.nbytes} bytes; do not play with it")
         num = self._copies.copy_to_device(asked)
         for ticket in asked:
-            assert isinstance(ticket.copy, ToyCopy)
-            if ticket.copy.packed is not None:
-                ticket.copy.drop_buffer()
+            assert isinstance(ticket.block, ToyBlock)
+            if ticket.block.packed is not None:
+                ticket.block.loan = None
         return num
 
-    def _unpack(self, copy: ToyCopy) -> bool:
+    def _unpack(self, block: ToyBlock) -> bool:
         """Into a new buffer, from which it can be copied; False if it cannot be."""
-        assert copy.packed is not None
+        assert block.packed is not None
         try:
-            data = bytearray(zlib.decompress(copy.packed))
+            data = bytearray(zlib.decompress(block.packed))
         except zlib.error:
             return False
         loan = self._buffer(len(data))
         loan.buffer.pieces[0].copy_(torch.frombuffer(data, dtype=torch.uint8))
-        copy.offloaded, copy.loan = None, loan
+        block.offloaded, block.loan = None, loan
         return True
 
     def statistics(self) -> TierStatistics:
         living = self._living()
         return TierStatistics(
-            num_payloads=sum(copy.num_payloads for copy in living),
-            host_bytes_in_use=sum(copy.nbytes for copy in living),
+            num_payloads=sum(block.num_payloads for block in living),
+            host_bytes_in_use=sum(block.nbytes for block in living),
             host_bytes_peak=self.peak,
         )
 
-    def _living(self) -> list[ToyCopy]:
-        living = [copy for ref in self._all if (copy := ref()) is not None]
-        self._all = [weakref.ref(copy) for copy in living]
+    def _living(self) -> list[ToyBlock]:
+        living = [block for ref in self._all if (block := ref()) is not None]
+        self._all = [weakref.ref(block) for block in living]
         return living
 
 
@@ -216,16 +217,16 @@ def test_what_it_lost_raises_when_it_is_asked_for(kind: str, toys: list[ToyTier]
         del h
         on.backend.synchronize()
         on.statistics()
-        (copy,) = toys[0]._living()
-        packed = copy.packed
+        (block,) = toys[0]._living()
+        packed = block.packed
         assert packed is not None, "it is at rest"
-        copy.packed = packed[:-1]
+        block.packed = packed[:-1]
         for _ in range(2):
             with pytest.raises(TierError, match="the toy lost 160 bytes; do not play with it"):
                 torch.autograd.grad(loss, x, retain_graph=True)
-        copy.packed = packed
+        block.packed = packed
         assert same_bits(torch.autograd.grad(loss, x), expected)
-        del copy, loss
+        del block, loss
         assert_idle(on)
 
 

@@ -191,7 +191,7 @@ MUTANTS = [
     Mutant(
         "source taken back on another stream",
         "pp_offload/_transfer/engine.py",
-        "return ticket.in_flight_source if ticket.copy.stream == live else None",
+        "return ticket.in_flight_source if ticket.block.stream == live else None",
         "return ticket.in_flight_source",
         "memory of one stream is used on another",
         (
@@ -201,7 +201,7 @@ MUTANTS = [
     Mutant(
         "changed while queued",
         "pp_offload/_transfer/engine.py",
-        "                self._check_unmodified(ticket, copy)\n",
+        "                self._check_unmodified(ticket, block)\n",
         "                pass\n",
         "what was copied is what it was changed to",
         ("tests/field/test_saved_then_changed.py::test_changed_while_the_copy_is_queued",),
@@ -253,7 +253,7 @@ MUTANTS = [
     ),
     Mutant(
         "versions never compared",
-        "pp_offload/_transfer/ticket.py",
+        "pp_offload/_transfer/block.py",
         "if alias._version != version:",
         "if False:",
         "what was changed while its copy was queued is taken for what was saved",
@@ -262,7 +262,7 @@ MUTANTS = [
     ),
     Mutant(
         "pending looks at nothing",
-        "pp_offload/_transfer/ticket.py",
+        "pp_offload/_transfer/block.py",
         "            self.check_unmodified(begin)\n        self.watched = {}",
         "            pass\n        self.watched = {}",
         "a source changed before its copy ran goes unnoticed once it is let go",
@@ -272,9 +272,9 @@ MUTANTS = [
     ),
     Mutant(
         "lost with a failed write",
-        "pp_offload/_transfer/disk_direct.py",
-        "copy.extent.failure is not None:",
-        "False:",
+        "pp_offload/_transfer/on_disk.py",
+        "if failure is None:",
+        "if True:",
         "what the disk refused is let go of",
         ("tests/transfer/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
     ),
@@ -667,7 +667,7 @@ MUTANTS = [
     Mutant(
         "written before it device_copy",
         "pp_offload/_transfer/disk_staged.py",
-        "copy.offloaded is None or copy.offloaded.query()",
+        "block.offloaded is None or block.offloaded.query()",
         "True",
         "a thread writes what the copy is still to bring",
         ("tests/transfer/test_disk.py::test_steps_are_equal_bit_for_bit",),
@@ -683,7 +683,7 @@ MUTANTS = [
     Mutant(
         "sent on before it was read",
         "pp_offload/_transfer/disk_staged.py",
-        "copy.reading is None or copy.reading.query()",
+        "block.state is not BlockState.READING or block.reading.query()",
         "True",
         "the device gets what the thread is still to read",
         ("tests/transfer/test_hazards.py::test_looking_what_has_come_waits_for_no_thread",),
@@ -691,15 +691,15 @@ MUTANTS = [
     Mutant(
         "dropped though not written",
         "pp_offload/_transfer/disk_staged.py",
-        "        if copy.extent.failure is None:\n            copy.drop_buffer()",
-        "        if True:\n            copy.drop_buffer()",
+        "        if block.state is BlockState.ON_DISK:\n            block.loan = None",
+        "        if True:\n            block.loan = None",
         "what the disk refused is let go of",
         ("tests/transfer/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
     ),
     Mutant(
         "not read to the end",
         "pp_offload/_transfer/disk_staged.py",
-        "        check_finished((reading,))\n        try:\n            reading.synchronize()",
+        "        check_finished((block.reading,))\n        try:\n            block.reading.synchronize()",
         "        try:\n            pass",
         "the device gets what the thread is still to read",
         ("tests/transfer/test_disk.py::test_steps_are_equal_bit_for_bit",),
@@ -707,7 +707,7 @@ MUTANTS = [
     Mutant(
         "a disk is waited for with the lock held",
         "pp_offload/_transfer/disk_staged.py",
-        "        check_finished((reading,))\n",
+        "        check_finished((block.reading,))\n",
         "",
         "no other thread computes while one reads",
         ("tests/transfer/test_one_lock.py::test_waits_for_a_disk_that_is_late_are_seen",),
@@ -723,7 +723,7 @@ MUTANTS = [
     Mutant(
         "what a thread waited for not asked after",
         "pp_offload/_transfer/disk_staged.py",
-        "check_finished(loan.buffer.before)",
+        "check_finished(buffer.before)",
         "pass",
         "the host counts on waits of a thread that it has not heard of",
         (
@@ -1134,7 +1134,7 @@ MUTANTS = [
     ),
     Mutant(
         "tickets that are gone are kept",
-        "pp_offload/_transfer/ticket.py",
+        "pp_offload/_transfer/block.py",
         "while same and same[0]() is None:",
         "while False:",
         "a table that lives on grows with every forward",
@@ -1285,8 +1285,8 @@ MUTANTS = [
     Mutant(
         "out of the queue before it was done",
         "pp_offload/_transfer/disk_staged.py",
-        "        ref = queue[0]\n        copy = ref()\n",
-        "        ref = queue.popleft()\n        copy = ref()\n",
+        "            ref = queue[0]\n            block = ref()\n",
+        "            ref = queue.popleft()\n            block = ref()\n",
         "what an interrupt cut off stays in its buffer for ever",
         (
             "tests/memory/test_interrupts.py::test_what_was_offloaded_is_still_had_after_an_interrupt",

@@ -13,7 +13,7 @@ FIELD_MUTANTS = [
     Mutant(
         "a copy does not know when it was made",
         "pp_offload/_transfer/copies.py",
-        "            copy.offloaded = offloaded\n",
+        "            block.offloaded = offloaded\n",
         "            pass\n",
         "a reload reads a host buffer before the offload has filled it",
         (f"{FIELD}/test_read_before_filled.py::test_first_iteration",),
@@ -131,7 +131,7 @@ FIELD_MUTANTS = [
         "        if chunk is not None:\n"
         "            for later in chunk.groups[group.key.position + 1 :]:\n"
         "                for ticket in later.waiting():\n"
-        "                    ticket.copy = None\n"
+        "                    ticket.block = None\n"
         "            self.begin_chunk(chunk)",
         "a backward that visits groups in another order finds nothing",
         (f"{FIELD}/test_backward_in_any_order.py::test_groups_in_every_order",),
@@ -302,7 +302,7 @@ FIELD_MUTANTS = [
         "bytes dropped when they are used up",
         "pp_offload/_transfer/pending_reloads.py",
         "ticket.reload = None",
-        "ticket.reload = ticket.copy = None",
+        "ticket.reload = ticket.block = None",
         "the gradients of weights, which come later, find no host copy",
         (f"{FIELD}/test_late_weight_gradients.py::test_weight_pass_delayed",),
         row="F43",
@@ -356,8 +356,8 @@ FIELD_MUTANTS = [
     Mutant(
         "what came for another microbatch",
         "pp_offload/_transfer/copies.py",
-        "            if begin not in copy.shared:\n",
-        "            if same := [one for one in self.reloads._alive if one.tensor is not None and one.nbytes == ticket.nbytes]:\n                (reload,) = self.reloads.expect([ticket])\n                reload.tensor, reload.arrival = same[0].tensor, same[0].arrival\n            elif begin not in copy.shared:\n",
+        "            if begin not in block.shared:\n",
+        "            if same := [one for one in self.reloads._alive if one.tensor is not None and one.nbytes == ticket.nbytes]:\n                (reload,) = self.reloads.expect([ticket])\n                reload.tensor, reload.arrival = same[0].tensor, same[0].arrival\n            elif begin not in block.shared:\n",
         "backward computes with a tensor of the same size that another microbatch saved",
         (f"{FIELD}/test_order_of_microbatches.py::test_order_of_backward",),
         row="F49",
