@@ -44,7 +44,6 @@ ASKS_FOR_THE_MANAGER = {
 ORDERS_COPIES = {
     "_transfer.copies",
     "_transfer.in_flight",
-    "_transfer.pending_offloads",
     "_transfer.pending_reloads",
     "_megatron.cuda_graph",
 }

@@ -39,7 +39,6 @@ from pp_offload._memory.buffers import HostBuffer
 from pp_offload._transfer.block import Block, BlockState
 from pp_offload._transfer.in_flight import InFlight
 from pp_offload._transfer.listeners import Listeners
-from pp_offload._transfer.pending_offloads import Queued
 from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.reload import Arrival
 from pp_offload._transfer.tensors import flat_bytes
@@ -104,7 +103,7 @@ class Copies:
         if self.backend.is_capturing:
             self._of_graphs += blocks  # their graph, launched again, copies to the same place
         if offloaded.query():
-            self.in_flight.offloads.drop_last(pending)
+            self.in_flight.drop_last(pending)
         else:
             self.keep_sources(tickets, payloads, streams[0])
             pending.offloaded = offloaded
@@ -236,9 +235,7 @@ class Copies:
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
-        offloads, d2h = self.in_flight.offloads, self.backend.d2h
-        while offloads.is_first_over(d2h):
-            offloads.finish(offloads.first)
+        self.in_flight.poll()
         self.reloads.poll(self.backend.h2d)
 
     def join(self) -> None:
@@ -300,6 +297,35 @@ class Copies:
             seen = event
             for event in buffer.before:
                 self.backend.d2h.wait_event(known(event))
+
+
+class Queued:
+    """Stands for the event behind copies that are about to be queued on a stream.
+
+    It is there before the copies, so that an interrupt cannot lose them. Whoever asks first records
+    the event, behind all that the stream was given by then. See NOTE [ Torn bookkeeping ].
+    """
+
+    __slots__ = ("_event", "_stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._event: Event | None = None
+
+    @property
+    def event(self) -> Event:
+        """One of the backend's own, which a stream can wait for."""
+        if self._event is None:
+            self._event = self._stream.record_event()
+        return self._event
+
+    def query(self) -> bool:
+        """Whether it has ended."""
+        return self.event.query()
+
+    def synchronize(self) -> None:
+        """Block until it has."""
+        self.event.synchronize()
 
 
 def buffers_of(blocks: Iterable[Block]) -> list[HostBuffer]:

@@ -95,7 +95,7 @@ class TransferEngine:
     @property
     def in_flight_bytes(self) -> int:
         """Bytes on the device that are kept for their copy to the host."""
-        return self.copies.in_flight.offloads.nbytes
+        return self.copies.in_flight.nbytes
 
     # Off the device
 
@@ -143,9 +143,9 @@ class TransferEngine:
         """Run ``action`` when the sources of the copies queued so far have been let go."""
         with self.lock:
             self.poll()
-            offloads = self.copies.in_flight.offloads
-            if offloads:
-                offloads.last.then.append(action)
+            queue = self.copies.in_flight.queue
+            if queue:
+                queue[-1].then.append(action)
                 return
         action()
 
@@ -413,8 +413,7 @@ class TransferEngine:
         """
         with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
             if not self.backend.is_capturing:
-                offloads = self.copies.in_flight.offloads
-                for event in (*offloads.events(), *self.reloads.events()):
+                for event in (*self.copies.in_flight.events(), *self.reloads.events()):
                     event.synchronize()
 
     def close(self) -> None:

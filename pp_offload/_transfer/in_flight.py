@@ -1,7 +1,8 @@
-"""How much device memory may wait for its copy to the host.
+"""Copies to the host under way, and how much device memory they may keep.
 
     pending = in_flight.begin(sources, blocks, streams, nbytes)  # before the copies are queued
     pending.offloaded = d2h.record_event()                       # behind them
+    in_flight.poll()                                             # now and then
     in_flight.keep_bounded(nbytes, poll)                         # where nobody holds the lock
 
 NOTE [ Keep-alive ]
@@ -17,15 +18,17 @@ NOTE [ Keep-alive ]
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from pp_offload._transfer.block import Block
-from pp_offload._transfer.pending_offloads import PendingOffload, PendingOffloads
-from pp_offload.backends import Backend, Stream
+from pp_offload.backends import Backend, Event, Stream
 
 IN_FLIGHT_BYTES = 2**29
 """How much may be in flight where no option says so."""
@@ -34,8 +37,47 @@ MAX_STREAMS = 32
 """Compute streams that are remembered; PyTorch has so many, and hands them out in turn."""
 
 
+@dataclass(slots=True, eq=False)
+class PendingOffload:
+    """A batch that leaves the device, with the sources that must outlive the copy."""
+
+    payloads: list[Tensor]
+    """What the copies read."""
+
+    blocks: list[weakref.ref[Block]]
+    """Told when the payloads were read."""
+
+    nbytes: int
+    """Bytes of the payloads."""
+
+    total: int
+    """Bytes of this one and of all before it, counted since the queue was empty."""
+
+    offloaded: Event | None = None
+    """Behind the copies. None until they are queued: see NOTE [ Torn bookkeeping ]."""
+
+    then: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the payloads were let go."""
+
+    def event(self, d2h: Stream) -> Event:
+        """Behind the copies. See NOTE [ Torn bookkeeping ]."""
+        if self.offloaded is None:
+            self.offloaded = d2h.record_event()
+        return self.offloaded
+
+    def finish(self) -> None:
+        """The copies were made: let go of what they read. A second time is fine."""
+        for ref in self.blocks:
+            block = ref()
+            if block is not None:
+                block.finish()
+        self.payloads.clear()
+        while self.then:
+            self.then.pop(0)()
+
+
 class InFlight:
-    """Keeps what is on its way to the host below a cap. See NOTE [ Keep-alive ].
+    """Offloads in the order they began, in which they also end. See NOTE [ Keep-alive ].
 
     Args:
         backend: Whose compute streams wait.
@@ -45,19 +87,29 @@ class InFlight:
             that compute waits for each copy.
 
     Attributes:
-        offloads: What is on its way.
+        queue: What is on its way.
     """
 
     def __init__(
         self, backend: Backend, lock: AbstractContextManager[Any], max_bytes: int | None
     ) -> None:
-        self.offloads = PendingOffloads()
+        self.queue: deque[PendingOffload] = deque()
         self.max_bytes = IN_FLIGHT_BYTES if max_bytes is None else max_bytes
         self._backend = backend
         self._lock = lock
         self._follows_groups = max_bytes is None
         self._compute_streams: tuple[Stream, ...] = (backend.current_stream(),)
         self._knows_all_streams = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes under way, summed from the queue, so that an interrupt cannot leave it wrong."""
+        queue = self.queue
+        return queue[-1].total - queue[0].total + queue[0].nbytes if queue else 0
+
+    def events(self) -> list[Event]:
+        """Events behind the copies under way, but for those that an interrupt left without."""
+        return [one.offloaded for one in self.queue if one.offloaded is not None]
 
     def follow(self, stream: Stream) -> None:
         """Remember a compute stream on which sources may have been allocated."""
@@ -89,7 +141,26 @@ class InFlight:
         """
         for stream in streams:
             self.follow(stream)
-        return self.offloads.begin(sources, blocks, nbytes)
+        total = nbytes + (self.queue[-1].total if self.queue else 0)
+        pending = PendingOffload(sources, [weakref.ref(one) for one in blocks], nbytes, total)
+        self.queue.append(pending)
+        return pending
+
+    def poll(self) -> None:
+        """Let go of what finished copies kept alive. Never blocks."""
+        while self.queue and self.queue[0].event(self._backend.d2h).query():
+            self.finish(self.queue[0])
+
+    def finish(self, pending: PendingOffload) -> None:
+        """Finish and remove the first one, which has ended. A second time is fine."""
+        pending.finish()
+        if self.queue and self.queue[0] is pending:
+            self.queue.popleft()
+
+    def drop_last(self, pending: PendingOffload) -> None:
+        """Remove the one that began last, which ended at once."""
+        if self.queue and self.queue[-1] is pending:
+            self.queue.pop()
 
     def expect(self, group_bytes: int) -> None:
         """Unless an option sets the cap, keep it at twice a group of so many bytes at least."""
@@ -108,23 +179,23 @@ class InFlight:
             last_bytes: Of the last offload.
             poll: Lets go of what has ended.
         """
-        if not self.offloads.nbytes:
-            return
         while (pending := self._first_to_wait_for(last_bytes, poll)) is not None:
-            assert pending.offloaded is not None
+            event = pending.event(self._backend.d2h)
             for stream in (self._backend.current_stream(), *self._compute_streams):
-                stream.wait_event(pending.offloaded)
+                stream.wait_event(event)
             if not self._knows_all_streams:  # memory may go back to a stream that did not wait
-                pending.offloaded.synchronize()
+                event.synchronize()
             with self._lock:
-                self.offloads.finish(pending)
+                self.finish(pending)
 
     def _first_to_wait_for(
         self, last_bytes: int, poll: Callable[[], None]
     ) -> PendingOffload | None:
+        if not self.queue:
+            return None
         cap = self.max_bytes
         with self._lock:
             poll()
-            if self.offloads.nbytes <= (max(cap, last_bytes) if cap else 0):
+            if self.nbytes <= (max(cap, last_bytes) if cap else 0):
                 return None
-            return self.offloads.first if self.offloads else None
+            return self.queue[0] if self.queue else None

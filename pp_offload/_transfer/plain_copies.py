@@ -22,10 +22,9 @@ from pp_offload._memory.buffers import as_tensor
 from pp_offload._memory.host import HostMemory
 from pp_offload._memory.host_tensors import host_tensors
 from pp_offload._memory.slabs import pageable
-from pp_offload._transfer.copies import record, wait
+from pp_offload._transfer.copies import Queued, record, wait
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.host_tier import HostTier
-from pp_offload._transfer.pending_offloads import Queued
 from pp_offload._transfer.tensors import as_dense
 from pp_offload._transfer.verify import checksum_of
 from pp_offload.backends import Event, Stream

@@ -55,18 +55,18 @@ CASES: dict[str, Case] = {
         programs.source_let_go,
         Fault(f"{COPIES}.copy_to_host", "if offloaded.query():", "if True:"),
         Fault(
-            "_transfer/pending_offloads:PendingOffloads.is_first_over",
-            "pending.offloaded.query()",
+            f"{IN_FLIGHT}.poll",
+            "self.queue[0].event(self._backend.d2h).query()",
             "True",
         ),
     ),
     "a source is emptied when it is copied": (
         programs.source_emptied,
-        Fault(f"{ENGINE}.after_copies", "offloads.last.then.append(action)", "action()"),
+        Fault(f"{ENGINE}.after_copies", "queue[-1].then.append(action)", "action()"),
     ),
     "compute waits where too much is in flight": (
         programs.too_much_in_flight,
-        Fault(f"{IN_FLIGHT}.keep_bounded", "stream.wait_event(pending.offloaded)"),
+        Fault(f"{IN_FLIGHT}.keep_bounded", "stream.wait_event(event)"),
     ),
     "so does each stream that may own the source": (
         programs.too_much_in_flight_of_another_stream,
@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
     ),
     "and the host, where not all of these are known": (
         programs.too_much_in_flight_of_a_stream_long_ago,
-        Fault(f"{IN_FLIGHT}.keep_bounded", "pending.offloaded.synchronize()"),
+        Fault(f"{IN_FLIGHT}.keep_bounded", "event.synchronize()"),
     ),
     "compute joins the copies": (
         programs.joined,
@@ -216,7 +216,7 @@ BY_OTHERS = {
     "_memory/host:HostMemory._drop_slabs": PINNED,
     "_memory/host:HostMemory._wait_for_copies": PINNED,
     "_transfer/copies:wait": "only passes it on",
-    "_transfer/pending_offloads:Queued.synchronize": "only passes it on",
+    "_transfer/copies:Queued.synchronize": "only passes it on",
 }
 """One wait each that can be left out on an accelerator without harm, and why.
 
@@ -232,7 +232,6 @@ ORDERING = (
             "copies",
             "pending_reloads",
             "in_flight",
-            "pending_offloads",
             "plain_copies",
             "disk_staged",
             "disk_direct",

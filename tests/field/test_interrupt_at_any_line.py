@@ -36,7 +36,6 @@ ENGINE = files(
     "_transfer/copies",
     "_transfer/ticket",
     "_transfer/in_flight",
-    "_transfer/pending_offloads",
     "_transfer/pending_reloads",
     "_transfer/saved_tensor",
     "_transfer/deduplication",

@@ -171,8 +171,8 @@ class Offload(Plain):
         for _ in range(2):  # to the host, and from there to the disk
             self.backend.synchronize()
             for engine in (self.transfer, inputs):
-                while offloads := engine.copies.in_flight.offloads:
-                    offloads.first.offloaded.synchronize()
+                while queue := engine.copies.in_flight.queue:
+                    queue[0].offloaded.synchronize()
                     engine.poll()
             self.statistics()
             self._inputs.statistics()

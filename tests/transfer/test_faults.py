@@ -57,7 +57,7 @@ class WaitsOnAStreamCapturedOnce(Copies):
 
 class DropsSources(Copies):
     def keep_sources(self, *args: object) -> None:
-        self.in_flight.offloads.last.finish()
+        self.in_flight.queue[-1].finish()
 
 
 class FreesHostBufferEarly(TransferEngine):
@@ -73,7 +73,7 @@ class FreesHostBufferEarly(TransferEngine):
 class ReleasesSourcesWithoutWaiting(InFlight):
     def keep_bounded(self, last_bytes: int, poll: Callable[[], None]) -> None:
         while (pending := self._first_to_wait_for(last_bytes, poll)) is not None:
-            self.offloads.finish(pending)
+            self.finish(pending)
 
 
 SEEN_IN_ANY_ORDER = [

@@ -123,8 +123,8 @@ MUTANTS = [
     ),
     Mutant(
         "sources let go at once",
-        "pp_offload/_transfer/pending_offloads.py",
-        "self._queue.append(pending)",
+        "pp_offload/_transfer/in_flight.py",
+        "self.queue.append(pending)",
         "pass",
         "memory is used again before its copy has run",
         ("tests/transfer/test_faults.py::test_without_a_fault_nothing_is_caught",),
@@ -148,7 +148,7 @@ MUTANTS = [
     Mutant(
         "in flight without bound",
         "pp_offload/_transfer/in_flight.py",
-        "self.offloads.nbytes <= (max(cap, last_bytes) if cap else 0)",
+        "self.nbytes <= (max(cap, last_bytes) if cap else 0)",
         "True",
         "the device runs full of what is on its way out",
         ("tests/test_activations.py::test_device_memory_is_arithmetic",),
@@ -209,7 +209,7 @@ MUTANTS = [
     Mutant(
         "after a copy at once",
         "pp_offload/_transfer/engine.py",
-        "offloads.last.then.append(action)",
+        "queue[-1].then.append(action)",
         "action()",
         "what the user names is emptied before it was copied",
         ("tests/groups/test_release.py::test_what_nobody_else_needs_is_emptied",),
@@ -982,9 +982,9 @@ MUTANTS = [
     ),
     Mutant(
         "sources of a copy that was cut off let go",
-        "pp_offload/_transfer/pending_offloads.py",
-        "            pending.offloaded = d2h.record_event()",
-        "            return True",
+        "pp_offload/_transfer/in_flight.py",
+        "self.queue[0].event(self._backend.d2h).query()",
+        "((event := self.queue[0].offloaded) is None or event.query())",
         "a copy reads memory that is somebody else's by now",
         ("tests/transfer/test_hazards.py::test_sources_outlive_a_copy_that_was_cut_off",),
     ),
