@@ -118,8 +118,7 @@ class TransferEngine:
             self.check_process()
         if self._off_streams and self.backend.is_capturing:
             self._refuse_to_store()
-        outgoing = Outgoing(tickets, self.tiers, self.poll, self.listeners)
-        nbytes = when_finished(self.lock, outgoing.go_on)
+        nbytes = Outgoing(self.tiers, self.copies, self.poll).send(tickets)
         self.copies.in_flight.expect(nbytes)
         self.keep_in_flight_bounded(nbytes)
         return nbytes

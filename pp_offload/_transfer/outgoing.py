@@ -1,89 +1,72 @@
 """A group on its way to the tiers: each batch goes to the first one with room.
 
-outgoing = Outgoing(tickets, tiers, poll, listeners)
-nbytes = when_finished(lock, outgoing.go_on)   # which is called again after each wait
+outgoing = Outgoing(tiers, copies, poll)
+nbytes = outgoing.send(tickets)
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
+from pp_offload._memory.unfinished import when_finished
 from pp_offload._transfer.block import Block
-from pp_offload._transfer.listeners import Listeners
+from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.ticket import Ticket, packs
 from pp_offload._transfer.tier import Tier
 
 
 class Outgoing:
-    """Places and stores a group; called again after a wait, it goes on where it was.
+    """Places and stores groups.
 
     Args:
-        tickets: At least one, none offloaded before.
         tiers: In the order in which they are asked.
+        copies: Whose lock is held, and whose listeners are told of each batch that is stored.
         poll: Lets go of what has ended, which may make room.
-        listeners: Told of each batch that is stored, whichever tier stores it.
     """
 
-    def __init__(
-        self,
-        tickets: Sequence[Ticket],
-        tiers: Sequence[Tier],
-        poll: Callable[[], None],
-        listeners: Listeners,
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], copies: Copies, poll: Callable[[], None]) -> None:
         self._tiers = tiers
+        self._lock = copies.lock
+        self._listeners = copies.listeners
         self._poll = poll
-        self._listeners = listeners
-        self._left = deque(packs(tickets))
-        self._asked = 0
-        self._gathered: dict[int, tuple[list[Ticket], list[Block]]] = {}
-        self._nbytes = 0
 
-    def go_on(self) -> int:
-        """Place what is left, and store it.
+    def send(self, tickets: Sequence[Ticket]) -> int:
+        """Place all of them, and store them. Not to be called with the lock held.
 
         Returns:
-            Bytes of all of it.
+            Bytes.
 
         Raises:
             MemoryError: The last tier has no room either.
-            Unfinished: Something has to end first.
         """
-        self._poll()
-        while self._left:
-            batch, nbytes = self._left[0]
-            tier, blocks = self._room_for(batch, nbytes)
+        nbytes = 0
+        gathered: dict[Tier, tuple[list[Ticket], list[Block]]] = {}
+        for batch, room in packs(tickets):
+            tier, blocks = when_finished(self._lock, partial(self._place, batch, room))
             if tier.is_gathering:
-                self._gather(batch, blocks)
+                found, known = gathered.setdefault(tier, ([], []))
+                found += batch
+                known += blocks
             else:
-                self._store(tier, batch, blocks)
-            self._left.popleft()
-            self._asked = 0
-        for number, (tickets, blocks) in self._gathered.items():
-            self._store(self._tiers[number], tickets, blocks)
-        return self._nbytes
+                nbytes += self._store(tier, batch, blocks)
+        for tier, (found, known) in gathered.items():
+            nbytes += self._store(tier, found, known)
+        return nbytes
 
-    def _store(self, tier: Tier, tickets: list[Ticket], blocks: list[Block]) -> None:
-        nbytes = tier.store(tickets, blocks)
-        self._nbytes += nbytes
-        for heard in self._listeners.offloaded:
-            heard(tickets[0].label, nbytes)
-
-    def _gather(self, batch: list[Ticket], blocks: list[Block]) -> None:
-        tickets, known = self._gathered.setdefault(self._asked, ([], []))
-        tickets += batch
-        known += blocks
-
-    def _room_for(self, batch: list[Ticket], nbytes: int) -> tuple[Tier, list[Block]]:
-        """Room in the first tier that has some; one that refused this batch is not asked again."""
-        while True:
-            tier = self._tiers[self._asked]
-            if not tier.is_gathering:
-                self._poll()  # what was stored meanwhile may have made room
-            try:
+    def _place(self, batch: list[Ticket], nbytes: int) -> tuple[Tier, list[Block]]:
+        """Room in the first tier that has some."""
+        self._poll()
+        *others, last = self._tiers
+        for tier in others:
+            with suppress(MemoryError):  # then the next one is asked
                 return tier, tier.allocate(batch, nbytes)
-            except MemoryError:
-                if self._asked + 1 == len(self._tiers):
-                    raise
-                self._asked += 1
+        return last, last.allocate(batch, nbytes)
+
+    def _store(self, tier: Tier, tickets: list[Ticket], blocks: list[Block]) -> int:
+        with self._lock:
+            nbytes = tier.store(tickets, blocks)
+            for heard in self._listeners.offloaded:
+                heard(tickets[0].label, nbytes)
+        return nbytes
