@@ -10,8 +10,9 @@ recomputation does what the n-th of the forward did.
     "attn" took tensors  --noted-->    "attn" takes them again, and they stay on the device
     "mlp" did nothing    --noted-->    "mlp" does nothing
 
-    takes = takes_again("attn", wants=True)  # on entering; None says that it is a forward
-    note("attn", took=True)                  # in a forward, before hooks are entered
+    top = top_pack()                              # on entering
+    takes = takes_again(top, "attn", wants=True)  # None says that it is a forward
+    note(top, "attn", took=True)                  # in a forward inside hooks, before ours
 
 NOTE [ PyTorch's checkpoint ]
     The checkpoint tells nobody that a region begins, so a region is recognised by the hooks on top
@@ -64,7 +65,7 @@ def top_pack() -> Pack | None:
 
 def is_in_region() -> bool:
     """Whether a checkpoint gets what is saved now, and drops it."""
-    return is_checkpoint(_getter())
+    return is_checkpoint(_getter(top_pack()))
 
 
 def is_checkpoint(pack: Pack | None) -> bool:
@@ -80,32 +81,34 @@ def has_ended(pack: Pack | None) -> bool:
 
 def is_recomputing() -> bool:
     """Whether this code runs again: in a backward, or for somebody who looks at a saved tensor."""
-    return is_in_backward() or _is_again(_getter())
+    return is_in_backward() or _is_again(_getter(top_pack()))
 
 
-def takes_again(name: str, *, wants: bool) -> bool | None:
+def takes_again(top: Pack | None, name: str, *, wants: bool) -> bool | None:
     """What a scope that is entered now has to do.
 
     Args:
+        top: What :func:`top_pack` says.
         name: Of the scope, for messages.
         wants: Whether it would take tensors in a forward. It counts only inside hooks that are
             unknown here, for those may pass tensors on to a checkpoint.
 
     Returns:
-        None in a forward, where the caller decides; else whether to take tensors away.
+        None in a forward, where the caller decides; else whether to take tensors away. That is
+        False in the forward of a region that is unknown here.
 
     Raises:
         GroupStateError: The region's forward had another scope here.
     """
-    pack = None if _top_hooks(True) is None else _getter()
-    if pack is None:
+    pack = None if top is None else _getter(top)
+    if pack is None:  # nearly always
         return False if is_in_backward() else None
     if _is_recomputation(pack):
         run = getattr(pack, _RUN, None)
         return run is not None and run.next(name)
-    if not (is_in_backward() or _is_again(pack)):
+    if may_take(pack):
         return None
-    note(name, took=False)
+    note(pack, name, took=False)
     return wants and not _is_known_hook(pack)
 
 
@@ -115,24 +118,24 @@ def may_leave_out() -> bool:
     A recomputation finds noted what the forward did. Inside hooks that are unknown here nothing is
     noted, and scopes take tensors both times.
     """
-    pack = _getter()
+    pack = _getter(top_pack())
     return pack is None or _is_known_hook(pack)
 
 
-def may_take() -> bool:
+def may_take(top: Pack | None) -> bool:
     """Whether groups may be begun and ended here: in a forward, and in no unknown region."""
     if is_in_backward():
         return False
-    if _top_hooks(True) is None:  # nearly always
+    if top is None:  # nearly always
         return True
-    pack = _getter()
+    pack = _getter(top)
     is_known = not is_checkpoint(pack) or _frame_of(pack) is not None
     return is_known and not _is_again(pack)
 
 
-def note(name: str, *, took: bool) -> None:
+def note(top: Pack, name: str, *, took: bool) -> None:
     """Note a scope that begins in a forward with the region right around it, if there is one."""
-    frame = None if _top_hooks(True) is None else _frame_of(_getter())
+    frame = _frame_of(_getter(top))
     if frame is None:
         return
     region = _region_of(frame)
@@ -240,12 +243,11 @@ class _Run:
         )
 
 
-def _getter() -> Pack | None:
+def _getter(top: Pack | None) -> Pack | None:
     """The pack hook that tensors saved now end up in, behind those that pass them on."""
-    pack = top_pack()
-    while isinstance(pack, Chaining):
-        pack = pack.outer
-    return pack
+    while isinstance(top, Chaining):
+        top = top.outer
+    return top
 
 
 def _is_known_hook(pack: Pack) -> bool:

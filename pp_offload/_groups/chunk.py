@@ -41,6 +41,7 @@ class Chunk:
         groups: In forward order.
         open_groups: Those started and not committed, first started first.
         key: Its place in the step, from the start of its first group on, if it has one.
+        left_out: Names of groups that started while offload was disabled, and are not committed.
         thread: Runs its forward.
     """
 
@@ -63,6 +64,7 @@ class Chunk:
         self.groups: list[Group] = []
         self.open_groups: list[Group] = []
         self.thread = threading.current_thread()
+        self.left_out: list[str] = []
 
     # Forward
 
@@ -74,26 +76,26 @@ class Chunk:
             TypeError: ``name`` is no ``str``.
             ValueError: It is empty.
         """
-        check_group_name("start", name)
+        if type(name) is not str or not name:
+            check_group_name("start", name)
         if threading.get_ident() != self.thread.ident:
             raise self._other_thread("start", name)
         wiring = self.wiring
-        with wiring.lock:
-            wiring.transfer.copies.in_flight.follow(wiring.current_stream())
+        transfer = wiring.transfer
+        with transfer.lock:
+            transfer.copies.in_flight.follow(wiring.current_stream())
             if self.key is None:
                 self.key = wiring.step.add(self, wiring.offloader.split)
-            group = self._new_group(name)
+            group = self.group_type(name)  # and no more, for options of a class make a dict
+            if self.key is not None:
+                group.key = GroupKey(self.key, len(self.groups))
+            if wiring.prefetcher is not None:
+                group.tell = wiring.prefetcher.on_use
             self.groups.append(group)
             self.open_groups.append(group)
-            for heard in wiring.transfer.listeners.group_opened:
+            for heard in transfer.listeners.group_opened:
                 heard(group)
         return group
-
-    def _new_group(self, name: str) -> Group:
-        key = None if self.key is None else GroupKey(self.key, len(self.groups))
-        prefetcher = self.wiring.prefetcher
-        on_use = None if prefetcher is None else prefetcher.on_use
-        return self.group_type(name, key=key, on_use=on_use)
 
     def pack(self, group: Group, tensor: Tensor) -> Packed:
         """Save ``tensor`` in ``group``; of a wrapper, the tensors inside it."""
@@ -129,17 +131,19 @@ class Chunk:
             TypeError: ``name`` is no ``str``, or ``forced_released_tensors`` no list of tensors.
             ValueError: ``name`` is empty, or ``delay`` neither True nor False.
         """
-        check_group_name("commit", name)
-        check_switch("delay_offload", delay)
-        released = checked_tensors("forced_released_tensors", forced_released_tensors)
+        if type(name) is not str or not name or delay is not False:
+            check_group_name("commit", name)
+            check_switch("delay_offload", delay)
+        released = forced_released_tensors
+        if released is not None:
+            released = checked_tensors("forced_released_tensors", released)
         if threading.get_ident() != self.thread.ident:
             raise self._other_thread("commit", name)
-        for group in reversed(self.open_groups):
-            if group.name == name:
-                break
+        if self.open_groups and self.open_groups[-1].name == name:  # nearly always
+            group = self.open_groups.pop()
         else:
-            raise self._not_open(name)
-        self.open_groups.remove(group)
+            group = self._outer(name)
+            self.open_groups.remove(group)
         if delay:
             refs = [weakref.ref(tensor) for tensor in released or ()]
             self.wiring.delayed.append(partial(self._close_delayed, group, refs))
@@ -201,9 +205,13 @@ class Chunk:
             "forward"
         )
 
-    def _not_open(self, name: str) -> GroupStateError:
+    def _outer(self, name: str) -> Group:
+        """The innermost open group of this name, where the innermost of all has another."""
+        for group in reversed(self.open_groups):
+            if group.name == name:
+                return group
         was_seen = any(group.name == name for group in self.groups)
-        return GroupStateError(
+        raise GroupStateError(
             f"commit of group '{name}', but "
             + ("it was committed already" if was_seen else "no group of that name was started")
             + f" in this chunk; open groups: {[group.name for group in self.open_groups]}; start "

@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from pp_offload._groups.plan import GroupKey
 from pp_offload._transfer.saved_tensor import SavedActivation
@@ -29,7 +28,6 @@ class GroupState(enum.Enum):
     KEPT = "kept on the device"
 
 
-@dataclass(slots=True)
 class Counts:
     """What a group has to move, and what it moved."""
 
@@ -52,6 +50,7 @@ class Group:
         on_use: Called with the group whenever backward is about to use one of its tensors.
 
     Attributes:
+        tell: The same as ``on_use``.
         saved_refs: What autograd saved, as long as it is open; autograd may drop it before.
     """
 
@@ -69,7 +68,7 @@ class Group:
         self.is_brought = False
         self.has_failed = False
         self.counts = Counts()
-        self._on_use = on_use
+        self.tell = on_use
         self.saved_refs: list[weakref.ref[SavedActivation]] = []
         self._tickets: list[weakref.ref[Ticket]] = []
 
@@ -133,8 +132,8 @@ class Group:
 
     def on_use(self) -> None:
         """Backward is about to use one of the tensors."""
-        if self._on_use is not None:
-            self._on_use(self)
+        if self.tell is not None:
+            self.tell(self)
 
     def drop(self) -> None:
         """Forget every tensor of an open group, as when the step was aborted."""

@@ -77,7 +77,9 @@ class HookScope:
         """Pop the hooks, and those that scopes inside left behind. A second call does nothing."""
         scopes = _here.scopes
         while self in scopes:
-            scopes[-1]._take_off()
+            pack, top = scopes[-1]._pack, top_pack()
+            if pack is not None and (top is pack or has_ended(top)):
+                torch._C._autograd._pop_saved_tensors_default_hooks()
             scopes.pop()
 
     @property
@@ -89,11 +91,6 @@ class HookScope:
     def is_over(self) -> bool:
         """Whether, when a step begins, nobody will leave it any more."""
         return self._caller is None or not self._caller.is_running
-
-    def _take_off(self) -> None:
-        pack = top_pack()
-        if self._pack is not None and (pack is self._pack or has_ended(pack)):
-            torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def mark() -> object:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from pp_offload._common.checks import check_count, said
-from pp_offload._groups.checkpoint_regions import is_recomputing, may_take
+from pp_offload._groups.checkpoint_regions import is_recomputing, may_take, top_pack
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.hook_scopes import leave_all
@@ -47,22 +47,6 @@ class Forward(threading.local):
         self.chunk: Chunk | None = None
         self.is_evaluating = False
         """Whether a group was passed without grad."""
-
-        self.left_out: list[str] = []
-        """Names of groups started while offload was disabled, and not committed yet."""
-
-    def has_left_out(self, name: str) -> bool:
-        """Whether a group that is committed now was not opened. Asked once for each."""
-        if name not in self.left_out:
-            return False
-        self.left_out.remove(name)
-        return True
-
-    def end(self) -> None:
-        """The step is over for the calling thread."""
-        self.chunk = None
-        self.is_evaluating = False
-        self.left_out.clear()
 
 
 class Manager:
@@ -176,7 +160,6 @@ class Manager:
             self.step.smallest_numel = smallest
         self.step.vp_size = size
         self.forward.chunk = self._new_chunk(smallest, stage, microbatch)
-        self.forward.left_out.clear()
 
     def _new_chunk(self, smallest: int, vp_stage: int, microbatch: int | None) -> Chunk:
         return Chunk(smallest, self.wiring, vp_stage=vp_stage, microbatch=microbatch)
@@ -255,7 +238,7 @@ class Manager:
         if not torch.is_grad_enabled():
             self.forward.is_evaluating = True
             return None
-        if not may_take():
+        if not may_take(top_pack()):
             return None
         chunk = self.forward.chunk
         if chunk is None and not self.num_attached:
@@ -323,7 +306,8 @@ class Manager:
         with self.wiring.lock:
             self.wiring.delayed.clear()
             self.wiring.offloader.copies.clear()
-            self.forward.end()  # other threads have their own
+            self.forward.chunk = None  # other threads have their own
+            self.forward.is_evaluating = False
             self.step.clear()
             self._prefetcher.reset()
             if self.wiring.offloader.split is not None:

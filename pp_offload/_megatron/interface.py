@@ -23,6 +23,7 @@ from torch import Tensor
 from pp_offload._common.checks import check_switch
 from pp_offload._groups.checkpoint_regions import (
     Keeping,
+    Pack,
     Saving,
     is_recomputing,
     may_leave_out,
@@ -62,7 +63,10 @@ def fine_grained_offloading_group_start(tensor: Tensor, name: str | None = None)
     Raises:
         GroupStateError: There is no chunk, or it belongs to another thread.
     """
-    _start("group" if name is None or name == "" else name)
+    name = "group" if name is None or name == "" else name
+    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
+    if chunk is not None:
+        _start(chunk, name)
     return tensor
 
 
@@ -88,11 +92,13 @@ def fine_grained_offloading_group_commit(
     Raises:
         GroupStateError: There is no chunk, or no open group of this name.
     """
-    manager = PipelineOffloadManager.get_instance()
-    chunk = manager.open_chunk("commit", name)
-    if chunk is None or manager.forward.has_left_out(name):
+    chunk = PipelineOffloadManager.get_instance().open_chunk("commit", name)
+    if chunk is None:
         return tensor
-    chunk.commit(name, forced_released_tensors, delay=delay_offload)
+    if name in chunk.left_out:
+        chunk.left_out.remove(name)
+    else:
+        chunk.commit(name, forced_released_tensors, delay=delay_offload)
     return tensor
 
 
@@ -119,11 +125,12 @@ class FineGrainedActivationOffloadingInterface:
     """
 
     def __init__(self, offload: bool, tensor: Tensor, name: str) -> None:
-        check_switch("offload", offload)
+        if offload is not True:
+            check_switch("offload", offload)
         self.offload = offload
         self.tensor = tensor
         self.name = name
-        self._hooks = HookScope()
+        self._hooks: HookScope | None = None
         self._group: Group | None = None
 
     @property
@@ -137,41 +144,54 @@ class FineGrainedActivationOffloadingInterface:
         In a checkpoint's recomputation no group is opened, and tensors that it took in the forward
         stay on the device: see :mod:`pp_offload._groups.checkpoint_regions`.
         """
-        if torch.compiler.is_compiling() or not (self.offload or top_pack()):
+        if torch.compiler.is_compiling():
             return self.tensor
-        if self._hooks.is_entered:
+        top = top_pack()
+        if top is None and not self.offload:
+            return self.tensor
+        if self._hooks is not None and self._hooks.is_entered:
             raise GroupStateError(
                 f"group '{self.name}' is entered again before it was left; expected one object of "
                 f"{type(self).__name__} for each with"
             )
         try:
-            self._enter()
+            pack = self._pack(top)
+            if pack is not None:
+                self._hooks = HookScope()
+                self._hooks.enter(pack)
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
         return self.tensor
 
-    def _enter(self) -> None:
+    def _pack(self, top: Pack | None) -> Saving | Keeping | None:
+        """The hook to save through, if any; in a forward, the group is opened.
+
+        Args:
+            top: What :func:`top_pack` says.
+        """
         if not torch.is_grad_enabled():  # saves nothing, so no checkpoint has to remember it
             if self.offload:
-                _start(self.name)
-            return
-        takes = takes_again(self.name, wants=self.offload)
-        if takes is None:
-            self._open()
-        elif takes:
-            self._hooks.enter(Keeping(Resident))
-
-    def _open(self) -> None:
-        started = _start(self.name) if self.offload else None
-        note(self.name, took=started is not None)
-        if started is not None:
-            chunk, self._group = started
-            self._hooks.enter(Saving(chunk.pack, self._group))
+                PipelineOffloadManager.get_instance().forward.is_evaluating = True
+            return None
+        takes = takes_again(top, self.name, wants=self.offload)
+        if takes is not None:
+            return Keeping(Resident) if takes else None
+        pack = None
+        if self.offload:
+            manager = PipelineOffloadManager.get_instance()
+            chunk = manager.forward.chunk or manager.open_chunk("start", self.name)
+            if chunk is not None:
+                self._group = group = _start(chunk, self.name)
+                pack = None if group is None else Saving(chunk.pack, group)
+        if top is not None:
+            note(top, self.name, took=pack is not None)
+        return pack
 
     def __exit__(self, *args: Any) -> None:
         """Stop collecting; an exception passes on."""
-        self._hooks.leave()
+        if self._hooks is not None:
+            self._hooks.leave()
         group, self._group = self._group, None
         if group is not None:
             group.has_failed = bool(args) and args[0] is not None
@@ -192,17 +212,7 @@ class FineGrainedActivationOffloadingInterface:
         """The manager, as a context that saves tensors through it; or one that does nothing."""
         return PipelineOffloadManager.get_instance() if flag else nullcontext()
 
-    @staticmethod
-    def group_commit(
-        tensor: Any,
-        name: str,
-        forced_released_tensors: Sequence[Tensor] | None = None,
-        delay_offload: bool = False,
-    ) -> Any:
-        """See :func:`fine_grained_offloading_group_commit`."""
-        return fine_grained_offloading_group_commit(
-            tensor, name, forced_released_tensors, delay_offload
-        )
+    group_commit = staticmethod(fine_grained_offloading_group_commit)
 
     @staticmethod
     def mark_not_offloadable(tensor: Tensor) -> None:
@@ -225,12 +235,9 @@ class FineGrainedActivationOffloadingInterface:
         PipelineOffloadManager.reset_instance()
 
 
-def _start(name: str) -> tuple[Chunk, Group] | None:
-    manager = PipelineOffloadManager.get_instance()
-    chunk = manager.open_chunk("start", name)
-    if chunk is None:
+def _start(chunk: Chunk, name: str) -> Group | None:
+    """Open a group; none while offload is disabled, where it may be left out."""
+    if not chunk.wiring.is_enabled and may_leave_out():
+        chunk.left_out.append(name)
         return None
-    if not manager.wiring.is_enabled and may_leave_out():
-        manager.forward.left_out.append(name)
-        return None
-    return chunk, chunk.start(name)
+    return chunk.start(name)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind, checked_tensors, said
-from pp_offload._groups.checkpoint_regions import Keeping, Saving, may_take, note, takes_again
+from pp_offload._groups.checkpoint_regions import Keeping, Saving, note, takes_again, top_pack
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.hook_scopes import Caller, HookScope
 from pp_offload._groups.manager import Manager
@@ -225,12 +225,12 @@ class PipelineOffloadManager(Manager):
 
     def _pack(self) -> Saving | Keeping | None:
         """The hook to save through; in a recomputation, one that takes what the forward's did."""
-        takes = takes_again(_CONTEXT, wants=True)
+        top = top_pack()
+        takes = takes_again(top, _CONTEXT, wants=True)
         if takes is not None:
             return Keeping(Resident) if takes else None
-        if not may_take():
-            return None
-        note(_CONTEXT, took=True)
+        if top is not None:
+            note(top, _CONTEXT, took=True)
         return Saving(self.on_save_for_backward)
 
     def __exit__(self, *args: Any) -> None:

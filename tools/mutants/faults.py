@@ -449,8 +449,10 @@ MUTANTS = [
     Mutant(
         "outermost group committed",
         "pp_offload/_groups/chunk.py",
-        "for group in reversed(self.open_groups):",
-        "for group in self.open_groups:",
+        "        if self.open_groups and self.open_groups[-1].name == name:  # nearly always\n"
+        "            group = self.open_groups.pop()\n",
+        "        if self.open_groups and self.open_groups[0].name == name:\n"
+        "            group = self.open_groups.pop(0)\n",
         "of two groups of one name the wrong one is closed",
         (
             "tests/transfer/test_hazards.py::test_of_two_groups_of_one_name_the_inner_one_is_committed_first",
@@ -1051,7 +1053,7 @@ MUTANTS = [
     Mutant(
         "disabled groups have hooks",
         "pp_offload/_megatron/interface.py",
-        "if not manager.wiring.is_enabled and may_leave_out():",
+        "if not chunk.wiring.is_enabled and may_leave_out():",
         "if False:",
         "every saved tensor passes through a hook that does nothing",
         (
@@ -1203,8 +1205,8 @@ MUTANTS = [
     Mutant(
         "hooks of others taken off",
         "pp_offload/_groups/hook_scopes.py",
-        "if self._pack is not None and (pack is self._pack or has_ended(pack)):",
-        "if self._pack is not None:",
+        "if pack is not None and (top is pack or has_ended(top)):",
+        "if pack is not None:",
         "what the user saves through is gone",
         ("tests/groups/test_hook_scopes.py::test_hooks_of_others_stay",),
     ),

@@ -109,8 +109,8 @@ FIELD_MUTANTS = [
     Mutant(
         "hooks stay where a forward raises",
         "pp_offload/_megatron/interface.py",
-        "        self._hooks.leave()\n",
-        "        if not any(args):\n            self._hooks.leave()\n",
+        "            self._hooks.leave()\n",
+        "            if not any(args):\n                self._hooks.leave()\n",
         "what is saved after a step that was aborted goes to a group of it",
         (f"{FIELD}/test_aborted_steps.py::test_aborted_step",),
         row="F18",
@@ -118,8 +118,8 @@ FIELD_MUTANTS = [
     Mutant(
         "the group started last is committed",
         "pp_offload/_groups/chunk.py",
-        "            if group.name == name:\n                break",
-        "            if group:\n                break",
+        "if self.open_groups and self.open_groups[-1].name == name:",
+        "if self.open_groups:",
         "of two groups that interleave each is closed in place of the other",
         (f"{FIELD}/test_interleaved_groups.py::test_each_group_keeps_its_own",),
         row="F19",
@@ -170,7 +170,8 @@ FIELD_MUTANTS = [
     Mutant(
         "a marker is a node of the graph",
         "pp_offload/_megatron/interface.py",
-        '    _start("group" if name is None or name == "" else name)\n    return tensor',
+        '    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)\n'
+        "    if chunk is not None:\n        _start(chunk, name)\n    return tensor",
         "    from pp_offload._megatron.markers import FineGrainedOffloadingGroupStartFunction\n\n"
         "    chunk = PipelineOffloadManager.get_instance().cur_forward_chunk()\n"
         "    return FineGrainedOffloadingGroupStartFunction.apply(tensor, chunk, name)",
@@ -181,9 +182,9 @@ FIELD_MUTANTS = [
     Mutant(
         "hooks stay where offload was disabled",
         "pp_offload/_megatron/interface.py",
-        "        self._hooks.leave()\n",
-        "        if PipelineOffloadManager.get_instance().wiring.is_enabled:\n"
         "            self._hooks.leave()\n",
+        "            if PipelineOffloadManager.get_instance().wiring.is_enabled:\n"
+        "                self._hooks.leave()\n",
         "what is saved behind a group goes to it",
         (f"{FIELD}/test_switched_off_and_on.py::test_switched_in_a_scope",),
         row="F26",
@@ -374,7 +375,7 @@ FIELD_MUTANTS = [
     Mutant(
         "the outermost group takes all",
         "pp_offload/_megatron/interface.py",
-        "Saving(chunk.pack, self._group)",
+        "Saving(chunk.pack, group)",
         "Saving(chunk.pack, chunk.open_groups[0])",
         "what is saved in a group inside another leaves with that one",
         (f"{FIELD}/test_scopes_in_scopes.py::test_every_tensor_leaves_with_the_innermost_group",),
