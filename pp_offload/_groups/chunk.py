@@ -17,6 +17,7 @@ from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from pp_offload._common.checks import check_group_name, check_switch, checked_tensors
 from pp_offload._groups.group import Group, GroupState
@@ -106,7 +107,8 @@ class Chunk:
             saved = SavedActivation(tensor, group, wiring.current_stream())
             group.saved_refs.append(weakref.ref(saved))
             return saved
-        if type(tensor) is not Tensor and is_wrapper(tensor):
+        kind = type(tensor)
+        if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
             wrapped = SavedWrapper(tensor, group.name, partial(self.pack, group))
             if not wrapped.is_resident:
                 return wrapped

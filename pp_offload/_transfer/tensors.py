@@ -189,9 +189,10 @@ class StorageSet:
             self.add(tensor)
 
     def __contains__(self, tensor: Tensor) -> bool:
-        if not has_storage(tensor):
-            return False
-        storage = tensor.untyped_storage()
+        return has_storage(tensor) and self.has(tensor.untyped_storage())
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this very storage is in the set."""
         ref = self.known.get(storage._cdata)
         return ref is not None and ref() is storage
 
@@ -232,15 +233,16 @@ class Eligibility:
         kept. A parameter, or a view of one, is kept from now on.
         """
         if type(tensor) is not Tensor:
-            if type(tensor) is Parameter and tensor in self.kept:
+            is_plain = type(tensor) is Parameter and tensor.layout is torch.strided
+            if is_plain and self.kept.has(tensor.untyped_storage()):
                 return False
             if isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter):
                 self.kept.add(tensor)
             return False
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            return False
         numel = tensor.numel()
-        if numel < min_numel or numel == 0:
+        if numel < min_numel or numel == 0:  # first, for most that stay are small
+            return False
+        if tensor.layout is not torch.strided or tensor.is_nested:
             return False
         if tensor.device != self._device or tensor.is_quantized:
             return False

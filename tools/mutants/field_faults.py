@@ -284,8 +284,8 @@ FIELD_MUTANTS = [
     Mutant(
         "parameters that are subclasses leave",
         "pp_offload/_transfer/tensors.py",
-        "                self.kept.add(tensor)\n            return False\n        if tensor.layout",
-        "                pass\n            return False\n        if tensor.layout",
+        "                self.kept.add(tensor)\n            return False\n        numel",
+        "                pass\n            return False\n        numel",
         "what a DTensor parameter holds is copied to the host",
         (f"{FIELD}/test_subclasses.py::test_dtensor_parameters_stay",),
         row="F41",
