@@ -65,24 +65,26 @@ def test_the_wrapped_methods_are_restored(schedule: Any) -> None:
 def test_parameters_are_added_to_what_is_kept_where_one_changed(
     schedule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    added: list[nn.Module] = []
-    add = StorageSet.add_module
+    added: list[Tensor] = []
+    add = StorageSet.add
 
-    def noted(kept: StorageSet, module: nn.Module) -> None:
-        added.append(module)
-        add(kept, module)
+    def noted(kept: StorageSet, tensor: Tensor) -> None:
+        added.append(tensor)
+        add(kept, tensor)
 
-    monkeypatch.setattr(StorageSet, "add_module", noted)
+    monkeypatch.setattr(StorageSet, "add", noted)
     with attach(schedule):
         for _ in range(2):
             step(schedule)
-        assert len(added) == 1
+        assert len(added) == len(list(schedule._stage.submod.parameters()))
+        added.clear()
         weight = schedule._stage.submod[1][0].weight
         weight.data = weight.data.clone()
         for _ in range(2):
             step(schedule)
-        assert len(added) == 2
-        schedule._stage.submod = nn.Sequential(*schedule._stage.submod)
+        assert len(added) == 1 and added[0] is weight
+        more = nn.Linear(8, 8, device=weight.device)
+        schedule._stage.submod = nn.Sequential(*schedule._stage.submod, more)
         step(schedule)
     assert len(added) == 3
 

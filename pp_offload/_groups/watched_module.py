@@ -1,8 +1,8 @@
 """Has the parameters and buffers of a module stay on the device, also those it gets later.
 
 A parameter may get other memory, and a module other parameters, without a word to anybody. So every
-step looks at all of them, but only adds them to what is kept where it finds a storage, or a module,
-that was not there the last time. That look is a few loops in C.
+step looks at all of them, in a few loops in C. Only where one of them has a storage that was not
+there the last time is it added to what is kept.
 
     watched = WatchedModule()
     watched.keep(stage.submod, eligibility.kept)   # before each step
@@ -11,7 +11,6 @@ that was not there the last time. That look is a few loops in C.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from itertools import chain
 from operator import call, is_
 
@@ -28,29 +27,54 @@ class WatchedModule:
     """Keeps the storages of a module, and of those inside it, on the device."""
 
     def __init__(self) -> None:
-        self._module: Module | None = None
         self._kept: StorageSet | None = None
-        self._seen: _Contents | None = None
+        self._tree: _Tree | None = None
+        self._is_plain = False
+        self._storages: list[weakref.ref[UntypedStorage]] = []
 
     def keep(self, module: Module, kept: StorageSet) -> None:
         """Add every parameter and buffer of ``module`` to ``kept``, unless all are known.
 
         Its dictionaries may change, but none may be put in place of one that was there.
         """
-        if module is self._module and kept is self._kept:
-            if self._seen is not None and self._seen.is_all_there_is():
-                return
-        self._seen = None  # if this is cut off, the next call adds them
-        seen = _Contents(module)
-        kept.add_module(module)
-        self._module, self._kept, self._seen = module, kept, seen
+        tree = self._tree
+        if tree is None or tree.root is not module or tree.has_changed():
+            tree = _Tree(module)
+        elif kept is self._kept and self._has_same_storages(tree):
+            return
+        known = {ref() for ref in self._storages} if kept is self._kept else set()
+        self._storages = []  # if this is cut off, the next call adds them
+        tensors = tree.tensors()
+        self._is_plain = all(map(has_storage, tensors))
+        tensors = self._with_storage(tensors)
+        storages = list(map(Tensor.untyped_storage, tensors))
+        for tensor, storage in zip(tensors, storages, strict=True):
+            if storage not in known:
+                kept.add(tensor)
+        self._kept, self._tree = kept, tree
+        self._storages = list(map(weakref.ref, storages))
+
+    def _has_same_storages(self, tree: _Tree) -> bool:
+        before = map(call, self._storages)
+        try:
+            now = map(Tensor.untyped_storage, self._with_storage(tree.tensors()))
+            return list(before) == list(now)  # equal means the very same
+        except Exception:  # a tensor that has no storage came in place of one
+            return False
+
+    def _with_storage(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors with storage among these, and inside them."""
+        if self._is_plain:
+            return tensors
+        return [plain for one in tensors for plain in plain_tensors(one) if has_storage(plain)]
 
 
-class _Contents:
-    """What a module had at one time; storages are held weakly."""
+class _Tree:
+    """The modules that ``root`` had at one time, and the tensors they have now."""
 
-    def __init__(self, module: Module) -> None:
-        modules = list(module.modules())
+    def __init__(self, root: Module) -> None:
+        self.root = root
+        modules = list(root.modules())
         # Views of dictionaries that go on: they show what comes and goes.
         tensors = [d for m in modules for d in (m._parameters, m._buffers)]
         inside = [m._modules for m in modules]
@@ -58,37 +82,14 @@ class _Contents:
         self._tensors = [d.values() for d in tensors if d]
         self._inside = [d.values() for d in inside if d]
         self._modules = list(chain.from_iterable(self._inside))
-        self._is_plain = all(map(has_storage, self._all_tensors()))
         self._is_live = not any(isinstance(m, torch.jit.ScriptModule) for m in modules)
-        self._storages = list(map(weakref.ref, self._all_storages()))
 
-    def is_all_there_is(self) -> bool:
-        """Whether the module has no other storage now, and no other module."""
-        try:
-            found = self._all_storages()
-        except Exception:  # a tensor that has no storage came in place of one
-            return False
-        return (
-            self._is_live
-            and not any(self._empty)
-            and _are_same(chain.from_iterable(self._inside), self._modules)
-            and _are_same(map(call, self._storages), found)
-        )
+    def has_changed(self) -> bool:
+        """Whether there are other modules now, or tensors in dictionaries that had none."""
+        now = list(chain.from_iterable(self._inside))
+        is_same = len(now) == len(self._modules) and all(map(is_, now, self._modules))
+        return not is_same or any(self._empty) or not self._is_live
 
-    def _all_tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """The parameters and buffers there are now."""
         return [one for one in chain.from_iterable(self._tensors) if one is not None]
-
-    def _all_storages(self) -> list[UntypedStorage]:
-        tensors: Iterable[Tensor] = self._all_tensors()
-        if not self._is_plain:
-            inner = (plain for one in tensors for plain in plain_tensors(one))
-            tensors = filter(has_storage, inner)
-        return list(map(Tensor.untyped_storage, tensors))
-
-
-def _are_same(now: Iterable[object], before: Iterable[object]) -> bool:
-    """Whether these are the very same objects, in the same order, and as many."""
-    return all(map(is_, chain(now, _END), chain(before, _END)))
-
-
-_END = (object(),)

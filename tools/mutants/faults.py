@@ -921,15 +921,15 @@ MUTANTS = [
     Mutant(
         "new memory of a parameter is not seen",
         "pp_offload/_groups/watched_module.py",
-        "            and _are_same(map(call, self._storages), found)\n",
-        "",
+        "            return list(before) == list(now)",
+        "            return True",
         "a parameter that got other memory between steps is copied to the host",
         ("tests/groups/test_watched_module.py::test_what_comes_later_is_kept",),
     ),
     Mutant(
         "the first buffer of a module is not seen",
         "pp_offload/_groups/watched_module.py",
-        "            and not any(self._empty)\n",
+        " or any(self._empty)",
         "",
         "the first buffer of a module, made in a forward, is copied to the host",
         ("tests/groups/test_watched_module.py::test_what_comes_later_is_kept",),
