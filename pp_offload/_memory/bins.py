@@ -28,6 +28,10 @@ class Bins:
         self._by_size.setdefault(buffer.nbytes, {})[buffer] = None
         self._oldest_first[buffer] = None
 
+    def has(self, nbytes: int) -> bool:
+        """Whether :meth:`pop` finds a buffer of that size."""
+        return nbytes in self._by_size
+
     def pop(self, nbytes: int) -> HostBuffer | None:
         """A buffer of that size: the one added last if no copy uses it any more, for it may be in
         the CPU's cache; else the one added first, whose copies end before those of all others.

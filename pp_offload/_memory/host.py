@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from pp_offload._memory.arena import Arena, Range
-from pp_offload._memory.bins import Bins
+from pp_offload._memory.bins import FEW, Bins
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.buffers import HostBuffer, Loan
 from pp_offload._memory.loans import Loans
@@ -93,6 +93,10 @@ class _InUse:
         if self.room > self.peak_room:
             self.peak_room = self.room
 
+    def would_peak_with(self, nbytes: int) -> bool:
+        """Whether with a buffer of ``nbytes`` more would be in use than ever."""
+        return self.nbytes + nbytes > self.peak or self.room + _room_for(nbytes) > self.peak_room
+
     def remove(self, buffer: HostBuffer) -> None:
         """Nobody has it any more."""
         self.nbytes -= buffer.nbytes
@@ -156,7 +160,7 @@ class HostMemory:
         if self._is_closed:
             raise ClosedError("the host tier is closed; make a new manager to go on")
         if self._is_suspect or self._loans.has_ended:
-            self._settle()
+            self._settle_for(nbytes)
         self._is_suspect = True
         try:
             buffer = self._bins.pop(nbytes) or self._carve(nbytes, force)
@@ -180,11 +184,11 @@ class HostMemory:
         Raises:
             Unfinished: Copies still use the slabs.
         """
-        self._settle()
         peak = self._in_use.peak_room
-        if not self._may_split or self._is_closed:
+        if not self._may_split or self._is_closed or peak == self._compacted_to:
             return
-        if self._in_use.num_buffers or peak == self._compacted_to:
+        self._settle()
+        if self._in_use.num_buffers:
             return
         sizes = list(powers_of_two(peak, granule_for(peak)))
         if sum(sizes) <= self._reserved_bytes():
@@ -245,12 +249,22 @@ class HostMemory:
 
     # The books
 
-    def _settle(self) -> None:
+    def _settle_for(self, nbytes: int) -> None:
+        """Take back some of what nobody has any more, so that no request pays for a whole step's.
+
+        All of it, if there is no buffer of ``nbytes`` else, or the peak would count it as in use.
+        """
+        self._settle(FEW)
+        if self._loans.has_ended:
+            if not self._bins.has(nbytes) or self._in_use.would_peak_with(nbytes):
+                self._settle()
+
+    def _settle(self, most: int | None = None) -> None:
         """Take back what nobody has any more; first make the books anew if need be."""
         if self._is_suspect:
             self._make_books()
         self._is_suspect = True
-        for buffer in self._loans.ended():
+        for buffer in self._loans.ended(most):
             self._in_use.remove(buffer)
             self._bins.add(buffer)
         while self._bins.num_sizes > MAX_SIZES and not self._is_closed:
@@ -302,7 +316,7 @@ class HostMemory:
         return buffer
 
     def _ranges(self, nbytes: int, force: bool) -> list[Range]:
-        room = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        room = _room_for(nbytes)
         for make_room in (None, self._free_idle, self._free_busy):
             if make_room is not None:
                 make_room(room)
@@ -383,6 +397,10 @@ class HostMemory:
     def _add(self, slab: Slab) -> None:
         self._slabs.append(slab)
         self._arena.add_slab(slab.nbytes)
+
+
+def _room_for(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _among(slabs: list[Slab], sizes: list[int]) -> tuple[list[Slab], list[int]]:

@@ -26,6 +26,10 @@ class _Loan(weakref.ref[Any]):
 
     __slots__ = ("lent",)
 
+    # By identity: an owner that is gone has no hash.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     lent: Any
 
 
@@ -33,30 +37,29 @@ class Loans(Generic[Lent]):
     """Who has what. Owners may go on any thread; the rest is for one thread at a time."""
 
     def __init__(self) -> None:
-        self._current: dict[int, _Loan] = {}
+        self._current: set[_Loan] = set()
         self._ended: deque[_Loan] = deque()
 
     def add(self, owner: object, lent: Lent) -> None:
         """``lent`` is taken for as long as anybody refers to ``owner``."""
         loan = _Loan(owner, self._ended.append)
         loan.lent = lent
-        self._current[id(loan)] = loan
+        self._current.add(loan)
 
     @property
     def has_ended(self) -> bool:
         """Whether :meth:`ended` gives anything."""
         return bool(self._ended)
 
-    def ended(self) -> list[Lent]:
-        """What was lent to owners that are gone; each once."""
-        found = []
-        while self._ended:
-            loan = self._ended.popleft()
-            if self._current.pop(id(loan), None) is not None:  # or :meth:`audit` left it out
-                found.append(loan.lent)
+    def ended(self, most: int | None = None) -> list[Lent]:
+        """What was lent to owners that are gone; each once, and no more than ``most`` of them."""
+        num = len(self._ended) if most is None else min(most, len(self._ended))
+        ended = [self._ended.popleft() for _ in range(num)]
+        found = [one.lent for one in ended if one in self._current]  # or :meth:`audit` left it out
+        self._current.difference_update(ended)
         return found
 
     def audit(self) -> list[Lent]:
         """What is lent to living owners. :meth:`ended` will not give what the others had."""
-        self._current = {key: one for key, one in self._current.items() if one() is not None}
-        return [loan.lent for loan in self._current.values()]
+        self._current = {one for one in self._current if one() is not None}
+        return [loan.lent for loan in self._current]

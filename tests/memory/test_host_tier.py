@@ -366,6 +366,36 @@ def test_the_peak_counts_bytes_and_not_the_room_they_took() -> None:
     assert tier.statistics().peak == 1000
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 60), st.sampled_from([1, 700, 5000])), max_size=6))
+def test_the_peak_is_exact_though_buffers_are_taken_back_bit_by_bit(
+    steps: list[tuple[int, int]],
+) -> None:
+    tier = HostMemory(System().allocate)
+    peak = peak_room = 0
+    for num, nbytes in steps:
+        held = [tier.allocate(nbytes) for _ in range(num)]
+        peak = max(peak, sum(loan.nbytes for loan in held))
+        peak_room = max(peak_room, sum(loan.buffer.room_bytes for loan in held))
+        held.clear()
+    assert tier._in_use.peak_room == peak_room
+    assert tier.statistics().peak == peak
+
+
+def test_a_take_does_not_pay_for_all_that_was_given_back() -> None:
+    def lines(num_given_back: int) -> int:
+        tier = HostMemory(System().allocate)
+        held = [tier.allocate(1000) for _ in range(num_given_back)]
+        held.clear()
+        tier.compact()
+        held = [tier.allocate(1000)]
+        with interrupted(None) as lines:
+            held.append(tier.allocate(1000))
+        return lines.count
+
+    assert lines(1000) == lines(100)
+
+
 def test_fitting_asks_for_no_more_than_there_is() -> None:
     tier = HostMemory(System().allocate, budget(70000))
     tier.allocate(66000)
