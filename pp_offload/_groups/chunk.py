@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import ClassVar
@@ -21,7 +22,7 @@ from torch.nn import Parameter
 
 from pp_offload._common.checks import check_group_name, check_switch, checked_tensors
 from pp_offload._groups.group import Group, GroupState
-from pp_offload._groups.plan import ChunkKey, ChunkShape, GroupKey
+from pp_offload._groups.plan import ChunkKey, ChunkRecord, ChunkShape, GroupKey
 from pp_offload._groups.prefetch import Visit
 from pp_offload._groups.wiring import Wiring
 from pp_offload._transfer.saved_tensor import Packed, Resident, SavedActivation, SavedWrapper
@@ -250,11 +251,16 @@ class Chunk:
             if name in (None, group.name)
         )
 
-    def shape(self) -> ChunkShape:
-        """What the plan needs to know."""
-        assert self.key is not None
+    def record(self, key: ChunkKey) -> ChunkRecord:
+        """What it did as chunk ``key`` of the step."""
         names, sizes = [g.name for g in self.groups], [g.counts.nbytes for g in self.groups]
-        return ChunkShape(self.key, tuple(names), tuple(sizes))
+        shape = ChunkShape(key, tuple(names), tuple(sizes))
+        record = ChunkRecord(shape, Counter(), Counter(), Counter())
+        for group in self.groups:
+            record.copied_bytes[group.name] += group.counts.copied_bytes
+            record.num_tensors[group.name] += group.counts.num_tensors
+            record.num_open[group.name] += group.state is GroupState.OPEN
+        return record
 
     def reset(self) -> None:
         """Forget all groups. Tensors autograd still holds stay good."""

@@ -79,7 +79,7 @@ class Group:
     @property
     def is_alive(self) -> bool:
         """Whether autograd holds a tensor that it saved here and that left or may leave."""
-        return bool(self.saved()) or next(self.tickets_last_first(), None) is not None
+        return any([ref() for ref in self._tickets]) or bool(self.saved())
 
     def move_to(self, state: GroupState) -> None:
         """Close the group: it is offloaded, or kept.

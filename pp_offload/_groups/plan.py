@@ -6,6 +6,7 @@ here touches a tensor, a stream or a clock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -58,6 +59,15 @@ class ChunkShape(NamedTuple):
         """Each group with its key, in forward order."""
         for position, group in enumerate(zip(self.names, self.sizes, strict=True)):
             yield GroupKey(self.key, position), GroupShape(*group)
+
+
+class ChunkRecord(NamedTuple):
+    """All that is asked of a chunk at the end of its step; the counts are by group name."""
+
+    shape: ChunkShape
+    copied_bytes: Counter[str]
+    num_tensors: Counter[str]
+    num_open: Counter[str]
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,20 @@
-"""What happens in one step: its chunks in forward and in backward order."""
+"""What happens in one step: its chunks in forward and in backward order.
+
+When backward goes on to another chunk, and nothing of the last one is alive, only a record is kept
+of that: so the end of a step does not have to read and free all its groups.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
-from pp_offload._groups.group import Group, GroupState
+from pp_offload._groups.group import Group
 from pp_offload._groups.idle_groups import GroupUse
-from pp_offload._groups.plan import ChunkKey, Plan, make_plan
+from pp_offload._groups.plan import ChunkKey, ChunkRecord, Plan, make_plan
 from pp_offload._groups.prefetch import Visit
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
 from pp_offload._groups.wiring import Step
@@ -39,7 +43,7 @@ class StepRecord(Step):
         self.weight_pass: WeightPass | None = None
         self.summary: dict[str, int] = {}
         self._forward: dict[ChunkKey, Chunk] = {}
-        self._backward: dict[ChunkKey, Chunk] = {}
+        self._backward: dict[ChunkKey, Chunk | ChunkRecord] = {}
         self._live_at_peak: frozenset[ChunkKey] = frozenset()
         self._weight_passes: dict[ChunkKey, WeightPass] = {}
         self._numbers: Counter[int] = Counter()
@@ -70,12 +74,25 @@ class StepRecord(Step):
 
     def begin_chunk(self, chunk: Chunk) -> None:
         """Backward has reached ``chunk``."""
-        self.in_backward = chunk
+        before, self.in_backward = self.in_backward, chunk
         if not self._backward:  # memory is highest when the first backward begins
             self._live_at_peak = frozenset(self._forward)
-        if chunk.key is not None and chunk.key not in self._backward:
+        if chunk.key is not None and self._backward.get(chunk.key) is not chunk:
             self._backward[chunk.key] = chunk
             self.queue.remove(chunk)
+        if before is not None and before is not chunk:
+            self._leave(before)
+
+    def _leave(self, chunk: Chunk) -> None:
+        """Keep only the record of a chunk, if its backward is over."""
+        key = chunk.key
+        if key is None or key in self._weight_passes or chunk.open_groups:
+            return
+        if chunk.is_over and _is_finished(chunk):
+            self._backward[key] = chunk.record(key)
+            self.queue.forget(chunk)
+            self._forward.pop(key, None)
+            chunk.key = None  # a forward that goes on in it is added again
 
     def begin_backward(self, chunk: Chunk) -> None:
         """The backward of ``chunk`` begins, or the first part of it."""
@@ -116,20 +133,22 @@ class StepRecord(Step):
 
     def forget_finished(self) -> None:
         """Forget chunks of which no tensor is left, where a step never ends."""
+        num_chunks = self.num_chunks
         for key, chunk in list(self._forward.items()):
             if chunk.is_over:
                 self.queue.forget(chunk)
                 del self._forward[key]
-                self._backward.pop(key, None)
                 self._weight_passes.pop(key, None)
-                self.is_partly_forgotten = True
+        for key in self._backward.keys() - self._forward.keys():
+            del self._backward[key]
+        self.is_partly_forgotten |= self.num_chunks < num_chunks
         if self.in_backward is not None and self.in_backward.key not in self._forward:
             self.in_backward = None
 
     @property
     def num_chunks(self) -> int:
         """How many of its chunks had groups, and are not forgotten."""
-        return len(self._forward)
+        return len(self._forward.keys() | self._backward.keys())
 
     def awaited_elsewhere(self) -> Chunk | None:
         """A chunk of another living thread whose backward is still to come."""
@@ -152,29 +171,22 @@ class StepRecord(Step):
 
     def make_plan(self, config: OffloadConfig) -> Plan:
         """Learn from the step: the plan, the summary, and the backward order."""
-        shapes, copied = [], defaultdict[str, int](int)
-        for chunk in self._backward.values():  # once: its groups have left the CPU's cache
-            shapes.append(chunk.shape())
-            if chunk.key in self._live_at_peak:
-                for group in chunk.groups:
-                    copied[group.name] += group.counts.copied_bytes
+        records = [_record(key, chunk) for key, chunk in self._backward.items()]
         if not self.queue.is_told:
-            self.queue.know_order([shape.key for shape in shapes])
-        self.summary = {name: nbytes for name, nbytes in copied.items() if nbytes}
-        return make_plan(tuple(shapes), config, self.pipeline_rank)
+            self.queue.know_order(self._backward)
+        at_peak = [one.copied_bytes for one in records if one.shape.key in self._live_at_peak]
+        self.summary = dict(sum(at_peak, Counter()))  # which leaves out names with none
+        return make_plan(tuple(one.shape for one in records), config, self.pipeline_rank)
 
     def group_uses(self) -> dict[str, GroupUse]:
         """What the step did, by group name."""
-        found: dict[str, GroupUse] = {}
-        for chunk in self._forward.values():
-            for group in chunk.groups:
-                groups, tensors, num_open = found.get(group.name, (0, 0, 0))
-                found[group.name] = GroupUse(
-                    groups + 1,
-                    tensors + group.counts.num_tensors,
-                    num_open + (group.state is GroupState.OPEN),
-                )
-        return found
+        groups, tensors, num_open = Counter[str](), Counter[str](), Counter[str]()
+        for key, chunk in {**self._forward, **self._backward}.items():
+            record = _record(key, chunk)
+            groups.update(record.shape.names)
+            tensors.update(record.num_tensors)
+            num_open.update(record.num_open)
+        return {name: GroupUse(groups[name], tensors[name], num_open[name]) for name in groups}
 
     def clear(self) -> None:
         """Forget the step."""
@@ -196,6 +208,10 @@ class StepRecord(Step):
         if chunk is None or key is None or key.position >= len(chunk.groups):
             return None
         return chunk if chunk.groups[key.position] is group else None
+
+
+def _record(key: ChunkKey, chunk: Chunk | ChunkRecord) -> ChunkRecord:
+    return chunk.record(key) if isinstance(chunk, Chunk) else chunk
 
 
 def _is_finished(chunk: Chunk) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -62,6 +63,48 @@ def test_a_step_that_differs(manager: PipelineOffloadManager, calls: Counter[str
         found.append(manager.wiring.plan)
     assert calls["groups_to_keep"] == 3
     assert len({id(plan) for plan in found}) == 3
+
+
+def test_of_a_chunk_whose_backward_is_over_a_record_is_kept(
+    manager: PipelineOffloadManager,
+) -> None:
+    """When that of the next chunk begins; not if its tensors are alive, for they may be used."""
+    model = make_model(device=manager.backend.device.type)
+    losses, groups = [], []
+    for x in batches(3):
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        losses.append(model(x.to(manager.backend.device)).sum())
+        chunk = manager.cur_forward_chunk()
+        assert chunk is not None
+        groups.append([weakref.ref(group) for group in chunk.groups])
+    del chunk
+    manager.end_chunk()
+    for number, loss in enumerate(losses):
+        loss.backward(retain_graph=number == 1)
+        is_alive = [any(ref() is not None for ref in refs) for refs in groups]
+        assert is_alive == [number == 0, True, True]
+    assert manager.step.num_chunks == 3
+    losses[1].backward()
+    manager.reset()
+    assert len(manager.wiring.plan.names) == 3 and manager.offload_summary_bytes
+
+
+def test_a_forward_that_goes_on_behind_its_backward(manager: PipelineOffloadManager) -> None:
+    model = make_model(device=manager.backend.device.type)
+    first, second = (x.to(manager.backend.device) for x in batches(2))
+    for _ in range(2):
+        manager.init_model_chunk_offload_handler(None, None, 1, microbatch=0)
+        chunk = manager.cur_forward_chunk()
+        model(first).sum().backward()
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        model(second).sum().backward()
+        manager.forward.chunk = chunk
+        loss = model(first).sum()
+        assert manager.step.num_chunks == 2
+        loss.backward()
+        manager.reset()
+        names = {key.microbatch: names for key, names in manager.wiring.plan.names.items()}
+        assert names == {0: names[1] * 2, 1: names[1]}
 
 
 def test_a_group_that_backward_did_not_reach_teaches_nothing(
