@@ -266,14 +266,7 @@ class StagedDisk(OnDisk):
 
     def statistics(self) -> TierStatistics:
         """The numbers of the disk and of the staging memory."""
-        staging = self.staging.statistics()
-        return replace(
-            super().statistics(),
-            host_bytes_in_use=staging.in_use,
-            host_bytes_peak=staging.peak,
-            host_bytes_reserved=staging.reserved,
-            host_allocations=staging.num_allocations,
-        )
+        return replace(super().statistics(), host=self.staging.statistics())
 
     def compact(self) -> None:
         """Have the next step try the disk again, and make staging memory tight."""

@@ -51,13 +51,7 @@ class HostTier(Tier):
     def statistics(self) -> TierStatistics:
         """The numbers of the host memory."""
         host = self.host.statistics()
-        return TierStatistics(
-            num_payloads=host.num_payloads,
-            host_bytes_in_use=host.in_use,
-            host_bytes_peak=host.peak,
-            host_bytes_reserved=host.reserved,
-            host_allocations=host.num_allocations,
-        )
+        return TierStatistics(num_payloads=host.num_payloads, host=host)
 
     def compact(self) -> None:
         """Make the memory as tight as what the steps needed."""

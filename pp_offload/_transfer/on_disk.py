@@ -54,13 +54,7 @@ class OnDisk(Tier):
     def statistics(self) -> TierStatistics:
         """What is on disk, and what was written and read."""
         disk = self.disk.statistics()
-        return TierStatistics(
-            num_payloads=disk.num_payloads,
-            disk_bytes_in_use=disk.in_use,
-            disk_bytes_peak=disk.peak,
-            disk_bytes_written=disk.written,
-            disk_bytes_read=disk.read,
-        )
+        return TierStatistics(num_payloads=disk.num_payloads, disk=disk)
 
     def compact(self) -> None:
         """Have the next step try the disk again."""

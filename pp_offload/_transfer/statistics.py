@@ -68,29 +68,25 @@ class OffloadStatistics:
 def collect(transfer: TransferEngine) -> OffloadStatistics:
     """The statistics of an engine."""
     with transfer.lock:
-        return _collect(transfer)
-
-
-def _collect(transfer: TransferEngine) -> OffloadStatistics:
-    transfer.poll()
-    tiers = [tier.statistics() for tier in transfer.tiers]
-    counters = transfer.counters
-    return OffloadStatistics(
-        bytes_offloaded=counters.bytes_offloaded,
-        bytes_reloaded=counters.bytes_reloaded,
-        host_bytes_in_use=sum(tier.host_bytes_in_use for tier in tiers),
-        host_bytes_peak=sum(tier.host_bytes_peak for tier in tiers),
-        host_bytes_reserved=sum(tier.host_bytes_reserved for tier in tiers),
-        bytes_in_flight=transfer.in_flight_bytes,
-        bytes_reloaded_unused=transfer.reloaded_bytes,
-        live_tensors=sum(tier.num_payloads for tier in tiers),
-        prefetched_reloads=counters.prefetched_reloads,
-        on_demand_reloads=counters.on_demand_reloads,
-        taken_back=counters.num_taken_back,
-        consumer_wait_ms=counters.consumer_wait_ms,
-        host_allocations=sum(tier.host_allocations for tier in tiers),
-        disk_bytes_in_use=sum(tier.disk_bytes_in_use for tier in tiers),
-        disk_bytes_peak=sum(tier.disk_bytes_peak for tier in tiers),
-        disk_bytes_written=sum(tier.disk_bytes_written for tier in tiers),
-        disk_bytes_read=sum(tier.disk_bytes_read for tier in tiers),
-    )
+        transfer.poll()
+        tiers = [tier.statistics() for tier in transfer.tiers]
+        counters = transfer.counters
+        return OffloadStatistics(
+            bytes_offloaded=counters.bytes_offloaded,
+            bytes_reloaded=counters.bytes_reloaded,
+            host_bytes_in_use=sum(tier.host.in_use for tier in tiers),
+            host_bytes_peak=sum(tier.host.peak for tier in tiers),
+            host_bytes_reserved=sum(tier.host.reserved for tier in tiers),
+            bytes_in_flight=transfer.in_flight_bytes,
+            bytes_reloaded_unused=transfer.reloaded_bytes,
+            live_tensors=sum(tier.num_payloads for tier in tiers),
+            prefetched_reloads=counters.prefetched_reloads,
+            on_demand_reloads=counters.on_demand_reloads,
+            taken_back=counters.num_taken_back,
+            consumer_wait_ms=counters.consumer_wait_ms,
+            host_allocations=sum(tier.host.num_allocations for tier in tiers),
+            disk_bytes_in_use=sum(tier.disk.in_use for tier in tiers),
+            disk_bytes_peak=sum(tier.disk.peak for tier in tiers),
+            disk_bytes_written=sum(tier.disk.written for tier in tiers),
+            disk_bytes_read=sum(tier.disk.read for tier in tiers),
+        )

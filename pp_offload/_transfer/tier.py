@@ -53,43 +53,30 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pp_offload._memory.budget import HostBudget
+from pp_offload._memory.disk import DiskStatistics
+from pp_offload._memory.host import HostStatistics
 from pp_offload._memory.slabs import Allocate
 from pp_offload._transfer.block import Block, Holder
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.config import OffloadConfig
 
+NO_HOST_MEMORY = HostStatistics(0, 0, 0, 0, 0, 0)
+"""What a tier holds that has none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TierStatistics:
-    """What a tier holds and did. In bytes, but for the counts."""
+    """What a tier holds and did."""
 
-    num_payloads: int = 0
+    num_payloads: int
     """Payloads that are there."""
 
-    host_bytes_in_use: int = 0
-    """Host memory that somebody needs, at rest or on the way."""
+    host: HostStatistics = NO_HOST_MEMORY
+    """Host memory for bytes at rest or on the way."""
 
-    host_bytes_peak: int = 0
-    """The most that was ever in use."""
-
-    host_bytes_reserved: int = 0
-    """Asked from the system and not returned."""
-
-    host_allocations: int = 0
-    """How often the system was asked."""
-
-    disk_bytes_in_use: int = 0
-    """Room on disk that somebody needs."""
-
-    disk_bytes_peak: int = 0
-    """The most that was ever in use."""
-
-    disk_bytes_written: int = 0
-    """Written, or queued to be written."""
-
-    disk_bytes_read: int = 0
-    """Read, or queued to be read."""
+    disk: DiskStatistics = DiskStatistics()
+    """Room on disk."""
 
 
 class Tier(Holder, Protocol):

@@ -6,6 +6,7 @@ import logging
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from pp_offload._transfer import tiers
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.ticket import Ticket, place
-from pp_offload._transfer.tier import Tier, TierSetup, TierStatistics
+from pp_offload._transfer.tier import NO_HOST_MEMORY, Tier, TierSetup, TierStatistics
 from pp_offload.errors import TierError
 
 # The tier
@@ -60,12 +61,12 @@ class ToyTier(Tier):
         self.peak = 0
 
     def allocate(self, batch: list[Ticket], nbytes: int) -> list[Block]:
-        if self.statistics().host_bytes_in_use + nbytes > self._room_bytes:
+        if self.statistics().host.in_use + nbytes > self._room_bytes:
             raise MemoryError("the toy is full; make it larger")
         block = ToyBlock(self, self._buffer(nbytes))
         block.nbytes, block.num_payloads, block.packed = nbytes, len(batch), None
         self._all.append(weakref.ref(block))
-        self.peak = max(self.peak, self.statistics().host_bytes_in_use)
+        self.peak = max(self.peak, self.statistics().host.in_use)
         return [place(batch, block)]
 
     def _buffer(self, nbytes: int) -> Loan:
@@ -119,10 +120,10 @@ class ToyTier(Tier):
 
     def statistics(self) -> TierStatistics:
         living = self._living()
+        in_use = sum(block.nbytes for block in living)
         return TierStatistics(
             num_payloads=sum(block.num_payloads for block in living),
-            host_bytes_in_use=sum(block.nbytes for block in living),
-            host_bytes_peak=self.peak,
+            host=replace(NO_HOST_MEMORY, in_use=in_use, peak=self.peak),
         )
 
     def _living(self) -> list[ToyBlock]:
