@@ -30,7 +30,7 @@ class DirectDisk(OnDisk):
         Raises:
             MemoryError: The disk failed in this step.
         """
-        self._failures.check()
+        self.check_disk()
         return [
             place([ticket], DiskBlock(self, self.disk.allocate(ticket.nbytes))) for ticket in batch
         ]
@@ -52,7 +52,7 @@ class DirectDisk(OnDisk):
 
     def has_stored(self, block: Block) -> bool:
         """Whether the bytes were written. If not, their source is kept."""
-        if isinstance(block, DiskBlock) and block.state is BlockState.WRITING:
+        if isinstance(block, DiskBlock):
             self.settle(block)
         return block.state is BlockState.ON_DISK
 

@@ -97,7 +97,7 @@ class StagedDisk(OnDisk):
             MemoryError: The disk failed in this step, or there is no room for a staging buffer.
             Unfinished: Too much is on its way.
         """
-        self._failures.check()
+        self.check_disk()
         loan = self._stage(nbytes)
         uses = unfinished_uses(loan.buffer)
         check_finished(event for event in uses if isinstance(event, DiskEvent))

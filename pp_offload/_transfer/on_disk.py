@@ -1,12 +1,18 @@
-"""What both ways to the disk share: the file, its blocks and failures, its numbers.
+"""What both ways to the disk share: the file, its blocks, its failures.
 
 NOTE [ Two ways to the disk ]
     Where the device is the host, threads write a tensor as it is and read into a new one: see
     ``disk_direct.py``. Elsewhere its bytes pass through staging buffers: see ``disk_staged.py``.
+
+NOTE [ When the disk fails ]
+    What could not be written stays where it is, tensor or buffer, and later groups stay on the
+    device until the next step tries again. A payload that cannot be read back raises when it is
+    asked for; asked for again, it is read again.
 """
 
 from __future__ import annotations
 
+import logging
 from itertools import accumulate
 from typing import cast
 
@@ -16,13 +22,15 @@ from pp_offload._memory.buffers import Loan, Place, Spec, room_for
 from pp_offload._memory.disk import NO_EXTENT, DiskEvent, DiskExtent, DiskFile
 from pp_offload._transfer.block import Block, BlockState
 from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.disk_failures import DiskFailures
 from pp_offload._transfer.ticket import Ticket
 from pp_offload._transfer.tier import Tier, TierStatistics
+from pp_offload.errors import DiskTierError
+
+logger = logging.getLogger(__name__)
 
 
 class OnDisk(Tier):
-    """Keeps bytes on disk.
+    """Keeps bytes on disk. See NOTE [ When the disk fails ].
 
     Args:
         copies: Queues copies, and keeps alive what threads write or read into.
@@ -35,30 +43,46 @@ class OnDisk(Tier):
     def __init__(self, copies: Copies, disk: DiskFile) -> None:
         self.disk = disk
         self._copies = copies
-        self._failures = DiskFailures()
+        self._failure: DiskTierError | None = None
+        """Of a write in this step."""
+
+        self._has_warned = False
 
     def may_capture(self, block: Block | None = None) -> bool:
         """True only for what could not be written, which is still in memory."""
         return block is not None and block.state is BlockState.REFUSED
 
+    def check_disk(self) -> None:
+        """Raise MemoryError if the disk failed in this step."""
+        if self._failure is not None:
+            raise MemoryError(str(self._failure)) from self._failure
+
     def settle(self, block: DiskBlock) -> None:
-        """The write has ended, well or not."""
+        """If it was being written, the write has ended, well or not."""
+        if block.state is not BlockState.WRITING:
+            return
         failure = block.extent.failure
         if failure is None:
             block.move_to(BlockState.ON_DISK)
-        else:
-            self._failures.note(failure)
-            block.move_to(BlockState.REFUSED)
-            block.extent = NO_EXTENT
+            return
+        self._failure = failure
+        block.move_to(BlockState.REFUSED)
+        block.extent = NO_EXTENT
+        logger.log(
+            logging.DEBUG if self._has_warned else logging.WARNING,
+            "offloaded activations could not be written and stay in memory, as will what follows "
+            "in this step; from now on without a warning: %s",
+            failure,
+        )
+        self._has_warned = True
 
     def statistics(self) -> TierStatistics:
-        """What is on disk, and what was written and read."""
         disk = self.disk.statistics()
         return TierStatistics(num_payloads=disk.num_payloads, disk=disk)
 
     def compact(self) -> None:
         """Have the next step try the disk again."""
-        self._failures.forget()
+        self._failure = None
 
     def retire(self) -> None:
         """Drop the file, unless saved tensors need it; then it goes with the last of them."""
@@ -66,7 +90,6 @@ class OnDisk(Tier):
             self.disk.close()
 
     def close(self) -> None:
-        """Drop the file."""
         self.disk.close()
 
 
