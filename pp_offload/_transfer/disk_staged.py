@@ -68,8 +68,7 @@ class StagedDisk(OnDisk):
         """
         self._move_on(self._arriving, _has_arrived, self._write)
         self._move_on(self._writing, _was_written, self._settle)
-        while self._read_ahead and _has_come(self._read_ahead[0](), _was_read):
-            self._send_ahead(self._read_ahead.popleft()())
+        self._move_on(self._read_ahead, _was_read, self._send_ahead)
 
     @staticmethod
     def _move_on(
@@ -80,10 +79,12 @@ class StagedDisk(OnDisk):
         A block leaves the queue only afterwards, or an interrupt would have it forgotten. So
         ``act`` may be called twice for one.
         """
-        while queue and _has_come(queue[0](), has_ended):
+        while queue:
             ref = queue[0]
             block = ref()
             if block is not None:
+                if not has_ended(block):
+                    return
                 act(block)
             if queue and queue[0] is ref:  # another thread may have been faster
                 queue.popleft()
@@ -128,8 +129,7 @@ class StagedDisk(OnDisk):
 
     def _settle(self, block: DiskBlock) -> None:
         """The write has ended: drop the buffer, or the extent if it failed."""
-        if block.state is BlockState.WRITING:
-            self.settle(block)
+        self.settle(block)
         if block.state is BlockState.ON_DISK:
             block.loan = None
 
@@ -221,12 +221,12 @@ class StagedDisk(OnDisk):
         ]
         return [*asked, *more]
 
-    def _send_ahead(self, block: DiskBlock | None) -> None:
+    def _send_ahead(self, block: DiskBlock) -> None:
         """Copy what was read ahead to the device, unless a load on demand has done so.
 
-        If an interrupt has it forgotten on the way, the next load copies it.
+        What an interrupt cuts off behind the read, the next load copies.
         """
-        if block is not None and block.state is BlockState.READING:
+        if block.state is BlockState.READING:
             with suppress(DiskTierError):  # whoever asks for it gets the error
                 self._finish_reading(block)
                 self._send(block, ())
@@ -253,14 +253,11 @@ class StagedDisk(OnDisk):
 
         Also if its event has just ended: the next :meth:`poll` moves it on, which makes room.
         """
-        for ref in self._writing:
-            block = ref()
-            if block is not None and block.extent.last_use is not None:
-                raise Unfinished((block.extent.last_use,))
-        for ref in self._arriving:
-            block = ref()
-            if block is not None and block.offloaded is not None:
-                raise Unfinished((block.offloaded,))
+        writes = [block.extent.last_use for block in _living(self._writing)]
+        copies = [block.offloaded for block in _living(self._arriving)]
+        for event in (*writes, *copies):
+            if event is not None:
+                raise Unfinished((event,))
 
     # Numbers and memory
 
@@ -283,6 +280,10 @@ class StagedDisk(OnDisk):
         super().close()
 
 
+def _living(queue: Queue) -> list[DiskBlock]:
+    return [block for ref in queue if (block := ref()) is not None]
+
+
 def unfinished_uses(buffer: HostBuffer) -> tuple[Event, ...]:
     """Events of copies and threads that still use ``buffer``."""
     return tuple(event for event in buffer.last_uses() if not event.query())
@@ -294,11 +295,6 @@ def by_block(tickets: Sequence[Ticket]) -> dict[DiskBlock, list[Ticket]]:
     for ticket in tickets:
         groups.setdefault(DiskBlock.of(ticket), []).append(ticket)
     return groups
-
-
-def _has_come(block: DiskBlock | None, has_ended: Callable[[DiskBlock], bool]) -> bool:
-    """Whether the first of a queue may leave it: it has come so far, or is gone."""
-    return block is None or has_ended(block)
 
 
 def _has_arrived(block: DiskBlock) -> bool:
