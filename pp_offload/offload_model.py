@@ -24,7 +24,6 @@ NOTE [ Order of sums ]
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -49,7 +48,6 @@ from pp_offload._slices.to_host import move_to_host
 from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload._transfer.statistics import OffloadStatistics, collect
 from pp_offload._transfer.tensors import is_dense
-from pp_offload._transfer.tiers import make_engine
 from pp_offload.backends import Backend, check_backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
@@ -121,9 +119,7 @@ class OffloadModel(nn.Module):
         self._num_microbatches = num_microbatches
         self._is_list = isinstance(layers, nn.ModuleList)
         self._slices = _cut(layers, num_slices)
-        in_memory = dataclasses.replace(config, tiers=("host",), disk_dir=None)
-        engine = make_engine(backend, in_memory, in_one_piece=True)
-        self._cache = SliceCache(PlainCopies(engine, verify=config.verify))
+        self._cache = SliceCache(PlainCopies(backend, config))
         self._recompute: Recompute | None = None
         if checkpoint_activation:
             inputs = ActivationStash("slice inputs", config, backend=backend)

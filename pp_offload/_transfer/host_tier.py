@@ -32,9 +32,8 @@ class HostTier(Tier):
     @classmethod
     def made(cls, setup: TierSetup) -> HostTier:
         """A tier as the options say."""
-        may_split, trim = not setup.in_one_piece, setup.copies.backend.trim_host
-        host = HostMemory(setup.allocate, setup.budget_at_rest, may_split=may_split, trim=trim)
-        return cls(setup.copies, host)
+        trim = setup.copies.backend.trim_host
+        return cls(setup.copies, HostMemory(setup.allocate, setup.budget_at_rest, trim=trim))
 
     def allocate(self, batch: list[Ticket], nbytes: int) -> list[Block]:
         """One buffer for the batch."""

@@ -18,17 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.buffers import as_tensor
 from pp_offload._memory.host import HostMemory
 from pp_offload._memory.host_tensors import host_tensors
 from pp_offload._memory.slabs import pageable
 from pp_offload._transfer.copies import Queued, record, wait
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.host_tier import HostTier
 from pp_offload._transfer.tensors import as_dense
-from pp_offload._transfer.verify import checksum_of
-from pp_offload.backends import Event, Stream
-from pp_offload.errors import VerifyError
+from pp_offload._transfer.tiers import host_engine
+from pp_offload._transfer.verify import check_same, checksum_of
+from pp_offload.backends import Backend, Event, Stream
+from pp_offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +57,19 @@ class PlainCopies:
     """Copies tensors to the device and to the host; two threads of a backward may ask at once.
 
     Args:
-        transfer: Its lock, listeners and cap on bytes in flight are used, and its host memory, in
-            which each buffer is one piece.
-        verify: Compare what came with what left.
+        backend: Device to work on.
+        config: How much host memory, and how much in flight; whether to ``verify``.
+
+    Attributes:
+        transfer: Its lock, listeners and cap on bytes in flight are used.
     """
 
-    def __init__(self, transfer: TransferEngine, *, verify: bool = False) -> None:
-        self.transfer = transfer
-        self._verify = verify
+    def __init__(self, backend: Backend, config: OffloadConfig) -> None:
+        budget, trim = HostBudget(config.host_budget_bytes, RAISE_IT), backend.trim_host
+        # Each buffer is one piece, for these tensors are used where they are.
+        self._host = HostMemory(backend.allocate_host, budget, may_split=False, trim=trim)
+        self.transfer = host_engine(backend, self._host, config.max_in_flight_bytes)
+        self._verify = config.verify
         self._has_warned = False
         self._in_use: list[tuple[Event, Sequence[Tensor]]] = []
 
@@ -83,7 +88,7 @@ class PlainCopies:
         stream = backend.current_stream()
         checksums = self._checksums(sources)
         with self.transfer.lock:
-            self._let_go()
+            self.poll()
             with torch.inference_mode(False):  # other threads are not in it, and may write them
                 targets = [torch.empty_like(one, device=backend.device) for one in sources]
             wait(backend.h2d, record(stream))
@@ -113,7 +118,7 @@ class PlainCopies:
         dense = [as_dense(source.detach()) for source in sources]
         checksums = self._checksums(dense)
         with self.transfer.lock:
-            self._let_go()
+            self.poll()
             with torch.inference_mode(False):  # the program could not go on with inference tensors
                 targets = host_tensors(dense, self._gradient_memory, is_shared=False)
             wait(backend.d2h, record(stream))
@@ -144,12 +149,6 @@ class PlainCopies:
         event = record(stream)
         self._in_use[-1] = event, kept
         return event
-
-    @property
-    def _host(self) -> HostMemory:
-        (tier,) = self.transfer.tiers
-        assert isinstance(tier, HostTier)  # its engine has no other tier
-        return tier.host
 
     def host_tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
         """Host memory, in one allocation, for tensors that must have it, such as parameters.
@@ -182,13 +181,8 @@ class PlainCopies:
         pending.event.synchronize()
         self.poll()
         for tensor, expected in zip(pending.tensors, pending.checksums, strict=False):
-            found = checksum_of(as_dense(tensor))
-            if found != expected:
-                raise VerifyError(
-                    f"a tensor of {pending.label} with shape {tuple(tensor.shape)} came to "
-                    f"{tensor.device} with checksum {found:#010x}, expected {expected:#010x}; "
-                    "please report this with the backend and the options in use"
-                )
+            what = f"a tensor of {pending.label} with shape {tuple(tensor.shape)}"
+            check_same(as_dense(tensor), expected, f"{what} came to {tensor.device}")
         return pending.tensors
 
     def _checksums(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -197,7 +191,8 @@ class PlainCopies:
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
         with self.transfer.lock:
-            self._let_go()
+            self.transfer.poll()
+            self._in_use = [one for one in self._in_use if not one[0].query()]
 
     def __del__(self) -> None:
         """Wait for copies that may still write memory which goes with this: no stream does."""
@@ -205,7 +200,3 @@ class PlainCopies:
             if not self.transfer.backend.is_capturing:
                 for event, _ in self._in_use:
                     event.synchronize()
-
-    def _let_go(self) -> None:
-        self.transfer.poll()
-        self._in_use = [one for one in self._in_use if not one[0].query()]

@@ -201,6 +201,3 @@ class TierSetup:
 
     budget_at_rest: HostBudget
     """The part of it for bytes that stay in host memory."""
-
-    in_one_piece: bool
-    """Whether each buffer of host memory has to be one piece."""

@@ -61,8 +61,6 @@ def make_engine(
     backend: Backend,
     config: OffloadConfig,
     allocate: Allocate | None = None,
-    *,
-    in_one_piece: bool = False,
 ) -> TransferEngine:
     """A transfer engine for ``config``.
 
@@ -71,15 +69,13 @@ def make_engine(
         config: Says which tiers, and how much of them.
         allocate: Gives so many bytes of host memory. None for the backend's own, which its copies
             need to be asynchronous.
-        in_one_piece: Whether each buffer of the host tier has to be one piece; not with a disk.
 
     Raises:
         DiskTierError: The file of the disk tier cannot be made.
     """
     allocate = allocate or backend.allocate_host
     has_disk = "disk" in config.tiers
-    advice = FOR_THE_WAY if has_disk else RAISE_IT if in_one_piece else OR_THE_DISK
-    whole = HostBudget(config.host_budget_bytes, advice)
+    whole = HostBudget(config.host_budget_bytes, FOR_THE_WAY if has_disk else OR_THE_DISK)
     passes_through = has_disk and not backend.is_host
     setup = TierSetup(
         copies=Copies(backend, config.max_in_flight_bytes),
@@ -87,7 +83,6 @@ def make_engine(
         allocate=allocate,
         budget=whole,
         budget_at_rest=whole.but_for(STAGING_SHARE) if passes_through else whole,
-        in_one_piece=in_one_piece and not has_disk,
     )
     return TransferEngine(setup.copies, [MAKERS[name](setup) for name in config.tiers])
 

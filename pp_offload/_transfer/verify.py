@@ -52,16 +52,10 @@ class Verifier(Listener):
         Raises:
             VerifyError: It is something else.
         """
-        expected = ticket.checksum
-        if expected is None or self._backend.is_capturing:
+        if ticket.checksum is None or self._backend.is_capturing:
             return  # in a capture nothing is there to compare
-        found = checksum_of(tensor)
-        if found != expected:
-            raise VerifyError(
-                f"a tensor of group '{ticket.label}' with payload shape {tuple(tensor.shape)} came "
-                f"back with checksum {found:#018x}, expected {expected:#018x}; please report this "
-                "with the backend and the options in use"
-            )
+        what = f"a tensor of group '{ticket.label}' with payload shape {tuple(tensor.shape)}"
+        check_same(tensor, ticket.checksum, f"{what} came back")
 
     def leaving(self, tickets: Sequence[Ticket]) -> None:
         """Note checksums of these tickets' payloads."""
@@ -100,6 +94,25 @@ class Verifier(Listener):
 def checksum_of(tensor: Tensor) -> int:
     """The checksum of a dense tensor's bytes; waits for the device."""
     return checksum(flat_bytes(tensor.contiguous()).cpu().numpy())
+
+
+def check_same(tensor: Tensor, expected: int, came: str) -> None:
+    """Compare a dense tensor with what left.
+
+    Args:
+        tensor: On any device, which is waited for.
+        expected: The checksum of what left.
+        came: Which tensor came where, for the message.
+
+    Raises:
+        VerifyError: It is something else.
+    """
+    found = checksum_of(tensor)
+    if found != expected:
+        raise VerifyError(
+            f"{came} with checksum {found:#018x}, expected {expected:#018x}; please report this "
+            "with the backend and the options in use"
+        )
 
 
 def _tensors_of(key: int) -> Iterator[Tensor]:

@@ -417,8 +417,12 @@ def same_bytes_landed_for_another_stream(on: Program) -> bool:
 # Copies that the host waits for
 
 
+def copies_of() -> PlainCopies:
+    return PlainCopies(AcceleratorBackend(), OffloadConfig())
+
+
 def plain_computed_late(on: Program) -> bool:
-    copies, given = PlainCopies(engine_of()), some(N)
+    copies, given = copies_of(), some(N)
     x = given.to("emulated")
     with on.late(compute(), copies.transfer.backend.d2h):
         pending = copies.copy_to_host([x * 2], "g")
@@ -426,7 +430,7 @@ def plain_computed_late(on: Program) -> bool:
 
 
 def plain_source_let_go(on: Program) -> bool:
-    copies, given = PlainCopies(engine_of()), some(N)
+    copies, given = copies_of(), some(N)
     x = given.to("emulated")
     with on.late(copies.transfer.backend.d2h, compute()):
         pending = copies.copy_to_host([x], "g")
@@ -436,7 +440,7 @@ def plain_source_let_go(on: Program) -> bool:
 
 
 def plain_brought_into_memory_in_use(on: Program) -> bool:
-    copies, given, source = PlainCopies(engine_of()), some(N), some(N).pin_memory()
+    copies, given, source = copies_of(), some(N), some(N).pin_memory()
     on.without_cached_memory()
     x = given.to("emulated")
     address = x.data_ptr()
@@ -450,7 +454,7 @@ def plain_brought_into_memory_in_use(on: Program) -> bool:
 
 
 def plain_target_nobody_wants(on: Program) -> bool:
-    copies, source = PlainCopies(engine_of()), some(N).pin_memory()
+    copies, source = copies_of(), some(N).pin_memory()
     on.without_cached_memory()
     with on.late(copies.transfer.backend.h2d, compute()):
         copies.copy_to_device([source], "g")
@@ -460,7 +464,7 @@ def plain_target_nobody_wants(on: Program) -> bool:
 
 
 def plain_copies_gone(on: Program) -> bool:
-    copies, source = PlainCopies(engine_of()), some(N).pin_memory()
+    copies, source = copies_of(), some(N).pin_memory()
     h2d = copies.transfer.backend.h2d
     on.without_cached_memory()
     with on.late(h2d, compute()) as gate:
@@ -472,7 +476,7 @@ def plain_copies_gone(on: Program) -> bool:
 
 
 def plain_read_by_the_host(on: Program) -> bool:
-    copies, given = PlainCopies(engine_of()), some(N)
+    copies, given = copies_of(), some(N)
     x = given.to("emulated")
     with on.late(copies.transfer.backend.d2h) as gate:
         pending = copies.copy_to_host([x], "g")

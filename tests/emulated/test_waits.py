@@ -168,7 +168,7 @@ CASES: dict[str, Case] = {
     "plain: a target nobody wants is kept until it is written": (
         programs.plain_target_nobody_wants,
         Fault(f"{PLAIN}.copy_to_device", "[*sources, *targets]", "sources"),
-        Fault(f"{PLAIN}._let_go", "if not one[0].query()", "if False"),
+        Fault(f"{PLAIN}.poll", "if not one[0].query()", "if False"),
     ),
     "plain: copies that go are waited for": (
         programs.plain_copies_gone,

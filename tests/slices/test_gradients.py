@@ -11,7 +11,6 @@ import torch
 from pp_offload import OffloadConfig
 from pp_offload._slices.gradients import GradientPath
 from pp_offload._transfer.plain_copies import PlainCopies
-from pp_offload._transfer.tiers import make_engine
 from pp_offload.testing import SimulatedBackend
 
 
@@ -21,8 +20,7 @@ def test_who_sends_gradients_waits_only_where_autograd_looks_at_them_at_once(
 ) -> None:
     """With ``detect_anomaly`` it does. Else the thread that sends goes on with the next slice."""
     device = SimulatedBackend("late")
-    engine = make_engine(device, OffloadConfig(), in_one_piece=True)
-    path = GradientPath(PlainCopies(engine), "slice 0")
+    path = GradientPath(PlainCopies(device, OffloadConfig()), "slice 0")
     looks: Any = torch.autograd.detect_anomaly() if is_looked_at else nullcontext()
     with device.activate():
         gradient = torch.arange(4.0)

@@ -10,7 +10,6 @@ from torch.nn import Parameter
 from pp_offload import OffloadConfig
 from pp_offload._slices.cache import Slice, SliceCache
 from pp_offload._transfer.plain_copies import PlainCopies
-from pp_offload._transfer.tiers import make_engine
 from pp_offload.testing import SimulatedBackend
 
 
@@ -34,7 +33,7 @@ def values(cache: SliceCache, one: Slice) -> list[float]:
 
 def test_what_was_foreseen_is_used(backend) -> None:
     with backend.activate():
-        cache = SliceCache(PlainCopies(make_engine(backend, OffloadConfig())))
+        cache = SliceCache(PlainCopies(backend, OffloadConfig()))
         slices = slices_of(3)
         for one, following in zip(slices, [*slices[1:], None], strict=True):
             assert values(cache, one) == one.parameters[0].tolist()
@@ -61,7 +60,7 @@ def replace(parameter: Tensor) -> None:
 @pytest.mark.parametrize("is_foreseen", [True, False])
 def test_what_changed_is_brought_again(backend, is_foreseen: bool, change) -> None:
     with backend.activate():
-        cache = SliceCache(PlainCopies(make_engine(backend, OffloadConfig())))
+        cache = SliceCache(PlainCopies(backend, OffloadConfig()))
         first, second = slices_of(2)
         wanted = second if is_foreseen else first
         cache.use(first)
@@ -78,7 +77,7 @@ def test_what_changed_is_brought_again(backend, is_foreseen: bool, change) -> No
 
 def test_only_what_belongs_to_a_graph_is_forgotten(backend) -> None:
     with backend.activate():
-        cache = SliceCache(PlainCopies(make_engine(backend, OffloadConfig())))
+        cache = SliceCache(PlainCopies(backend, OffloadConfig()))
         first, second, third = slices_of(3)
         cache.use(first)
         cache.prefetch(second)
@@ -99,7 +98,7 @@ def test_a_slice_on_one_stream_is_brought_again_for_another() -> None:
     """Its memory returns to the stream that it belongs to, which does not wait for the other."""
     backend = SimulatedBackend("late")
     with backend.activate():
-        cache = SliceCache(PlainCopies(make_engine(backend, OffloadConfig())))
+        cache = SliceCache(PlainCopies(backend, OffloadConfig()))
         (one,) = slices_of(1)
         first = cache.use(one).pending
         other = backend.new_stream("other")

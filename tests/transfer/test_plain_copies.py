@@ -16,14 +16,13 @@ from pp_offload._memory.host_tensors import ALIGNMENT, host_tensors
 from pp_offload._memory.slabs import pageable
 from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
 from pp_offload._transfer.statistics import collect
-from pp_offload._transfer.tiers import make_engine
 
 SHAPES = [(3, 5), (0, 2), (), (4, 1), (2, 3, 2, 2)]
 
 
 def test_there_and_back(backend) -> None:
     with backend.activate():
-        copies = PlainCopies(make_engine(backend, OffloadConfig()))
+        copies = PlainCopies(backend, OffloadConfig())
         sources = [torch.randn(shape).to(backend.device) for shape in SHAPES]
         sources[4] = sources[4].to(memory_format=torch.channels_last)
         sources.append(torch.randn(3, 1).to(backend.device).expand(3, 4))
@@ -50,7 +49,7 @@ def test_there_and_back(backend) -> None:
 def test_sources_and_targets_live_until_the_copy_ran(kind: str) -> None:
     backend = make_backend(kind)
     with backend.activate():
-        copies = PlainCopies(make_engine(backend, OffloadConfig()))
+        copies = PlainCopies(backend, OffloadConfig())
         source = torch.randn(4)
         pending = copies.copy_to_host([source], "gradients")
         storages = [weakref.ref(t.untyped_storage()) for t in (source, pending.tensors[0])]
@@ -73,7 +72,7 @@ def test_copies_under_way_are_waited_for_when_all_is_let_go(way: str) -> None:
     """As with a model that goes while its next slice comes."""
     backend = make_backend("late")
     with backend.activate():
-        copies = PlainCopies(make_engine(backend, OffloadConfig()))
+        copies = PlainCopies(backend, OffloadConfig())
         getattr(copies, way)([torch.ones(4)], "parameters")
         assert backend.pending == 1
         del copies
@@ -87,7 +86,7 @@ def test_copies_under_way_are_waited_for_when_all_is_let_go(way: str) -> None:
 def test_memory_outlives_a_copy_that_was_cut_off(way: str) -> None:
     backend = make_backend("late")
     with backend.activate():
-        copies = PlainCopies(make_engine(backend, OffloadConfig()))
+        copies = PlainCopies(backend, OffloadConfig())
         with cut_behind_the_copy(backend):
             getattr(copies, way)([torch.ones(4)], "parameters")
         copies.poll()
@@ -100,7 +99,7 @@ def test_memory_outlives_a_copy_that_was_cut_off(way: str) -> None:
 def test_not_waited_for_is_a_race() -> None:
     backend = make_backend("late")
     with backend.activate():
-        copies = PlainCopies(make_engine(backend, OffloadConfig()))
+        copies = PlainCopies(backend, OffloadConfig())
         pending = copies.copy_to_device([torch.ones(4)], "parameters")
         with pytest.raises(RaceError):
             pending.tensors[0].sum()
@@ -128,7 +127,7 @@ class Spied:
 
 def test_the_host_waits_and_no_stream() -> None:
     backend = make_backend("late")
-    copies = PlainCopies(make_engine(backend, OffloadConfig()))
+    copies = PlainCopies(backend, OffloadConfig())
     event = Spied()
     tensors = [torch.ones(1)]
     assert (
@@ -141,7 +140,7 @@ def test_the_host_waits_and_no_stream() -> None:
 def test_bytes_in_flight_are_bounded() -> None:
     backend = make_backend("late")
     with backend.activate():
-        copies = PlainCopies(make_engine(backend, OffloadConfig(max_in_flight_bytes=64)))
+        copies = PlainCopies(backend, OffloadConfig(max_in_flight_bytes=64))
         for _ in range(4):
             copies.copy_to_host([torch.ones(10)], "gradients")
             assert copies.transfer.in_flight_bytes <= 64
@@ -169,14 +168,14 @@ def test_what_has_to_be_there_is_counted_and_had_over_the_budget() -> None:
     """And it is free again when nobody has a view of it."""
     backend = make_backend("late")
     with backend.activate():
-        engine = make_engine(backend, OffloadConfig(host_budget_bytes=1), in_one_piece=True)
+        copies = PlainCopies(backend, OffloadConfig(host_budget_bytes=1))
         before = reserved_bytes()
-        tensors = PlainCopies(engine).host_tensors([torch.empty(3, 5), torch.empty(7)])
-        statistics = collect(engine)
+        tensors = copies.host_tensors([torch.empty(3, 5), torch.empty(7)])
+        statistics = collect(copies.transfer)
         assert statistics.host_bytes_in_use == 2 * ALIGNMENT
         assert statistics.host_bytes_reserved == reserved_bytes() - before > 0
         view = tensors[1][2:]
         del tensors
-        assert collect(engine).host_bytes_in_use == 2 * ALIGNMENT
+        assert collect(copies.transfer).host_bytes_in_use == 2 * ALIGNMENT
         del view
-        assert collect(engine).host_bytes_in_use == 0
+        assert collect(copies.transfer).host_bytes_in_use == 0
