@@ -80,9 +80,7 @@ class Prefetcher:
 
     def on_use(self, group: Group) -> None:
         """Backward uses ``group``: bring it, and fill the window."""
-        if (
-            self._transfer.owner != HERE[0]
-        ):  # before the lock, which a thread lost in a fork may hold
+        if self._transfer.owner != HERE[0]:  # before the lock: a thread lost in a fork may hold it
             self._transfer.check_process()
         with self._transfer.lock:
             if group is not self._current or not group.is_used:
@@ -97,7 +95,10 @@ class Prefetcher:
             for heard in self._transfer.listeners.group_reached:
                 heard(group)
         if not group.is_brought:
-            self._bring(group)
+            room = self._window_bytes - self._reloads.nbytes
+            batch, _ = self._missing(group, room, set())
+            if batch:
+                self._transfer.reload(batch)
 
     def comes_soon(self, ticket: Ticket) -> bool:
         """Whether backward will ask for ``ticket`` within the next window of bytes."""
@@ -120,9 +121,7 @@ class Prefetcher:
     def resume(self, group: Group) -> None:
         """Backward is at ``group`` again: fill the window from there on."""
         with self._transfer.lock:
-            self._current = group
-            self._done_at = -1
-            self._reloads.refill_below_bytes = self._window_bytes // 2
+            self._begin_at(group)
             self.fill()
 
     def expect(self, nbytes: int) -> None:
@@ -165,15 +164,12 @@ class Prefetcher:
     def reset(self) -> None:
         """Forget where backward is: the step is over."""
         with self._transfer.lock:
-            self._current = None
-            self._done_at = -1
-            self._reloads.refill_below_bytes = self._window_bytes // 2
+            self._begin_at(None)
 
-    def _bring(self, group: Group) -> None:
-        room = self._window_bytes - self._reloads.nbytes
-        batch, _ = self._missing(group, room, set())
-        if batch:
-            self._transfer.reload(batch)
+    def _begin_at(self, group: Group | None) -> None:
+        self._current = group
+        self._done_at = -1
+        self._reloads.refill_below_bytes = self._window_bytes // 2
 
     def _load(self, batches: list[list[Ticket]]) -> None:
         """Prefetch groups in order, small ones together, so that one event serves many."""

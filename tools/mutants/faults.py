@@ -519,8 +519,8 @@ MUTANTS = [
     Mutant(
         "place in the last step",
         "pp_offload/_groups/prefetch.py",
-        "            self._current = None\n            self._done_at = -1\n",
-        "            self._done_at = -1\n",
+        "self._begin_at(None)",
+        "self._begin_at(self._current)",
         "groups of a step that is over are brought",
         ("tests/groups/test_prefetch.py::test_after_reset_it_has_no_place_in_the_step",),
     ),
@@ -760,8 +760,8 @@ MUTANTS = [
     Mutant(
         "a group backward used goes on",
         "pp_offload/_groups/stash.py",
-        "if group is not None and group.is_used:",
-        "if False:",
+        "if group is None or group.is_used:",
+        "if group is None:",
         "what a backward used holds back what is saved behind it",
         (
             "tests/transfer/test_hazards.py::test_what_is_saved_behind_a_backward_in_the_forward_leaves",
