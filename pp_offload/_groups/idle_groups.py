@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -56,36 +56,32 @@ class IdleGroups:
             smallest_numel: Elements that a tensor needs at least to leave, in the step's chunks.
         """
         self.num_steps_left -= 1
-        for name, message in self._idle(found, smallest_numel):
-            if name not in self._said:
-                self._said.add(name)
-                logger.warning(message)
-
-    def _idle(
-        self, found: Mapping[str, GroupUse], smallest_numel: int
-    ) -> Iterator[tuple[str, str]]:
         for name in sorted({*found, *(+self._wanted)}):
-            use = found.get(name)
-            if use is None:
-                yield (
-                    name,
-                    f"group '{name}' never ran: a step had forwards, but none went through the "
-                    "modules its patterns match; look whether the step calls them, and not a copy "
-                    "or a function of theirs, or compiles around them",
-                )
-            elif use.num_open == use.num_groups:
-                yield (
-                    name,
-                    f"group '{name}' offloaded nothing: it was started {use.num_groups} times "
-                    "and never committed; call group_commit(output, name), with the name it was "
-                    "started with, at the end of its forward",
-                )
-            elif not use.num_tensors:
-                committed = use.num_groups - use.num_open
-                yield (
-                    name,
-                    f"group '{name}' offloaded nothing: none of its {committed} groups "
-                    f"saved a tensor of at least min_offloaded_tensor_size={smallest_numel} "
-                    "elements that may leave the device; lower that, or look whether the group is "
-                    "around the layer's forward and outside torch.compile",
-                )
+            problem = _problem(found.get(name), smallest_numel)
+            if problem is not None and name not in self._said:
+                self._said.add(name)
+                logger.warning("group '%s' %s", name, problem)
+
+
+def _problem(use: GroupUse | None, smallest_numel: int) -> str | None:
+    if use is None:
+        return (
+            "never ran: a step had forwards, but none went through the modules its patterns match; "
+            "look whether the step calls them, and not a copy or a function of theirs, or compiles "
+            "around them"
+        )
+    num_committed = use.num_groups - use.num_open
+    if num_committed == 0:
+        return (
+            f"offloaded nothing: it was started {use.num_groups} times and never committed; call "
+            "group_commit(output, name), with the name it was started with, at the end of its "
+            "forward"
+        )
+    if use.num_tensors == 0:
+        return (
+            f"offloaded nothing: none of its {num_committed} groups saved a tensor of at least "
+            f"min_offloaded_tensor_size={smallest_numel} elements that may leave the device; lower "
+            "that, or look whether the group is around the layer's forward and outside "
+            "torch.compile"
+        )
+    return None

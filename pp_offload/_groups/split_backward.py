@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -191,8 +191,7 @@ class WeightPass:
 
     def waiting(self) -> list[Ticket]:
         """Tickets it is known to use."""
-        found = (self._ticket(index) for index in self._foreseen())
-        return [ticket for ticket in found if ticket is not None]
+        return self._living(self._foreseen())
 
     def wanted(self) -> list[Ticket]:
         """Tickets that must be on the device, in the order of use, but for what the first part
@@ -200,9 +199,8 @@ class WeightPass:
         """
         if self._unclaimed is None:
             self._unclaimed = dict(self._foreseen())
-        left = [one for one in self._unclaimed if not self._split.stays(self.key.chunk, one)]
-        found = (self._ticket(index) for index in left)
-        return [ticket for ticket in found if ticket is not None]
+        key, stays = self.key.chunk, self._split.stays
+        return self._living(index for index in self._unclaimed if not stays(key, index))
 
     def claim(self, tickets: Sequence[Ticket]) -> None:
         """Keep their memory until this part has used them, also what the first part is to bring.
@@ -215,10 +213,10 @@ class WeightPass:
                 num_uses = self._unclaimed.pop(known.ticket_index, 0)
                 ticket.num_waiting = max(ticket.num_waiting, 0) + num_uses
 
-    def _ticket(self, index: TicketIndex) -> Ticket | None:
-        if index.position >= len(self._groups):
-            return None
-        return self._groups[index.position].ticket(index.ordinal)
+    def _living(self, indices: Iterable[TicketIndex]) -> list[Ticket]:
+        groups = self._groups
+        found = (groups[i.position].ticket(i.ordinal) for i in indices if i.position < len(groups))
+        return [ticket for ticket in found if ticket is not None]
 
     def _foreseen(self) -> Uses:
         return self._split.foreseen(self.key.chunk, BackwardPass.WEIGHT)

@@ -125,9 +125,7 @@ class ActivationStash:
         if is_dense and tensor.nbytes < self.min_offload_size:
             return Resident(tensor)
         group = self._forward.open
-        if group is not None and group.is_used:
-            group = None  # a backward inside the forward has used it: it stays on the device
-        if group is None:
+        if group is None or group.is_used:  # by a backward inside the forward: it stays there
             group = self._forward.open = chunk.start(self.name)
         packed = chunk.pack(group, tensor)
         if self.max_tensors is not None and not isinstance(packed, Resident):
