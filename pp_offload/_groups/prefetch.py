@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from pp_offload._common.processes import HERE
 from pp_offload._groups.group import Group
+from pp_offload._groups.plan import ChunkKey
+from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
 
@@ -41,14 +43,36 @@ class Visit(Protocol):
         ...
 
 
-class Upcoming:
-    """What backward visits next."""
+class Step:
+    """The step, as its chunks and the prefetcher see it. This one has a single chunk, and knows
+    nothing of its backward.
+    """
 
     num_changes: int = 0
     """Grows whenever a group was added or the order changed."""
 
+    def add(self, chunk: Any, split: SplitBackward | None) -> ChunkKey | None:
+        """A chunk's first group starts.
+
+        Args:
+            chunk: The chunk.
+            split: Says whether its backward comes in two parts.
+
+        Returns:
+            Its key, in a step that may have others.
+        """
+        return None
+
+    def change(self) -> None:
+        """A group was offloaded, or the order changed: there is more to prefetch than before."""
+        self.num_changes += 1
+
+    def is_next(self, chunk: Any) -> bool:
+        """Whether backward certainly runs ``chunk`` next."""
+        return False
+
     def after(self, group: Group) -> Iterator[Visit]:
-        """The visits behind ``group``, next one first. This class knows none."""
+        """What backward visits behind ``group``, next one first."""
         return iter(())
 
     def begin(self, group: Group) -> None:
@@ -60,16 +84,14 @@ class Prefetcher:
 
     Args:
         transfer: Reloads.
-        upcoming: Says which groups come next.
+        step: Says which groups come next.
         window_bytes: Bytes that may be on the device unused; None for twice the largest group, at
             least :data:`SMALL_BYTES`.
     """
 
-    def __init__(
-        self, transfer: TransferEngine, upcoming: Upcoming, window_bytes: int | None
-    ) -> None:
+    def __init__(self, transfer: TransferEngine, step: Step, window_bytes: int | None) -> None:
         self._transfer = transfer
-        self._upcoming = upcoming
+        self._step = step
         self._window_bytes = SMALL_BYTES if window_bytes is None else window_bytes
         self._reloads = transfer.reloads
         self._reloads.refill_below_bytes = self._window_bytes // 2
@@ -91,7 +113,7 @@ class Prefetcher:
         self._current = group
         if not group.is_used:
             group.is_used = True
-            self._upcoming.begin(group)
+            self._step.begin(group)
             for heard in self._transfer.listeners.group_reached:
                 heard(group)
         if not group.is_brought:
@@ -103,7 +125,7 @@ class Prefetcher:
     def comes_soon(self, ticket: Ticket) -> bool:
         """Whether backward will ask for ``ticket`` within the next window of bytes."""
         group, room = self._current, self._window_bytes
-        visits: Iterator[Visit] = iter(()) if group is None else self._upcoming.after(group)
+        visits: Iterator[Visit] = iter(()) if group is None else self._step.after(group)
         for following in visits:
             for one in following.waiting():
                 if one is ticket:
@@ -137,7 +159,7 @@ class Prefetcher:
             self._fill()
 
     def _fill(self) -> None:
-        group, changes = self._current, self._upcoming.num_changes
+        group, changes = self._current, self._step.num_changes
         if group is None or self._done_at == changes:
             return
         if 2 * self._reloads.nbytes > self._window_bytes:
@@ -146,7 +168,7 @@ class Prefetcher:
         batches: list[list[Ticket]] = []
         chosen: set[Ticket] = set()
         is_all = True
-        visits: Iterator[Visit] = chain((group,), self._upcoming.after(group))
+        visits: Iterator[Visit] = chain((group,), self._step.after(group))
         for following in visits:
             if following.is_brought:
                 continue

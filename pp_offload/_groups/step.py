@@ -15,9 +15,8 @@ from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.group import Group
 from pp_offload._groups.idle_groups import GroupUse
 from pp_offload._groups.plan import ChunkKey, ChunkRecord, Plan, make_plan
-from pp_offload._groups.prefetch import Visit
+from pp_offload._groups.prefetch import Step, Visit
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
-from pp_offload._groups.wiring import Step
 from pp_offload.config import OffloadConfig
 
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import ChunkKey, Plan
-from pp_offload._groups.prefetch import Prefetcher, Upcoming
-from pp_offload._groups.split_backward import SplitBackward
+from pp_offload._groups.plan import Plan
+from pp_offload._groups.prefetch import Prefetcher, Step
 from pp_offload._memory.slabs import Allocate
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.tensors import Eligibility, StorageSet
@@ -25,36 +23,11 @@ from pp_offload.backends import Backend, Stream, default_backend
 from pp_offload.config import OffloadConfig
 
 
-class Step(Upcoming):
-    """The step, as its chunks see it. This one has a single chunk."""
-
-    def add(self, chunk: Any, split: SplitBackward | None) -> ChunkKey | None:
-        """A chunk's first group starts.
-
-        Args:
-            chunk: The chunk.
-            split: Says whether its backward comes in two parts.
-
-        Returns:
-            Its key, in a step that may have others.
-        """
-        return None
-
-    def change(self) -> None:
-        """A group was offloaded, or the order changed: there is more to prefetch than before."""
-        self.num_changes += 1
-
-    def is_next(self, chunk: Any) -> bool:
-        """Whether backward certainly runs ``chunk`` next."""
-        return False
-
-
 @dataclass
 class Wiring:
     """What the chunks of a manager, or of a stash, share."""
 
     transfer: TransferEngine
-    eligibility: Eligibility
     offloader: Offloader
     step: Step = field(default_factory=Step)
     prefetcher: Prefetcher | None = None
@@ -63,11 +36,14 @@ class Wiring:
     """Commits to be done later, in forward order."""
 
     is_enabled: bool = True
+    eligibility: Eligibility = field(init=False)
     release: ForcedRelease = field(init=False)
     current_stream: Callable[[], Stream] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.current_stream = self.transfer.backend.current_stream
+        backend = self.transfer.backend
+        self.current_stream = backend.current_stream
+        self.eligibility = Eligibility(backend.device, StorageSet())
         self.release = ForcedRelease(self.eligibility)
 
     @property
@@ -104,7 +80,6 @@ class Wiring:
         transfer = make_engine(backend, config, allocate)
         return cls(
             transfer,
-            Eligibility(backend.device, StorageSet()),
             Offloader(transfer, Verifier(backend) if config.verify else None),
             step,
             Prefetcher(transfer, step, config.prefetch_bytes),
@@ -113,6 +88,5 @@ class Wiring:
     @classmethod
     def alone(cls) -> Wiring:
         """A wiring for a chunk without a manager: with no order known, nothing is prefetched."""
-        backend = default_backend()
-        transfer = make_engine(backend, OffloadConfig())
-        return cls(transfer, Eligibility(backend.device, StorageSet()), Offloader(transfer))
+        transfer = make_engine(default_backend(), OffloadConfig())
+        return cls(transfer, Offloader(transfer))

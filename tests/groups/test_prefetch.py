@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.group import Group
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.prefetch import Prefetcher, Upcoming
+from pp_offload._groups.prefetch import Prefetcher, Step
 from pp_offload._groups.wiring import Wiring
 from pp_offload._memory.host import HostMemory
 from pp_offload._transfer.saved_tensor import SavedActivation
-from pp_offload._transfer.tensors import Eligibility, StorageSet
 from pp_offload._transfer.ticket import Ticket
 from pp_offload._transfer.tiers import host_engine
 from pp_offload.backends import CpuBackend
 
 
-class Backwards(Upcoming):
+class Backwards(Step):
     """Groups of one chunk, the last first."""
 
     def __init__(self) -> None:
@@ -47,11 +46,10 @@ class Bench:
     def __init__(self, sizes: list[list[int]], window_bytes: int | None) -> None:
         backend = CpuBackend()
         self.transfer = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
-        self.upcoming = Backwards()
-        self.prefetcher = Prefetcher(self.transfer, self.upcoming, window_bytes)
+        self.step = Backwards()
+        self.prefetcher = Prefetcher(self.transfer, self.step, window_bytes)
         wiring = Wiring(
             self.transfer,
-            Eligibility(backend.device, StorageSet()),
             Offloader(self.transfer),
             prefetcher=self.prefetcher,
         )
@@ -63,11 +61,11 @@ class Bench:
             assert all(isinstance(tag, SavedActivation) for tag in tags)
             self.saved.append(tags)  # type: ignore[arg-type]
             chunk.commit(f"g{position}")
-        self.upcoming.groups = chunk.groups
+        self.step.groups = chunk.groups
 
     @property
     def groups(self) -> list[Group]:
-        return self.upcoming.groups
+        return self.step.groups
 
     def backward_order(self) -> list[Ticket]:
         """All tickets, those needed first first."""
@@ -172,9 +170,9 @@ def test_a_group_approached_is_reloaded_before_its_use() -> None:
     bench = Bench([[10], [10]], 15)
     bench.prefetcher.approach(bench.groups[1])
     assert bench.on_device() == bench.backward_order()[:1]
-    assert bench.upcoming.begun == []
+    assert bench.step.begun == []
     bench.groups[1].on_use()
-    assert bench.upcoming.begun == [bench.groups[1]]
+    assert bench.step.begun == [bench.groups[1]]
     assert bench.transfer.counters.on_demand_reloads == 0
 
 
@@ -183,7 +181,7 @@ def test_backward_begins_each_group_once() -> None:
     for _ in range(2):
         bench.groups[1].on_use()
         bench.groups[0].on_use()
-    assert bench.upcoming.begun == [bench.groups[1], bench.groups[0]]
+    assert bench.step.begun == [bench.groups[1], bench.groups[0]]
 
 
 def test_reloads_are_counted_as_on_demand_or_prefetched() -> None:
