@@ -11,7 +11,7 @@ from pp_offload._memory.host import HostMemory
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.ticket import Ticket, place
-from pp_offload._transfer.tier import Tier, TierSetup, TierStatistics
+from pp_offload._transfer.tier import Tier, TierStatistics
 
 
 class HostTier(Tier):
@@ -29,37 +29,25 @@ class HostTier(Tier):
         self.host = host
         self._copies = copies
 
-    @classmethod
-    def made(cls, setup: TierSetup) -> HostTier:
-        """A tier as the options say."""
-        trim = setup.copies.backend.trim_host
-        return cls(setup.copies, HostMemory(setup.allocate, setup.budget_at_rest, trim=trim))
-
     def allocate(self, batch: list[Ticket], nbytes: int) -> list[Block]:
         """One buffer for the batch."""
         return [place(batch, Block(self, self.host.allocate(nbytes, len(batch))))]
 
     def store(self, tickets: Sequence[Ticket], blocks: Sequence[Block]) -> int:
-        """Copy tickets into their buffers."""
         return self._copies.copy_to_host(tickets, blocks)
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
-        """Copy payloads to the device."""
         return self._copies.copy_to_device(tickets)
 
     def statistics(self) -> TierStatistics:
-        """The numbers of the host memory."""
         host = self.host.statistics()
         return TierStatistics(num_payloads=host.num_payloads, host=host)
 
     def compact(self) -> None:
-        """Make the memory as tight as what the steps needed."""
         self.host.compact()
 
     def release_idle(self) -> None:
-        """Give memory back to the system, unless a buffer is in use."""
         self.host.release_idle()
 
     def close(self) -> None:
-        """Drop the memory."""
         self.host.close()

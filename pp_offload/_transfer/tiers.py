@@ -1,9 +1,6 @@
 """Which tiers offloaded bytes go through, as the options say.
 
 engine = make_engine(backend, OffloadConfig(tiers=("host", "disk"), disk_dir="/scratch"))
-
-add_tier("own", lambda setup: InOwnMemory(setup.copies))   # see ``tier.py``
-engine = make_engine(backend, OffloadConfig(tiers=("host", "own")))
 """
 
 from __future__ import annotations
@@ -37,6 +34,11 @@ FOR_THE_WAY = f"{RAISE_IT}: what goes to disk passes through host memory, a whol
 """What helps where the disk is there already."""
 
 
+def _host(setup: TierSetup) -> Tier:
+    trim = setup.copies.backend.trim_host
+    return HostTier(setup.copies, HostMemory(setup.allocate, setup.budget_at_rest, trim=trim))
+
+
 def _disk(setup: TierSetup) -> Tier:
     """See NOTE [ Two ways to the disk ]."""
     copies, disk = setup.copies, DiskFile(setup.config.disk_dir)
@@ -47,7 +49,7 @@ def _disk(setup: TierSetup) -> Tier:
     return StagedDisk(copies, disk, staging)
 
 
-MAKERS: dict[str, MakeTier] = {"host": HostTier.made, "disk": _disk}
+MAKERS: dict[str, MakeTier] = {"host": _host, "disk": _disk}
 """By the name in the options."""
 
 
