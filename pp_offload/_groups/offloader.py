@@ -100,11 +100,7 @@ class Offloader:
         )
 
     def check_freed(self) -> list[str]:
-        """With ``verify=True``: which storages of groups that left are still on the device.
-
-        Returns:
-            A message for each, with who holds it; each is logged once.
-        """
+        """With ``verify=True``, see :meth:`Verifier.check_freed`; waits for all copies first."""
         if self._verifier is None:
             return []
         self._transfer.backend.synchronize()

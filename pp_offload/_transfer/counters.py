@@ -20,24 +20,19 @@ class TransferCounters(Listener):
     consumer_wait_ms: float = 0.0
 
     def offloaded(self, label: str, nbytes: int) -> None:
-        """Count bytes off the device."""
         self.bytes_offloaded += nbytes
 
     def reload_started(self, label: str, nbytes: int) -> None:
-        """Count bytes back to it."""
         self.bytes_reloaded += nbytes
 
     def reloads_queued(self, num: int, *, is_ahead: bool) -> None:
-        """Count payloads that come ahead of their use, and others."""
         if is_ahead:
             self.prefetched_reloads += num
         else:
             self.on_demand_reloads += num
 
     def taken_back(self, ticket: Ticket) -> None:
-        """Count a payload that is neither, for its source was still there."""
         self.num_taken_back += 1
 
     def waited(self, seconds: float) -> None:
-        """Count the host's time."""
         self.consumer_wait_ms += seconds * 1e3

@@ -44,8 +44,7 @@ class StagedDisk(OnDisk):
     """Brings bytes of a device to disk, and back.
 
     Args:
-        copies: Queues the copies between device and staging buffers.
-        disk: Where the bytes go.
+        copies, disk: As for :class:`OnDisk`.
         staging: Host memory that the bytes pass through, each buffer in one piece.
     """
 
@@ -262,20 +261,16 @@ class StagedDisk(OnDisk):
     # Numbers and memory
 
     def statistics(self) -> TierStatistics:
-        """The numbers of the disk and of the staging memory."""
         return replace(super().statistics(), host=self.staging.statistics())
 
     def compact(self) -> None:
-        """Have the next step try the disk again, and make staging memory tight."""
         super().compact()
         self.staging.compact()
 
     def release_idle(self) -> None:
-        """Give staging memory back to the system, unless a buffer is in use."""
         self.staging.release_idle()
 
     def close(self) -> None:
-        """Drop staging memory and file."""
         self.staging.close()
         super().close()
 

@@ -68,11 +68,10 @@ class Listener:
         """
 
     def reload_started(self, label: str, nbytes: int) -> None:
-        """Copies into device memory are queued, which bring so many bytes back. Under the lock.
+        """Copies of so many bytes back into device memory are queued. Under the lock.
 
         Args:
-            label: The group they are of, the first one where there are several, or the slice.
-            nbytes: At least one.
+            label, nbytes: As for :meth:`offloaded`.
         """
 
     def reloads_queued(self, num: int, *, is_ahead: bool) -> None:

@@ -85,9 +85,6 @@ class Tier(Holder, Protocol):
     Methods with a body here are for tiers that need more; others leave them out.
     """
 
-    name: str
-    """Its name in the options and in messages, such as ``disk``."""
-
     is_gathering: bool
     """Whether all of a group is stored at once, behind one event. Else each batch is stored as soon
     as it has room, so that a group may be larger than what may be on its way.

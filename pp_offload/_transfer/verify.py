@@ -47,18 +47,12 @@ class Verifier(Listener):
         self._said: set[str] = set()
 
     def delivered(self, ticket: Ticket, tensor: Tensor) -> None:
-        """Compare the payload with what left.
-
-        Raises:
-            VerifyError: It is something else.
-        """
         if ticket.checksum is None or self._backend.is_capturing:
             return  # in a capture nothing is there to compare
         what = f"a tensor of group '{ticket.label}' with payload shape {tuple(tensor.shape)}"
         check_same(tensor, ticket.checksum, f"{what} came back")
 
     def leaving(self, tickets: Sequence[Ticket]) -> None:
-        """Note checksums of these tickets' payloads."""
         for ticket in tickets:
             ticket.checksum = checksum_of(ticket.source())
 
@@ -83,7 +77,7 @@ class Verifier(Listener):
             if storage is not None:
                 key = storage._cdata
                 del storage
-                found.append(_message(label, nbytes, list(_tensors_of(key))))
+                found.append(_message(label, nbytes, _tensors_of(key)))
         for message in found:
             if message not in self._said:
                 self._said.add(message)
@@ -97,15 +91,10 @@ def checksum_of(tensor: Tensor) -> int:
 
 
 def check_same(tensor: Tensor, expected: int, came: str) -> None:
-    """Compare a dense tensor with what left.
-
-    Args:
-        tensor: On any device, which is waited for.
-        expected: The checksum of what left.
-        came: Which tensor came where, for the message.
+    """Compare the checksum of a dense tensor with that of what left; waits for the device.
 
     Raises:
-        VerifyError: It is something else.
+        VerifyError: It is something else. The message begins with what ``came`` where.
     """
     found = checksum_of(tensor)
     if found != expected:
@@ -115,11 +104,9 @@ def check_same(tensor: Tensor, expected: int, came: str) -> None:
         )
 
 
-def _tensors_of(key: int) -> Iterator[Tensor]:
-    for one in gc.get_objects():
-        if issubclass(type(one), Tensor) and has_storage(one):
-            if one.untyped_storage()._cdata == key:
-                yield one
+def _tensors_of(key: int) -> list[Tensor]:
+    found = (one for one in gc.get_objects() if issubclass(type(one), Tensor))
+    return [one for one in found if has_storage(one) and one.untyped_storage()._cdata == key]
 
 
 def _message(label: str, nbytes: int, tensors: Sequence[Tensor]) -> str:
