@@ -10,14 +10,14 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from pp_offload._common.processes import HERE
 from pp_offload._groups.group import Group
 from pp_offload._groups.plan import ChunkKey
-from pp_offload._groups.split_backward import SplitBackward
+from pp_offload._groups.split_backward import SplitBackward, WeightPass
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
 
@@ -25,22 +25,8 @@ SMALL_BYTES = 2**18
 """Below this, tensors of several groups are reloaded as one batch."""
 
 
-class Visit(Protocol):
-    """What backward visits: a group, or all that the second part of a chunk's backward uses."""
-
-    is_brought: bool
-
-    def waiting(self) -> list[Ticket]:
-        """Tickets it will use, brought or not."""
-        ...
-
-    def wanted(self) -> list[Ticket]:
-        """Tickets it will use and has not claimed, brought or not, in the order of use."""
-        ...
-
-    def claim(self, tickets: Sequence[Ticket]) -> None:
-        """Note that wanted tickets are on the device, on their way, or about to be brought."""
-        ...
+Visit = Group | WeightPass
+"""What backward visits: a group, or all that the second part of a chunk's backward uses."""
 
 
 class Step:
@@ -118,7 +104,7 @@ class Prefetcher:
                 heard(group)
         if not group.is_brought:
             room = self._window_bytes - self._reloads.nbytes
-            batch, _ = self._missing(group, room, set())
+            batch = self._missing(group, room, set())
             if batch:
                 self._transfer.reload(batch)
 
@@ -167,19 +153,18 @@ class Prefetcher:
         room = self._window_bytes - self._reloads.nbytes
         batches: list[list[Ticket]] = []
         chosen: set[Ticket] = set()
-        is_all = True
         visits: Iterator[Visit] = chain((group,), self._step.after(group))
         for following in visits:
             if following.is_brought:
                 continue
-            batch, is_all = self._missing(following, room, chosen)
+            batch = self._missing(following, room, chosen)
             batches.append(batch)
             chosen.update(batch)
             room -= sum([ticket.nbytes for ticket in batch])
-            if not is_all:
+            if not following.is_brought:
                 break
         self._load(batches)
-        if is_all:
+        if following.is_brought:  # the last one, so that all are
             self._done_at = changes
             self._reloads.refill_below_bytes = 0
 
@@ -206,8 +191,8 @@ class Prefetcher:
         if together:
             self._transfer.prefetch(together)
 
-    def _missing(self, visit: Visit, room: int, chosen: set[Ticket]) -> tuple[list[Ticket], bool]:
-        """Tickets of ``visit`` to bring that fit into ``room`` bytes; whether these are all.
+    def _missing(self, visit: Visit, room: int, chosen: set[Ticket]) -> list[Ticket]:
+        """Tickets of ``visit`` to bring that fit into ``room`` bytes. If all do, it is brought.
 
         Args:
             visit: Where to look.
@@ -225,9 +210,9 @@ class Prefetcher:
             if not is_here and ticket not in chosen:
                 if ticket.nbytes > room and not (may_exceed and not batch):
                     visit.claim(wanted[:number])
-                    return batch, False
+                    return batch
                 batch.append(ticket)
                 room -= ticket.nbytes
         visit.claim(wanted)
         visit.is_brought = True
-        return batch, True
+        return batch
