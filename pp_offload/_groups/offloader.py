@@ -88,16 +88,15 @@ class Offloader:
 
     def warn(self, group: Group, failure: MemoryError) -> None:
         """Log that a group finds no room off the device; the first time, as a warning."""
-        level = logging.DEBUG if self._has_warned else logging.WARNING
-        self._has_warned = True
         logger.log(
-            level,
+            logging.DEBUG if self._has_warned else logging.WARNING,
             "group '%s' stays on the device, for its %d bytes find no room off it (%s); other "
             "groups may follow, without another warning",
             group.name,
             group.counts.nbytes,
             failure,
         )
+        self._has_warned = True
 
     def check_freed(self) -> list[str]:
         """With ``verify=True``, see :meth:`Verifier.check_freed`; waits for all copies first."""

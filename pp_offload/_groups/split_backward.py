@@ -140,24 +140,20 @@ class SplitBackward:
         (key, part), index = running, known.ticket_index
         self._used[index] += 1
         live = self._backend.current_stream()
-        self._forget_gone(key)
-        kept = self._kept[key].get(index) if part is BackwardPass.WEIGHT else None
-        if kept is not None and kept.ticket() is ticket and kept.is_good(live):
-            return kept.tensor
+        kept = self._kept[key]
+        for gone in [index for index, one in kept.items() if one.ticket() is None]:
+            del kept[gone]  # autograd let it go, and told nobody: see NOTE [ Nobody is called ]
+        found = kept.get(index) if part is BackwardPass.WEIGHT else None
+        if found is not None and found.ticket() is ticket and found.is_good(live):
+            return found.tensor
         tensor = self._inner.deliver(ticket)
         if (
             part is BackwardPass.INPUT
             and self._is_keeping
             and index in self.foreseen(key, BackwardPass.WEIGHT)
         ):
-            self._kept[key][index] = Kept(weakref.ref(ticket), tensor, tensor._version, live)
+            kept[index] = Kept(weakref.ref(ticket), tensor, tensor._version, live)
         return tensor
-
-    def _forget_gone(self, key: ChunkKey) -> None:
-        """Drop what is kept for tickets that autograd let go. See NOTE [ Nobody is called ]."""
-        kept = self._kept[key]
-        for index in [index for index, one in kept.items() if one.ticket() is None]:
-            del kept[index]
 
     def stays(self, key: ChunkKey, index: TicketIndex) -> bool:
         """Whether the first part leaves a ticket's payload on the device, for the second."""

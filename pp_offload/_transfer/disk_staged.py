@@ -61,10 +61,7 @@ class StagedDisk(OnDisk):
         return bool(self._read_ahead)
 
     def poll(self) -> None:
-        """Write what has arrived, drop buffers of what is on disk, send on what was read ahead.
-
-        Never blocks.
-        """
+        """Write what has arrived, drop buffers of what is on disk, send on what was read ahead."""
         self._move_on(self._arriving, _has_arrived, self._write)
         self._move_on(self._writing, _was_written, self._settle)
         self._move_on(self._read_ahead, _was_read, self._send_ahead)
@@ -139,10 +136,6 @@ class StagedDisk(OnDisk):
 
         Ahead of use, all payloads of an extent come together, and an extent for which no staging
         buffer is free is left until it is needed.
-
-        Raises:
-            DiskTierError: A payload that is needed now cannot be read.
-            Unfinished: It is still being read, or there is no buffer for it yet.
         """
         left = [ticket for ticket in tickets if ticket.device_tensor is None]
         return self._load_ahead(left) if is_ahead else sum(map(self._load_now, left))

@@ -93,11 +93,10 @@ class PlainCopies:
                 targets = [torch.empty_like(one, device=backend.device) for one in sources]
             wait(backend.h2d, record(stream))
             copied = self._copy(backend.h2d, targets, sources, [*sources, *targets], label)
-            pending = PendingCopy(targets, copied, stream, label, checksums)
             nbytes = sum(one.nbytes for one in sources)
             for heard in self.transfer.listeners.reload_started:
                 heard(label, nbytes)
-        return pending
+        return PendingCopy(targets, copied, stream, label, checksums)
 
     def copy_to_host(self, sources: Sequence[Tensor], label: str) -> PendingCopy:
         """Start copying device tensors to host memory, free again when the results are gone.
@@ -125,12 +124,11 @@ class PlainCopies:
             nbytes = sum(one.nbytes for one in dense)
             offload = self.transfer.copies.in_flight.begin(dense, (), [stream], nbytes)
             # ``_copy`` keeps its targets: a wait of a stream does not let the host free them
-            offload.offloaded = self._copy(backend.d2h, targets, dense, targets, label)
-            pending = PendingCopy(targets, offload.offloaded, stream, label, checksums)
+            offload.offloaded = copied = self._copy(backend.d2h, targets, dense, targets, label)
             for heard in self.transfer.listeners.offloaded:
                 heard(label, nbytes)
         self.transfer.keep_in_flight_bounded(nbytes)
-        return pending
+        return PendingCopy(targets, copied, stream, label, checksums)
 
     def _copy(
         self,
