@@ -108,5 +108,4 @@ class Offloader:
 
     def split_backward(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> SplitBackward:
         """A mover for the tickets of these chunks, whose backward a schedule runs in two parts."""
-        transfer = self._transfer
-        return SplitBackward(transfer, transfer.backend, chunks, is_keeping=is_keeping)
+        return SplitBackward(self._transfer, chunks, is_keeping=is_keeping)

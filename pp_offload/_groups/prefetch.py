@@ -38,11 +38,7 @@ class Step:
     """Grows whenever a group was added or the order changed."""
 
     def add(self, chunk: Any, split: SplitBackward | None) -> ChunkKey | None:
-        """A chunk's first group starts.
-
-        Args:
-            chunk: The chunk.
-            split: Says whether its backward comes in two parts.
+        """A chunk's first group starts; ``split`` says whether its backward comes in two parts.
 
         Returns:
             Its key, in a step that may have others.
@@ -111,8 +107,7 @@ class Prefetcher:
     def comes_soon(self, ticket: Ticket) -> bool:
         """Whether backward will ask for ``ticket`` within the next window of bytes."""
         group, room = self._current, self._window_bytes
-        visits: Iterator[Visit] = iter(()) if group is None else self._step.after(group)
-        for following in visits:
+        for following in () if group is None else self._step.after(group):
             for one in following.waiting():
                 if one is ticket:
                     return True
@@ -153,8 +148,7 @@ class Prefetcher:
         room = self._window_bytes - self._reloads.nbytes
         batches: list[list[Ticket]] = []
         chosen: set[Ticket] = set()
-        visits: Iterator[Visit] = chain((group,), self._step.after(group))
-        for following in visits:
+        for following in chain[Visit]((group,), self._step.after(group)):
             if following.is_brought:
                 continue
             batch = self._missing(following, room, chosen)

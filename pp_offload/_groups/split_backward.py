@@ -22,8 +22,9 @@ from torch import Tensor
 
 from pp_offload._groups.group import Group
 from pp_offload._groups.plan import ChunkKey, GroupKey, WeightPassKey
-from pp_offload._transfer.ticket import Mover, Ticket
-from pp_offload.backends import Backend, Stream
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.ticket import Ticket
+from pp_offload.backends import Stream
 
 
 class BackwardPass(enum.Enum):
@@ -72,7 +73,6 @@ class SplitBackward:
 
     Args:
         inner: Moves the bytes.
-        backend: Where they come back.
         chunks: Those whose backward comes in two parts.
         is_keeping: Whether what both parts use stays on the device in between.
 
@@ -81,12 +81,11 @@ class SplitBackward:
     """
 
     def __init__(
-        self, inner: Mover, backend: Backend, chunks: frozenset[ChunkKey], *, is_keeping: bool
+        self, inner: TransferEngine, chunks: frozenset[ChunkKey], *, is_keeping: bool
     ) -> None:
         self.chunks = chunks
         self.reloads = inner.reloads
         self._inner = inner
-        self._backend = backend
         self._is_keeping = is_keeping
         self._running: tuple[ChunkKey, BackwardPass] | None = None
         self._used: Counter[TicketIndex] = Counter()
@@ -139,7 +138,7 @@ class SplitBackward:
             return self._inner.deliver(ticket)
         (key, part), index = running, known.ticket_index
         self._used[index] += 1
-        live = self._backend.current_stream()
+        live = self._inner.backend.current_stream()
         kept = self._kept[key]
         for gone in [index for index, one in kept.items() if one.ticket() is None]:
             del kept[gone]  # autograd let it go, and told nobody: see NOTE [ Nobody is called ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-import types
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -131,14 +131,12 @@ def _holders(tensor: Tensor, ours: Sequence[Tensor]) -> Iterator[str]:
 def _variables(tensor: Tensor) -> Iterator[str]:
     """Local variables that hold ``tensor``, of all that runs now, in any thread."""
     for innermost in sys._current_frames().values():
-        frame: types.FrameType | None = innermost
-        while frame is not None:
+        for frame, line in traceback.walk_stack(innermost):
             code = frame.f_code
             if code.co_filename != __file__:
-                where = f"{code.co_filename.rpartition('/')[2]}, line {frame.f_lineno}"
+                where = f"{code.co_filename.rpartition('/')[2]}, line {line}"
                 for name in _keys(frame.f_locals, tensor):
                     yield f"the variable '{name}' of {code.co_name}() in {where}"
-            frame = frame.f_back
 
 
 def _keys(found: Mapping[Any, Any], tensor: Tensor) -> list[Any]:
