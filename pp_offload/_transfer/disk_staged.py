@@ -146,7 +146,12 @@ class StagedDisk(OnDisk):
         for block, asked in by_block([one for one in tickets if not one.is_coming]).items():
             if block.state is BlockState.READ:  # an interrupt kept it from being sent on
                 num += self._send(block, asked)
-            elif block.state is BlockState.ON_DISK and self._begin_to_read(block, is_ahead=True):
+            elif block.state is BlockState.ON_DISK:
+                try:
+                    loan = self._stage(block.extent.nbytes)
+                except (MemoryError, Unfinished):
+                    continue
+                self._begin_to_read(block, loan)
                 self._read_ahead.append(weakref.ref(block))
                 expected = self._all_of(block, asked)
                 self._copies.reloads.expect(expected)
@@ -158,28 +163,22 @@ class StagedDisk(OnDisk):
         if block.state in IN_BUFFER:
             return self._copies.copy_to_device([ticket])
         if block.state is BlockState.ON_DISK:
-            self._begin_to_read(block, is_ahead=False)
+            try:
+                loan = self._stage(block.extent.nbytes)
+            except MemoryError:
+                loan = self.staging.allocate(block.extent.nbytes, force=True)
+            self._begin_to_read(block, loan)
         self._finish_reading(block)
         return self._send(block, [ticket])
 
-    def _begin_to_read(self, block: DiskBlock, *, is_ahead: bool) -> bool:
-        """Have a thread read what is on disk. False if it is ahead of use and has no buffer."""
-        extent = block.extent
-        try:
-            loan = self._stage(extent.nbytes)
-        except (MemoryError, Unfinished) as failure:
-            if is_ahead:
-                return False
-            if isinstance(failure, Unfinished):
-                raise
-            loan = self.staging.allocate(extent.nbytes, force=True)
+    def _begin_to_read(self, block: DiskBlock, loan: Loan) -> None:
+        """Have a thread read what is on disk."""
         buffer = loan.buffer
         buffer.before = unfinished_uses(buffer)  # first, or an interrupt would have them forgotten
         reading = buffer.last_use = DiskEvent()
-        self.disk.read(extent, buffer.pieces[0], reading, after=buffer.before)
+        self.disk.read(block.extent, buffer.pieces[0], reading, after=buffer.before)
         block.offloaded, block.reading, block.loan = None, reading, loan
         block.move_to(BlockState.READING)  # last: what an interrupt cuts off here is read again
-        return True
 
     def _finish_reading(self, block: DiskBlock) -> None:
         buffer = block.buffer
