@@ -51,6 +51,15 @@ def test_steps_writes_its_figures(tmp_path: Path) -> None:
         assert set(figures[key]) == {"min", "median"}, "a difference of times may have any sign"
 
 
+def test_virtual_step_writes_its_figures(tmp_path: Path) -> None:
+    none, *ours = run_quick("virtual_step.py", tmp_path)
+    assert [one["bounds"] for one in (none, *ours)] == ["none", "default", "0.0625 GiB"]
+    assert none["ratio_to_none"] == 1 and none["need"] == 0
+    for one in ours:
+        assert one["peak_gib"] < none["peak_gib"] and one["need"] > 0
+        assert one["step_ms"] >= none["step_ms"] and one["stalled_ms"] >= 0
+
+
 @pytest.mark.slow
 def test_step_time_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("step_time.py", tmp_path)

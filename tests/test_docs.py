@@ -39,6 +39,7 @@ EXAMPLES = {
     "checkpointing": 1,
     "offload-model": 1,
     "testing": 1,
+    "simulate": 1,
 }
 """How many blocks of Python a page has; each is run below."""
 
@@ -216,6 +217,14 @@ def test_the_simulated_device_runs() -> None:
     names: dict[str, Any] = {"layer": layer, "x": x, "expected": expected}
     exec(blocks("testing")[0], names)
     assert names["manager"].statistics().bytes_offloaded > 0
+
+
+def test_a_step_on_a_virtual_device_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(blocks("simulate")[0], {})
+    milliseconds, gib = re.findall(r"[\d.]+", capsys.readouterr().out)
+    flops = 3 * 2 * 4096 * 8192 * 8192
+    assert float(milliseconds) / 1e3 > flops / (990e12 * 0.6)
+    assert 0.25 < float(gib) < 1, "parameters, their gradients, in and out"
 
 
 def test_the_readme_is_short() -> None:

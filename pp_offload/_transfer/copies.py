@@ -357,14 +357,11 @@ def in_pieces(
     cut_targets: list[Tensor] = []
     cut_sources: list[Tensor] = []
     for ticket, target, source in zip(tickets, targets, sources, strict=True):
-        if target.is_meta:
+        place = ticket.host_bytes
+        if place.is_meta:
             pieces = ticket.pieces()
-            cut_targets += pieces
-            cut_sources += cut_like(pieces, source)
-        elif source.is_meta:
-            pieces = ticket.pieces()
-            cut_targets += cut_like(pieces, target)
-            cut_sources += pieces
+            cut_targets += pieces if target is place else cut_like(pieces, target)
+            cut_sources += pieces if source is place else cut_like(pieces, source)
         else:
             cut_targets.append(target)
             cut_sources.append(source)

@@ -10,7 +10,6 @@ schema says which arguments it writes. Views are not looked at: they touch no by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -18,12 +17,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pp_offload._common.operators import Operator, operator
 from pp_offload.testing.streams import SimulatedStream, Timeline
-
-_METADATA_ONLY = (
-    *("empty", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-    *("new_empty", "new_zeros", "new_ones", "new_full"),
-)
 
 
 class Watch(TorchDispatchMode):
@@ -41,10 +36,10 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        operator = _operator(func)
-        if operator.is_view:
+        schema = operator(func)
+        if schema.is_view:
             return func(*args, **kwargs)
-        self._check_operands(operator, args, kwargs)
+        self._check_operands(schema, args, kwargs)
         outputs = func(*args, **kwargs)
         self._see_outputs(outputs)
         return outputs
@@ -60,61 +55,24 @@ class Watch(TorchDispatchMode):
             self._timeline.detector.raise_fault()
 
     def _check_operands(
-        self, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, schema: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         self._timeline.enter()
         detector, clock = self._timeline.detector, self._live().clock
         touched = [  # all were made before this operator, of which the clock does not know yet
             (detector.see(storage, clock, is_host=False), tensor, kind)
-            for value, kind in operator.operands(args, kwargs)
+            for value, kind in schema.operands(args, kwargs)
             for tensor, storage in _with_bytes(value)
         ]
         clock.advance(detector.host)
         for history, tensor, kind in touched:
-            detector.access(clock, history, tensor, kind, operator.label)
+            detector.access(clock, history, tensor, kind, schema.label)
 
     def _see_outputs(self, outputs: Any) -> None:
         """Remember which stream made which storage."""
         clock = self._live().clock
         for _, storage in _with_bytes(outputs):
             self._timeline.detector.see(storage, clock, is_host=False)
-
-
-class Operator:
-    """What the schema of an operator says. Asked for once: every operation of a test comes by.
-
-    Args:
-        func: The overload.
-
-    Attributes:
-        label: Its name.
-        is_view: Whether it only makes another view, or turns its argument into one.
-    """
-
-    def __init__(self, func: Any) -> None:
-        schema = func._schema
-        self.label = str(func)
-        aliases = [value.alias_info for value in schema.returns]
-        self.is_view = torch.Tag.inplace_view in func.tags or any(
-            alias is not None and not alias.is_write for alias in aliases
-        )
-        self._parameters: list[tuple[int, str, str]] = []
-        if not schema.name.split("::")[-1].startswith(_METADATA_ONLY):
-            for index, argument in enumerate(schema.arguments):
-                alias = argument.alias_info
-                kind = "write" if alias is not None and alias.is_write else "read"
-                self._parameters.append((index, argument.name, kind))
-
-    def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, str]]:
-        """The arguments whose bytes it touches, and what it does to them: ``read`` or ``write``."""
-        num = len(args)
-        return [
-            (args[index] if index < num else kwargs.get(name), kind)
-            for index, name, kind in self._parameters
-        ]
-
-
-_operator = cache(Operator)
 
 
 def _with_bytes(value: Any) -> list[tuple[Tensor, UntypedStorage]]:

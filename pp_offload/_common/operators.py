@@ -1,0 +1,60 @@
+"""What operators do to the bytes of their arguments, as their schemas say.
+
+schema = operator(torch.ops.aten.add_.Tensor)
+schema.operands(args, kwargs)   # [(tensor, "write"), (other, "read"), ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+_ALLOCATES = ("empty", "new_empty")
+_METADATA_ONLY = (
+    *("empty", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full"),
+)
+
+
+class Operator:
+    """What the schema of an operator says.
+
+    Args:
+        func: The overload.
+
+    Attributes:
+        label: Its name.
+        is_view: Whether it only makes another view, or turns its argument into one.
+        is_allocation: Whether it only gives memory, without writing it.
+    """
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.label = str(func)
+        aliases = [value.alias_info for value in schema.returns]
+        self.is_view = torch.Tag.inplace_view in func.tags or any(
+            alias is not None and not alias.is_write for alias in aliases
+        )
+        name = schema.name.split("::")[-1]
+        self.is_allocation = name.startswith(_ALLOCATES)
+        self._parameters: list[tuple[int, str, str]] = []
+        if not name.startswith(_METADATA_ONLY):
+            for index, argument in enumerate(schema.arguments):
+                alias = argument.alias_info
+                kind = "write" if alias is not None and alias.is_write else "read"
+                self._parameters.append((index, argument.name, kind))
+
+    def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, str]]:
+        """The arguments whose bytes it touches, and what it does to them: ``read`` or ``write``."""
+        num = len(args)
+        return [
+            (args[index] if index < num else kwargs.get(name), kind)
+            for index, name, kind in self._parameters
+        ]
+
+
+operator = cache(Operator)
+"""What is known of an overload; asked for once, for every operation of a program comes by."""

@@ -1,0 +1,132 @@
+"""The host's clock, and those of streams. Times are in seconds since the device was made.
+
+Work is given its start and its end when it is launched, for all that it waits for was launched
+before and has its times already. So nothing ever runs, and there is no queue of events to come.
+
+    host = HostClock(hardware)
+    compute, d2h = VirtualStream(host, "compute"), VirtualStream(host, "d2h")
+    compute.launch(1e-3)                      # the host goes on after 5 us
+    d2h.wait_event(compute.record_event())    # d2h begins a millisecond later
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from pp_offload.backends import Event
+
+
+class Launching(Protocol):
+    """What launches cost: see :class:`~pp_offload.simulate.hardware.Hardware`."""
+
+    @property
+    def launch_s(self) -> float:
+        """The host's time for one."""
+        ...
+
+    @property
+    def num_queued_launches(self) -> int:
+        """How many the host may be ahead."""
+        ...
+
+
+class HostClock:
+    """The time of the host, which launches work and goes on.
+
+    Args:
+        costs: Of launches.
+
+    Attributes:
+        now_s: The time.
+        blocked_s: How long it waited for work to end, or for room in the queue of launches.
+    """
+
+    def __init__(self, costs: Launching) -> None:
+        self.now_s = 0.0
+        self.blocked_s = 0.0
+        self._costs = costs
+        self._ends: deque[float] = deque()
+
+    def launch(self) -> None:
+        """Take the time of a launch, and first wait for room in the queue."""
+        self.now_s += self._costs.launch_s
+        if len(self._ends) >= self._costs.num_queued_launches:
+            self.wait_until(self._ends.popleft())
+
+    def note_end(self, end_s: float) -> None:
+        """What was launched last ends then."""
+        self._ends.append(end_s)
+
+    def wait_until(self, time_s: float) -> None:
+        """Block until then."""
+        self.blocked_s += max(0.0, time_s - self.now_s)
+        self.now_s = max(self.now_s, time_s)
+
+
+class VirtualEvent:
+    """A point in a stream's order, and its time."""
+
+    __slots__ = ("_host", "time_s")
+
+    def __init__(self, host: HostClock, time_s: float) -> None:
+        self._host = host
+        self.time_s = time_s
+
+    def query(self) -> bool:
+        """Whether that time has come for the host."""
+        return self.time_s <= self._host.now_s
+
+    def synchronize(self) -> None:
+        """Have the host wait until then."""
+        self._host.wait_until(self.time_s)
+
+
+class VirtualStream:
+    """Work in order.
+
+    Args:
+        host: Launches it.
+        name: For messages.
+
+    Attributes:
+        free_at_s: When all work launched so far has ended.
+        busy_s: How long it worked.
+        stalled_s: How long work that the host had launched waited for other streams.
+    """
+
+    def __init__(self, host: HostClock, name: str) -> None:
+        self.name = name
+        self.free_at_s = 0.0
+        self.busy_s = 0.0
+        self.stalled_s = 0.0
+        self._host = host
+        self._may_begin_s = 0.0
+
+    def launch(self, seconds: float) -> float:
+        """Launch work that takes so long; its end."""
+        self._host.launch()
+        ready_s = max(self.free_at_s, self._host.now_s)
+        begin_s = max(ready_s, self._may_begin_s)
+        self.stalled_s += begin_s - ready_s
+        self.busy_s += seconds
+        self.free_at_s = begin_s + seconds
+        self._host.note_end(self.free_at_s)
+        return self.free_at_s
+
+    def wait_event(self, event: Event) -> None:
+        """Let nothing launched from now on begin before ``event``."""
+        assert isinstance(event, VirtualEvent)
+        self._may_begin_s = max(self._may_begin_s, event.time_s)
+
+    def wait_stream(self, other: VirtualStream) -> None:
+        """Let nothing launched from now on begin before all that ``other`` has now."""
+        self.wait_event(other.record_event())
+
+    def record_event(self) -> VirtualEvent:
+        """A new event after everything launched so far, and all that is waited for."""
+        return VirtualEvent(self._host, max(self.free_at_s, self._may_begin_s))
+
+    def synchronize(self) -> None:
+        """Have the host wait for all of it."""
+        self.record_event().synchronize()

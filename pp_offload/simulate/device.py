@@ -1,0 +1,149 @@
+"""A device without data, on which the engine runs as it is, and everything takes its time.
+
+backend = VirtualBackend(DEVICES["H100"])
+with use_backend(backend):
+    loss = model(x)   # on meta
+    loss.backward()
+backend.seconds       # until all of it has run
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from pp_offload._common.operators import operator
+from pp_offload._memory.storages import has_storage
+from pp_offload.backends.base import Stream
+from pp_offload.simulate.clocks import HostClock, VirtualStream
+from pp_offload.simulate.costs import OperatorCosts
+from pp_offload.simulate.hardware import Hardware
+from pp_offload.simulate.kernels import accelerator_kernels
+from pp_offload.simulate.memory import DeviceMemory
+
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Of Linux; Python knows its name from 3.12 on."""
+
+
+class VirtualBackend:
+    """Tensors on ``meta`` as device tensors, and streams with clocks.
+
+    Host memory is asked from the system and never touched, so it takes addresses and no memory.
+
+    Args:
+        hardware: What the device is like.
+
+    Attributes:
+        host: The host's clock.
+        compute: The compute stream that is current unless another is entered.
+        memory: Device memory of the tensors seen.
+    """
+
+    is_host = False
+    is_capturing = False
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.name = f"virtual {hardware.name}"
+        self.device = torch.device("meta")
+        self.hardware = hardware
+        self.host = HostClock(hardware)
+        self.memory = DeviceMemory()
+        self.compute = VirtualStream(self.host, "compute")
+        self.d2h: Stream = VirtualStream(self.host, "d2h")
+        self.h2d: Stream = VirtualStream(self.host, "h2d")
+        self._current = self.compute
+
+    @property
+    def seconds(self) -> float:
+        """When all that was launched so far has ended."""
+        streams = (self.compute, self._current, self.d2h, self.h2d)
+        ends = [one.record_event().time_s for one in streams if isinstance(one, VirtualStream)]
+        return max(self.host.now_s, *ends)
+
+    def current_stream(self) -> VirtualStream:
+        """The live compute stream."""
+        return self._current
+
+    def new_stream(self, name: str) -> VirtualStream:
+        """Another compute stream, ordered with nothing."""
+        return VirtualStream(self.host, name)
+
+    @contextmanager
+    def stream(self, stream: VirtualStream) -> Iterator[VirtualStream]:
+        """Make ``stream`` the live compute stream inside."""
+        previous, self._current = self._current, stream
+        try:
+            yield stream
+        finally:
+            self._current = previous
+
+    def copy(
+        self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
+    ) -> None:
+        """Take the time of the copies, one behind the other."""
+        assert isinstance(stream, VirtualStream)
+        hardware = self.hardware
+        for target in targets:
+            seconds = target.nbytes / hardware.link_bytes_per_s
+            stream.launch(hardware.copy_latency_s + seconds)
+
+    def allocate_host(self, nbytes: int) -> Tensor:
+        """Addresses that nobody touches, so that no memory has to be behind them."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+        try:
+            return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
+        except (OSError, OverflowError) as failure:
+            raise MemoryError(f"no addresses for {nbytes} bytes: {failure}") from failure
+
+    def trim_host(self) -> None:
+        """Nothing is kept."""
+
+    def joined(self) -> None:
+        """There are no captures."""
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Inside, operators on ``meta`` take time and memory, by the kernels of an accelerator."""
+        with accelerator_kernels(), _Clocked(self.hardware, self.memory, self.current_stream):
+            yield
+
+    def synchronize(self) -> None:
+        """Have the host wait for all of it."""
+        self.host.wait_until(self.seconds)
+
+
+class _Clocked(TorchDispatchMode):
+    """Sees every operator below autograd, in forward and backward alike.
+
+    Args:
+        hardware: Whose times they take.
+        memory: Told of each storage.
+        live: The compute stream they run on, asked each time.
+    """
+
+    def __init__(
+        self, hardware: Hardware, memory: DeviceMemory, live: Callable[[], VirtualStream]
+    ) -> None:
+        super().__init__()
+        self._costs = OperatorCosts(hardware)
+        self._memory = memory
+        self._live = live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        outputs = func(*args, **kwargs)
+        made = [one for one in tree_iter(outputs) if isinstance(one, Tensor) and one.is_meta]
+        for one in made:
+            if has_storage(one):
+                self._memory.see(one.untyped_storage())
+        schema = operator(func)
+        if made and not schema.is_view and not schema.is_allocation:
+            self._live().launch(self._costs.seconds(func, args, kwargs, outputs))
+        return outputs

@@ -1,0 +1,71 @@
+"""When launched work begins and ends, in closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from pp_offload.simulate.clocks import HostClock, VirtualStream
+
+
+@dataclass
+class Costs:
+    launch_s: float = 1.0
+    num_queued_launches: int = 1000
+
+
+def device(**costs: float) -> tuple[HostClock, VirtualStream, VirtualStream]:
+    host = HostClock(Costs(**costs))  # type: ignore[arg-type]
+    return host, VirtualStream(host, "compute"), VirtualStream(host, "d2h")
+
+
+def test_the_host_goes_on_and_the_stream_works() -> None:
+    host, compute, _ = device()
+    assert compute.launch(10.0) == 11.0
+    assert compute.launch(10.0) == 21.0, "behind the first"
+    assert host.now_s == 2.0
+    assert (compute.busy_s, compute.stalled_s) == (20.0, 0.0)
+
+
+def test_a_slow_host_leaves_gaps_that_are_no_stall() -> None:
+    _, compute, _ = device(launch_s=5.0)
+    ends = [compute.launch(1.0) for _ in range(3)]
+    assert ends == [6.0, 11.0, 16.0]
+    assert compute.stalled_s == 0.0
+
+
+def test_streams_run_beside_each_other_and_wait_for_events() -> None:
+    host, compute, d2h = device()
+    compute.launch(10.0)
+    made = compute.record_event()
+    d2h.wait_event(made)
+    assert d2h.launch(4.0) == 15.0, "from 11 on"
+    assert compute.launch(4.0) == 15.0, "at the same time"
+    assert d2h.stalled_s == 9.0, "from 2, when it was launched, to 11"
+    assert not made.query()
+    made.synchronize()
+    assert made.query() and host.now_s == 11.0 and host.blocked_s == 8.0
+
+
+def test_an_event_of_a_stream_that_only_waits_is_that_of_what_it_waits_for() -> None:
+    _, compute, d2h = device()
+    compute.launch(10.0)
+    d2h.wait_stream(compute)
+    assert d2h.record_event().time_s == 11.0
+
+
+def test_the_host_waits_where_the_queue_of_launches_is_full() -> None:
+    host, compute, _ = device(num_queued_launches=2)
+    for _ in range(3):
+        compute.launch(10.0)
+    assert host.now_s == 11.0, "until the first of three had ended"
+    assert host.blocked_s == 8.0
+
+
+@pytest.mark.parametrize("num", [1, 7])
+def test_launches_alone_take_their_time(num: int) -> None:
+    host, compute, _ = device()
+    for _ in range(num):
+        compute.launch(0.0)
+    assert compute.free_at_s == host.now_s == num

@@ -1,0 +1,138 @@
+"""The engine on a virtual device: the bytes are those of a real run, and time obeys the law."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_backend
+from torch import Tensor, nn
+from toy import batches, make_model, run_step
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, use_backend
+from pp_offload.backends import Backend
+from pp_offload.simulate import DEVICES, Hardware, VirtualBackend
+
+COUNTED = ("bytes_offloaded", "bytes_reloaded", "host_bytes_peak")
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_what_moves_is_what_moves_with_data(in_flight: int) -> None:
+    found = []
+    for backend in (make_backend("late"), VirtualBackend(DEVICES["H100"])):
+        config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=0)
+        with use_backend(backend, config=config) as manager:
+            model = make_model(width=64, device=str(backend.device))
+            for step in range(3):
+                inputs = [x.to(backend.device) for x in batches(5, 64, step)]
+                run_step(model, inputs, in_flight=in_flight)
+            statistics = manager.statistics()
+            found.append({name: getattr(statistics, name) for name in COUNTED})
+    assert found[0] == found[1]
+    assert found[0]["bytes_offloaded"] > 0
+
+
+class Layers(nn.Module):
+    """Products of which each saves its input; a group around each."""
+
+    def __init__(self, num: int, width: int) -> None:
+        super().__init__()
+        kind: Any = {"device": "meta", "dtype": torch.bfloat16, "bias": False}
+        self.layers = nn.ModuleList(nn.Linear(width, width, **kind) for _ in range(num))
+
+    def forward(self, x: Tensor, *, offload: bool) -> Tensor:
+        for layer in self.layers:
+            with off_interface(offload, x, "layer"):
+                y = layer(x)
+            x = off_interface.group_commit(y, name="layer") if offload else y
+        return x
+
+
+WIDTH, ROWS, NUM, STEPS = 4096, 8192, 24, 4
+FLOPS = 2 * ROWS * WIDTH * WIDTH
+"""Of a forward of one layer."""
+SAVED_BYTES = ROWS * WIDTH * 2
+
+
+def hardware(copies_to_compute: float) -> Hardware:
+    """One on which a layer's copy takes so many times its forward."""
+    one = DEVICES["H100"]
+    forward_s = FLOPS / (one.matmul_flops * one.matmul_fraction)
+    return replace(one, link_bytes_per_s=SAVED_BYTES / (forward_s * copies_to_compute))
+
+
+def step_s(one: Hardware, *, offload: bool, in_flight: int, window: int = 12) -> tuple[float, int]:
+    """Seconds of a step in the steady state of microbatches in turn, and the peak of bytes.
+
+    Args:
+        one: The device.
+        offload: Whether groups leave.
+        in_flight: Forwards before the first backward.
+        window: Layers that may be under way, in each direction.
+    """
+    backend = VirtualBackend(one)
+    nbytes = window * SAVED_BYTES
+    config = OffloadConfig(max_in_flight_bytes=nbytes, prefetch_bytes=nbytes)
+    with use_backend(backend, config=config):
+        model = Layers(NUM, WIDTH)
+        waiting: deque[Tensor] = deque()
+        off_interface.reset()
+        for number in range(in_flight + STEPS):
+            if number == in_flight:
+                begin_s = backend.compute.free_at_s
+                backend.memory.take_peak()
+            if len(waiting) == in_flight:
+                y = waiting.popleft()
+                y.backward(torch.empty_like(y))
+                del y
+            off_interface.init_chunk_handler(None, None, 1)
+            x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+            waiting.append(model(x, offload=offload))
+        seconds = (backend.compute.free_at_s - begin_s) / STEPS
+        return seconds, backend.memory.peak_bytes
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_link_that_is_fast_enough_costs_nothing_and_saves_memory(in_flight: int) -> None:
+    """One stage needs its copies in a forward's time; microbatches in turn have a step's."""
+    one = hardware(0.8 if in_flight == 1 else 2.0)
+    none_s, none_bytes = step_s(one, offload=False, in_flight=in_flight)
+    window = 6 if in_flight == 1 else 12
+    ours_s, ours_bytes = step_s(one, offload=True, in_flight=in_flight, window=window)
+    assert none_s == pytest.approx(NUM * 3 * FLOPS / (990e12 * 0.6), rel=0.05)
+    assert ours_s / none_s < 1.03
+    assert ours_bytes < none_bytes
+
+
+def test_a_link_that_is_too_slow_takes_its_own_time() -> None:
+    """Each layer's bytes leave once in a step, and nothing else can be as slow."""
+    one = hardware(6.0)
+    link_s = NUM * SAVED_BYTES / one.link_bytes_per_s
+    ours_s, _ = step_s(one, offload=True, in_flight=3, window=NUM)
+    assert link_s <= ours_s <= 1.1 * link_s
+    assert step_s(one, offload=True, in_flight=3, window=6)[0] > ours_s, "a small window stalls"
+
+
+def test_the_host_has_addresses_and_no_memory() -> None:
+    backend = VirtualBackend(DEVICES["H100"])
+    found = backend.allocate_host(2**36)
+    assert found.nbytes == 2**36 and found.device.type == "cpu"
+
+
+def test_it_is_a_backend_with_streams() -> None:
+    backend = VirtualBackend(DEVICES["H100"])
+    assert isinstance(backend, Backend)
+    side = backend.new_stream("side")
+    with backend.stream(side):
+        assert backend.current_stream() is side
+        side.launch(1.0)
+        assert backend.seconds > 1.0
+    assert backend.current_stream() is backend.compute
+    before = backend.host.now_s
+    side.synchronize()
+    backend.synchronize()
+    assert backend.host.now_s > before
