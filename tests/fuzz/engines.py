@@ -40,6 +40,7 @@ from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.stash import ActivationStash
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload.errors import GroupStateError
+from pp_offload.simulate import VirtualBackend
 from pp_offload.testing import SimulatedBackend
 
 Where = tuple[int, int]
@@ -140,7 +141,7 @@ class Offload(Plain):
     @contextmanager
     def on_stream(self, number: int) -> Iterator[object]:
         backend, streams = self.backend, self._streams
-        if number == 0 or not isinstance(backend, SimulatedBackend):
+        if number == 0 or not isinstance(backend, SimulatedBackend | VirtualBackend):
             yield
             return
         if number not in streams:
