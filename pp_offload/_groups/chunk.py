@@ -91,8 +91,7 @@ class Chunk:
             group = self.group_type(name)  # and no more, for options of a class make a dict
             if self.key is not None:
                 group.key = GroupKey(self.key, len(self.groups))
-            if wiring.prefetcher is not None:
-                group.tell = wiring.prefetcher.on_use
+            group.tell = wiring.prefetcher.on_use
             self.groups.append(group)
             self.open_groups.append(group)
             for heard in transfer.listeners.group_opened:
@@ -193,8 +192,7 @@ class Chunk:
         wiring = self.wiring
         tickets = wiring.offloader.tickets(group)
         wiring.step.change()
-        if wiring.prefetcher is not None:
-            wiring.prefetcher.expect(group.counts.nbytes)
+        wiring.prefetcher.expect(group.counts.nbytes)
         try:
             wiring.offloader.move(group, tickets)
         except MemoryError as failure:

@@ -25,7 +25,6 @@ from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.hook_scopes import leave_all
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.plan import ChunkKey
-from pp_offload._groups.prefetch import Prefetcher
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.step import StepRecord
 from pp_offload._groups.wiring import Wiring
@@ -113,11 +112,6 @@ class Manager:
     # What it is made of
 
     @property
-    def _prefetcher(self) -> Prefetcher:
-        assert self.wiring.prefetcher is not None  # a manager's wiring has one
-        return self.wiring.prefetcher
-
-    @property
     def backend(self) -> Backend:
         """The device it works on."""
         return self.wiring.transfer.backend
@@ -197,7 +191,7 @@ class Manager:
         try:
             with self.wiring.lock:
                 split.begin(key, part)
-                self._begin_pass(chunk, part)
+                self._begin_pass(chunk, key, part)
             yield
         except BaseException:
             split.stop()
@@ -209,12 +203,12 @@ class Manager:
             with self.wiring.lock:
                 self.step.end_pass()
 
-    def _begin_pass(self, chunk: Chunk, part: BackwardPass) -> None:
+    def _begin_pass(self, chunk: Chunk, key: ChunkKey, part: BackwardPass) -> None:
         if part is BackwardPass.INPUT:
             self.step.begin_backward(chunk)
         else:
-            self.step.begin_weight_pass(chunk)
-            self._prefetcher.resume(chunk.groups[-1])
+            self.step.begin_weight_pass(chunk, key)
+            self.wiring.prefetcher.resume(chunk.groups[-1])
 
     def end_chunk(self) -> None:
         """The forward of the current chunk is over; there is no current chunk."""
@@ -309,7 +303,7 @@ class Manager:
             self.forward.chunk = None  # other threads have their own
             self.forward.is_evaluating = False
             self.step.clear()
-            self._prefetcher.reset()
+            self.wiring.prefetcher.reset()
             if self.wiring.offloader.split is not None:
                 self.wiring.offloader.split.clear()
 

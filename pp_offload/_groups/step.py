@@ -103,11 +103,10 @@ class StepRecord(Step):
         self.weight_pass = None
         self.change()
 
-    def begin_weight_pass(self, chunk: Chunk) -> None:
+    def begin_weight_pass(self, chunk: Chunk, key: ChunkKey) -> None:
         """The second part of the backward of ``chunk`` begins."""
         self.in_backward = chunk
-        assert chunk.key is not None
-        self.weight_pass = one = self._weight_passes[chunk.key]
+        self.weight_pass = one = self._weight_passes[key]
         self.queue.remove(one)
         self.change()
 

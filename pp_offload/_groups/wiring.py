@@ -29,8 +29,8 @@ class Wiring:
 
     transfer: TransferEngine
     offloader: Offloader
-    step: Step = field(default_factory=Step)
-    prefetcher: Prefetcher | None = None
+    step: Step
+    prefetcher: Prefetcher
     plan: Plan = field(default_factory=Plan)
     delayed: list[Callable[[], None]] = field(default_factory=list)
     """Commits to be done later, in forward order."""
@@ -87,6 +87,5 @@ class Wiring:
 
     @classmethod
     def alone(cls) -> Wiring:
-        """A wiring for a chunk without a manager: with no order known, nothing is prefetched."""
-        transfer = make_engine(default_backend(), OffloadConfig())
-        return cls(transfer, Offloader(transfer))
+        """A wiring for a chunk without a manager: with no order known, a group comes alone."""
+        return cls.made(default_backend(), OffloadConfig(), Step())

@@ -174,8 +174,7 @@ class ChunkOffloadHandler(Chunk):
 
     def bulk_reload(self) -> None:
         """Reload ahead as far as the window allows."""
-        if self.wiring.prefetcher is not None:
-            self.wiring.prefetcher.fill()
+        self.wiring.prefetcher.fill()
 
     def bulk_reload_group(self) -> None:
         """Reload the next group to run backward."""
@@ -186,7 +185,7 @@ class ChunkOffloadHandler(Chunk):
     def pre_reload_last_layer(self) -> None:
         """Reload the groups backward uses first, before it begins."""
         last = self.find_next_unused()
-        if last is not None and self.wiring.prefetcher is not None:
+        if last is not None:
             self.wiring.prefetcher.approach(last)
 
     # Questions

@@ -26,7 +26,7 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
 
     What was changed in place, or a collective has still to fill, gets none.
     """
-    by_storage: dict[UntypedStorage, list[SavedActivation]] = {}
+    by_storage: dict[UntypedStorage, tuple[Tensor, list[SavedActivation]]] = {}
     for one in saved:
         source, pending = one.held, one.pending
         if isinstance(source, Ticket) or source._version != one.version:
@@ -34,12 +34,11 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
         if pending is None or not is_pending(pending):
             storage = source.untyped_storage()
             if storage in by_storage:
-                by_storage[storage].append(one)
+                by_storage[storage][1].append(one)
             else:
-                by_storage[storage] = [one]
+                by_storage[storage] = source, [one]
     found: list[Ticket] = []
-    for storage, members in by_storage.items():
-        source = _source(members[0])
+    for storage, (source, members) in by_storage.items():
         if (  # almost always; see is_whole_storage()
             len(members) == 1
             and source.nbytes == storage.nbytes()
@@ -48,18 +47,24 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
         ):
             found.append(Ticket(transfer, label, source, members, storage))
         else:
-            parts = _of_one_storage(members, storage)
+            parts = _of_one_storage(source, members, storage)
             found += [Ticket(transfer, label, *part) for part in parts]
     return found
 
 
-def _of_one_storage(saved: list[SavedActivation], storage: UntypedStorage) -> list[Parts]:
+def _of_one_storage(
+    source: Tensor, saved: list[SavedActivation], storage: UntypedStorage
+) -> list[Parts]:
+    """The payloads of one storage; ``source`` is the tensor of the first of ``saved``."""
     if storage.nbytes() == 0:  # emptied by an owner who will fill it again, as FSDP does
         return []
     by_geometry: dict[Geometry, list[SavedActivation]] = {}
+    views: dict[Geometry, Tensor] = {}
     for one in saved:
-        by_geometry.setdefault(Geometry.of(_source(one)), []).append(one)
-    source = _source(saved[0])
+        if isinstance(one.held, Tensor):  # as all of them do
+            geometry = Geometry.of(one.held)
+            views.setdefault(geometry, one.held)
+            by_geometry.setdefault(geometry, []).append(one)
     covered = sum(g.distinct_numel * g.dtype.itemsize for g in by_geometry)
     whole = storage_bytes(source)
     begin = min(g.offset * g.dtype.itemsize for g in by_geometry)
@@ -67,7 +72,9 @@ def _of_one_storage(saved: list[SavedActivation], storage: UntypedStorage) -> li
     is_all = begin == 0 and end == storage.nbytes()
     enough = storage.nbytes() if len(by_geometry) == 1 else storage.nbytes() / 2
     if not is_all or covered < enough or whole is None:
-        return [_gathered(geometry, same) for geometry, same in by_geometry.items()]
+        return [
+            _gathered(view, geometry, by_geometry[geometry]) for geometry, view in views.items()
+        ]
     if len(by_geometry) == 1 and is_whole_storage(source, storage):
         return [(source, saved, storage)]
     for geometry, same in by_geometry.items():
@@ -76,12 +83,7 @@ def _of_one_storage(saved: list[SavedActivation], storage: UntypedStorage) -> li
     return [(whole, saved, storage)]
 
 
-def _gathered(geometry: Geometry, saved: list[SavedActivation]) -> Parts:
+def _gathered(view: Tensor, geometry: Geometry, saved: list[SavedActivation]) -> Parts:
     for one in saved:
         one.restore = geometry.scattered
-    return geometry.narrowed().on_storage_of(_source(saved[0])), saved, None
-
-
-def _source(saved: SavedActivation) -> Tensor:
-    assert not isinstance(saved.held, Ticket), "saved tensor was offloaded before"
-    return saved.held
+    return geometry.narrowed().on_storage_of(view), saved, None
