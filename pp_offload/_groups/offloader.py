@@ -53,7 +53,8 @@ class Offloader:
         """Queue the copies of a group's tickets, and close it.
 
         Raises:
-            MemoryError: There is no room for them off the device, and nothing has changed.
+            MemoryError: There is no room for all of them off the device. The group is open as
+                before, and what was copied already is of no use.
         """
         transfer, copies = self._transfer, self.copies
         # A captured copy holds its bytes only after a launch of the graph, so it is not shared.

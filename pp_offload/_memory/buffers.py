@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pp_offload._memory.arena import Range
 from pp_offload._memory.slabs import Slab, owned_by
@@ -90,7 +91,7 @@ class HostBuffer:
             if len(held) == 1:
                 yield begin, held[0].view(dtype).view(size)
             else:
-                yield begin, torch.empty(size, dtype=dtype, device="meta")
+                yield begin, no_address(size, dtype)
             begin += room_for(nbytes)
 
     def bytes_at(self, begin: int, nbytes: int) -> list[Tensor]:
@@ -125,6 +126,12 @@ def as_tensor(loan: Loan) -> Tensor:
     """
     (piece,) = loan.buffer.pieces
     return owned_by(loan, piece)
+
+
+def no_address(size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The place of a tensor that is in no single piece. No mode sees it: it is no device memory."""
+    with _disable_current_modes():
+        return torch.empty(size, dtype=dtype, device="meta")
 
 
 def room_for(nbytes: int) -> int:

@@ -206,20 +206,15 @@ class StagedDisk(OnDisk):
     def _all_of(self, block: Block, asked: Sequence[Ticket]) -> list[Ticket]:
         """``asked``, and all other tickets of ``block`` that are to be used and not brought yet."""
         refs = chain(block.tickets, *block.shared.values())
-        mates = {ticket: None for ref in refs if (ticket := ref()) is not None}
-        more = [
-            t for t in mates if t.num_waiting > 0 and t.device_tensor is None and t not in asked
-        ]
-        return [*asked, *more]
+        mates = [one for ref in refs if (one := ref()) is not None]
+        more = [one for one in mates if one.num_waiting > 0 and one.device_tensor is None]
+        return list(dict.fromkeys([*asked, *more]))
 
     def _send_ahead(self, block: DiskBlock) -> None:
-        """Copy what was read ahead to the device, unless a load on demand has done so.
-
-        What an interrupt cuts off behind the read, the next load copies.
-        """
-        if block.state is BlockState.READING:
-            with suppress(DiskTierError):  # whoever asks for it gets the error
-                self._finish_reading(block)
+        """Copy what was read ahead to the device, unless a load on demand has done so."""
+        with suppress(DiskTierError):  # whoever asks for it gets the error
+            self._finish_reading(block)
+            if block.state is BlockState.READ:  # also where an interrupt came behind the read
                 self._send(block, ())
 
     # Buffers on the way

@@ -16,9 +16,7 @@ import logging
 from itertools import accumulate
 from typing import cast
 
-import torch
-
-from pp_offload._memory.buffers import Loan, Place, Spec, room_for
+from pp_offload._memory.buffers import Loan, Place, Spec, no_address, room_for
 from pp_offload._memory.disk import NO_EXTENT, DiskEvent, DiskExtent, DiskFile
 from pp_offload._transfer.block import Block, BlockState
 from pp_offload._transfer.copies import Copies
@@ -120,5 +118,5 @@ class DiskBlock(Block):
     def places(self, parts: list[Spec]) -> list[Place]:
         """Without addresses: they come back through another buffer."""
         begins = accumulate((room_for(n.numel() * t.itemsize) for n, t in parts), initial=0)
-        shapes = (torch.empty(size, dtype=dtype, device="meta") for size, dtype in parts)
-        return list(zip(begins, shapes, strict=False))
+        places = [no_address(size, dtype) for size, dtype in parts]
+        return list(zip(begins, places, strict=False))

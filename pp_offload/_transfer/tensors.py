@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pp_offload._memory.storages import has_storage
 from pp_offload._transfer.subclasses import plain_tensors
@@ -130,7 +131,8 @@ def as_dense(tensor: Tensor) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements of a strided tensor fill one piece of memory, each once."""
-    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+    with _disable_current_modes():  # it is no device memory
+        return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
 def is_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:

@@ -297,6 +297,7 @@ class Witness(Plain):
     def __enter__(self) -> Witness:
         self.dirty: set[Where] = set()
         self._saved: list[weakref.ref[Snapshot]] = []
+        self._is_on = True
         return self
 
     def reset(self) -> None:
@@ -307,7 +308,12 @@ class Witness(Plain):
         return nullcontext() if self.program.options.stash is None else self._hooks()
 
     def scope(self, name: str, is_function: bool, x: Tensor) -> AbstractContextManager[object]:
-        return self._hooks() if self.program.options.stash is None else nullcontext()
+        # A group that starts while offload is disabled leaves all to autograd, which may refuse.
+        is_group = self.program.options.stash is None and self._is_on
+        return self._hooks() if is_group else nullcontext()
+
+    def switch(self, is_on: bool) -> None:
+        self._is_on = is_on
 
     def _hooks(self) -> AbstractContextManager[object]:
         if not torch.is_grad_enabled():

@@ -502,6 +502,27 @@ def test_a_buffer_is_read_into_when_its_last_copy_was_made(tmp_path: Path) -> No
         assert all(torch.equal(engine.deliver(t), v) for t, v in zip(tickets, values, strict=True))
 
 
+def test_what_was_read_is_sent_on_though_an_interrupt_came_before(tmp_path: Path) -> None:
+    with disk_manager("eager", tmp_path) as manager:
+        engine = manager.wiring.transfer
+        tier: Any = staged_of(engine)
+        (ticket,) = at_rest(manager, torch.ones(2**20))
+        tier.disk._threads = EagerThreads()
+
+        def cut_off(block: DiskBlock, asked: Sequence[Ticket]) -> int:
+            del tier._send
+            raise KeyboardInterrupt
+
+        tier._send = cut_off
+        with pytest.raises(KeyboardInterrupt):
+            engine.prefetch([ticket])
+            engine.poll()
+        assert ticket.block.state is BlockState.READ
+        engine.poll()
+        assert ticket.block.state is BlockState.ON_DISK and ticket.device_tensor is not None
+        assert not tier.is_bringing and tier.staging.statistics().in_use == 0
+
+
 def test_a_buffer_is_read_into_when_it_was_copied_into_for_nothing(tmp_path: Path) -> None:
     """Nobody wants what a late copy brings into it; the thread that reads waits for that copy."""
     with disk_manager("late", tmp_path) as manager:
