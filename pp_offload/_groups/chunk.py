@@ -67,6 +67,8 @@ class Chunk:
         self.open_groups: list[Group] = []
         self.thread = threading.current_thread()
         self.left_out: list[str] = []
+        with wiring.lock:  # what is computed here and not saved, a later forward may save
+            wiring.transfer.copies.in_flight.follow(wiring.current_stream())
 
     # Forward
 

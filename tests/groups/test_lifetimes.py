@@ -20,7 +20,7 @@ from toy import batches, make_model, run_step, same_bits
 
 import pp_offload
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._memory.bins import Bins
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.disk import DiskFile
@@ -213,6 +213,40 @@ def test_a_tensor_saved_on_another_stream_is_let_go_in_order(kind: str, is_delay
         manager.statistics()
         backend.check()
         del first, third
+
+
+@pytest.mark.parametrize("is_stash", [False, True], ids=["groups", "all activations"])
+def test_what_a_forward_without_groups_computed_is_let_go_in_order(is_stash: bool) -> None:
+    """It saves nothing on its stream, and a forward on another one saves its output."""
+    config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=0)
+    with use_backend(make_backend("late"), config=config) as manager:
+        backend = manager.backend
+        main, side = backend.current_stream(), backend.new_stream("side")
+        stash = OffloadActivations(
+            min_offload_size=1, max_fwd_stash_size=1, config=config, backend=backend
+        )
+
+        def forward(x: Tensor, *, saves: bool) -> Tensor:
+            off_interface.init_chunk_handler(None, None, 1)
+            if is_stash:
+                with stash:
+                    return x.sin().cos() if saves else x.clone()
+            for _ in range(2 if saves else 0):
+                with off_interface(True, x, "g"):
+                    y = x.sin()
+                x = off_interface.group_commit(y, name="g")
+            return x if saves else x.clone()
+
+        side.wait_stream(main)
+        with backend.stream(side):
+            y = forward(torch.ones(2, 4, requires_grad=True), saves=False)
+        main.wait_stream(side)
+        first = forward(y, saves=True)
+        del y
+        second = forward(torch.ones(2, 4, requires_grad=True) * 2, saves=True)
+        manager.statistics()
+        backend.check()
+        del first, second
 
 
 @contextmanager

@@ -154,6 +154,17 @@ MUTANTS = [
         ("tests/test_activations.py::test_device_memory_is_arithmetic",),
     ),
     Mutant(
+        "a forward that saves nothing has no stream",
+        "pp_offload/_groups/chunk.py",
+        "wiring.transfer.copies.in_flight.follow(wiring.current_stream())",
+        "pass",
+        "memory returns to a stream that does not wait for the copy",
+        (
+            "tests/groups/test_lifetimes.py"
+            "::test_what_a_forward_without_groups_computed_is_let_go_in_order",
+        ),
+    ),
+    Mutant(
         "let go on the live stream alone",
         "pp_offload/_transfer/in_flight.py",
         "for stream in (self._backend.current_stream(), *self._compute_streams):",
