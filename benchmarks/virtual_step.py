@@ -1,8 +1,9 @@
 """Step time and peak memory on a virtual accelerator, in the steady state of 1F1B.
 
 Nothing is measured: the engine runs on streams with clocks and tensors without data. Each row is a
-stage of two layers with four microbatches in flight. ``need`` is how much of compute's time the
-copies of one direction take: above 1 no choice of options keeps the step.
+stage of a GPT: two layers with four microbatches in flight, unless options say otherwise. ``need``
+is how much of compute's time the copies of one direction take: above 1 no choice of options keeps
+the step. A peak that the device has no memory for is marked with a star.
 
     python benchmarks/virtual_step.py --hidden 4096 8192 --gib 0.5 0.75 1 --json virtual.json
 
@@ -88,6 +89,7 @@ class Stage:
 def row(options: argparse.Namespace, width: int, gib: float | None, *, offload: bool) -> Row:
     """One step after a first one, with these bytes in flight and in the window."""
     backend = VirtualBackend(DEVICES[options.device])
+    compute = backend.compute
     nbytes = None if gib is None else int(gib * GIB)
     config = OffloadConfig(max_in_flight_bytes=nbytes, prefetch_bytes=nbytes)
     with use_backend(backend, config=config) as manager:
@@ -97,15 +99,15 @@ def row(options: argparse.Namespace, width: int, gib: float | None, *, offload: 
             waiting = deque(stage.forward(offload=offload) for _ in range(options.in_flight - 1))
             for number in range(options.in_flight + options.rounds):
                 if number == options.in_flight:
-                    begin_s, stalled_s = backend.compute.free_at_s, backend.compute.stalled_s
-                    moved = manager.statistics().bytes_offloaded
+                    begin_s, stalled_before_s = compute.free_at_s, compute.stalled_s
+                    moved_before = manager.statistics().bytes_offloaded
                     backend.memory.take_peak()
                 waiting.append(stage.forward(offload=offload))
                 stage.backward(waiting.popleft())
-            step_s = (backend.compute.free_at_s - begin_s) / options.rounds
-            stalled_s = (backend.compute.stalled_s - stalled_s) / options.rounds
+            step_s = (compute.free_at_s - begin_s) / options.rounds
+            stalled_s = (compute.stalled_s - stalled_before_s) / options.rounds
             peak_bytes = backend.memory.peak_bytes
-            moved = (manager.statistics().bytes_offloaded - moved) // options.rounds
+            moved = (manager.statistics().bytes_offloaded - moved_before) // options.rounds
             while waiting:
                 stage.backward(waiting.popleft())
             stage.layers.zero_grad()
@@ -116,6 +118,7 @@ def row(options: argparse.Namespace, width: int, gib: float | None, *, offload: 
         "step_ms": step_s * 1e3,
         "peak_gib": peak_bytes / GIB,
         "stalled_ms": stalled_s * 1e3,
+        "fits": peak_bytes <= backend.hardware.memory_bytes,
         "link_ms": moved / backend.hardware.link_bytes_per_s * 1e3,
     }
 
@@ -135,10 +138,10 @@ def rows(options: argparse.Namespace) -> list[Row]:
 def table(found: list[Row]) -> str:
     lines = [f"{'width':>6}  {'bounds':>9}  step ms  to none  peak GiB  stalled ms  need"]
     for one in found:
+        peak = f"{one['peak_gib']:8.2f}{' ' if one['fits'] else '*'}"
         lines.append(
             f"{one['width']:>6}  {one['bounds']:>9}  {one['step_ms']:7.2f}  "
-            f"{one['ratio_to_none']:7.3f}  {one['peak_gib']:8.2f}  {one['stalled_ms']:10.2f}  "
-            f"{one['need']:4.2f}"
+            f"{one['ratio_to_none']:7.3f}  {peak} {one['stalled_ms']:10.2f}  {one['need']:4.2f}"
         )
     return "\n".join(lines)
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 _ALLOCATES = ("empty", "new_empty")
+_ONLY_WRITE = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_")
+_TAKE_ROWS = ("embedding", "index", "index_select", "gather")
 _METADATA_ONLY = (
     *("empty", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full"),
@@ -29,17 +31,23 @@ class Operator:
         label: Its name.
         is_view: Whether it only makes another view, or turns its argument into one.
         is_allocation: Whether it only gives memory, without writing it.
+        only_writes: Whether it does not read what it writes in place, as a copy does not.
+        takes_rows: Whether it reads single rows of a tensor, which others say.
     """
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.label = str(func)
         aliases = [value.alias_info for value in schema.returns]
-        self.is_view = torch.Tag.inplace_view in func.tags or any(
-            alias is not None and not alias.is_write for alias in aliases
-        )
         name = schema.name.split("::")[-1]
+        self.is_view = (
+            torch.Tag.inplace_view in func.tags
+            or name == "_unsafe_view"  # which says that it is none
+            or any(alias is not None and not alias.is_write for alias in aliases)
+        )
         self.is_allocation = name.startswith(_ALLOCATES)
+        self.only_writes = name in _ONLY_WRITE or any(one.is_out for one in schema.arguments)
+        self.takes_rows = name in _TAKE_ROWS
         self._parameters: list[tuple[int, str, str]] = []
         if not name.startswith(_METADATA_ONLY):
             for index, argument in enumerate(schema.arguments):

@@ -4,7 +4,7 @@ Work is given its start and its end when it is launched, for all that it waits f
 before and has its times already. So nothing ever runs, and there is no queue of events to come.
 
     host = HostClock(hardware)
-    compute, d2h = VirtualStream(host, "compute"), VirtualStream(host, "d2h")
+    compute, d2h = VirtualStream(host), VirtualStream(host)
     compute.launch(1e-3)                      # the host goes on after 5 us
     d2h.wait_event(compute.record_event())    # d2h begins a millisecond later
 """
@@ -39,24 +39,13 @@ class HostClock:
 
     Attributes:
         now_s: The time.
-        blocked_s: How long it waited for work to end, or for room in the queue of launches.
+        blocked_s: How long it waited for work to end, or for room in a queue of launches.
     """
 
     def __init__(self, costs: Launching) -> None:
         self.now_s = 0.0
         self.blocked_s = 0.0
-        self._costs = costs
-        self._ends: deque[float] = deque()
-
-    def launch(self) -> None:
-        """Take the time of a launch, and first wait for room in the queue."""
-        self.now_s += self._costs.launch_s
-        if len(self._ends) >= self._costs.num_queued_launches:
-            self.wait_until(self._ends.popleft())
-
-    def note_end(self, end_s: float) -> None:
-        """What was launched last ends then."""
-        self._ends.append(end_s)
+        self.costs = costs
 
     def wait_until(self, time_s: float) -> None:
         """Block until then."""
@@ -87,7 +76,6 @@ class VirtualStream:
 
     Args:
         host: Launches it.
-        name: For messages.
 
     Attributes:
         free_at_s: When all work launched so far has ended.
@@ -95,24 +83,33 @@ class VirtualStream:
         stalled_s: How long work that the host had launched waited for other streams.
     """
 
-    def __init__(self, host: HostClock, name: str) -> None:
-        self.name = name
+    def __init__(self, host: HostClock) -> None:
         self.free_at_s = 0.0
         self.busy_s = 0.0
         self.stalled_s = 0.0
         self._host = host
         self._may_begin_s = 0.0
+        self._queued_ends_s: deque[float] = deque()
 
     def launch(self, seconds: float) -> float:
-        """Launch work that takes so long; its end."""
-        self._host.launch()
+        """Launch work that takes so long, and first wait for room in the queue; its end."""
+        self._take_time()
         ready_s = max(self.free_at_s, self._host.now_s)
         begin_s = max(ready_s, self._may_begin_s)
         self.stalled_s += begin_s - ready_s
         self.busy_s += seconds
         self.free_at_s = begin_s + seconds
-        self._host.note_end(self.free_at_s)
+        self._queued_ends_s.append(self.free_at_s)
         return self.free_at_s
+
+    def _take_time(self) -> None:
+        """That of the host, for a launch."""
+        host, queue = self._host, self._queued_ends_s
+        host.now_s += host.costs.launch_s
+        while queue and queue[0] <= host.now_s:
+            queue.popleft()
+        if len(queue) >= host.costs.num_queued_launches:
+            host.wait_until(queue.popleft())
 
     def wait_event(self, event: Event) -> None:
         """Let nothing launched from now on begin before ``event``."""

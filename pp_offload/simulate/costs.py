@@ -5,7 +5,7 @@ seconds = OperatorCosts(hardware).seconds(func, args, kwargs, outputs)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from pp_offload._common.operators import operator
+from pp_offload._common.operators import Operator, operator
+from pp_offload._memory.storages import has_storage
 from pp_offload.simulate.hardware import Hardware
 
 aten = torch.ops.aten
@@ -42,8 +43,7 @@ class OperatorCosts:
             outputs: What it returned.
         """
         flops = flops_of(func, args, kwargs, outputs)
-        touched = [value for value, _ in operator(func).operands(args, kwargs)]
-        nbytes = bytes_of((touched, outputs))
+        nbytes = bytes_of(operator(func), args, kwargs, outputs)
         return max(flops / self._flops_per_s, nbytes / self._bytes_per_s)
 
 
@@ -57,11 +57,33 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs:
     return 0.0 if counted is None else float(counted(*args, **kwargs, out_val=outputs))
 
 
-def bytes_of(values: Any) -> int:
-    """What is read and written: each tensor once."""
-    tensors: Iterable[Tensor] = (one for one in tree_iter(values) if isinstance(one, Tensor))
-    distinct = {id(one): one for one in tensors}
-    return sum(one.nbytes for one in distinct.values())
+def bytes_of(schema: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
+    """What is read and written: each tensor once, and one that is changed in place twice.
+
+    An expanded tensor is as large as its storage. Of a table, only the rows that are taken count.
+    """
+    read: dict[int, Tensor] = {}
+    written: dict[int, Tensor] = {id(one): one for one in tensors_in(outputs)}
+    for value, kind in schema.operands(args, kwargs):
+        for one in tensors_in(value):
+            if kind == "write":
+                written[id(one)] = one
+            if kind == "read" or not schema.only_writes:
+                read[id(one)] = one
+    if schema.takes_rows:
+        read = {key: one for key, one in read.items() if not one.is_floating_point()}
+        read |= {-key: one for key, one in written.items()}  # as many bytes as it writes
+    touched = [*read.values(), *written.values()]
+    return sum(min(one.nbytes, _storage_bytes(one)) for one in touched)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among arguments or outputs."""
+    return [one for one in tree_iter(value) if isinstance(one, Tensor)]
+
+
+def _storage_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if has_storage(tensor) else tensor.nbytes
 
 
 def _attention(query: Tensor, key: Tensor, num_products: int, *, is_causal: bool) -> float:

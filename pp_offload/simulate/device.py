@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from pp_offload._common.operators import operator
 from pp_offload._memory.storages import has_storage
 from pp_offload.backends.base import Stream
 from pp_offload.simulate.clocks import HostClock, VirtualStream
-from pp_offload.simulate.costs import OperatorCosts
+from pp_offload.simulate.costs import OperatorCosts, tensors_in
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.kernels import accelerator_kernels
 from pp_offload.simulate.memory import DeviceMemory
@@ -55,25 +54,24 @@ class VirtualBackend:
         self.hardware = hardware
         self.host = HostClock(hardware)
         self.memory = DeviceMemory()
-        self.compute = VirtualStream(self.host, "compute")
-        self.d2h: Stream = VirtualStream(self.host, "d2h")
-        self.h2d: Stream = VirtualStream(self.host, "h2d")
-        self._current = self.compute
+        self._streams: list[VirtualStream] = []
+        self.compute = self._current = self.new_stream()
+        self.d2h: Stream = self.new_stream()
+        self.h2d: Stream = self.new_stream()
 
     @property
     def seconds(self) -> float:
         """When all that was launched so far has ended."""
-        streams = (self.compute, self._current, self.d2h, self.h2d)
-        ends = [one.record_event().time_s for one in streams if isinstance(one, VirtualStream)]
-        return max(self.host.now_s, *ends)
+        return max(self.host.now_s, *(one.free_at_s for one in self._streams))
 
     def current_stream(self) -> VirtualStream:
         """The live compute stream."""
         return self._current
 
-    def new_stream(self, name: str) -> VirtualStream:
-        """Another compute stream, ordered with nothing."""
-        return VirtualStream(self.host, name)
+    def new_stream(self, name: str = "") -> VirtualStream:
+        """Another stream, ordered with nothing. Its name is not used."""
+        self._streams.append(VirtualStream(self.host))
+        return self._streams[-1]
 
     @contextmanager
     def stream(self, stream: VirtualStream) -> Iterator[VirtualStream]:
@@ -110,7 +108,11 @@ class VirtualBackend:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Inside, operators on ``meta`` take time and memory, by the kernels of an accelerator."""
+        """Inside, operators on ``meta`` take time and memory, by the kernels of an accelerator.
+
+        Raises:
+            RuntimeError: Another virtual device is active.
+        """
         with accelerator_kernels(), _Clocked(self.hardware, self.memory, self.current_stream):
             yield
 
@@ -138,12 +140,18 @@ class _Clocked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # where operators come as the program wrote them
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         outputs = func(*args, **kwargs)
-        made = [one for one in tree_iter(outputs) if isinstance(one, Tensor) and one.is_meta]
-        for one in made:
+        schema = operator(func)
+        operands = [value for value, _ in schema.operands(args, kwargs)]
+        touched = [one for one in tensors_in((operands, outputs)) if one.is_meta]
+        for one in touched:
             if has_storage(one):
                 self._memory.see(one.untyped_storage())
-        schema = operator(func)
-        if made and not schema.is_view and not schema.is_allocation:
+        if touched and not schema.is_view and not schema.is_allocation:
             self._live().launch(self._costs.seconds(func, args, kwargs, outputs))
         return outputs

@@ -1,8 +1,8 @@
 """Has tensors without data take the kernels that an accelerator would take.
 
 On ``meta`` PyTorch computes attention from matrix products, which saves the scores, and saves the
-mask of a dropout as numbers. Accelerators save neither. So while this is entered, attention without
-a mask takes the flash kernel there, and dropout the fused one; in recomputations, too.
+mask of a dropout as numbers. Accelerators save neither. So while this is entered, attention that
+the flash kernel can compute takes that there, and dropout the fused one; in recomputations, too.
 
 NOTE [ Below functions ]
     A mode for functions is not active while autograd recomputes a checkpoint. So the operators
@@ -19,16 +19,33 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
+MAX_HEAD_WIDTH = 256
+"""The flash kernel takes no wider heads."""
+
+
+_entered: list[torch.library.Library] = []
+
 
 @contextmanager
 def accelerator_kernels() -> Iterator[None]:
-    """Inside, ``meta`` has the kernels of an accelerator."""
+    """Inside, ``meta`` has the kernels of an accelerator, on every thread.
+
+    Raises:
+        RuntimeError: It has them already.
+    """
+    if _entered:
+        raise RuntimeError(
+            "a virtual device is active already; expected one at a time: leave its use_backend "
+            "or activate() first"
+        )
     library = torch.library.Library("aten", "IMPL")
+    _entered.append(library)
     try:
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
         library.impl("dropout", _dropout, "AutogradMeta")
         yield
     finally:
+        _entered.clear()
         library._destroy()
 
 
@@ -43,15 +60,25 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if attn_mask is not None:  # the flash kernel takes none; this one saves what it has to
-        found = aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    else:
+    if attn_mask is None and _is_for_flash(query, key, value, enable_gqa=enable_gqa):
         found = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
+    else:
+        found = aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     return found[0]  # type: ignore[no-any-return]
+
+
+def _is_for_flash(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
+    """What CUDA's kernel asks for, as far as sizes and dtypes say."""
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return False
+    if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] > MAX_HEAD_WIDTH:
+        return False
+    has_heads = enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
+    return has_heads and query.shape[-1] == key.shape[-1] == value.shape[-1]
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:

@@ -17,7 +17,7 @@ class Costs:
 
 def device(**costs: float) -> tuple[HostClock, VirtualStream, VirtualStream]:
     host = HostClock(Costs(**costs))  # type: ignore[arg-type]
-    return host, VirtualStream(host, "compute"), VirtualStream(host, "d2h")
+    return host, VirtualStream(host), VirtualStream(host)
 
 
 def test_the_host_goes_on_and_the_stream_works() -> None:
@@ -61,6 +61,14 @@ def test_the_host_waits_where_the_queue_of_launches_is_full() -> None:
         compute.launch(10.0)
     assert host.now_s == 11.0, "until the first of three had ended"
     assert host.blocked_s == 8.0
+
+
+def test_a_long_copy_holds_up_no_launch_of_compute() -> None:
+    host, compute, d2h = device(num_queued_launches=2)
+    d2h.launch(100.0)
+    for _ in range(5):
+        compute.launch(0.5)
+    assert host.now_s == 6.0 and host.blocked_s == 0.0
 
 
 @pytest.mark.parametrize("num", [1, 7])
