@@ -31,8 +31,8 @@ FIELD_MUTANTS = [
     Mutant(
         "views of one storage taken for the first of them",
         "pp_offload/_transfer/payload.py",
-        "Geometry.of(_source(one))",
-        "Geometry.of(_source(saved[0]))",
+        "Geometry.of(one.held)",
+        "Geometry.of(source)",
         "each view at an address has size, strides and dtype of the first",
         (f"{FIELD}/test_views_at_one_address.py::test_each_pair_of_views",),
         row="F04",
