@@ -141,11 +141,18 @@ def test_programs_move_what_they_move_with_data() -> None:
 
 
 @pytest.mark.slow
+def test_more_programs_do() -> None:
+    count = compare(4, 300)
+    assert count.different == 0
+    assert count.compared > 150
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_thousand_more_do(number: int) -> None:
     count = compare(number, 1000)
     assert count.different == 0
-    assert count.compared > 800
+    assert count.compared > 600, "seven of ten say something"
 
 
 ASKED: Counter[int] = Counter()
