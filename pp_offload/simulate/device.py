@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pp_offload._common.operators import operator
 from pp_offload._memory.storages import has_storage
 from pp_offload.backends.base import Stream
+from pp_offload.backends.live_stream import HasLiveStream
 from pp_offload.simulate.clocks import HostClock, VirtualStream
 from pp_offload.simulate.costs import OperatorCosts, tensors_in
 from pp_offload.simulate.hardware import Hardware
@@ -31,7 +32,7 @@ NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Of Linux; Python knows its name from 3.12 on."""
 
 
-class VirtualBackend:
+class VirtualBackend(HasLiveStream[VirtualStream]):
     """Tensors on ``meta`` as device tensors, and streams with clocks.
 
     Host memory is asked from the system and never touched, so it takes addresses and no memory.
@@ -64,23 +65,10 @@ class VirtualBackend:
         """When all that was launched so far has ended."""
         return max(self.host.now_s, *(one.free_at_s for one in self._streams))
 
-    def current_stream(self) -> VirtualStream:
-        """The live compute stream."""
-        return self._current
-
     def new_stream(self, name: str = "") -> VirtualStream:
         """Another stream, ordered with nothing. Its name is not used."""
         self._streams.append(VirtualStream(self.host))
         return self._streams[-1]
-
-    @contextmanager
-    def stream(self, stream: VirtualStream) -> Iterator[VirtualStream]:
-        """Make ``stream`` the live compute stream inside."""
-        previous, self._current = self._current, stream
-        try:
-            yield stream
-        finally:
-            self._current = previous
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

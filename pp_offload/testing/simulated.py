@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pp_offload._common.checks import said
 from pp_offload.backends.base import Stream
+from pp_offload.backends.live_stream import HasLiveStream
 from pp_offload.testing.copies import POISON, QueuedCopy, WeakTensor, unwatched
 from pp_offload.testing.operators import Watch
 from pp_offload.testing.streams import (
@@ -30,7 +31,7 @@ from pp_offload.testing.streams import (
 )
 
 
-class SimulatedBackend:
+class SimulatedBackend(HasLiveStream[SimulatedStream]):
     """CPU tensors as device tensors, copies out of order, races as errors.
 
     Args:
@@ -96,10 +97,6 @@ class SimulatedBackend:
         finally:
             self._timeline.end_capture()
 
-    def current_stream(self) -> SimulatedStream:
-        """The live compute stream."""
-        return self._current
-
     def new_stream(self, name: str) -> SimulatedStream:
         """Another compute stream, ordered with nothing.
 
@@ -107,15 +104,6 @@ class SimulatedBackend:
             ValueError: The name is taken.
         """
         return self._timeline.add_stream(name, is_copy=False)
-
-    @contextmanager
-    def stream(self, stream: SimulatedStream) -> Iterator[SimulatedStream]:
-        """Make ``stream`` the live compute stream inside."""
-        previous, self._current = self._current, stream
-        try:
-            yield stream
-        finally:
-            self._current = previous
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
