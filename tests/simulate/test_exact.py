@@ -8,11 +8,8 @@ tensor whose elements share memory is refused by the CPU, and not looked at wher
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from unittest.mock import patch
@@ -23,6 +20,7 @@ from engines import offload
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from programs import Commit, Compute, Enter, Exit, Forward, Program, Step
 from run import Machine
+from steps import no_garbage
 
 from pp_offload.simulate import Hardware, VirtualBackend
 from pp_offload.simulate.clocks import VirtualEvent
@@ -58,20 +56,9 @@ class Moved:
     taken_back: int
 
 
-@contextmanager
-def no_garbage() -> Iterator[None]:
-    """Or a peak would depend on when the collector runs."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def moved(program: Program, backend: SimulatedBackend | VirtualBackend) -> Moved:
     with (
-        no_garbage(),
+        no_garbage(),  # or a peak would depend on when the collector runs
         patch("engines.make_backend", lambda *kind: backend),
         patch("engines.assert_no_hooks", lambda: None),  # it computes, on the CPU
         patch("engines.forget_failed_backward", lambda: None),
