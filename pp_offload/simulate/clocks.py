@@ -12,40 +12,26 @@ before and has its times already. So nothing ever runs, and there is no queue of
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 from pp_offload.backends import Event
-
-
-class Launching(Protocol):
-    """What launches cost: see :class:`~pp_offload.simulate.hardware.Hardware`."""
-
-    @property
-    def launch_s(self) -> float:
-        """The host's time for one."""
-        ...
-
-    @property
-    def num_queued_launches(self) -> int:
-        """How many the host may be ahead."""
-        ...
+from pp_offload.simulate.hardware import Hardware
 
 
 class HostClock:
     """The time of the host, which launches work and goes on.
 
     Args:
-        costs: Of launches.
+        hardware: Says what launches cost.
 
     Attributes:
         now_s: The time.
         blocked_s: How long it waited for work to end, or for room in a queue of launches.
     """
 
-    def __init__(self, costs: Launching) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         self.now_s = 0.0
         self.blocked_s = 0.0
-        self.costs = costs
+        self.hardware = hardware
 
     def wait_until(self, time_s: float) -> None:
         """Block until then."""
@@ -105,10 +91,10 @@ class VirtualStream:
     def _take_time(self) -> None:
         """That of the host, for a launch."""
         host, queue = self._host, self._queued_ends_s
-        host.now_s += host.costs.launch_s
+        host.now_s += host.hardware.launch_s
         while queue and queue[0] <= host.now_s:
             queue.popleft()
-        if len(queue) >= host.costs.num_queued_launches:
+        if len(queue) >= host.hardware.num_queued_launches:
             host.wait_until(queue.popleft())
 
     def wait_event(self, event: Event) -> None:

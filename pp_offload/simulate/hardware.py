@@ -1,7 +1,7 @@
 """What is known of accelerators: how fast they compute, read their memory, and are copied from.
 
-The rates are those of data sheets, for dense bf16. What programs reach of them is a fraction, which
-differs by program: measure it, and replace it.
+The rates are those of NVIDIA's and AMD's data sheets, for dense bf16. What programs reach of them
+is a fraction, which differs by program: measure it, and replace it.
 
     h100 = replace(DEVICES["H100"], matmul_fraction=0.7)
 """

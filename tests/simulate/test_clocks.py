@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 
+from pp_offload.simulate import DEVICES
 from pp_offload.simulate.clocks import HostClock, VirtualStream
 
 
-@dataclass
-class Costs:
-    launch_s: float = 1.0
-    num_queued_launches: int = 1000
-
-
-def device(**costs: float) -> tuple[HostClock, VirtualStream, VirtualStream]:
-    host = HostClock(Costs(**costs))  # type: ignore[arg-type]
+def device(
+    launch_s: float = 1.0, num_queued_launches: int = 1000
+) -> tuple[HostClock, VirtualStream, VirtualStream]:
+    hardware = replace(DEVICES["H100"], launch_s=launch_s, num_queued_launches=num_queued_launches)
+    host = HostClock(hardware)
     return host, VirtualStream(host), VirtualStream(host)
 
 
