@@ -53,7 +53,7 @@ class DirectDisk(OnDisk):
     def has_stored(self, block: Block) -> bool:
         """Whether the bytes were written. If not, their source is kept."""
         if isinstance(block, DiskBlock):
-            self.settle(block)
+            self.note_written(block)
         return block.state is BlockState.ON_DISK
 
     def load(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:

@@ -63,7 +63,7 @@ class StagedDisk(OnDisk):
     def poll(self) -> None:
         """Write what has arrived, drop buffers of what is on disk, send on what was read ahead."""
         self._move_on(self._arriving, _has_arrived, self._write)
-        self._move_on(self._writing, _was_written, self._settle)
+        self._move_on(self._writing, _was_written, self._drop_buffer)
         self._move_on(self._read_ahead, _was_read, self._send_ahead)
 
     @staticmethod
@@ -123,9 +123,9 @@ class StagedDisk(OnDisk):
         self._writing.append(weakref.ref(block))
         block.move_to(BlockState.WRITING)
 
-    def _settle(self, block: DiskBlock) -> None:
+    def _drop_buffer(self, block: DiskBlock) -> None:
         """The write has ended: drop the buffer, or the extent if it failed."""
-        self.settle(block)
+        self.note_written(block)
         if block.state is BlockState.ON_DISK:
             block.loan = None
 

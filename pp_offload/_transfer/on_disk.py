@@ -55,7 +55,7 @@ class OnDisk(Tier):
         if self._failure is not None:
             raise MemoryError(str(self._failure)) from self._failure
 
-    def settle(self, block: DiskBlock) -> None:
+    def note_written(self, block: DiskBlock) -> None:
         """If it was being written, the write has ended, well or not."""
         if block.state is not BlockState.WRITING:
             return
