@@ -80,8 +80,7 @@ class Chunk:
             TypeError: ``name`` is no ``str``.
             ValueError: It is empty.
         """
-        if type(name) is not str or not name:
-            check_group_name("start", name)
+        check_group_name("start", name)
         if threading.get_ident() != self.thread.ident:
             raise self._other_thread("start", name)
         wiring = self.wiring
@@ -90,7 +89,7 @@ class Chunk:
             transfer.copies.in_flight.follow(wiring.current_stream())
             if self.key is None:
                 self.key = wiring.step.add(self, wiring.offloader.split)
-            group = self.group_type(name)  # and no more, for options of a class make a dict
+            group = self.group_type(name)  # keywords would make a dict for each group
             if self.key is not None:
                 group.key = GroupKey(self.key, len(self.groups))
             group.tell = wiring.prefetcher.on_use
@@ -135,12 +134,9 @@ class Chunk:
             TypeError: ``name`` is no ``str``, or ``forced_released_tensors`` no list of tensors.
             ValueError: ``name`` is empty, or ``delay`` neither True nor False.
         """
-        if type(name) is not str or not name or delay is not False:
-            check_group_name("commit", name)
-            check_switch("delay_offload", delay)
-        released = forced_released_tensors
-        if released is not None:
-            released = checked_tensors("forced_released_tensors", released)
+        check_group_name("commit", name)
+        check_switch("delay_offload", delay)
+        released = checked_tensors("forced_released_tensors", forced_released_tensors)
         if threading.get_ident() != self.thread.ident:
             raise self._other_thread("commit", name)
         if self.open_groups and self.open_groups[-1].name == name:  # nearly always

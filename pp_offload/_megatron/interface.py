@@ -125,8 +125,7 @@ class FineGrainedActivationOffloadingInterface:
     """
 
     def __init__(self, offload: bool, tensor: Tensor, name: str) -> None:
-        if offload is not True:
-            check_switch("offload", offload)
+        check_switch("offload", offload)
         self.offload = offload
         self.tensor = tensor
         self.name = name
