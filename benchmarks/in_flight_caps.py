@@ -19,7 +19,7 @@ import argparse
 import json
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from large_groups import DEVICES, Layers, device_of
@@ -28,6 +28,8 @@ from torch import Tensor
 
 from pp_offload import OffloadConfig, use_backend
 from pp_offload.backends import default_backend
+
+Cap = int | Literal["auto"]
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -56,9 +58,13 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return figures
 
 
-def named_caps(caps_mib: list[float]) -> dict[str, int | None]:
-    """Bytes; None leaves the bound to the engine."""
-    return {"none": None, **{f"{cap:g} MiB": int(cap * MIB) for cap in caps_mib}, "default": None}
+def named_caps(caps_mib: list[float]) -> dict[str, Cap]:
+    """Bytes, or what leaves the bound to the engine."""
+    return {
+        "none": "auto",
+        **{f"{cap:g} MiB": int(cap * MIB) for cap in caps_mib},
+        "default": "auto",
+    }
 
 
 def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:

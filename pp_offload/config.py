@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from pp_offload._common.checks import (
     check_kind,
@@ -24,16 +25,23 @@ SPLIT_BACKWARD = ("reload", "keep")
 """What may happen between the two parts of a backward."""
 
 
+AUTO = "auto"
+"""Chosen by the engine."""
+
 COUNTS = (
     "min_offloaded_tensor_size",
     "delta_offload_bytes_across_pp_ranks",
     "max_in_flight_bytes",
     "prefetch_bytes",
+    "device_budget_bytes",
     "host_budget_bytes",
 )
 """Options that are integers of at least zero."""
 
-OPTIONAL_COUNTS = ("max_in_flight_bytes", "prefetch_bytes", "host_budget_bytes")
+AUTO_COUNTS = ("max_in_flight_bytes", "prefetch_bytes")
+"""Those of them that may be :data:`AUTO`."""
+
+OPTIONAL_COUNTS = ("device_budget_bytes", "host_budget_bytes")
 """Those of them that may be None."""
 
 
@@ -63,18 +71,29 @@ class OffloadConfig:
     The last ones in forward order stay, for backward uses them first.
     """
 
-    max_in_flight_bytes: int | None = None
+    max_in_flight_bytes: int | Literal["auto"] = "auto"
     """Device bytes that may wait for their copy. Over it compute waits for the oldest copies, but
-    never for those of the group that was offloaded last, unless this is 0: then for all. None means
-    twice the largest group, at least 512 MiB.
+    never for those of the group that was offloaded last, unless this is 0: then for all.
+
+    ``"auto"`` means twice the largest group, at least 512 MiB, in the first steps. Where the device
+    has a clock and ``tiers`` is ``("host",)``, complete steps are timed, and their times say how
+    little is enough for compute never to wait, as far as the link to the host permits; one line in
+    the log says what was chosen.
 
     Behind an accelerator, this also limits the host bytes on the way to and from the disk.
     """
 
-    prefetch_bytes: int | None = None
-    """How far reloads run ahead of their use. None means twice the largest group, at least 256 KiB.
+    prefetch_bytes: int | Literal["auto"] = "auto"
+    """How far reloads run ahead of their use. One tensor may always be ahead, however large.
 
-    One tensor may always be ahead, however large.
+    ``"auto"`` means twice the largest group, at least 256 KiB, until times say how little is
+    enough, as for ``max_in_flight_bytes``.
+    """
+
+    device_budget_bytes: int | None = None
+    """The most that ``"auto"`` may choose for ``max_in_flight_bytes`` and ``prefetch_bytes``
+    together, less what is given for one of them. None means no limit. With too little, compute
+    waits.
     """
 
     split_backward: str = "reload"
@@ -119,8 +138,12 @@ class OffloadConfig:
         for name in COUNTS:
             value = getattr(self, name)
             problem = count_problem(name, value)
-            if problem and not (value is None and name in OPTIONAL_COUNTS):
-                yield problem
+            if value is None and name in OPTIONAL_COUNTS:
+                continue
+            if name in AUTO_COUNTS and (isinstance(value, str) and value == AUTO):
+                continue
+            if problem:
+                yield problem + (f", or {AUTO!r}" if name in AUTO_COUNTS else "")
         if not _is_fraction(self.activation_offload_fraction):
             fraction = said(self.activation_offload_fraction)
             yield f"activation_offload_fraction is {fraction}, expected 0 to 1"

@@ -41,6 +41,7 @@ from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk import DiskFile
 from pp_offload._transfer import plain_copies
 from pp_offload._transfer.copies import Copies
+from pp_offload._transfer.in_flight import InFlight
 from pp_offload._transfer.verify import Verifier
 
 
@@ -65,6 +66,7 @@ VALUES: dict[str, Any] = {
     "activation_offload_fraction": 0.5,
     "max_in_flight_bytes": 12345,
     "prefetch_bytes": 54321,
+    "device_budget_bytes": 2**20 + 2,
     "split_backward": "keep",
     "host_budget_bytes": 2**27 + 1,
     "tiers": ("host", "disk"),
@@ -82,6 +84,7 @@ LISTENED = {
     ),
     "max_in_flight_bytes": Listened(Copies, "__init__", "max_in_flight_bytes", 12345),
     "prefetch_bytes": Listened(Prefetcher, "__init__", "window_bytes", 54321),
+    "device_budget_bytes": Listened(InFlight, "choose", "max_bytes", 2**19 + 1),
     "split_backward": Listened(SplitBackward, "__init__", "is_keeping", True),
     "host_budget_bytes": Listened(HostBudget, "__init__", "limit_bytes", 2**27 + 1),
     "tiers": Listened(DiskFile, "__init__", "self", lambda disk: True),
@@ -91,7 +94,11 @@ LISTENED = {
 
 ENGINE = {"max_in_flight_bytes", "host_budget_bytes", "verify"}
 STASH = ENGINE | {"prefetch_bytes", "tiers", "disk_dir"}
-GROUPS = STASH | {"delta_offload_bytes_across_pp_ranks", "activation_offload_fraction"}
+GROUPS = STASH | {
+    "delta_offload_bytes_across_pp_ranks",
+    "activation_offload_fraction",
+    "device_budget_bytes",
+}
 
 
 def run_groups() -> None:

@@ -45,6 +45,7 @@ ORDERS_COPIES = {
     "_transfer.copies",
     "_transfer.in_flight",
     "_transfer.pending_reloads",
+    "_transfer.stopwatch",
     "_megatron.cuda_graph",
 }
 """Beside the backends themselves, the simulated one and the virtual one."""

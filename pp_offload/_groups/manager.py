@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from pp_offload._common.checks import check_count, said
+from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.checkpoint_regions import is_recomputing, may_take, top_pack
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
@@ -75,6 +76,10 @@ class Manager:
         self._was_disabled = False
         self._has_warned_of_no_reset = False
         self.forward = Forward()
+        self._bounds = self._auto_bounds()
+
+    def _auto_bounds(self) -> AutoBounds:
+        return AutoBounds(self.wiring.transfer, self.wiring.prefetcher, self.config)
 
     def take_over(self, old: Manager) -> None:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
@@ -102,6 +107,7 @@ class Manager:
         wiring.go_on_as(self.wiring)
         self.retire()
         self.config, self.step, self.wiring = config, step, wiring
+        self._bounds = self._auto_bounds()
         self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
 
     def retire(self) -> None:
@@ -264,12 +270,15 @@ class Manager:
         with self.wiring.lock:
             self._check_not_busy_elsewhere()  # again: nobody begins between this and the end
             forgotten = self.step.forgotten()
-            if self.step.is_complete():
+            is_complete = self.step.is_complete()
+            if is_complete:
                 self.learn()
+            self._bounds.end_step(self.wiring.plan, is_complete=is_complete)
             was_cut_off = leave_all()
             if not was_cut_off:  # else an interrupt left groups open
                 self._look_for_idle_groups()
             self._end_step()
+            self._bounds.begin_step()
         self.wiring.transfer.compact()
         if forgotten:
             raise GroupStateError(
@@ -293,6 +302,7 @@ class Manager:
     def abort(self) -> None:
         """Forget the step that runs. Tensors autograd still holds stay good."""
         leave_all()
+        self._bounds.end_step(self.wiring.plan, is_complete=False)
         self._end_step()
         self.wiring.transfer.compact()
 

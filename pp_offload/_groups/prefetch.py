@@ -1,7 +1,7 @@
 """Reloads tensors before autograd asks: earliest needed first, up to a window of bytes.
 
 It begins when backward reaches a group. The group's own tensors come first, then those of the
-groups that backward visits next, across chunks. When half of the window has been used, it is filled
+groups that backward visits next, across chunks. When part of the window has been used, it is filled
 again.
 
     window  |== this group ==|== next ==|= next chunk's last =|
@@ -20,9 +20,18 @@ from pp_offload._groups.plan import ChunkKey
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
+from pp_offload.config import AUTO
 
 SMALL_BYTES = 2**18
 """Below this, tensors of several groups are reloaded as one batch."""
+
+
+def refill_below(window_bytes: int) -> int:
+    """With no more than so many bytes unused, a window is filled again.
+
+    At once where they are large, so that copies never pause; and not for each small tensor.
+    """
+    return window_bytes - max(window_bytes // 8, min(window_bytes // 2, SMALL_BYTES))
 
 
 Visit = Group | WeightPass
@@ -67,18 +76,21 @@ class Prefetcher:
     Args:
         transfer: Reloads.
         step: Says which groups come next.
-        window_bytes: Bytes that may be on the device unused; None for twice the largest group, at
-            least :data:`SMALL_BYTES`.
+        window_bytes: Bytes that may be on the device unused; :data:`AUTO` for twice the largest
+            group, at least :data:`SMALL_BYTES`, until :meth:`choose` is told better.
+
+    Attributes:
+        window_bytes: The window as it is now.
     """
 
-    def __init__(self, transfer: TransferEngine, step: Step, window_bytes: int | None) -> None:
+    def __init__(self, transfer: TransferEngine, step: Step, window_bytes: int | str) -> None:
         self._transfer = transfer
         self._step = step
-        self._window_bytes = SMALL_BYTES if window_bytes is None else window_bytes
+        self.window_bytes = window_bytes if isinstance(window_bytes, int) else SMALL_BYTES
         self._reloads = transfer.reloads
-        self._reloads.refill_below_bytes = self._window_bytes // 2
+        self._reloads.refill_below_bytes = refill_below(self.window_bytes)
         transfer.comes_soon = self.comes_soon
-        self._follows_groups = window_bytes is None
+        self._follows_groups = window_bytes == AUTO
         self._current: Group | None = None
         self._done_at = -1
 
@@ -99,14 +111,14 @@ class Prefetcher:
             for heard in self._transfer.listeners.group_reached:
                 heard(group)
         if not group.is_brought:
-            room = self._window_bytes - self._reloads.nbytes
+            room = self.window_bytes - self._reloads.nbytes
             batch = self._missing(group, room, set())
             if batch:
                 self._transfer.reload(batch)
 
     def comes_soon(self, ticket: Ticket) -> bool:
         """Whether backward will ask for ``ticket`` within the next window of bytes."""
-        group, room = self._current, self._window_bytes
+        group, room = self._current, self.window_bytes
         for following in () if group is None else self._step.after(group):
             for one in following.waiting():
                 if one is ticket:
@@ -131,11 +143,17 @@ class Prefetcher:
         """A group of ``nbytes`` was offloaded, and will come back."""
         with self._transfer.lock:
             if self._follows_groups:
-                self._window_bytes = max(self._window_bytes, 2 * nbytes)
-            self._reloads.refill_below_bytes = self._window_bytes // 2
+                self.window_bytes = max(self.window_bytes, 2 * nbytes)
+            self._reloads.refill_below_bytes = refill_below(self.window_bytes)
+
+    def choose(self, window_bytes: int) -> None:
+        """From now on this is the window."""
+        with self._transfer.lock:
+            self._follows_groups = False
+            self.window_bytes = window_bytes
 
     def fill(self) -> None:
-        """Reload what comes next until the window is full, once half of it is free."""
+        """Reload what comes next until the window is full, once some of it is free."""
         with self._transfer.lock:
             self._fill()
 
@@ -143,9 +161,9 @@ class Prefetcher:
         group, changes = self._current, self._step.num_changes
         if group is None or self._done_at == changes:
             return
-        if 2 * self._reloads.nbytes > self._window_bytes:
+        if self._reloads.nbytes > refill_below(self.window_bytes):
             return
-        room = self._window_bytes - self._reloads.nbytes
+        room = self.window_bytes - self._reloads.nbytes
         batches: list[list[Ticket]] = []
         chosen: set[Ticket] = set()
         for following in chain[Visit]((group,), self._step.after(group)):
@@ -170,7 +188,7 @@ class Prefetcher:
     def _begin_at(self, group: Group | None) -> None:
         self._current = group
         self._done_at = -1
-        self._reloads.refill_below_bytes = self._window_bytes // 2
+        self._reloads.refill_below_bytes = refill_below(self.window_bytes)
 
     def _load(self, batches: list[list[Ticket]]) -> None:
         """Prefetch groups in order, small ones together, so that one event serves many."""

@@ -28,7 +28,6 @@ Tiers are given this, and call it with the lock held.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -41,6 +40,7 @@ from pp_offload._transfer.in_flight import InFlight
 from pp_offload._transfer.listeners import Listeners
 from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.reload import Arrival
+from pp_offload._transfer.stopwatch import Stopwatch
 from pp_offload._transfer.tensors import flat_bytes
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import Backend, Event, Stream
@@ -61,13 +61,15 @@ class Copies:
         listeners: The engine's; told here what is queued.
         in_flight: What is on its way to the host.
         reloads: What is on the device again, or on its way there.
+        stopwatch: Times copies and waits where it runs.
     """
 
-    def __init__(self, backend: Backend, max_in_flight_bytes: int | None) -> None:
+    def __init__(self, backend: Backend, max_in_flight_bytes: int | str) -> None:
         self.backend = backend
         self.lock = threading.RLock()
         self.listeners = Listeners()
-        self.in_flight = InFlight(backend, self.lock, max_in_flight_bytes)
+        self.stopwatch = Stopwatch(backend)
+        self.in_flight = InFlight(backend, self.lock, self.stopwatch, max_in_flight_bytes)
         self.reloads = PendingReloads()
         self._of_graphs: list[Block] = []
 
@@ -92,7 +94,7 @@ class Copies:
         note_uses(buffers, Queued(self.backend.d2h))
         if not have_addresses(blocks):
             targets, sources = in_pieces(tickets, targets, sources)
-        self.backend.copy(self.backend.d2h, targets, sources, tickets[0].label)
+        self.stopwatch.copy(self.backend.d2h, targets, sources, tickets[0].label)
         offloaded = self.backend.d2h.record_event()
         for block in blocks:
             block.offloaded = offloaded
@@ -218,7 +220,7 @@ class Copies:
         note_uses(buffers, Queued(self.backend.h2d))
         if not have_addresses(blocks):
             targets, sources = in_pieces(tickets, targets, sources)
-        self.backend.copy(self.backend.h2d, targets, sources, tickets[0].label)
+        self.stopwatch.copy(self.backend.h2d, targets, sources, tickets[0].label)
         reloaded = self.backend.h2d.record_event()
         note_uses(buffers, reloaded)
         arrival.reloaded = reloaded
@@ -260,12 +262,7 @@ class Copies:
         arrival.is_there = True
 
     def _compute_waits_for(self, stream: Stream, event: Event) -> None:
-        start = time.perf_counter()
-        stream.wait_event(event)
-        seconds = time.perf_counter() - start
-        with self.lock:
-            for heard in self.listeners.waited:
-                heard(seconds)
+        self.stopwatch.wait(stream, event)
 
     def _d2h_waits_for_compute(self, stream: Stream) -> None:
         self.backend.d2h.wait_event(stream.record_event())

@@ -17,7 +17,7 @@ class TransferCounters(Listener):
     prefetched_reloads: int = 0
     on_demand_reloads: int = 0
     num_taken_back: int = 0
-    consumer_wait_ms: float = 0.0
+    stalled_ms: float | None = None
 
     def offloaded(self, label: str, nbytes: int) -> None:
         self.bytes_offloaded += nbytes
@@ -33,6 +33,3 @@ class TransferCounters(Listener):
 
     def taken_back(self, ticket: Ticket) -> None:
         self.num_taken_back += 1
-
-    def waited(self, seconds: float) -> None:
-        self.consumer_wait_ms += seconds * 1e3

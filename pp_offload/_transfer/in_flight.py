@@ -28,7 +28,9 @@ from typing import Any
 from torch import Tensor
 
 from pp_offload._transfer.block import Block
+from pp_offload._transfer.stopwatch import Stopwatch
 from pp_offload.backends import Backend, Event, Stream
+from pp_offload.config import AUTO
 
 IN_FLIGHT_BYTES = 2**29
 """How much may be in flight where no option says so."""
@@ -82,22 +84,28 @@ class InFlight:
     Args:
         backend: Whose compute streams wait.
         lock: See NOTE [ One lock ].
+        stopwatch: Times those waits where it runs.
         max_bytes: Device bytes that may wait for their copy to the host, beside those that were
-            sent last; None for twice the largest group, at least :data:`IN_FLIGHT_BYTES`. 0 means
-            that compute waits for each copy.
+            sent last; :data:`AUTO` for twice the largest group, at least :data:`IN_FLIGHT_BYTES`,
+            until :meth:`choose` is told better. 0 means that compute waits for each copy.
 
     Attributes:
         queue: What is on its way.
     """
 
     def __init__(
-        self, backend: Backend, lock: AbstractContextManager[Any], max_bytes: int | None
+        self,
+        backend: Backend,
+        lock: AbstractContextManager[Any],
+        stopwatch: Stopwatch,
+        max_bytes: int | str,
     ) -> None:
         self.queue: deque[PendingOffload] = deque()
-        self.max_bytes = IN_FLIGHT_BYTES if max_bytes is None else max_bytes
+        self.max_bytes = max_bytes if isinstance(max_bytes, int) else IN_FLIGHT_BYTES
         self._backend = backend
         self._lock = lock
-        self._follows_groups = max_bytes is None
+        self._stopwatch = stopwatch
+        self._follows_groups = max_bytes == AUTO
         self._compute_streams: tuple[Stream, ...] = (backend.current_stream(),)
         self._knows_all_streams = True
 
@@ -167,6 +175,11 @@ class InFlight:
         if self._follows_groups:
             self.max_bytes = max(self.max_bytes, 2 * group_bytes)
 
+    def choose(self, max_bytes: int) -> None:
+        """From now on this is the cap."""
+        self._follows_groups = False
+        self.max_bytes = max_bytes
+
     def keep_bounded(self, last_bytes: int, poll: Callable[[], None]) -> None:
         """Make compute wait for copies to the host until no more is in flight than may be.
 
@@ -182,7 +195,7 @@ class InFlight:
         while (pending := self._first_to_wait_for(last_bytes, poll)) is not None:
             event = pending.event(self._backend.d2h)
             for stream in (self._backend.current_stream(), *self._compute_streams):
-                stream.wait_event(event)
+                self._stopwatch.wait(stream, event)
             if not self._knows_all_streams:  # memory may go back to a stream that did not wait
                 event.synchronize()
             with self._lock:

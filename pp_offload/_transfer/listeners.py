@@ -85,9 +85,6 @@ class Listener:
     def taken_back(self, ticket: Ticket) -> None:
         """Its source, whose copy has still to run, is given out as it is. Under the lock."""
 
-    def waited(self, seconds: float) -> None:
-        """Compute was made to wait for a reload, which took the host so long. Under the lock."""
-
     def delivered(self, ticket: Ticket, tensor: Tensor) -> None:
         """The payload is about to be given to autograd, in order with the live compute stream."""
 
@@ -105,7 +102,6 @@ class Listeners:
     reload_started: tuple[Callable[[str, int], None], ...] = ()
     reloads_queued: tuple[Callable[..., None], ...] = ()
     taken_back: tuple[Callable[[Ticket], None], ...] = ()
-    waited: tuple[Callable[[float], None], ...] = ()
     delivered: tuple[Callable[[Ticket, Tensor], None], ...] = ()
 
     def add(self, listener: Listener) -> None:

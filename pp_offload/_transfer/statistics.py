@@ -46,8 +46,10 @@ class OffloadStatistics:
     taken_back: int
     """Payloads asked for while their copy to the host was under way, and given back without one."""
 
-    consumer_wait_ms: float
-    """Host time spent making the consumer wait. On an accelerator the device waits instead."""
+    stalled_ms: float | None
+    """How long compute waited for copies in the last step that was timed; None before, and on a
+    device without a clock. See :attr:`OffloadConfig.max_in_flight_bytes`.
+    """
 
     host_allocations: int
     """How often host memory was asked from the system."""
@@ -83,7 +85,7 @@ def collect(transfer: TransferEngine) -> OffloadStatistics:
             prefetched_reloads=counters.prefetched_reloads,
             on_demand_reloads=counters.on_demand_reloads,
             taken_back=counters.num_taken_back,
-            consumer_wait_ms=counters.consumer_wait_ms,
+            stalled_ms=counters.stalled_ms,
             host_allocations=sum(tier.host.num_allocations for tier in tiers),
             disk_bytes_in_use=sum(tier.disk.in_use for tier in tiers),
             disk_bytes_peak=sum(tier.disk.peak for tier in tiers),

@@ -90,7 +90,7 @@ def make_engine(
 
 
 def host_engine(
-    backend: Backend, host: HostMemory, max_in_flight_bytes: int | None
+    backend: Backend, host: HostMemory, max_in_flight_bytes: int | str
 ) -> TransferEngine:
     """A transfer engine over this host memory alone."""
     copies = Copies(backend, max_in_flight_bytes)

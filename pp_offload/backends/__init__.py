@@ -6,7 +6,7 @@ import torch
 
 from pp_offload._common.checks import said
 from pp_offload.backends.accelerator import AcceleratorBackend
-from pp_offload.backends.base import Backend, Event, Stream
+from pp_offload.backends.base import Backend, Event, Stream, TimedEvent
 from pp_offload.backends.cpu import CpuBackend
 from pp_offload.backends.graph_capture import GraphSafeBackend, bare
 
@@ -17,6 +17,7 @@ __all__ = [
     "Event",
     "GraphSafeBackend",
     "Stream",
+    "TimedEvent",
     "backend_or_default",
     "bare",
     "check_backend",

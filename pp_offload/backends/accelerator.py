@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind
-from pp_offload.backends.base import Stream
+from pp_offload.backends.base import Stream, TimedEvent
 
 
 class AcceleratorBackend:
@@ -69,6 +69,12 @@ class AcceleratorBackend:
     def current_stream(self) -> Stream:
         """The live stream of the calling thread; inside backward, that of the running node."""
         return cast(Stream, torch.accelerator.current_stream(self._index))
+
+    def timed_event(self, stream: Stream) -> TimedEvent:
+        """A new event that knows its time."""
+        event = torch.Event(device=self.device, enable_timing=True)
+        event.record(cast(torch.Stream, stream))
+        return cast(TimedEvent, event)
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

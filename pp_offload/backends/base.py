@@ -10,7 +10,7 @@ satisfy :class:`Stream` and :class:`Event` as they are, so an accelerator needs 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until everything before this point has finished."""
+        ...
+
+
+class TimedEvent(Event, Protocol):
+    """An event that knows when it was passed."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from here to ``end``, another one; both have been passed."""
         ...
 
 
@@ -66,6 +74,10 @@ class Backend(Protocol):
 
     def current_stream(self) -> Stream:
         """The compute stream that is current now, on the calling thread. Never cache it."""
+        ...
+
+    def timed_event(self, stream: Stream) -> TimedEvent | None:
+        """As :meth:`Stream.record_event`, with its time; None where the device has no clock."""
         ...
 
     def copy(

@@ -167,6 +167,9 @@ class CpuBackend:
     # The calling thread. A function in C, for it is asked for each saved tensor.
     current_stream: Callable[[], Stream] = staticmethod(repeat(COMPUTE).__next__)
 
+    def timed_event(self, stream: Stream) -> None:
+        """Compute is the calling thread, which is not timed."""
+
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from pp_offload.backends.base import Backend, Event, Stream
+from pp_offload.backends.base import Backend, Event, Stream, TimedEvent
 from pp_offload.errors import NotWhileCapturingError
 
 
@@ -119,6 +119,10 @@ class GraphSafeBackend:
     def current_stream(self) -> Stream:
         """The live compute stream of the calling thread."""
         return GraphSafeStream(self.inner.current_stream(), self.inner, self.inner.capture_id())
+
+    def timed_event(self, stream: Stream) -> TimedEvent | None:
+        """A new event that knows its time. Not to be used in a capture, where nothing runs."""
+        return self.inner.timed_event(bare(stream))
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

@@ -52,6 +52,10 @@ class VirtualEvent:
         """Whether that time has come for the host."""
         return self.time_s <= self._host.now_s
 
+    def elapsed_time(self, end: VirtualEvent) -> float:
+        """Milliseconds from here to ``end``."""
+        return (end.time_s - self.time_s) * 1e3
+
     def synchronize(self) -> None:
         """Have the host wait until then."""
         self._host.wait_until(self.time_s)

@@ -22,7 +22,7 @@ from pp_offload._common.operators import operator
 from pp_offload._memory.storages import has_storage
 from pp_offload.backends.base import Stream
 from pp_offload.backends.live_stream import HasLiveStream
-from pp_offload.simulate.clocks import HostClock, VirtualStream
+from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
 from pp_offload.simulate.costs import OperatorCosts, tensors_in
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.kernels import accelerator_kernels
@@ -69,6 +69,11 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         """Another stream, ordered with nothing. Its name is not used."""
         self._streams.append(VirtualStream(self.host))
         return self._streams[-1]
+
+    def timed_event(self, stream: Stream) -> VirtualEvent:
+        """A new event, for all of them know their time."""
+        assert isinstance(stream, VirtualStream)
+        return stream.record_event()
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

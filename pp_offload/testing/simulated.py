@@ -105,6 +105,9 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         """
         return self._timeline.add_stream(name, is_copy=False)
 
+    def timed_event(self, stream: Stream) -> None:
+        """Nothing takes time here."""
+
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:

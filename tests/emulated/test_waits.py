@@ -66,7 +66,7 @@ CASES: dict[str, Case] = {
     ),
     "compute waits where too much is in flight": (
         programs.too_much_in_flight,
-        Fault(f"{IN_FLIGHT}.keep_bounded", "stream.wait_event(event)"),
+        Fault(f"{IN_FLIGHT}.keep_bounded", "self._stopwatch.wait(stream, event)"),
     ),
     "so does each stream that may own the source": (
         programs.too_much_in_flight_of_another_stream,
@@ -115,7 +115,7 @@ CASES: dict[str, Case] = {
     ),
     "compute waits for the reload": (
         programs.used_before_it_is_back,
-        Fault(f"{COPIES}._compute_waits_for", "stream.wait_event(event)"),
+        Fault(f"{COPIES}._compute_waits_for", "self.stopwatch.wait(stream, event)"),
     ),
     "a target nobody wants is kept until it is written": (
         programs.target_nobody_wants,

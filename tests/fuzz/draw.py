@@ -168,7 +168,7 @@ def options(draw: st.DrawFn) -> Options:
         return Options()
     sizes = [0, 64, 300, 10**6]
     return Options(
-        draw(st.sampled_from([None, None, *sizes])),
+        draw(st.sampled_from(["auto", "auto", *sizes])),
         draw(st.sampled_from([2**29, 2**29, *sizes])),
         draw(st.sampled_from([0, 512, 1024, 4096])) if draw(seldom) else None,
         draw(st.sampled_from([0.0, 0.5])) if draw(seldom) else 1.0,

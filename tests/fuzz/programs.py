@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Literal
 
 WIDTH = 100
 
@@ -199,7 +200,7 @@ class Step(Record):
 class Options(Record):
     """Options of the engine, named as there."""
 
-    prefetch_bytes: int | None = None
+    prefetch_bytes: int | Literal["auto"] = "auto"
     max_in_flight_bytes: int = 2**29
     host_budget_bytes: int | None = None
     activation_offload_fraction: float = 1.0

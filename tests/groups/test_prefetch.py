@@ -19,6 +19,7 @@ from pp_offload._transfer.saved_tensor import SavedActivation
 from pp_offload._transfer.ticket import Ticket
 from pp_offload._transfer.tiers import host_engine
 from pp_offload.backends import CpuBackend
+from pp_offload.config import AUTO
 
 
 class Backwards(Step):
@@ -43,7 +44,7 @@ class Bench:
         window_bytes: Of the prefetcher.
     """
 
-    def __init__(self, sizes: list[list[int]], window_bytes: int | None) -> None:
+    def __init__(self, sizes: list[list[int]], window_bytes: int | str) -> None:
         backend = CpuBackend()
         self.transfer = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
         self.step = Backwards()
@@ -202,7 +203,7 @@ def test_fill_before_any_use_does_nothing() -> None:
 
 
 def test_a_window_of_no_said_size_holds_two_of_the_largest_group() -> None:
-    bench = Bench([[2**20], [2**20], [2**20]], None)
+    bench = Bench([[2**20], [2**20], [2**20]], AUTO)
     bench.transfer.backend.synchronize()
     bench.transfer.poll()  # what is used now is had back without a copy until its copy was made
     bench.groups[2].on_use()

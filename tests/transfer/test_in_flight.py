@@ -22,7 +22,7 @@ from pp_offload.testing import SimulatedBackend
 SIZE = 4096
 
 
-def engine_with(cap: int | None) -> tuple[SimulatedBackend, TransferEngine]:
+def engine_with(cap: int | str) -> tuple[SimulatedBackend, TransferEngine]:
     """Copies as late as the program permits."""
     backend = SimulatedBackend("late")
     return backend, host_engine(backend, HostMemory(backend.allocate_host), cap)
@@ -67,7 +67,7 @@ def test_a_small_group_behind_a_large_one_waits_for_that() -> None:
 
 
 def test_the_default_is_twice_the_largest_group() -> None:
-    _, engine = engine_with(None)
+    _, engine = engine_with("auto")
     large, in_flight = IN_FLIGHT_BYTES // 2 + 4, engine.copies.in_flight
     assert in_flight.max_bytes == IN_FLIGHT_BYTES
     in_flight.expect(large)
@@ -78,8 +78,8 @@ def test_the_default_is_twice_the_largest_group() -> None:
     assert in_flight.max_bytes == 2 * large
 
 
-def test_none_is_the_default_and_a_number_is_kept() -> None:
-    assert OffloadConfig().max_in_flight_bytes is None
+def test_auto_is_the_default_and_a_number_is_kept() -> None:
+    assert OffloadConfig().max_in_flight_bytes == "auto"
     with use_backend(make_backend("late"), config=OffloadConfig(max_in_flight_bytes=17)) as manager:
         in_flight = manager.wiring.transfer.copies.in_flight
         in_flight.expect(1000)

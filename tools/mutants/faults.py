@@ -108,8 +108,8 @@ MUTANTS = [
     Mutant(
         "use before it is back",
         "pp_offload/_transfer/copies.py",
-        "        stream.wait_event(event)\n        seconds =",
-        "        seconds =",
+        "self.stopwatch.wait(stream, event)",
+        "pass",
         "compute reads what the copy is still to bring",
         ("tests/transfer/test_faults.py::test_without_a_fault_nothing_is_caught",),
     ),
@@ -510,7 +510,7 @@ MUTANTS = [
     Mutant(
         "refilled late",
         "pp_offload/_groups/prefetch.py",
-        "2 * self._reloads.nbytes > self._window_bytes",
+        "self._reloads.nbytes > refill_below(self.window_bytes)",
         "self._reloads.nbytes > 0",
         "nothing is brought before the last was used",
         (
@@ -520,8 +520,8 @@ MUTANTS = [
     Mutant(
         "window does not follow",
         "pp_offload/_groups/prefetch.py",
-        "max(self._window_bytes, 2 * nbytes)",
-        "max(self._window_bytes, nbytes // 2)",
+        "max(self.window_bytes, 2 * nbytes)",
+        "max(self.window_bytes, nbytes // 2)",
         "the next group comes when it is needed, not before",
         (
             "tests/groups/test_prefetch.py::test_a_window_of_no_said_size_holds_two_of_the_largest_group",

@@ -88,8 +88,8 @@ FIELD_MUTANTS = [
     Mutant(
         "a step without backward ends the plan",
         "pp_offload/_groups/manager.py",
-        "            if self.step.is_complete():\n                self.learn()\n",
-        "            if self.step.is_complete():\n"
+        "            if is_complete:\n                self.learn()\n",
+        "            if is_complete:\n"
         "                self.learn()\n"
         "            else:\n"
         "                self.wiring.plan = type(self.wiring.plan)()\n",
@@ -257,8 +257,8 @@ FIELD_MUTANTS = [
     Mutant(
         "the window counts only what it brings now",
         "pp_offload/_groups/prefetch.py",
-        "        room = self._window_bytes - self._reloads.nbytes\n        batches",
-        "        room = self._window_bytes\n        batches",
+        "        room = self.window_bytes - self._reloads.nbytes\n        batches",
+        "        room = self.window_bytes\n        batches",
         "more than the window is on the device, and nobody uses it yet",
         (f"{FIELD}/test_reload_window.py::test_never_more_than_the_window",),
         row="F37",

@@ -1,0 +1,226 @@
+"""Chooses how much may be in flight and how far reloads run ahead, from steps that it times.
+
+The first complete steps tell, and after a change of the plan the next ones. Times are read when all
+that was timed has ended, when a later step begins; so nobody waits for them.
+
+    bounds = AutoBounds(transfer, prefetcher, config)
+    bounds.begin_step()
+    ...
+    bounds.end_step(plan, is_complete=True)
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from pp_offload._groups.bounds import Moment, in_flight_bytes, shares, window_bytes
+from pp_offload._groups.group import Group, GroupState
+from pp_offload._groups.plan import GroupKey, Plan
+from pp_offload._groups.prefetch import SMALL_BYTES, Prefetcher
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
+from pp_offload._transfer.listeners import Listener, NamedGroup
+from pp_offload._transfer.stopwatch import Lap, Laps, Stopwatch, seconds
+from pp_offload._transfer.ticket import Ticket
+from pp_offload.backends import TimedEvent
+from pp_offload.config import AUTO, OffloadConfig
+
+logger = logging.getLogger(__name__)
+
+NUM_TIMED = 2
+"""Steps that are timed: the first one also pays for what a device does once."""
+
+CAUTION = 0.95
+"""Copies are taken to be slower than they were."""
+
+MIB = 2**20
+
+
+@dataclass(slots=True)
+class Mark:
+    """A point of compute's time, at which a group was offloaded or some of it was used."""
+
+    group: GroupKey
+    at: TimedEvent
+    nbytes: int
+
+
+class StepTimes(Listener):
+    """Hears when groups leave, and when what came back is used.
+
+    Args:
+        watch: Runs meanwhile.
+
+    Attributes:
+        offloads: In order.
+        uses: In order; small ones that follow each other count as one.
+    """
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self.offloads: list[Mark] = []
+        self.uses: list[Mark] = []
+        self._watch = watch
+        self._reached: GroupKey | None = None
+
+    def group_closed(self, group: NamedGroup) -> None:
+        if isinstance(group, Group) and group.state is GroupState.OFFLOADED:
+            self._note(self.offloads, group.key, group.counts.copied_bytes)
+
+    def group_reached(self, group: NamedGroup) -> None:
+        if isinstance(group, Group):
+            self._reached = group.key
+
+    def delivered(self, ticket: Ticket, tensor: object) -> None:
+        is_first = ticket.num_waiting >= ticket.num_members - 1
+        if is_first and ticket.in_flight_source is None:
+            self._note(self.uses, self._reached, ticket.nbytes)
+
+    def _note(self, marks: list[Mark], key: GroupKey | None, nbytes: int) -> None:
+        if key is None or not nbytes:
+            return
+        last = marks[-1] if marks else None
+        if last is not None and last.group == key and last.nbytes + nbytes <= SMALL_BYTES:
+            last.nbytes += nbytes
+            return
+        now = self._watch.now()
+        if now is not None:
+            marks.append(Mark(key, now, nbytes))
+
+
+class AutoBounds:
+    """Times steps, and chooses.
+
+    Args:
+        transfer: Has the cap on bytes in flight.
+        prefetcher: Has the window.
+        config: Says what is to be chosen.
+    """
+
+    def __init__(
+        self, transfer: TransferEngine, prefetcher: Prefetcher, config: OffloadConfig
+    ) -> None:
+        self._transfer = transfer
+        self._prefetcher = prefetcher
+        self._config = config
+        self._num_left = NUM_TIMED if is_wanted(config) else 0
+        self._plan = Plan()
+        self._running: StepTimes | None = None
+        self._timed: tuple[StepTimes, Laps] | None = None
+        if config.device_budget_bytes is not None:
+            self._apply(IN_FLIGHT_BYTES, IN_FLIGHT_BYTES)
+
+    def begin_step(self) -> None:
+        """Choose, if the times of an earlier step are known by now; then time this one, perhaps."""
+        if self._timed is not None:
+            self._read(*self._timed)
+        watch = self._transfer.copies.stopwatch
+        if self._num_left and self._timed is None and watch.start():
+            self._running = StepTimes(watch)
+            self._transfer.listeners.add(self._running)
+
+    def end_step(self, plan: Plan, *, is_complete: bool) -> None:
+        """The step is over.
+
+        Args:
+            plan: For the steps to come. Another one is a reason to time steps again.
+            is_complete: Whether the step says what others will be like.
+        """
+        times, self._running = self._running, None
+        laps = self._transfer.copies.stopwatch.stop()
+        if times is not None:
+            self._transfer.listeners.remove(times)
+            if laps is not None and is_complete:
+                self._timed = times, laps
+        if plan != self._plan:
+            self._plan = plan
+            self._num_left = NUM_TIMED if is_wanted(self._config) else 0
+
+    def _read(self, times: StepTimes, laps: Laps) -> None:
+        try:
+            if not laps.are_over():
+                return
+            self._timed = None
+            self._num_left -= 1
+            self._choose(times, laps)
+        except RuntimeError as failure:  # events of this device do not know their time
+            self._timed, self._num_left = None, 0
+            logger.debug("the bounds stay as they are, for nothing can be timed: %s", failure)
+
+    def _choose(self, times: StepTimes, laps: Laps) -> None:
+        stalled_s = seconds(laps.waits)
+        self._transfer.counters.stalled_ms = stalled_s * 1e3
+        offload_rate, reload_rate = rate(laps.offloads), rate(laps.reloads)
+        if offload_rate is None or reload_rate is None:
+            return
+        clock = ClockWithoutWaits(laps)
+        offloads = [clock.moments(one) for one in self._by_chunk(times.offloads)]
+        uses = [clock.moments(one) for one in self._by_chunk(times.uses)]
+        cap = max((in_flight_bytes(one, offload_rate * CAUTION) for one in offloads), default=0)
+        window = max((window_bytes(one, reload_rate * CAUTION) for one in uses), default=0)
+        self._apply(cap, window)
+        logger.log(
+            logging.DEBUG if self._num_left else logging.INFO,
+            "of a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
+            "host and %.1f back; from now on at most %d MiB wait for their copy, and reloads run "
+            "%d MiB ahead",
+            laps.seconds_until(laps.end) * 1e3,
+            stalled_s * 1e3,
+            offload_rate / 1e9,
+            reload_rate / 1e9,
+            self._transfer.copies.in_flight.max_bytes // MIB,
+            self._prefetcher.window_bytes // MIB,
+        )
+
+    def _apply(self, cap: int, window: int) -> None:
+        given = [self._config.max_in_flight_bytes, self._config.prefetch_bytes]
+        left = self._config.device_budget_bytes
+        if left is not None:
+            left = max(0, left - sum([one for one in given if isinstance(one, int)]))
+        cap, window = shares([cap * (given[0] == AUTO), window * (given[1] == AUTO)], left)
+        if given[0] == AUTO:
+            self._transfer.copies.in_flight.choose(max(1, cap))  # 0 would wait for each copy
+        if given[1] == AUTO:
+            self._prefetcher.choose(window)
+
+    def _by_chunk(self, marks: Iterable[Mark]) -> Iterable[list[Mark]]:
+        """Those of the groups that the plan does not keep; each time a chunk was at work."""
+        left = (mark for mark in marks if mark.group not in self._plan.kept)
+        return [list(one) for _, one in groupby(left, key=lambda mark: mark.group.chunk)]
+
+
+class ClockWithoutWaits:
+    """When compute would have passed a mark, had it never waited for copies.
+
+    Args:
+        laps: Say when and how long it waited.
+    """
+
+    def __init__(self, laps: Laps) -> None:
+        self._laps = laps
+        self._ends_s = [laps.seconds_until(wait.end) for wait in laps.waits]
+        took = (wait.begin.elapsed_time(wait.end) / 1e3 for wait in laps.waits)
+        self._waited_s = [0.0, *accumulate(took)]
+
+    def moments(self, marks: Iterable[Mark]) -> list[Moment]:
+        """The marks by that time."""
+        return [Moment(self._seconds(mark.at), mark.nbytes) for mark in marks]
+
+    def _seconds(self, event: TimedEvent) -> float:
+        at_s = self._laps.seconds_until(event)
+        return at_s - self._waited_s[bisect.bisect_right(self._ends_s, at_s)]
+
+
+def rate(laps: Sequence[Lap]) -> float | None:
+    """Bytes a second, while copies ran; None if none did, or none took time."""
+    took_s = seconds(laps)
+    return sum([lap.nbytes for lap in laps]) / took_s if took_s else None
+
+
+def is_wanted(config: OffloadConfig) -> bool:
+    """Whether there is something to choose. With a disk, the times of copies do not say enough."""
+    has_auto = AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
+    return has_auto and config.tiers == ("host",)

@@ -1,0 +1,103 @@
+"""The least memory at which compute does not wait for copies: pure functions of when a step moved
+its bytes.
+
+The times are those of a step in which nothing waits, in seconds from any begin. A link that is
+slower than compute makes it wait whatever is chosen; then these bounds keep the link busy.
+
+    in_flight_bytes([Moment(0.01, 2**28), Moment(0.02, 2**28)], 50e9)  # of a chunk's forward
+    window_bytes([Moment(0.03, 2**27), Moment(0.04, 2**27)], 50e9)     # of its backward
+
+NOTE [ A chunk at a time ]
+    In the steady state of a pipeline every forward is followed by a backward, in which what the
+    forward left on the way to the host has time to arrive; and every backward by a forward, in
+    which the window is filled. So a chunk's own bytes say what it needs, and many forwards in a row
+    ask for no more than one: with them the link falls behind whatever the cap, until all memory is
+    taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pp_offload._groups.prefetch import refill_below
+
+PRECISION = 64
+"""A window is found to one part in so many of all its bytes."""
+
+
+class Moment(NamedTuple):
+    """When compute had made bytes that leave, or asked for bytes that came back."""
+
+    at_s: float
+    nbytes: int
+
+
+def in_flight_bytes(offloads: Sequence[Moment], bytes_per_s: float) -> int:
+    """What is on its way to the host at most if compute never waits, the newest group included.
+
+    Args:
+        offloads: Of one chunk's forward, in order.
+        bytes_per_s: Of the link.
+    """
+    under_way: deque[Moment] = deque()
+    now = most = 0
+    free_s = 0.0
+    for at_s, nbytes in offloads:
+        while under_way and under_way[0].at_s <= at_s:
+            now -= under_way.popleft().nbytes
+        now += nbytes
+        most = max(most, now)
+        free_s = max(free_s, at_s) + nbytes / bytes_per_s
+        under_way.append(Moment(free_s, nbytes))
+    return most
+
+
+def window_bytes(uses: Sequence[Moment], bytes_per_s: float) -> int:
+    """The smallest window, nearly, that is always ahead of the uses.
+
+    Args:
+        uses: Of one chunk's backward, in order. The window is full when they begin.
+        bytes_per_s: Of the link.
+    """
+    low, high = 0, sum([use.nbytes for use in uses])
+    step = max(1, high // PRECISION)
+    while high - low > step:
+        middle = (low + high) // 2
+        if is_in_time(uses, middle, bytes_per_s):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def is_in_time(uses: Sequence[Moment], window: int, bytes_per_s: float) -> bool:
+    """Whether no use waits, where reloads run ahead by ``window`` bytes, as the prefetcher's do."""
+    num_asked = unused = 0
+    free_s = float("-inf")
+    there_s: list[float] = []
+    asked_at_s = float("-inf")
+    for number, (at_s, nbytes) in enumerate(uses):
+        if number == 0 or unused <= refill_below(window):
+            while num_asked < len(uses):
+                more = uses[num_asked].nbytes
+                if unused and unused + more > window:
+                    break
+                free_s = max(free_s, asked_at_s) + more / bytes_per_s
+                there_s.append(free_s)
+                unused += more
+                num_asked += 1
+        if num_asked <= number or there_s[number] > at_s:
+            return False
+        unused -= nbytes
+        asked_at_s = at_s
+    return True
+
+
+def shares(wanted: Sequence[int], budget: int | None) -> list[int]:
+    """What each gets of a budget, in proportion to what is wanted; all of it without a budget."""
+    total = sum(wanted)
+    if budget is None or total <= budget:
+        return list(wanted)
+    return [one * budget // total for one in wanted]

@@ -1,0 +1,90 @@
+"""The least memory at which nothing waits, from times that are made up."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+
+from pp_offload._groups.bounds import Moment, in_flight_bytes, is_in_time, shares, window_bytes
+from pp_offload._groups.prefetch import SMALL_BYTES, refill_below
+
+MB = 10**6
+
+
+def every(seconds: float, *nbytes: int) -> list[Moment]:
+    """A moment each so many seconds; the first one after so many."""
+    return [Moment((1 + number) * seconds, one) for number, one in enumerate(nbytes)]
+
+
+def waits_s(offloads: list[Moment], cap: int, rate: float) -> float:
+    """How long compute waits with a cap: by the rule of ``InFlight.keep_bounded``."""
+    waited = free_s = 0.0
+    queue: list[Moment] = []
+    for at_s, nbytes in offloads:
+        now_s = at_s + waited
+        free_s = max(free_s, now_s) + nbytes / rate
+        queue.append(Moment(free_s, nbytes))
+        queue = [one for one in queue if one.at_s > now_s]
+        while sum(one.nbytes for one in queue) > max(cap, nbytes):
+            waited, now_s = waited + queue[0].at_s - now_s, queue[0].at_s
+            queue = queue[1:]
+    return waited
+
+
+@pytest.mark.parametrize("rate", [3 * MB, 7 * MB, 9 * MB, 11 * MB, 100 * MB])
+@pytest.mark.parametrize("sizes", [[10] * 6, [10, 1, 30, 1, 2, 9], [1, 1, 1, 40], [5]])
+def test_at_the_cap_nothing_waits_and_with_a_byte_less_it_does(
+    sizes: list[int], rate: float
+) -> None:
+    offloads = every(1.0, *[size * MB for size in sizes])
+    cap = in_flight_bytes(offloads, rate)
+    assert waits_s(offloads, cap, rate) == 0
+    if cap > max(sizes) * MB:
+        assert waits_s(offloads, cap - 1, rate) > 0
+
+
+def test_copies_that_are_faster_than_compute_leave_the_newest_group() -> None:
+    assert in_flight_bytes(every(1.0, 10, 20, 10), bytes_per_s=21) == 20
+
+
+def test_where_nothing_was_offloaded_nothing_is_needed() -> None:
+    assert in_flight_bytes([], 1.0) == window_bytes([], 1.0) == 0
+
+
+@pytest.mark.parametrize("rate", [3 * MB, 7 * MB, 9 * MB, 50 * MB])
+@pytest.mark.parametrize("sizes", [[10] * 16, [1, 20, 3, 3, 3, 3, 9, 9, 2, 2, 2, 1], [5]])
+def test_a_window_is_in_time_and_little_less_is_not(sizes: list[int], rate: float) -> None:
+    uses = every(1.0, *[size * MB for size in sizes])
+    window = window_bytes(uses, rate)
+    assert is_in_time(uses, window, rate)
+    step = max(1, sum(sizes) * MB // 64)
+    if window > 2 * step:
+        assert not is_in_time(uses, window - 2 * step, rate)
+
+
+def test_the_window_is_what_does_not_come_in_a_backward() -> None:
+    """In small parts: no link brings more than its rate."""
+    sizes = [MB] * 200
+    for rate in (20 * MB, 50 * MB, 90 * MB):
+        uses = every(0.01, *sizes)
+        ideal = max(
+            total - rate * (use.at_s - uses[0].at_s)
+            for use, total in zip(uses, accumulate(sizes), strict=True)
+        )
+        assert ideal <= window_bytes(uses, rate) <= 1.2 * ideal + sum(sizes) / 64 + 2 * MB
+
+
+def test_a_window_is_refilled_before_half_of_it_is_used_and_not_for_each_small_tensor() -> None:
+    assert refill_below(0) == 0
+    assert refill_below(SMALL_BYTES) == SMALL_BYTES // 2
+    for window in (2**20, 2**25, 2**30):
+        assert window // 2 <= refill_below(window) <= window - SMALL_BYTES
+
+
+def test_a_budget_is_shared_in_proportion() -> None:
+    assert shares([300, 100], None) == [300, 100]
+    assert shares([300, 100], 400) == [300, 100]
+    assert shares([300, 100], 200) == [150, 50]
+    assert shares([300, 0], 100) == [100, 0]
+    assert shares([0, 0], 0) == [0, 0]

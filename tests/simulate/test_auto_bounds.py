@@ -1,0 +1,271 @@
+"""Bounds that are chosen from the times of steps, on a device with a clock."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_backend
+from test_device import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from torch import Tensor
+from toy import batches, make_model, run_step
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, use_backend
+from pp_offload._groups.manager import Manager
+from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
+from pp_offload._transfer.stopwatch import Stopwatch
+from pp_offload.simulate import DEVICES, VirtualBackend
+from pp_offload.simulate.clocks import VirtualEvent
+
+NUM_LAYERS, IN_FLIGHT = 8, 4
+CHUNK_BYTES = NUM_LAYERS * SAVED_BYTES
+
+
+class Training:
+    """Steps of microbatches in turn, as on a stage of 1F1B."""
+
+    def __init__(self, manager: Manager, num_layers: int = NUM_LAYERS) -> None:
+        assert isinstance(manager.backend, VirtualBackend)
+        self.manager = manager
+        self.backend = manager.backend
+        self.model = Layers(num_layers, WIDTH)
+
+    def forward(self) -> Tensor:
+        off_interface.init_chunk_handler(None, None, 1)
+        x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        return self.model(x, offload=True)  # type: ignore[no-any-return]
+
+    def step(self, rounds: int = 6) -> tuple[float, int]:
+        """Seconds that compute was stalled in a round of the steady state, and the peak there."""
+        off_interface.reset()
+        stalled_s, waiting = 0.0, deque(self.forward() for _ in range(IN_FLIGHT - 1))
+        for number in range(rounds):
+            if number == 2:
+                stalled_s = self.backend.compute.stalled_s
+                self.backend.memory.take_peak()
+            waiting.append(self.forward())
+            y = waiting.popleft()
+            y.backward(torch.empty_like(y))
+            del y
+        stalled_s = (self.backend.compute.stalled_s - stalled_s) / (rounds - 2)
+        peak = self.backend.memory.peak_bytes
+        while waiting:
+            y = waiting.popleft()
+            y.backward(torch.empty_like(y))
+            del y
+        self.backend.synchronize()
+        return stalled_s, peak
+
+    def bounds(self) -> tuple[int, int]:
+        wiring = self.manager.wiring
+        return wiring.transfer.copies.in_flight.max_bytes, wiring.prefetcher.window_bytes
+
+
+FORWARD_S = NUM_LAYERS * FLOPS / (990e12 * 0.6)
+
+
+@pytest.mark.parametrize("copies", [0.5, 1.5, 2.5])
+def test_nothing_stalls_and_less_memory_would(copies: float) -> None:
+    """``copies`` take so many times a forward; they have three times that."""
+    one = hardware(copies)
+    with use_backend(VirtualBackend(one)) as manager:
+        training = Training(manager)
+        training.step()
+        for _ in range(2):
+            stalled_s, peak = training.step()
+        cap, window = training.bounds()
+    assert stalled_s < 0.01 * 3 * FORWARD_S
+    assert cap + window < 2 * CHUNK_BYTES
+    for less in [(cap - SAVED_BYTES, window), (cap, window - 2 * SAVED_BYTES)]:
+        if min(less) < SAVED_BYTES:
+            continue
+        config = OffloadConfig(max_in_flight_bytes=less[0], prefetch_bytes=less[1])
+        with use_backend(VirtualBackend(one), config=config) as manager:
+            training = Training(manager)
+            training.step()
+            stalled_s, _ = training.step()
+        assert stalled_s > 0.01 * 3 * FORWARD_S, less
+
+
+def test_a_link_that_is_too_slow_is_never_idle() -> None:
+    one = hardware(4.0)
+    with use_backend(VirtualBackend(one)) as manager:
+        training = Training(manager)
+        for _ in range(3):
+            stalled_s, _ = training.step()
+        cap, window = training.bounds()
+    law_s = CHUNK_BYTES / one.link_bytes_per_s - 3 * FORWARD_S
+    assert stalled_s <= 1.1 * law_s
+    assert max(cap, window) <= CHUNK_BYTES, "a link that is behind is no reason to keep everything"
+
+
+@pytest.fixture
+def training() -> Iterator[Training]:
+    with use_backend(VirtualBackend(hardware(1.5))) as manager:
+        yield Training(manager)
+
+
+def test_what_was_chosen_is_said_once_with_numbers(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(6):
+        training.step()
+    (line,) = [one.getMessage() for one in caplog.records if "compute waited" in one.getMessage()]
+    cap, window = training.bounds()
+    assert f"at most {cap >> 20} MiB wait" in line and f"run {window >> 20} MiB ahead" in line
+
+
+def test_only_the_first_steps_are_timed(training: Training) -> None:
+    made = 0
+    timed_event = VirtualBackend.timed_event
+
+    def counted(backend: VirtualBackend, stream: Any) -> VirtualEvent:
+        nonlocal made
+        made += 1
+        return timed_event(backend, stream)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VirtualBackend, "timed_event", counted)
+        counts = []
+        for _ in range(5):
+            training.step()
+            counts.append(made)
+    assert 0 < counts[0] < counts[1] < counts[2] == counts[4]
+    assert counts[2] == counts[1] + 1, "where the second was over"
+    assert not training.manager.wiring.transfer.listeners.group_reached
+
+
+def test_the_times_are_read_when_they_are_known(training: Training) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VirtualBackend, "synchronize", lambda backend: None)
+        off_interface.reset()
+        y = training.forward()
+        y.backward(torch.empty_like(y))
+        del y
+        before = training.bounds()
+        off_interface.reset()
+        off_interface.reset()
+        assert training.bounds() == before, "chosen before the device was done"
+    training.backend.synchronize()
+    off_interface.reset()
+    assert training.bounds() != before
+
+
+def test_a_step_without_backward_tells_nothing(training: Training) -> None:
+    before = training.bounds()
+    off_interface.reset()
+    y = training.forward()
+    training.backend.synchronize()
+    off_interface.reset()
+    del y
+    off_interface.reset()
+    cap, window = training.bounds()
+    assert cap == before[0] and window >= before[1]
+    for _ in range(2):
+        training.step()
+    off_interface.reset()
+    assert training.bounds()[0] != before[0]
+
+
+def test_another_step_is_timed_again(training: Training) -> None:
+    for _ in range(4):
+        training.step()
+    before = training.bounds()
+    training.model = Layers(2 * NUM_LAYERS, WIDTH)
+    for _ in range(4):
+        stalled_s, _ = training.step()
+    after = training.bounds()
+    assert after[0] > before[0] and after[1] > before[1]
+    assert stalled_s < 0.01 * 6 * FORWARD_S
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_budget_holds_from_the_first_step_on(share: float) -> None:
+    budget = int(share * CHUNK_BYTES / 2)
+    config = OffloadConfig(device_budget_bytes=budget)
+    with use_backend(VirtualBackend(hardware(2.0)), config=config) as manager:
+        training = Training(manager)
+        for _ in range(4):
+            assert sum(training.bounds()) <= budget
+            training.step()
+        assert sum(training.bounds()) <= budget
+
+
+def test_what_is_given_is_kept_and_counts_in_the_budget() -> None:
+    config = OffloadConfig(max_in_flight_bytes=2 * SAVED_BYTES, device_budget_bytes=3 * SAVED_BYTES)
+    with use_backend(VirtualBackend(hardware(2.9)), config=config) as manager:
+        training = Training(manager)
+        for _ in range(3):
+            training.step()
+        cap, window = training.bounds()
+    assert cap == 2 * SAVED_BYTES and 0 < window <= SAVED_BYTES
+
+
+def test_with_numbers_for_both_nothing_is_timed() -> None:
+    config = OffloadConfig(max_in_flight_bytes=12345, prefetch_bytes=0)
+    with use_backend(VirtualBackend(hardware(1.0)), config=config) as manager:
+        training = Training(manager)
+        for _ in range(3):
+            training.step()
+        assert training.bounds() == (12345, 0)
+        assert manager.statistics().stalled_ms is None
+
+
+def test_the_statistics_say_what_compute_waited(training: Training) -> None:
+    assert training.manager.statistics().stalled_ms is None
+    before_s = training.backend.compute.stalled_s
+    training.step()
+    stalled_s = training.backend.compute.stalled_s - before_s
+    off_interface.reset()
+    stalled_ms = training.manager.statistics().stalled_ms
+    assert stalled_ms is not None and stalled_s > 0
+    assert stalled_ms / 1e3 == pytest.approx(stalled_s, rel=0.05)
+
+
+def test_events_that_do_not_know_their_time_change_nothing(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_time(event: VirtualEvent, end: VirtualEvent) -> float:
+        raise RuntimeError("elapsed_time is not supported")
+
+    monkeypatch.setattr(VirtualEvent, "elapsed_time", no_time)
+    before = training.bounds()
+    for _ in range(3):
+        training.step()
+    assert training.bounds() == (before[0], 2 * SAVED_BYTES)
+
+
+@pytest.mark.parametrize("kind", ["late", "eager", "random", "cpu"])
+def test_without_a_clock_the_bounds_follow_the_groups(kind: str) -> None:
+    backend = make_backend(kind)
+    with use_backend(backend, config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
+        model = make_model(width=64)
+        for step in range(3):
+            run_step(model, batches(3, 64, step), in_flight=2)
+        assert manager.wiring.transfer.copies.in_flight.max_bytes == IN_FLIGHT_BYTES
+        assert manager.statistics().stalled_ms is None
+
+
+def test_a_stopwatch_times_nothing_in_a_capture() -> None:
+    backend = VirtualBackend(replace(DEVICES["H100"], launch_s=0))
+    watch = Stopwatch(backend)
+    backend.is_capturing = True
+    assert not watch.start() and watch.stop() is None
+    backend.is_capturing = False
+    assert watch.start()
+    backend.is_capturing = True
+    watch.copy(backend.d2h, [torch.empty(4)], [torch.empty(4, device="meta")], "captured")
+    watch.wait(backend.compute, backend.d2h.record_event())
+    assert watch.now() is None and watch.stop() is None
+    backend.is_capturing = False
+    assert watch.start()
+    watch.copy(backend.h2d, [torch.empty(4, device="meta")], [torch.empty(4)], "later")
+    laps = watch.stop()
+    assert laps is not None and not laps.offloads and len(laps.reloads) == 1
