@@ -1,18 +1,28 @@
-"""Step time and peak memory on a virtual accelerator, in the steady state of 1F1B.
+"""The acceptance table: step time and peak memory on a virtual accelerator, in 1F1B's steady state.
 
 Nothing is measured: the engine runs on streams with clocks and tensors without data. Each row is a
-stage of a GPT: two layers with four microbatches in flight, unless options say otherwise. ``need``
-is how much of compute's time the copies of one direction take: above 1 no choice of options keeps
-the step. A peak that the device has no memory for is marked with a star.
+stage of a model: two layers with four microbatches in flight, unless options say otherwise. Bounds
+of both directions are tried in pairs, as fractions of what a microbatch offloads, and the least
+peak of those that keep the step is the best that default options can be held to. Where copies need
+more than 0.9 of compute's time, they are held to the law alone: a step takes at least as long as
+the copies of one direction. A peak that the device has no memory for is marked with a star.
 
-    python benchmarks/virtual_step.py --hidden 4096 8192 --gib 0.5 0.75 1 --json virtual.json
+    python benchmarks/virtual_step.py --model gpt llama --hidden 4096 8192 --json virtual.json
 
-Figures, of each width; a row for each bound in both directions, and one at default options
+Figures, of each model, width and length; a row for each way to save memory
+    bounds         none; default; cap/window, where they were tried; and peers
+                     save_on_cpu   of PyTorch, pinned: it copies on the compute stream
+                     recompute     each layer under PyTorch's checkpoint
+                     inputs        the same, and inputs of layers are offloaded by the engine
     step_ms        of a forward and a backward, in the steady state
     ratio_to_none  of step times
     peak_gib       of the device; parameters and gradients count
     stalled_ms     how long compute waited in a step
-    need           of the copies: bytes of a microbatch over the link / step without offload
+    need           of the copies: bytes of a microbatch over the link / step without offload,
+                     of the direction in which more go
+    best_gib       of the default row: the least peak of pairs with a ratio of at most 1.01
+    peak_to_best   of the default row
+    verdict        of the default row: ok, slow, peak, or both; virtual_search.py has the bounds
 """
 
 from __future__ import annotations
@@ -20,154 +30,266 @@ from __future__ import annotations
 import argparse
 import json
 from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from virtual_models import PARTS, Stage
+from virtual_search import Found, least_peak, verdict
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
+from pp_offload.checkpointing import (
+    ActivationCheckpointing,
+    ActivationCheckpointingVariants,
+    FullACParams,
+)
 from pp_offload.simulate import DEVICES, VirtualBackend
 
 GIB = 2**30
-HEAD_WIDTH = 128
 MIN_NUMEL = 2**20
+HOST_BYTES = 2**42
+"""More than any row needs: what this machine has free is no matter."""
+
+FRACTIONS = [0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0]
+PEERS = ("save_on_cpu", "recompute", "inputs")
 Row = dict[str, Any]
+Forward = Callable[[Tensor], Tensor]
 
 
-class Layer(nn.Module):
-    """A layer of a GPT; attention and MLP are groups, with their norms."""
+@dataclass(frozen=True)
+class Cell:
+    """What is the same for all rows that are compared."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        kind: Any = {"device": "meta", "dtype": torch.bfloat16}
-        self.attn_norm, self.mlp_norm = nn.LayerNorm(width, **kind), nn.LayerNorm(width, **kind)
-        self.qkv = nn.Linear(width, 3 * width, **kind)
-        self.out = nn.Linear(width, width, **kind)
-        self.up = nn.Linear(width, 4 * width, **kind)
-        self.down = nn.Linear(4 * width, width, **kind)
+    device: str
+    model: str
+    width: int
+    length: int
+    num_layers: int
+    in_flight: int
+    """Microbatches."""
+    rounds: int
+    """Microbatches that are looked at, in the steady state."""
 
-    def attn(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        heads = (batch, length, 3, width // HEAD_WIDTH, HEAD_WIDTH)
-        q, k, v = self.qkv(self.attn_norm(x)).view(heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(x.shape))
-
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.mlp_norm(x))))
-
-    def forward(self, x: Tensor, *, offload: bool) -> Tensor:
-        for name, part in (("attn", self.attn), ("mlp", self.mlp)):
-            with off_interface(offload, x, name):
-                y = part(x)
-            x = x + (off_interface.group_commit(y, name=name) if offload else y)
-        return x
+    def stage(self) -> Stage:
+        return Stage(self.model, self.width, self.length, self.num_layers)
 
 
-class Stage:
-    """Layers of one rank, and its forwards and backwards in turn."""
+def forward_of(way: str, stage: Stage, backend: VirtualBackend) -> Forward:
+    """How a microbatch goes through the stage."""
+    if way == "save_on_cpu":
+        return partial(_under, partial(torch.autograd.graph.save_on_cpu, pin_memory=True), stage)
+    if way == "recompute":
+        return partial(_recomputed, stage)
+    if way == "inputs":
+        ActivationCheckpointing.apply_activation_checkpointing_(
+            ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING,
+            layers_fqn="layers",
+            model=stage,
+            ac_fun_params=FullACParams(
+                offload_inputs=True, config=OffloadConfig(host_budget_bytes=HOST_BYTES)
+            ),
+            backend=backend,
+        )
+    return partial(stage, offload=way == "ours")
 
-    def __init__(self, width: int, length: int, num_layers: int) -> None:
-        self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
-        self._size = (1, length, width)
 
-    def forward(self, *, offload: bool) -> Tensor:
-        off_interface.init_chunk_handler(None, None, MIN_NUMEL)
-        x = torch.empty(self._size, device="meta", dtype=torch.bfloat16, requires_grad=True)
-        for layer in self.layers:
-            x = layer(x, offload=offload)
-        return x
-
-    @staticmethod
-    def backward(y: Tensor) -> None:
-        y.backward(torch.empty_like(y))
+def _under(context: Callable[[], Any], stage: Stage, x: Tensor) -> Tensor:
+    with context():
+        return stage(x)
 
 
-def row(options: argparse.Namespace, width: int, gib: float | None, *, offload: bool) -> Row:
-    """One step after a first one, with these bytes in flight and in the window."""
-    backend = VirtualBackend(DEVICES[options.device])
-    compute = backend.compute
-    nbytes: Any = "auto" if gib is None else int(gib * GIB)
-    config = OffloadConfig(max_in_flight_bytes=nbytes, prefetch_bytes=nbytes)
-    with use_backend(backend, config=config) as manager:
-        stage = Stage(width, options.length, options.layers)
-        for _ in range(3):  # the first one is timed
+def _recomputed(stage: Stage, x: Tensor) -> Tensor:
+    for layer in stage.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+def measure(cell: Cell, way: str, config: OffloadConfig) -> Row:
+    """A step after a first one, from which the engine knows what comes."""
+    backend = VirtualBackend(DEVICES[cell.device])
+    compute, link = backend.compute, backend.link
+
+    def now() -> tuple[float, float, int, int]:
+        return compute.free_at_s, compute.stalled_s, link.bytes_to_host, link.bytes_to_device
+
+    with use_backend(backend, config=config):
+        stage = cell.stage()
+        run = forward_of(way, stage, backend)
+
+        def forward() -> Tensor:
+            off_interface.init_chunk_handler(None, None, MIN_NUMEL)
+            return run(stage.microbatch())
+
+        for _ in range(3):  # the first ones are timed
             off_interface.reset()
-            waiting = deque(stage.forward(offload=offload) for _ in range(options.in_flight - 1))
-            for number in range(options.in_flight + options.rounds):
-                if number == options.in_flight:
-                    begin_s, stalled_before_s = compute.free_at_s, compute.stalled_s
-                    moved_before = manager.statistics().bytes_offloaded
+            waiting = deque(forward() for _ in range(cell.in_flight - 1))
+            for number in range(cell.in_flight + cell.rounds):
+                if number == cell.in_flight:
+                    before = now()
                     backend.memory.take_peak()
-                waiting.append(stage.forward(offload=offload))
+                waiting.append(forward())
                 stage.backward(waiting.popleft())
-            step_s = (compute.free_at_s - begin_s) / options.rounds
-            stalled_s = (compute.stalled_s - stalled_before_s) / options.rounds
+            step_s, stalled_s, left, came = (
+                (after - one) / cell.rounds for after, one in zip(now(), before, strict=True)
+            )
             peak_bytes = backend.memory.peak_bytes
-            moved = (manager.statistics().bytes_offloaded - moved_before) // options.rounds
             while waiting:
                 stage.backward(waiting.popleft())
-            stage.layers.zero_grad()
+            stage.zero_grad()
             backend.synchronize()
     return {
-        "width": width,
-        "bounds": "none" if not offload else "default" if gib is None else f"{gib:g} GiB",
         "step_ms": step_s * 1e3,
         "peak_gib": peak_bytes / GIB,
         "stalled_ms": stalled_s * 1e3,
         "fits": peak_bytes <= backend.hardware.memory_bytes,
-        "link_ms": moved / backend.hardware.link_bytes_per_s * 1e3,
+        "link_ms": max(left, came) / backend.hardware.link_bytes_per_s * 1e3,
     }
 
 
-def rows(options: argparse.Namespace) -> list[Row]:
-    found = []
-    for width in options.hidden:
-        none = row(options, width, None, offload=False)
-        ours = [row(options, width, gib, offload=True) for gib in (None, *options.gib)]
-        for one in (none, *ours):
-            one["ratio_to_none"] = one["step_ms"] / none["step_ms"]
-            one["need"] = one.pop("link_ms") / none["step_ms"]
-            found.append(one)
-    return found
+def chunk_bytes(cell: Cell) -> int:
+    """What a microbatch offloads where nothing stays, which the bounds are fractions of."""
+    backend = VirtualBackend(DEVICES[cell.device])
+    with use_backend(
+        backend, config=OffloadConfig(max_in_flight_bytes=0, host_budget_bytes=HOST_BYTES)
+    ) as manager:
+        off_interface.init_chunk_handler(None, None, MIN_NUMEL)
+        stage = cell.stage()
+        y = stage(stage.microbatch(), offload=True)
+        nbytes = manager.statistics().bytes_offloaded
+        stage.backward(y)
+    return nbytes
 
 
-def table(found: list[Row]) -> str:
-    lines = [f"{'width':>6}  {'bounds':>9}  step ms  to none  peak GiB  stalled ms  need"]
-    for one in found:
-        peak = f"{one['peak_gib']:8.2f}{' ' if one['fits'] else '*'}"
-        lines.append(
-            f"{one['width']:>6}  {one['bounds']:>9}  {one['step_ms']:7.2f}  "
-            f"{one['ratio_to_none']:7.3f}  {peak} {one['stalled_ms']:10.2f}  {one['need']:4.2f}"
+class Rows:
+    """The rows of a cell, each run once.
+
+    Args:
+        cell: What they have in common.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self.found: dict[str, Row] = {}
+        self._cell = cell
+        self._chunk_bytes = chunk_bytes(cell)
+
+    def run(self, name: str, way: str, **bounds: int) -> Row:
+        """One row, compared to that without offload, which has to be the first."""
+        if name not in self.found:
+            cell = self._cell
+            row = {"model": cell.model, "width": cell.width, "length": cell.length, "bounds": name}
+            self.found[name] = row | measure(
+                cell, way, OffloadConfig(host_budget_bytes=HOST_BYTES, **bounds)
+            )
+            none_ms = self.found["none"]["step_ms"]
+            row = self.found[name]
+            row["ratio_to_none"] = row["step_ms"] / none_ms
+            row["need"] = row.pop("link_ms") / none_ms
+        return self.found[name]
+
+    def pair(self, cap: float, window: float) -> Found:
+        """A row with these fractions of a microbatch's bytes in flight and in the window."""
+        row = self.run(
+            f"{cap:.3g}/{window:.3g}",
+            "ours",
+            max_in_flight_bytes=int(cap * self._chunk_bytes),
+            prefetch_bytes=int(window * self._chunk_bytes),
         )
-    return "\n".join(lines)
+        return Found(row["ratio_to_none"], row["peak_gib"])
+
+
+def rows(cell: Cell, options: argparse.Namespace) -> list[Row]:
+    """All rows of a cell."""
+    found = Rows(cell)
+    found.run("none", "none")
+    default = found.run("default", "ours")
+    for peer in PEERS:
+        found.run(peer, peer)
+    caps, windows = sorted(options.caps), sorted(options.windows)
+    if options.full:
+        for cap in caps:
+            for window in windows:
+                found.pair(cap, window)
+    best = least_peak(caps, windows, found.pair)
+    default["best_gib"] = best
+    default["peak_to_best"] = None if best is None else default["peak_gib"] / best
+    default["verdict"] = verdict(
+        default["ratio_to_none"], default["peak_gib"], default["need"], best
+    )
+    return list(found.found.values())
+
+
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    first = Cell(options.device, "", 0, 0, options.layers, options.in_flight, options.rounds)
+    for model in options.model:
+        for width in options.hidden:
+            for length in options.length:
+                yield replace(first, model=model, width=width, length=length)
+
+
+HEADER = (
+    f"{'model':>6}  {'width':>6}  {'length':>6}  {'bounds':>11}  step ms  to none  peak GiB  "
+    "stalled ms  need  best GiB  to best  verdict"
+)
+
+
+def line(row: Row) -> str:
+    """Of the table."""
+    text = (
+        f"{row['model']:>6}  {row['width']:>6}  {row['length']:>6}  {row['bounds']:>11}  "
+        f"{row['step_ms']:7.2f}  {row['ratio_to_none']:7.3f}  "
+        f"{row['peak_gib']:8.2f}{' ' if row['fits'] else '*'} {row['stalled_ms']:10.2f}  "
+        f"{row['need']:4.2f}"
+    )
+    if "verdict" in row:
+        best = [
+            f"{'-' if one is None else f'{one:.2f}':>{num}}"
+            for one, num in ((row["best_gib"], 8), (row["peak_to_best"], 7))
+        ]
+        text += f"  {best[0]}  {best[1]}  {row['verdict']}"
+    return text
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=sorted(DEVICES), default="H100")
-    parser.add_argument("--hidden", type=int, nargs="+", default=[2048, 4096, 8192])
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a microbatch")
+    parser.add_argument("--model", choices=sorted(PARTS), nargs="+", default=list(PARTS))
+    widths = [2048, 3072, 4096, 6144, 8192, 12288]
+    parser.add_argument("--hidden", type=int, nargs="+", default=widths)
+    parser.add_argument(
+        "--length", type=int, nargs="+", default=[4096, 8192], help="tokens of a microbatch"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--in-flight", type=int, default=4, help="microbatches")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--gib", type=float, nargs="*", default=[0.5, 0.75, 1.0])
+    parser.add_argument("--rounds", type=int, default=4)
+    fractions = "fractions of the bytes that a microbatch offloads"
+    parser.add_argument("--caps", type=float, nargs="+", default=FRACTIONS, help=fractions)
+    parser.add_argument("--windows", type=float, nargs="+", default=FRACTIONS, help=fractions)
+    parser.add_argument("--full", action="store_true", help="try all pairs, not only the edge")
     parser.add_argument("--quick", action="store_true", help="a small smoke test")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     if options.quick:
-        options.hidden, options.gib, options.rounds = [1024], [0.0625], 2
+        options.model, options.hidden, options.length = ["gpt"], [8192], [4096]
+        options.caps, options.windows = [0.5, 1.0], [0.5, 1.0]
+        options.in_flight = options.rounds = 2
     return options
 
 
 def main() -> None:
     options = parse()
-    found = rows(options)
-    print(f"{options.device}, {options.layers} layers, s = {options.length}")
-    print(table(found))
+    print(f"{options.device}, {options.layers} layers, {options.in_flight} microbatches in flight")
+    print(HEADER)
+    found: list[Row] = []
+    for cell in cells(options):
+        for row in rows(cell, options):
+            print(line(row), flush=True)
+            found.append(row)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -10,7 +10,7 @@ backend.seconds       # until all of it has run
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,9 @@ from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
 from pp_offload.simulate.costs import OperatorCosts, tensors_in
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.kernels import accelerator_kernels
+from pp_offload.simulate.link import Link
 from pp_offload.simulate.memory import DeviceMemory
+from pp_offload.simulate.program_copies import COPIES, ProgramCopy, program_copy
 
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Of Linux; Python knows its name from 3.12 on."""
@@ -43,6 +45,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     Attributes:
         host: The host's clock.
         compute: The compute stream that is current unless another is entered.
+        link: To the host, and what went over it.
         memory: Device memory of the tensors seen.
     """
 
@@ -54,6 +57,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         self.device = torch.device("meta")
         self.hardware = hardware
         self.host = HostClock(hardware)
+        self.link = Link(hardware)
         self.memory = DeviceMemory()
         self._streams: list[VirtualStream] = []
         self.compute = self._current = self.new_stream()
@@ -80,10 +84,8 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     ) -> None:
         """Take the time of the copies, one behind the other."""
         assert isinstance(stream, VirtualStream)
-        hardware = self.hardware
         for target in targets:
-            seconds = target.nbytes / hardware.link_bytes_per_s
-            stream.launch(hardware.copy_latency_s + seconds)
+            stream.launch(self.link.seconds(target.nbytes, to_host=not target.is_meta))
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Addresses that nobody touches, so that no memory has to be behind them."""
@@ -106,7 +108,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         Raises:
             RuntimeError: Another virtual device is active.
         """
-        with accelerator_kernels(), _Clocked(self.hardware, self.memory, self.current_stream):
+        with accelerator_kernels(), _Clocked(self):
             yield
 
     def synchronize(self) -> None:
@@ -118,18 +120,13 @@ class _Clocked(TorchDispatchMode):
     """Sees every operator below autograd, in forward and backward alike.
 
     Args:
-        hardware: Whose times they take.
-        memory: Told of each storage.
-        live: The compute stream they run on, asked each time.
+        device: Whose times they take, on its current stream.
     """
 
-    def __init__(
-        self, hardware: Hardware, memory: DeviceMemory, live: Callable[[], VirtualStream]
-    ) -> None:
+    def __init__(self, device: VirtualBackend) -> None:
         super().__init__()
-        self._costs = OperatorCosts(hardware)
-        self._memory = memory
-        self._live = live
+        self._costs = OperatorCosts(device.hardware)
+        self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -138,13 +135,26 @@ class _Clocked(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
+        if func in COPIES and (copy := program_copy(func, args, kwargs)) is not None:
+            return self._over_the_link(copy)
         outputs = func(*args, **kwargs)
         schema = operator(func)
         operands = [value for value, _ in schema.operands(args, kwargs)]
         touched = [one for one in tensors_in((operands, outputs)) if one.is_meta]
         for one in touched:
             if has_storage(one):
-                self._memory.see(one.untyped_storage())
+                self._device.memory.see(one.untyped_storage())
         if touched and not schema.is_view and not schema.is_allocation:
-            self._live().launch(self._costs.seconds(func, args, kwargs, outputs))
+            live = self._device.current_stream()
+            live.launch(self._costs.seconds(func, args, kwargs, outputs))
         return outputs
+
+    def _over_the_link(self, copy: ProgramCopy) -> Tensor:
+        device = self._device
+        if copy.output.is_meta:
+            device.memory.see(copy.output.untyped_storage())
+        live = device.current_stream()
+        live.launch(device.link.seconds(copy.nbytes, to_host=copy.to_host))
+        if copy.is_waited_for:
+            live.synchronize()
+        return copy.output

@@ -1,8 +1,9 @@
 """Has tensors without data take the kernels that an accelerator would take.
 
-On ``meta`` PyTorch computes attention from matrix products, which saves the scores, and saves the
-mask of a dropout as numbers. Accelerators save neither. So while this is entered, attention that
-the flash kernel can compute takes that there, and dropout the fused one; in recomputations, too.
+On ``meta`` PyTorch computes attention from matrix products, which saves the scores, saves the mask
+of a dropout as numbers, and an RMS norm's input in float32. Accelerators do neither. So while this
+is entered, attention that the flash kernel can compute takes that there, dropout the fused one, and
+an RMS norm what a layer norm takes; in recomputations, too.
 
 NOTE [ Below functions ]
     A mode for functions is not active while autograd recomputes a checkpoint. So the operators
@@ -43,6 +44,7 @@ def accelerator_kernels() -> Iterator[None]:
     try:
         library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
         library.impl("dropout", _dropout, "AutogradMeta")
+        library.impl("rms_norm", _rms_norm, "AutogradMeta")
         yield
     finally:
         _entered.clear()
@@ -85,3 +87,14 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0.0:
         return input
     return aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """Of a layer norm: one pass each way, and the input is saved as it is, with statistics."""
+    found = aten.native_layer_norm(input, normalized_shape, weight, None, eps or 1e-6)
+    return found[0]  # type: ignore[no-any-return]
