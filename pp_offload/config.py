@@ -77,8 +77,8 @@ class OffloadConfig:
 
     ``"auto"`` means twice the largest group, at least 512 MiB, in the first steps. Where the device
     has a clock and ``tiers`` is ``("host",)``, complete steps are timed, and their times say how
-    little is enough for compute never to wait, as far as the link to the host permits; one line in
-    the log says what was chosen.
+    little is enough for compute never to wait, as far as the link to the host permits and the
+    device has room; one line in the log says what was chosen.
 
     Behind an accelerator, this also limits the host bytes on the way to and from the disk.
     """

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from pp_offload._groups.bounds import Moment, in_flight_bytes, shares, window_bytes
+from pp_offload._groups.bounds import Moment, grown, in_flight_bytes, shares, window_bytes
 from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.plan import GroupKey, Plan
 from pp_offload._groups.prefetch import SMALL_BYTES, Prefetcher
@@ -36,6 +36,9 @@ NUM_TIMED = 2
 
 CAUTION = 0.95
 """Copies are taken to be slower than they were."""
+
+SHARE_OF_UNUSED = 0.8
+"""How much of the device's unused memory bounds may grow into: an allocator leaves gaps."""
 
 MIB = 2**20
 
@@ -176,15 +179,21 @@ class AutoBounds:
         )
 
     def _apply(self, cap: int, window: int) -> None:
+        """Choose these, as far as the budget and the device have room, where nothing is given."""
         given = [self._config.max_in_flight_bytes, self._config.prefetch_bytes]
-        left = self._config.device_budget_bytes
-        if left is not None:
-            left = max(0, left - sum([one for one in given if isinstance(one, int)]))
-        cap, window = shares([cap * (given[0] == AUTO), window * (given[1] == AUTO)], left)
+        budget = self._config.device_budget_bytes
+        if budget is not None:
+            budget = max(0, budget - sum([one for one in given if isinstance(one, int)]))
+        wanted = shares([cap * (given[0] == AUTO), window * (given[1] == AUTO)], budget)
+        in_flight, backend = self._transfer.copies.in_flight, self._transfer.backend
+        unused = backend.unused_bytes()
+        if unused is not None:
+            now = [in_flight.max_bytes, self._prefetcher.window_bytes]
+            wanted = grown(now, wanted, int(unused * SHARE_OF_UNUSED))
         if given[0] == AUTO:
-            self._transfer.copies.in_flight.choose(max(1, cap))  # 0 would wait for each copy
+            in_flight.choose(max(1, wanted[0]))  # 0 would wait for each copy
         if given[1] == AUTO:
-            self._prefetcher.choose(window)
+            self._prefetcher.choose(wanted[1])
 
     def _by_chunk(self, marks: Iterable[Mark]) -> Iterable[list[Mark]]:
         """Those of the groups that the plan does not keep; each time a chunk was at work."""

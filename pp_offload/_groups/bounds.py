@@ -101,3 +101,12 @@ def shares(wanted: Sequence[int], budget: int | None) -> list[int]:
     if budget is None or total <= budget:
         return list(wanted)
     return [one * budget // total for one in wanted]
+
+
+def grown(now: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
+    """What each may be where together they grow by ``room`` at most.
+
+    What one gives up is no room for another: the two need not be full at the same time.
+    """
+    more = shares([max(0, new - old) for old, new in zip(now, wanted, strict=True)], room)
+    return [min(new, old + one) for old, new, one in zip(now, wanted, more, strict=True)]

@@ -76,6 +76,18 @@ class AcceleratorBackend:
         event.record(cast(torch.Stream, stream))
         return cast(TimedEvent, event)
 
+    def unused_bytes(self) -> int | None:
+        """What the device has free, and what PyTorch reserved beyond its peak."""
+        module = torch.get_device_module(self.device)
+        if not hasattr(module, "mem_get_info"):
+            return None
+        free, _ = module.mem_get_info(self.device)
+        reserved, peak = (
+            module.memory_reserved(self.device),
+            module.max_memory_allocated(self.device),
+        )
+        return int(free + reserved - peak)
+
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:

@@ -80,6 +80,10 @@ class Backend(Protocol):
         """As :meth:`Stream.record_event`, with its time; None where the device has no clock."""
         ...
 
+    def unused_bytes(self) -> int | None:
+        """Device memory that nothing has needed yet; None where nobody can tell."""
+        ...
+
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:

@@ -170,6 +170,9 @@ class CpuBackend:
     def timed_event(self, stream: Stream) -> None:
         """Compute is the calling thread, which is not timed."""
 
+    def unused_bytes(self) -> None:
+        """The device is the host, whose memory others use, too."""
+
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:

@@ -124,6 +124,10 @@ class GraphSafeBackend:
         """A new event that knows its time. Not to be used in a capture, where nothing runs."""
         return self.inner.timed_event(bare(stream))
 
+    def unused_bytes(self) -> int | None:
+        """Device memory that nothing has needed yet."""
+        return self.inner.unused_bytes()
+
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:

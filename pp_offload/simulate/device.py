@@ -79,6 +79,10 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         assert isinstance(stream, VirtualStream)
         return stream.record_event()
 
+    def unused_bytes(self) -> int:
+        """What the device has beyond the peak."""
+        return max(0, self.hardware.memory_bytes - self.memory.peak_bytes)
+
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:

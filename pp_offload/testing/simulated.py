@@ -108,6 +108,9 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
     def timed_event(self, stream: Stream) -> None:
         """Nothing takes time here."""
 
+    def unused_bytes(self) -> None:
+        """There is no end of it."""
+
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:

@@ -6,7 +6,14 @@ from itertools import accumulate
 
 import pytest
 
-from pp_offload._groups.bounds import Moment, in_flight_bytes, is_in_time, shares, window_bytes
+from pp_offload._groups.bounds import (
+    Moment,
+    grown,
+    in_flight_bytes,
+    is_in_time,
+    shares,
+    window_bytes,
+)
 from pp_offload._groups.prefetch import SMALL_BYTES, refill_below
 
 MB = 10**6
@@ -88,3 +95,10 @@ def test_a_budget_is_shared_in_proportion() -> None:
     assert shares([300, 100], 200) == [150, 50]
     assert shares([300, 0], 100) == [100, 0]
     assert shares([0, 0], 0) == [0, 0]
+
+
+def test_what_shrinks_is_no_room_for_what_grows() -> None:
+    assert grown([100, 100], [50, 300], 1000) == [50, 300]
+    assert grown([100, 100], [50, 300], 20) == [50, 120]
+    assert grown([100, 100], [200, 400], 200) == [150, 250]
+    assert grown([100, 100], [200, 400], 0) == [100, 100]

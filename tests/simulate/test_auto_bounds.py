@@ -198,6 +198,23 @@ def test_a_budget_holds_from_the_first_step_on(share: float) -> None:
         assert sum(training.bounds()) <= budget
 
 
+def test_bounds_do_not_grow_beyond_the_device() -> None:
+    """A step that fits is followed by steps that fit."""
+    one = hardware(2.9)
+    with use_backend(VirtualBackend(one)) as manager:
+        training = Training(manager)
+        peaks = [training.step()[1] for _ in range(3)]
+        free = sum(training.bounds())
+    assert peaks[2] > peaks[0]
+    memory_bytes = (peaks[0] + peaks[2]) // 2
+    with use_backend(VirtualBackend(replace(one, memory_bytes=memory_bytes))) as manager:
+        training = Training(manager)
+        for _ in range(4):
+            training.step()
+            assert training.backend.memory.peak_bytes <= memory_bytes
+        assert sum(training.bounds()) < free
+
+
 def test_what_is_given_is_kept_and_counts_in_the_budget() -> None:
     config = OffloadConfig(max_in_flight_bytes=2 * SAVED_BYTES, device_budget_bytes=3 * SAVED_BYTES)
     with use_backend(VirtualBackend(hardware(2.9)), config=config) as manager:
