@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 MAX_RATIO = 1.01
 """Of the step to that without offload, where the link is fast enough."""
@@ -44,28 +45,36 @@ Run = Callable[[float, float], Found]
 
 
 def least_peak(
-    caps: Sequence[float], windows: Sequence[float], run: Run, *, finer: bool = True
+    caps: Sequence[float], windows: Sequence[float], run: Run, *, halvings: int = 2
 ) -> float | None:
     """The least peak of pairs with a ratio of at most :data:`MAX_RATIO`; None if there is none.
 
     Args:
         caps: Of the direction to the host, rising.
         windows: Of the direction to the device, rising.
-        run: Tries a pair. Asked once for each.
-        finer: Whether to look halfway below the best pair, too.
+        run: Tries a pair.
+        halvings: How often to look halfway below the best pair, in each direction.
     """
     if not is_fast(run(caps[-1], windows[-1])):
         return None
-    edge = _edge(caps, windows, run)
-    if not edge:
-        return None
-    best, (cap, window) = min(edge)
-    if finer:
-        for pair in ((_below(caps, cap), window), (cap, _below(windows, window))):
-            found = run(*pair)
-            if is_fast(found):
-                best = min(best, found.peak)
-    return best
+    best, (cap, window) = min(_edge(caps, windows, run))
+    cap, peak = _halved(caps, cap, halvings, lambda one: run(one, window))
+    return min(best, peak, _halved(windows, window, halvings, lambda one: run(cap, one))[1])
+
+
+def _halved(
+    values: Sequence[float], fast: float, halvings: int, run: Callable[[float], Found]
+) -> tuple[float, float]:
+    """The least value found to be fast, between ``fast`` and the one below, and the least peak."""
+    slow, peak = max((one for one in values if one < fast), default=0.0), inf
+    for _ in range(halvings):
+        middle = (slow + fast) / 2
+        found = run(middle)
+        if is_fast(found):
+            fast, peak = middle, min(peak, found.peak)
+        else:
+            slow = middle
+    return fast, peak
 
 
 def _edge(
@@ -82,12 +91,6 @@ def _edge(
         else:
             column += 1
     return fast
-
-
-def _below(values: Sequence[float], value: float) -> float:
-    """Halfway to the next smaller one."""
-    at = values.index(value)
-    return (value + (values[at - 1] if at else 0.0)) / 2
 
 
 def is_fast(found: Found) -> bool:

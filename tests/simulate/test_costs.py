@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -143,6 +143,13 @@ def test_a_dropout_saves_a_mask_of_bytes(is_training: bool) -> None:
     x = meta(1000, needs_grad=True)
     saved = saved_bytes(lambda y: F.dropout(y, 0.1, training=is_training), x)
     assert saved == (1000 if is_training else 0)
+
+
+def test_an_rms_norm_saves_its_input_as_it_is() -> None:
+    x, norm = meta(1000, 64, needs_grad=True), nn.RMSNorm(64, device="meta", dtype=torch.bfloat16)
+    saved = saved_bytes(norm, x)
+    assert saved == x.nbytes + norm.weight.nbytes + 2 * 1000 * 4, "and statistics in float32"
+    assert busy_s(norm, x) == pytest.approx((2 * x.nbytes + 2 * 64 + 2 * 1000 * 4) / 0.5e11)
 
 
 def test_afterwards_the_kernels_are_those_of_before() -> None:
