@@ -1,0 +1,108 @@
+"""What the times of a step say, with events whose times are made up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from pp_offload import OffloadConfig
+from pp_offload._groups.auto_bounds import AutoBounds, ClockWithoutWaits, Mark, StepTimes, rate
+from pp_offload._groups.plan import ChunkKey, GroupKey, Plan
+from pp_offload._groups.wiring import Wiring
+from pp_offload._transfer.stopwatch import Lap, Laps, Stopwatch
+from pp_offload.backends import CpuBackend
+
+MB = 10**6
+
+
+@dataclass
+class At:
+    """An event."""
+
+    ms: float
+    is_over: bool = True
+
+    def elapsed_time(self, end: Any) -> float:
+        return float(end.ms - self.ms)
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody waits for times")
+
+
+def lap(begin_ms: float, end_ms: float, nbytes: int = 0) -> Lap:
+    return Lap(At(begin_ms), At(end_ms), nbytes)
+
+
+def mark(position: int, ms: float, nbytes: int = MB, microbatch: int = 0) -> Mark:
+    return Mark(GroupKey(ChunkKey(0, microbatch), position), At(ms), nbytes)
+
+
+def test_what_compute_waited_is_taken_from_the_times() -> None:
+    laps = Laps(At(100))
+    laps.waits = [lap(120, 130), lap(150, 150), lap(160, 165)]
+    clock = ClockWithoutWaits(laps)
+    marks = [mark(0, ms) for ms in (100, 119, 130, 155, 165, 200)]
+    found = [round(one.at_s * 1e3, 6) for one in clock.moments(marks)]
+    assert found == [0, 19, 20, 45, 50, 85]
+
+
+def test_a_rate_is_of_the_time_in_which_copies_ran() -> None:
+    assert rate([lap(0, 10, 20 * MB), lap(500, 510, 10 * MB)]) == pytest.approx(1500 * MB)
+    assert rate([]) is None
+    assert rate([lap(5, 5, MB)]) is None
+
+
+def chosen(plan: Plan, offloads: list[Mark], uses: list[Mark], laps: Laps) -> tuple[int, int]:
+    wiring = Wiring.made(CpuBackend(), OffloadConfig(), Wiring.alone().step)
+    bounds = AutoBounds(wiring.transfer, wiring.prefetcher, OffloadConfig())
+    bounds.end_step(plan, is_complete=True)
+    times = StepTimes(Stopwatch(CpuBackend()))
+    times.offloads, times.uses = offloads, uses
+    bounds._timed = times, laps
+    bounds.begin_step()
+    return wiring.transfer.copies.in_flight.max_bytes, wiring.prefetcher.window_bytes
+
+
+def laps_of_a_slow_link() -> Laps:
+    """A byte a microsecond."""
+    laps = Laps(At(0))
+    laps.offloads, laps.reloads = [lap(0, 1000, MB)], [lap(0, 1000, MB)]
+    return laps
+
+
+def test_the_chunk_that_needs_most_decides() -> None:
+    few = [mark(0, 10), mark(1, 20)]
+    many = [mark(n, 10000 + 10 * n, microbatch=1) for n in range(5)]
+    uses = [mark(n, 20000 + 10 * n, microbatch=1) for n in range(5)]
+    cap, window = chosen(Plan(), few + many, few + uses, laps_of_a_slow_link())
+    assert cap == 5 * MB and 4 * MB < window <= 5 * MB
+    assert chosen(Plan(), few, few, laps_of_a_slow_link())[0] == 2 * MB
+
+
+def test_each_time_a_chunk_was_at_work_counts_on_its_own() -> None:
+    """As with two threads, or where backward comes in two parts."""
+    by_turns = [mark(n, 10 * n, microbatch=n % 2) for n in range(6)]
+    assert chosen(Plan(), by_turns, by_turns, laps_of_a_slow_link())[0] == MB
+
+
+def test_groups_that_will_stay_do_not_count() -> None:
+    marks = [mark(n, 10 * n) for n in range(5)]
+    plan = Plan(kept=frozenset({marks[3].group, marks[4].group}))
+    assert chosen(plan, marks, marks, laps_of_a_slow_link())[0] == 3 * MB
+
+
+def test_nothing_is_chosen_before_all_has_ended() -> None:
+    marks = [mark(n, 10 * n) for n in range(5)]
+    before = chosen(Plan(), [], [], Laps(At(0)))
+    for event in ("end", "offload"):
+        laps = laps_of_a_slow_link()
+        if event == "end":
+            laps.end = At(1, is_over=False)
+        else:
+            laps.offloads.append(Lap(At(0), At(1, is_over=False), MB))
+        assert chosen(Plan(), marks, marks, laps) == before
