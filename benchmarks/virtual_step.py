@@ -148,7 +148,7 @@ def measure(cell: Cell, way: str, config: OffloadConfig) -> Row:
         "peak_gib": peak_bytes / GIB,
         "stalled_ms": stalled_s * 1e3,
         "fits": peak_bytes <= backend.hardware.memory_bytes,
-        "link_ms": max(left, came) / backend.hardware.link_bytes_per_s * 1e3,
+        "link_ms": max(left, came) / backend.hardware.copy_bytes_per_s * 1e3,
     }
 
 

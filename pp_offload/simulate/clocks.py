@@ -12,6 +12,7 @@ before and has its times already. So nothing ever runs, and there is no queue of
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from pp_offload.backends import Event
 from pp_offload.simulate.hardware import Hardware
@@ -83,12 +84,16 @@ class VirtualStream:
 
     def launch(self, seconds: float) -> float:
         """Launch work that takes so long, and first wait for room in the queue; its end."""
+        return self.launch_until(lambda begin_s: begin_s + seconds)
+
+    def launch_until(self, end_s: Callable[[float], float]) -> float:
+        """The same for work whose end depends on when it begins, which is asked for once."""
         self._take_time()
         ready_s = max(self.free_at_s, self._host.now_s)
         begin_s = max(ready_s, self._may_begin_s)
         self.stalled_s += begin_s - ready_s
-        self.busy_s += seconds
-        self.free_at_s = begin_s + seconds
+        self.free_at_s = end_s(begin_s)
+        self.busy_s += self.free_at_s - begin_s
         self._queued_ends_s.append(self.free_at_s)
         return self.free_at_s
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         self.device = torch.device("meta")
         self.hardware = hardware
         self.host = HostClock(hardware)
-        self.link = Link(hardware)
+        self.link = Link(self.host)
         self.memory = DeviceMemory()
         self._streams: list[VirtualStream] = []
         self.compute = self._current = self.new_stream()
@@ -89,7 +90,11 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         """Take the time of the copies, one behind the other."""
         assert isinstance(stream, VirtualStream)
         for target in targets:
-            stream.launch(self.link.seconds(target.nbytes, to_host=not target.is_meta))
+            self.launch_copy(stream, target.nbytes, to_host=not target.is_meta)
+
+    def launch_copy(self, stream: VirtualStream, nbytes: int, *, to_host: bool) -> None:
+        """Launch one over the link, to the host or from there."""
+        stream.launch_until(lambda begin_s: self.link.copy(begin_s, nbytes, to_host=to_host))
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Addresses that nobody touches, so that no memory has to be behind them."""
@@ -149,8 +154,9 @@ class _Clocked(TorchDispatchMode):
             if has_storage(one):
                 self._device.memory.see(one.untyped_storage())
         if touched and not schema.is_view and not schema.is_allocation:
-            live = self._device.current_stream()
-            live.launch(self._costs.seconds(func, args, kwargs, outputs))
+            seconds = self._costs.seconds(func, args, kwargs, outputs)
+            device = self._device
+            device.current_stream().launch_until(partial(device.link.compute, seconds=seconds))
         return outputs
 
     def _over_the_link(self, copy: ProgramCopy) -> Tensor:
@@ -158,7 +164,7 @@ class _Clocked(TorchDispatchMode):
         if copy.output.is_meta:
             device.memory.see(copy.output.untyped_storage())
         live = device.current_stream()
-        live.launch(device.link.seconds(copy.nbytes, to_host=copy.to_host))
+        device.launch_copy(live, copy.nbytes, to_host=copy.to_host)
         if copy.is_waited_for:
             live.synchronize()
         return copy.output

@@ -9,10 +9,14 @@ is a fraction, which differs by program: measure it, and replace it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import inf
 
 from pp_offload._common.checks import said
 
 GB = 10**9
+
+OPTIONAL = ("both_links_bytes_per_s", "host_bytes_per_s")
+MAY_BE_ZERO = ("launch_s", "copy_latency_s", "copy_slowdown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +24,8 @@ class Hardware:
     """One accelerator and its link to the host.
 
     Raises:
-        ValueError: A rate is not above 0, a time is below, or a fraction is above 1.
+        ValueError: A rate or a count is not above 0, a time is below, a fraction is above 1, or
+            compute would stand still while copies run.
     """
 
     name: str
@@ -35,7 +40,21 @@ class Hardware:
     """How much of it there is."""
 
     link_bytes_per_s: float
-    """To the host, and as much from there at the same time, from pinned memory."""
+    """To the host, and as much from there, from pinned memory; what one direction alone reaches."""
+
+    both_links_bytes_per_s: float | None = None
+    """What both directions at once reach together. None if neither is in the other's way."""
+
+    host_bytes_per_s: float | None = None
+    """What copies of all devices of a host reach together, in both directions: its memory's rate.
+    Each device has an equal share of it, whatever the others do. None for more than they ask for.
+    """
+
+    num_devices_per_host: int = 1
+    """That have a part of it."""
+
+    copy_slowdown: float = 0.0
+    """The part of compute's speed that is lost while copies run. They take some of the memory's."""
 
     matmul_fraction: float = 0.6
     """What matrix products reach of their peak."""
@@ -54,16 +73,38 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            if one.name == "name":
-                continue
             value = getattr(self, one.name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_time = one.name in ("launch_s", "copy_latency_s")
-            if not is_number or not (value > 0 or (is_time and value == 0)):
-                least = "at least 0" if is_time else "above 0"
-                raise ValueError(f"{one.name} is {said(value)}, expected a number {least}")
-            if one.name.endswith("_fraction") and value > 1:
-                raise ValueError(f"{one.name} is {said(value)}, expected at most 1")
+            if one.name != "name" and not (value is None and one.name in OPTIONAL):
+                _check(one.name, value)
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """What copies in one direction reach while none run in the other."""
+        return min(self.link_bytes_per_s, self._host_share)
+
+    @property
+    def both_copies_bytes_per_s(self) -> float:
+        """What copies in both directions reach together."""
+        both = self.both_links_bytes_per_s
+        return min(2 * self.link_bytes_per_s if both is None else both, self._host_share)
+
+    @property
+    def _host_share(self) -> float:
+        rate = self.host_bytes_per_s
+        return inf if rate is None else rate / self.num_devices_per_host
+
+
+def _check(name: str, value: object) -> None:
+    is_count, may_be_zero = name.startswith("num_"), name in MAY_BE_ZERO
+    is_number = isinstance(value, int if is_count else int | float) and not isinstance(value, bool)
+    if not is_number or not (value > 0 or (may_be_zero and value == 0)):  # type: ignore[operator]
+        least = "at least 0" if may_be_zero else "above 0"
+        kind = ", an integer" if is_count else ""
+        raise ValueError(f"{name} is {said(value)}, expected a number {least}{kind}")
+    if name.endswith("_fraction") and value > 1:  # type: ignore[operator]
+        raise ValueError(f"{name} is {said(value)}, expected at most 1")
+    if name == "copy_slowdown" and value >= 1:  # type: ignore[operator]
+        raise ValueError(f"{name} is {said(value)}, expected a number below 1")
 
 
 DEVICES: dict[str, Hardware] = {

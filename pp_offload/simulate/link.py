@@ -1,35 +1,126 @@
-"""The link between a device and its host, and what went over it.
+"""The link between a device and its host: copies take parts of its rate over stretches of time.
 
-link = Link(hardware)
-stream.launch(link.seconds(tensor.nbytes, to_host=True))
-link.bytes_to_host
+    link = Link(host)
+    d2h.launch_until(lambda begin_s: link.copy(begin_s, nbytes, to_host=True))
+    link.bytes_to_host
+
+NOTE [ First come, first served ]
+    A copy gets its end when it is launched, so what was given to it cannot be taken away. One that
+    is launched later gets what is left: of the rate of its direction, and of that of both. So the
+    link never does more than it can, and never less than it is asked for: bytes of a time are
+    exact, and so is the end of copies one after the other. Approximated is who of two has to wait:
+    on a device both would go on at half of the rate, here the first goes on at the whole.
+
+NOTE [ Slower compute ]
+    An operator is slowed down by the copies that were launched before it. That is exact for copies
+    that wait for all that compute has when they are launched, as the engine's do. A copy that does
+    not wait slows down none of the operators that were launched before.
 """
 
 from __future__ import annotations
 
-from pp_offload.simulate.hardware import Hardware
+from dataclasses import dataclass
+from math import inf
+
+from pp_offload.simulate.clocks import HostClock
+
+NOTHING = 1e-9
+"""Of what is used: what rounding leaves of a link that is used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A part of the rate that a copy has for some time."""
+
+    begin_s: float
+    end_s: float
+    bytes_per_s: float
+    to_host: bool
 
 
 class Link:
-    """Times of copies, and counts of their bytes.
+    """Gives copies their ends, and counts their bytes.
 
     Args:
-        hardware: Has its rate.
+        host: Launches them, and has the hardware.
 
     Attributes:
         bytes_to_host: That left the device so far.
         bytes_to_device: That came.
     """
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, host: HostClock) -> None:
         self.bytes_to_host = 0
         self.bytes_to_device = 0
-        self._hardware = hardware
+        self._host = host
+        self._hardware = host.hardware
+        self._uses: list[Use] = []
 
-    def seconds(self, nbytes: int, *, to_host: bool) -> float:
-        """How long one more copy takes, which is counted."""
+    def copy(self, begin_s: float, nbytes: int, *, to_host: bool) -> float:
+        """When a copy that is launched now ends. See NOTE [ First come, first served ].
+
+        Args:
+            begin_s: When it begins.
+            nbytes: Of one side.
+            to_host: Else to the device.
+        """
         if to_host:
             self.bytes_to_host += nbytes
         else:
             self.bytes_to_device += nbytes
-        return self._hardware.copy_latency_s + nbytes / self._hardware.link_bytes_per_s
+        self._forget_past()
+        return self._take(begin_s + self._hardware.copy_latency_s, nbytes, to_host=to_host)
+
+    def _take(self, now_s: float, nbytes: float, *, to_host: bool) -> float:
+        """Use what is left of the rate from now on, until the bytes are over."""
+        taken: list[Use] = []
+        while True:
+            rate, until_s = self._left(now_s, to_host=to_host), self._next_change_s(now_s)
+            end_s = now_s + nbytes / rate if rate else inf
+            if rate and until_s > now_s:
+                taken.append(Use(now_s, min(end_s, until_s), rate, to_host))
+            if end_s <= until_s:
+                self._uses += taken
+                return end_s
+            nbytes -= rate * (until_s - now_s)
+            now_s = until_s
+
+    def _left(self, now_s: float, *, to_host: bool) -> float:
+        """Of the rate, for one more copy in this direction."""
+        hardware, running = self._hardware, self._running(now_s)
+        here = sum(use.bytes_per_s for use in running if use.to_host == to_host)
+        both = sum(use.bytes_per_s for use in running)
+        left = min(hardware.copy_bytes_per_s - here, hardware.both_copies_bytes_per_s - both)
+        return left if left > NOTHING * both else 0.0
+
+    def compute(self, begin_s: float, seconds: float) -> float:
+        """When work of a compute stream ends that takes so long by itself.
+
+        See NOTE [ Slower compute ].
+        """
+        slowdown = self._hardware.copy_slowdown
+        if not slowdown:
+            return begin_s + seconds
+        self._forget_past()
+        now_s = begin_s
+        while True:
+            speed = 1 - slowdown if self._running(now_s) else 1.0
+            end_s, until_s = now_s + seconds / speed, self._next_change_s(now_s)
+            if end_s <= until_s:
+                return end_s
+            seconds -= speed * (until_s - now_s)
+            now_s = until_s
+
+    def _running(self, now_s: float) -> list[Use]:
+        return [use for use in self._uses if use.begin_s <= now_s < use.end_s]
+
+    def _next_change_s(self, now_s: float) -> float:
+        """When a copy begins or ends after that; never, if none does."""
+        times = (time_s for use in self._uses for time_s in (use.begin_s, use.end_s))
+        return min((time_s for time_s in times if time_s > now_s), default=inf)
+
+    def _forget_past(self) -> None:
+        """What is over for the host is over for all that it launches from now on."""
+        now_s = self._host.now_s
+        if self._uses and self._uses[0].end_s <= now_s:
+            self._uses = [use for use in self._uses if use.end_s > now_s]

@@ -4,7 +4,7 @@ Such a copy runs on the compute stream and takes the link. The host waits for it
 ``non_blocking``.
 
     if func in COPIES and (found := program_copy(func, args, kwargs)) is not None:
-        stream.launch(link.seconds(found.nbytes, to_host=found.to_host))
+        device.launch_copy(stream, found.nbytes, to_host=found.to_host)
 """
 
 from __future__ import annotations

@@ -218,3 +218,10 @@ def test_a_rate_is_above_nothing_and_a_time_may_be_nothing() -> None:
 def test_a_fraction_is_at_most_one() -> None:
     with pytest.raises(ValueError, match="matmul_fraction is 1.2, expected at most 1"):
         replace(EVEN, matmul_fraction=1.2)
+
+
+def test_a_count_is_an_integer_and_compute_goes_on() -> None:
+    with pytest.raises(ValueError, match="num_devices_per_host is 2.5, .* above 0, an integer"):
+        replace(EVEN, num_devices_per_host=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="copy_slowdown is 1.0, expected a number below 1"):
+        replace(EVEN, copy_slowdown=1.0)
