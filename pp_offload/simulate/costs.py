@@ -1,4 +1,4 @@
-"""How long operators take: the roofline of their operations and of the bytes they touch.
+"""How long operators take: what was measured, or the roofline of operations and bytes touched.
 
 seconds = OperatorCosts(hardware).seconds(func, args, kwargs, outputs)
 """
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from pp_offload._common.operators import Operator, operator
 from pp_offload._memory.storages import has_storage
 from pp_offload.simulate.hardware import Hardware
+from pp_offload.simulate.measured import OperatorSeconds, measured_times
 
 aten = torch.ops.aten
 
@@ -25,9 +26,11 @@ class OperatorCosts:
 
     Args:
         hardware: Its rates.
+        measured: Times that count instead, of the operators that have one.
     """
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, measured: OperatorSeconds | None = None) -> None:
+        self._measured = measured_times({} if measured is None else measured)
         self._flops_per_s = hardware.matmul_flops * hardware.matmul_fraction
         self._bytes_per_s = hardware.memory_bytes_per_s * hardware.memory_fraction
 
@@ -42,6 +45,9 @@ class OperatorCosts:
             kwargs: By name.
             outputs: What it returned.
         """
+        measured = self._measured(func, args, kwargs, outputs)
+        if measured is not None:
+            return measured
         flops = flops_of(func, args, kwargs, outputs)
         nbytes = bytes_of(operator(func), args, kwargs, outputs)
         return max(flops / self._flops_per_s, nbytes / self._bytes_per_s)

@@ -28,6 +28,7 @@ from pp_offload.simulate.costs import OperatorCosts, tensors_in
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.kernels import accelerator_kernels
 from pp_offload.simulate.link import Link
+from pp_offload.simulate.measured import OperatorSeconds
 from pp_offload.simulate.memory import DeviceMemory
 from pp_offload.simulate.program_copies import COPIES, ProgramCopy, program_copy
 
@@ -42,6 +43,13 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
 
     Args:
         hardware: What the device is like.
+        operator_seconds: How long operators take where that was measured: a table by operator, or a
+            function of the overload, its arguments, those by name and its outputs, which may return
+            None. Others take what the rates say.
+
+    Raises:
+        TypeError: ``operator_seconds`` is something else.
+        ValueError: A time in it is below 0.
 
     Attributes:
         host: The host's clock.
@@ -53,7 +61,8 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     is_host = False
     is_capturing = False
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, operator_seconds: OperatorSeconds | None = None) -> None:
+        self._costs = OperatorCosts(hardware, operator_seconds)
         self.name = f"virtual {hardware.name}"
         self.device = torch.device("meta")
         self.hardware = hardware
@@ -117,7 +126,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         Raises:
             RuntimeError: Another virtual device is active.
         """
-        with accelerator_kernels(), _Clocked(self):
+        with accelerator_kernels(), _Clocked(self, self._costs):
             yield
 
     def synchronize(self) -> None:
@@ -129,12 +138,13 @@ class _Clocked(TorchDispatchMode):
     """Sees every operator below autograd, in forward and backward alike.
 
     Args:
-        device: Whose times they take, on its current stream.
+        device: On whose current stream they take time.
+        costs: How much.
     """
 
-    def __init__(self, device: VirtualBackend) -> None:
+    def __init__(self, device: VirtualBackend, costs: OperatorCosts) -> None:
         super().__init__()
-        self._costs = OperatorCosts(device.hardware)
+        self._costs = costs
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
