@@ -10,7 +10,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,9 @@ from pp_offload.config import AUTO
 
 SMALL_BYTES = 2**18
 """Below this, tensors of several groups are reloaded as one batch."""
+
+LARGE_BYTES = 2**24
+"""From this on, tensors of one group are reloaded as several."""
 
 
 def refill_below(window_bytes: int) -> int:
@@ -114,7 +117,7 @@ class Prefetcher:
             room = self.window_bytes - self._reloads.nbytes
             batch = self._missing(group, room, set())
             if batch:
-                self._transfer.reload(batch)
+                self._load([batch], self._transfer.reload)
 
     def comes_soon(self, ticket: Ticket) -> bool:
         """Whether backward will ask for ``ticket`` within the next window of bytes."""
@@ -175,7 +178,7 @@ class Prefetcher:
             room -= sum([ticket.nbytes for ticket in batch])
             if not following.is_brought:
                 break
-        self._load(batches)
+        self._load(batches, self._transfer.prefetch)
         if following.is_brought:  # the last one, so that all are
             self._done_at = changes
             self._reloads.refill_below_bytes = 0
@@ -190,18 +193,26 @@ class Prefetcher:
         self._done_at = -1
         self._reloads.refill_below_bytes = refill_below(self.window_bytes)
 
-    def _load(self, batches: list[list[Ticket]]) -> None:
-        """Prefetch groups in order, small ones together, so that one event serves many."""
+    @staticmethod
+    def _load(batches: list[list[Ticket]], load: Callable[[list[Ticket]], object]) -> None:
+        """Bring groups in order, small tensors together, so that one event serves many.
+
+        Large ones have events of their own: compute would wait for all that one event is behind.
+        """
         together: list[Ticket] = []
         nbytes = 0
         for batch in batches:
-            together += batch
-            nbytes += sum([ticket.nbytes for ticket in batch])
+            for ticket in batch:
+                together.append(ticket)
+                nbytes += ticket.nbytes
+                if nbytes >= LARGE_BYTES:
+                    load(together)
+                    together, nbytes = [], 0
             if nbytes >= SMALL_BYTES:
-                self._transfer.prefetch(together)
+                load(together)
                 together, nbytes = [], 0
         if together:
-            self._transfer.prefetch(together)
+            load(together)
 
     def _missing(self, visit: Visit, room: int, chosen: set[Ticket]) -> list[Ticket]:
         """Tickets of ``visit`` to bring that fit into ``room`` bytes. If all do, it is brought.
