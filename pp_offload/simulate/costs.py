@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from pp_offload._common.operators import Operator, operator
@@ -84,8 +83,12 @@ def bytes_of(schema: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], o
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors among arguments or outputs."""
-    return [one for one in tree_iter(value) if isinstance(one, Tensor)]
+    """The tensors among arguments or outputs, and in lists among them."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for one in value for tensor in tensors_in(one)]
+    return []
 
 
 def _storage_bytes(tensor: Tensor) -> int:

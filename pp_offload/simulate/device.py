@@ -31,6 +31,7 @@ from pp_offload.simulate.link import Link
 from pp_offload.simulate.measured import OperatorSeconds
 from pp_offload.simulate.memory import DeviceMemory
 from pp_offload.simulate.program_copies import COPIES, ProgramCopy, program_copy
+from pp_offload.simulate.repeated import RepeatedCalls
 
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Of Linux; Python knows its name from 3.12 on."""
@@ -144,7 +145,7 @@ class _Clocked(TorchDispatchMode):
 
     def __init__(self, device: VirtualBackend, costs: OperatorCosts) -> None:
         super().__init__()
-        self._costs = costs
+        self._calls = RepeatedCalls(costs)
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,16 +157,17 @@ class _Clocked(TorchDispatchMode):
                 return parts
         if func in COPIES and (copy := program_copy(func, args, kwargs)) is not None:
             return self._over_the_link(copy)
-        outputs = func(*args, **kwargs)
-        schema = operator(func)
+        schema, device = operator(func), self._device
+        if schema.is_view or schema.is_allocation:
+            outputs, seconds = func(*args, **kwargs), None
+        else:
+            outputs, seconds = self._calls.run(func, args, kwargs)
         operands = [value for value, _ in schema.operands(args, kwargs)]
         touched = [one for one in tensors_in((operands, outputs)) if one.is_meta]
         for one in touched:
             if has_storage(one):
-                self._device.memory.see(one.untyped_storage())
-        if touched and not schema.is_view and not schema.is_allocation:
-            seconds = self._costs.seconds(func, args, kwargs, outputs)
-            device = self._device
+                device.memory.see(one.untyped_storage())
+        if touched and seconds is not None:
             device.current_stream().launch_until(partial(device.link.compute, seconds=seconds))
         return outputs
 

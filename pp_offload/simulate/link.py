@@ -73,21 +73,20 @@ class Link:
 
     def _take(self, now_s: float, nbytes: float, *, to_host: bool) -> float:
         """Use what is left of the rate from now on, until the bytes are over."""
-        taken: list[Use] = []
+        others = self._uses_after(now_s)
         while True:
-            rate, until_s = self._left(now_s, to_host=to_host), self._next_change_s(now_s)
+            rate, until_s = self._left(others, now_s, to_host=to_host), next_change_s(others, now_s)
             end_s = now_s + nbytes / rate if rate else inf
             if rate and until_s > now_s:
-                taken.append(Use(now_s, min(end_s, until_s), rate, to_host))
+                self._uses.append(Use(now_s, min(end_s, until_s), rate, to_host))
             if end_s <= until_s:
-                self._uses += taken
                 return end_s
             nbytes -= rate * (until_s - now_s)
             now_s = until_s
 
-    def _left(self, now_s: float, *, to_host: bool) -> float:
+    def _left(self, others: list[Use], now_s: float, *, to_host: bool) -> float:
         """Of the rate, for one more copy in this direction."""
-        hardware, running = self._hardware, self._running(now_s)
+        hardware, running = self._hardware, running_at(others, now_s)
         here = sum(use.bytes_per_s for use in running if use.to_host == to_host)
         both = sum(use.bytes_per_s for use in running)
         left = min(hardware.copy_bytes_per_s - here, hardware.both_copies_bytes_per_s - both)
@@ -102,25 +101,31 @@ class Link:
         if not slowdown:
             return begin_s + seconds
         self._forget_past()
-        now_s = begin_s
+        copies, now_s = self._uses_after(begin_s), begin_s
         while True:
-            speed = 1 - slowdown if self._running(now_s) else 1.0
-            end_s, until_s = now_s + seconds / speed, self._next_change_s(now_s)
+            speed = 1 - slowdown if running_at(copies, now_s) else 1.0
+            end_s, until_s = now_s + seconds / speed, next_change_s(copies, now_s)
             if end_s <= until_s:
                 return end_s
             seconds -= speed * (until_s - now_s)
             now_s = until_s
 
-    def _running(self, now_s: float) -> list[Use]:
-        return [use for use in self._uses if use.begin_s <= now_s < use.end_s]
-
-    def _next_change_s(self, now_s: float) -> float:
-        """When a copy begins or ends after that; never, if none does."""
-        times = (time_s for use in self._uses for time_s in (use.begin_s, use.end_s))
-        return min((time_s for time_s in times if time_s > now_s), default=inf)
+    def _uses_after(self, now_s: float) -> list[Use]:
+        return [use for use in self._uses if use.end_s > now_s]
 
     def _forget_past(self) -> None:
         """What is over for the host is over for all that it launches from now on."""
         now_s = self._host.now_s
         if self._uses and self._uses[0].end_s <= now_s:
             self._uses = [use for use in self._uses if use.end_s > now_s]
+
+
+def running_at(uses: list[Use], now_s: float) -> list[Use]:
+    """Those that have begun and not ended."""
+    return [use for use in uses if use.begin_s <= now_s < use.end_s]
+
+
+def next_change_s(uses: list[Use], now_s: float) -> float:
+    """When one of them begins or ends after that; never, if none does."""
+    times = (time_s for use in uses for time_s in (use.begin_s, use.end_s))
+    return min((time_s for time_s in times if time_s > now_s), default=inf)

@@ -157,8 +157,8 @@ def test_an_instant_link_takes_no_time() -> None:
 
 FAULTS: dict[str, tuple[type, str, Any]] = {
     "directions never share": (Hardware, "both_copies_bytes_per_s", 1e30),
-    "one direction has no bound": (Link, "_running", lambda link, now_s: []),
-    "later copies take all": (Link, "_left", lambda link, now_s, *, to_host: 1.0),
+    "one direction has no bound": (Link, "_uses_after", lambda link, now_s: []),
+    "later copies take all": (Link, "_left", lambda *_, to_host: 1.0),
     "copies are forgotten": (Link, "_forget_past", lambda link: link._uses.clear()),
 }
 
