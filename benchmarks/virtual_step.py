@@ -17,6 +17,7 @@ Figures, of each model, width and length; a row for each way to save memory
     step_ms        of a forward and a backward, in the steady state
     ratio_to_none  of step times
     peak_gib       of the device; parameters and gradients count
+    at_peak_gib    what that was for, by category; only with --json
     stalled_ms     how long compute waited in a step
     need           of the copies: bytes of a microbatch over the link / step without offload,
                      of the direction in which more go
@@ -120,6 +121,7 @@ def measure(cell: Cell, way: str, config: OffloadConfig) -> Row:
 
     with use_backend(backend, config=config):
         stage = cell.stage()
+        backend.memory.follow(stage)
         run = forward_of(way, stage, backend)
 
         def forward() -> Tensor:
@@ -138,7 +140,7 @@ def measure(cell: Cell, way: str, config: OffloadConfig) -> Row:
             step_s, stalled_s, left, came = (
                 (after - one) / cell.rounds for after, one in zip(now(), before, strict=True)
             )
-            peak_bytes = backend.memory.peak_bytes
+            peak_bytes, at_peak = backend.memory.peak_bytes, backend.memory.at_peak
             while waiting:
                 stage.backward(waiting.popleft())
             stage.zero_grad()
@@ -146,6 +148,7 @@ def measure(cell: Cell, way: str, config: OffloadConfig) -> Row:
     return {
         "step_ms": step_s * 1e3,
         "peak_gib": peak_bytes / GIB,
+        "at_peak_gib": {name: nbytes / GIB for name, nbytes in at_peak.items()},
         "stalled_ms": stalled_s * 1e3,
         "fits": peak_bytes <= backend.hardware.memory_bytes,
         "link_ms": max(left, came) / backend.hardware.copy_bytes_per_s * 1e3,

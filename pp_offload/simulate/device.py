@@ -99,7 +99,9 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     ) -> None:
         """Take the time of the copies, one behind the other."""
         assert isinstance(stream, VirtualStream)
-        for target in targets:
+        for target, source in zip(targets, sources, strict=True):
+            self.memory.name_copied(source, "in flight")
+            self.memory.name_copied(target, "reloaded")
             self.launch_copy(stream, target.nbytes, to_host=not target.is_meta)
 
     def launch_copy(self, stream: VirtualStream, nbytes: int, *, to_host: bool) -> None:

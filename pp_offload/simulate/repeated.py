@@ -94,7 +94,7 @@ def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key | Non
         said = _said(args, tensors), _said([*kwargs.items()], tensors)
     except TypeError:
         return None
-    return func, torch.get_default_dtype(), *said
+    return (func, torch.get_default_dtype(), *said) if tensors else None
 
 
 def _said(value: Any, tensors: dict[int, int]) -> Any:
@@ -117,6 +117,8 @@ def _said(value: Any, tensors: dict[int, int]) -> Any:
 
 def _layouts(outputs: Any) -> tuple[Layout | None, ...] | None:
     """None unless each is a tensor that has a storage of its own, just as large as it has to be."""
+    if not isinstance(outputs, Tensor | tuple):
+        return None
     found: list[Layout | None] = []
     storages = set()
     for one in (outputs,) if isinstance(outputs, Tensor) else outputs:

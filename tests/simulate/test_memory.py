@@ -1,10 +1,15 @@
-"""Device memory of a virtual device is what the storages alive take."""
+"""Device memory of a virtual device is what the storages alive take, by what it is for."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor, nn
 
-from pp_offload.simulate.memory import ROUNDING_BYTES, DeviceMemory
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import PipelineOffloadManager, use_backend
+from pp_offload.simulate import DEVICES, VirtualBackend
+from pp_offload.simulate.memory import CATEGORIES, ROUNDING_BYTES, DeviceMemory
 
 
 def storage(nbytes: int) -> torch.UntypedStorage:
@@ -40,3 +45,98 @@ def test_a_storage_that_was_resized_counts_as_it_is() -> None:
     one.resize_(8192)
     memory.see(one)
     assert memory.live_bytes == memory.peak_bytes == 8192
+
+
+def tensor(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+
+def only(**expected: int) -> dict[str, int]:
+    """Of all categories; the others have nothing."""
+    return {name: expected.get(name.replace(" ", "_"), 0) for name in CATEGORIES}
+
+
+def test_named_memory_counts_as_what_it_is_for_until_it_is_free() -> None:
+    memory = DeviceMemory()
+    one, other = tensor(4096), tensor(512)
+    memory.see(other.untyped_storage())
+    memory.name(one[:10], "parameters")
+    assert memory.live == only(parameters=4096, other=512), "all of its storage"
+    assert memory.at_peak == only(other=4608), "as it was known then"
+    memory.name(one, "optimizer")
+    assert memory.live == only(optimizer=4096, other=512)
+    del one
+    assert memory.live == only(other=512)
+    assert memory.live_bytes == 512
+
+
+def test_memory_used_again_has_no_name() -> None:
+    memory = DeviceMemory()
+    for _ in range(3):
+        one = tensor(4096)
+        memory.see(one.untyped_storage())
+        assert memory.live == only(other=4096)
+        memory.name(one, "parameters")
+        del one
+
+
+def test_a_taken_peak_is_that_of_each_category() -> None:
+    memory = DeviceMemory()
+    one = tensor(4096)
+    memory.name(one, "gradients")
+    kept = tensor(512)
+    memory.see(kept.untyped_storage())
+    del one
+    assert memory.take_peak() == 4608
+    assert memory.at_peak == only(other=512)
+
+
+def test_what_is_known_of_memory_is_not_overruled_by_a_copy() -> None:
+    memory = DeviceMemory()
+    weight, saved = tensor(4096), tensor(1024)
+    memory.name(weight, "parameters")
+    for one in (weight, saved, torch.empty(10)):
+        memory.name_copied(one, "in flight")
+    assert memory.live == only(parameters=4096, in_flight=1024)
+
+
+def test_there_are_no_other_categories() -> None:
+    with pytest.raises(ValueError, match="category is 'weights', expected one of 'parameters', "):
+        DeviceMemory().name(tensor(1), "weights")
+
+
+def test_a_step_of_training_by_category() -> None:
+    backend = VirtualBackend(DEVICES["H100"])
+    with backend.activate():
+        model = nn.Linear(1024, 1024, bias=False, device="meta")
+        optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+        backend.memory.follow(model, optimizer)
+        nbytes = 1024 * 1024 * 4
+        assert backend.memory.live == only(parameters=nbytes)
+        y = model(tensor(1024).float())
+        y.backward(torch.empty_like(y))
+        assert backend.memory.live["gradients"] == nbytes
+        optimizer.step()
+        found = backend.memory.live
+        assert 0 <= found["optimizer"] - 2 * nbytes <= ROUNDING_BYTES, "and the number of steps"
+        optimizer.zero_grad()
+        assert backend.memory.live["gradients"] == 0
+    assert sum(backend.memory.at_peak.values()) == backend.memory.peak_bytes
+
+
+def test_what_the_engine_moves_has_names() -> None:
+    backend = VirtualBackend(DEVICES["H100"])
+    nbytes = 2**20 * 4
+    with use_backend(backend):
+        off_interface.init_chunk_handler(None, None, 1)
+        x = torch.empty(2**20, device="meta", requires_grad=True)
+        with off_interface(True, x, "g"):
+            y = x.sin().cos()
+        y = off_interface.group_commit(y, name="g")
+        live = backend.memory.live
+        assert live == only(in_flight=2 * nbytes, other=nbytes), "x, too, which the program holds"
+        backend.synchronize()
+        PipelineOffloadManager.get_instance().statistics()
+        y.backward(torch.empty_like(y))
+        assert backend.memory.at_peak["reloaded"] >= nbytes
+        assert sum(backend.memory.live.values()) == backend.memory.live_bytes

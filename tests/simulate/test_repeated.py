@@ -106,6 +106,15 @@ def test_a_kind_of_tensor_that_is_not_looked_into_is_not_remembered() -> None:
     assert not calls._known
 
 
+def test_what_returns_no_tensors_is_called_each_time() -> None:
+    calls = RepeatedCalls(COSTS)
+    enter = torch.ops.profiler._record_function_enter_new.default
+    found = [calls.run(enter, ("a step",), {})[0] for _ in range(2)]
+    assert not isinstance(found[0], Tensor)
+    calls.run(aten._foreach_add.Scalar, ([meta(4)], 1), {})
+    assert not calls._known
+
+
 def test_the_default_dtype_is_part_of_a_call() -> None:
     calls, whole = RepeatedCalls(COSTS), meta(4, dtype=torch.int32)
     before = torch.get_default_dtype()
