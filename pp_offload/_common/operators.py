@@ -21,6 +21,9 @@ _METADATA_ONLY = (
 )
 
 
+_DEPEND_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
 class Operator:
     """What the schema of an operator says.
 
@@ -33,6 +36,7 @@ class Operator:
         is_allocation: Whether it only gives memory, without writing it.
         only_writes: Whether it does not read what it writes in place, as a copy does not.
         takes_rows: Whether it reads single rows of a tensor, which others say.
+        may_depend_on_data: Whether what it returns, or its size, may depend on values of tensors.
     """
 
     def __init__(self, func: Any) -> None:
@@ -48,6 +52,7 @@ class Operator:
         self.is_allocation = name.startswith(_ALLOCATES)
         self.only_writes = name in _ONLY_WRITE or any(one.is_out for one in schema.arguments)
         self.takes_rows = name in _TAKE_ROWS
+        self.may_depend_on_data = not _DEPEND_ON_DATA.isdisjoint(func.tags)
         self._parameters: list[tuple[int, str, str]] = []
         if not name.startswith(_METADATA_ONLY):
             for index, argument in enumerate(schema.arguments):

@@ -55,9 +55,9 @@ class OperatorCosts:
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
     """Floating point operations of matrix products, convolutions and attention; else none."""
     packet = func._overloadpacket
-    attention = ATTENTION.get(packet)
-    if attention is not None:
-        return attention(*args, **kwargs)
+    ours = COUNTED.get(packet)
+    if ours is not None:
+        return ours(*args, **kwargs)
     counted = flop_registry.get(packet)
     return 0.0 if counted is None else float(counted(*args, **kwargs, out_val=outputs))
 
@@ -133,8 +133,17 @@ def _backward(
     return _attention(query, key, 5, is_causal=is_causal)
 
 
-ATTENTION: dict[Any, Callable[..., float]] = {
+def _grouped(left: Tensor, right: Tensor, *rest: Any, **more: Any) -> float:
+    """Each row, or each column, meets the matrix of its group alone."""
+    num_matrices = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2.0 * num_matrices * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+COUNTED: dict[Any, Callable[..., float]] = {
+    aten._grouped_mm: _grouped,
     aten._scaled_dot_product_flash_attention: _forward,
     aten._scaled_dot_product_flash_attention_backward: _backward,
 }
-"""Counted here: ``flop_counter`` takes no account of causal masks, or of heads that share keys."""
+"""Counted here: ``flop_counter`` takes no account of causal masks, of heads that share keys, or of
+products in groups.
+"""

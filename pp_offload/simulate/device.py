@@ -160,10 +160,19 @@ class _Clocked(TorchDispatchMode):
         if func in COPIES and (copy := program_copy(func, args, kwargs)) is not None:
             return self._over_the_link(copy)
         schema, device = operator(func), self._device
-        if schema.is_view or schema.is_allocation:
-            outputs, seconds = func(*args, **kwargs), None
-        else:
-            outputs, seconds = self._calls.run(func, args, kwargs)
+        try:
+            if schema.is_view or schema.is_allocation:
+                outputs, seconds = func(*args, **kwargs), None
+            else:
+                outputs, seconds = self._calls.run(func, args, kwargs)
+        except RuntimeError as failure:
+            if not schema.may_depend_on_data:
+                raise
+            raise RuntimeError(
+                f"what {schema.label} returns depends on data, and a virtual device has none; "
+                "expected operators whose sizes and results follow from those of their arguments: "
+                "leave the mask out, give every expert as many tokens, or compute it on the CPU"
+            ) from failure
         operands = [value for value, _ in schema.operands(args, kwargs)]
         touched = [one for one in tensors_in((operands, outputs)) if one.is_meta]
         for one in touched:
