@@ -155,7 +155,7 @@ def begin_us(model: nn.Module, rounds: int, *, changes: bool) -> Figure:
         for _ in range(2 + rounds):
             if changes:
                 last.data = last.data.clone()
-            times.append(elapsed_ns(handle._begin_step) / 1e3)
+            times.append(elapsed_ns(handle.begin_step) / 1e3)
     return figure(times[2:])
 
 

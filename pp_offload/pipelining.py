@@ -203,13 +203,14 @@ class AttachedSchedule:
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            self._begin_step()
+            self.begin_step()
             return inner(*args, **kwargs)
         except BaseException:
             self.manager.abort()
             raise
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """What ``schedule.step`` does first, for who runs the schedule's actions in its place."""
         manager = self.manager
         self._keep_modules()
         manager.reset()
@@ -276,14 +277,29 @@ def backward_order(schedule: Any, stages: list[Any]) -> BackwardOrder:
 
 def _actions(schedule: Any, stages: list[Any]) -> Iterator[tuple[str, int, int]]:
     """Kind, virtual stage and microbatch of each action of this rank."""
+    local = {stage.stage_index: vp_stage for vp_stage, stage in enumerate(stages)}
+    for action in actions_of(schedule, stages[0].group_rank):
+        if action.stage_index in local:
+            yield action.kind, local[action.stage_index], action.microbatch
+
+
+class Action(NamedTuple):
+    """One action of a schedule; of those that overlap, each is one."""
+
+    kind: str
+    """A name of PyTorch's computation types, such as ``FULL_BACKWARD``."""
+
+    stage_index: int
+    microbatch: int
+
+
+def actions_of(schedule: Any, rank: int) -> Iterator[Action]:
+    """What the schedule's own list says for a rank, in order; nothing if it has no list."""
     with_comms = getattr(schedule, "pipeline_order_with_comms", None)
     order = with_comms or getattr(schedule, "pipeline_order", None) or {}
-    local = {stage.stage_index: vp_stage for vp_stage, stage in enumerate(stages)}
-    for action in order.get(stages[0].group_rank, ()):
+    for action in order.get(rank, ()):
         for part in _parts(action):
-            if part.stage_index in local:
-                kind = part.computation_type.name
-                yield kind, local[part.stage_index], part.microbatch_index
+            yield Action(part.computation_type.name, part.stage_index, part.microbatch_index)
 
 
 def _parts(action: Any) -> list[Any]:

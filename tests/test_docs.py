@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, errors, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._transfer.block import MOVES, BlockState
+from pp_offload.simulate import DEVICES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -39,7 +40,7 @@ EXAMPLES = {
     "checkpointing": 1,
     "offload-model": 1,
     "testing": 1,
-    "simulate": 1,
+    "simulate": 2,
 }
 """How many blocks of Python a page has; each is run below."""
 
@@ -225,6 +226,18 @@ def test_a_step_on_a_virtual_device_runs(capsys: pytest.CaptureFixture[str]) -> 
     flops = 3 * 2 * 4096 * 8192 * 8192
     assert float(milliseconds) / 1e3 > flops / (990e12 * 0.6)
     assert 0.25 < float(gib) < 1, "parameters, their gradients, in and out"
+
+
+def test_a_virtual_pipeline_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(blocks("simulate")[1], names)
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()[::2]] == ["0", "1", "2", "3"]
+    saved = 4 * 4096 * 8192 * 2
+    """Of a microbatch, on a rank."""
+    for rank in names["step"].ranks:
+        assert 8 * saved < rank.bytes_offloaded <= 16 * saved
+        assert 0 < rank.peak_bytes < DEVICES["H100"].memory_bytes
 
 
 def test_the_readme_is_short() -> None:

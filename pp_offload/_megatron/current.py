@@ -49,12 +49,25 @@ def use_backend(
         TypeError: ``backend`` is no backend, or ``config`` no :class:`OffloadConfig`.
     """
     check_backend(backend)
-    before = PipelineOffloadManager.OFFLOAD_MGR
     manager = PipelineOffloadManager(config=config, backend=backend)
-    PipelineOffloadManager.OFFLOAD_MGR = manager
     try:
-        with backend.activate():
+        with use_manager(manager):
             yield manager
     finally:
-        PipelineOffloadManager.OFFLOAD_MGR = before
         manager.retire()
+
+
+@contextmanager
+def use_manager(manager: PipelineOffloadManager) -> Iterator[None]:
+    """Work with a manager that is there already, on its backend; afterwards the old one is back.
+
+    Args:
+        manager: It is not retired, and may be used so again.
+    """
+    before = PipelineOffloadManager.OFFLOAD_MGR
+    PipelineOffloadManager.OFFLOAD_MGR = manager
+    try:
+        with manager.backend.activate():
+            yield
+    finally:
+        PipelineOffloadManager.OFFLOAD_MGR = before

@@ -16,6 +16,8 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 SHARE = 0.8
@@ -81,6 +83,19 @@ class _Process:
 _PROCESS = _Process()
 os.register_at_fork(after_in_child=_PROCESS.begin_anew)
 
+_counts: ContextVar[_Process] = ContextVar("_counts", default=_PROCESS)
+"""What a budget that is made now counts in."""
+
+
+@contextmanager
+def as_another_process() -> Iterator[None]:
+    """Budgets made inside share a count of their own, for as long as they live."""
+    token = _counts.set(_Process())
+    try:
+        yield
+    finally:
+        _counts.reset(token)
+
 
 class HostBudget:
     """A limit on the bytes that all managers of this process hold together.
@@ -94,23 +109,26 @@ class HostBudget:
     def __init__(self, limit_bytes: int | None = None, advice: str = RAISE_IT) -> None:
         self.advice = advice
         self._limit_bytes = limit_bytes
+        self._process = _counts.get()
 
     @property
     def limit_bytes(self) -> int:
         """The most that may be reserved in this process."""
         if self._limit_bytes is None:
             share = int(available_bytes() * SHARE) // ranks_on_this_host()
-            self._limit_bytes = _PROCESS.nbytes + share
+            self._limit_bytes = self._process.nbytes + share
         return self._limit_bytes
 
     def but_for(self, share: int) -> HostBudget:
         """A budget that leaves one part in ``share`` of this one, as it is now, to others."""
-        return HostBudget(self.limit_bytes - self.limit_bytes // share, self.advice)
+        rest = HostBudget(self.limit_bytes - self.limit_bytes // share, self.advice)
+        rest._process = self._process
+        return rest
 
     @property
     def left_bytes(self) -> int:
         """What may still be reserved; never negative."""
-        return max(0, self.limit_bytes - _PROCESS.nbytes)
+        return max(0, self.limit_bytes - self._process.nbytes)
 
     def reserve(self, nbytes: int, *, force: bool = False) -> Reserved | None:
         """Count ``nbytes`` as used; None, and nothing counted, if they are over the limit.
@@ -122,7 +140,7 @@ class HostBudget:
         Returns:
             An object to keep for as long as the bytes are used.
         """
-        return _PROCESS.reserve(nbytes, UNLIMITED if force else self.limit_bytes)
+        return self._process.reserve(nbytes, UNLIMITED if force else self.limit_bytes)
 
 
 def reserved_bytes() -> int:

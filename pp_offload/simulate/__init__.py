@@ -6,6 +6,11 @@
         ...                       # forward and backward, as always; there is no data
     device.seconds, device.memory.peak_bytes
 
+A whole pipeline, each rank on such a device:
+
+    order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
+    step = run_pipeline(order, Modules(stages, example=x, loss_fn=loss_fn), DEVICES["H100"])
+
 NOTE [ Three devices ]
     The simulated device asks whether an order is missing, the emulated one whether PyTorch's own
     streams are used right, and this one what it costs. Nothing is computed here, so no value is
@@ -16,5 +21,21 @@ from __future__ import annotations
 
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import DEVICES, Hardware
+from pp_offload.simulate.messages import PeerLink
+from pp_offload.simulate.orders import PipelineOrder
+from pp_offload.simulate.pipeline import run_pipeline
+from pp_offload.simulate.rank import PipelineStep, RankStep
+from pp_offload.simulate.stages import Modules, Times
 
-__all__ = ["DEVICES", "Hardware", "VirtualBackend"]
+__all__ = [
+    "DEVICES",
+    "Hardware",
+    "Modules",
+    "PeerLink",
+    "PipelineOrder",
+    "PipelineStep",
+    "RankStep",
+    "Times",
+    "VirtualBackend",
+    "run_pipeline",
+]

@@ -63,7 +63,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     is_capturing = False
 
     def __init__(self, hardware: Hardware, operator_seconds: OperatorSeconds | None = None) -> None:
-        self._costs = OperatorCosts(hardware, operator_seconds)
+        self._calls = RepeatedCalls(OperatorCosts(hardware, operator_seconds))
         self.name = f"virtual {hardware.name}"
         self.device = torch.device("meta")
         self.hardware = hardware
@@ -129,7 +129,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         Raises:
             RuntimeError: Another virtual device is active.
         """
-        with accelerator_kernels(), _Clocked(self, self._costs):
+        with accelerator_kernels(), _Clocked(self, self._calls):
             yield
 
     def synchronize(self) -> None:
@@ -142,12 +142,12 @@ class _Clocked(TorchDispatchMode):
 
     Args:
         device: On whose current stream they take time.
-        costs: How much.
+        calls: Runs them, and says how long they take.
     """
 
-    def __init__(self, device: VirtualBackend, costs: OperatorCosts) -> None:
+    def __init__(self, device: VirtualBackend, calls: RepeatedCalls) -> None:
         super().__init__()
-        self._calls = RepeatedCalls(costs)
+        self._calls = calls
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

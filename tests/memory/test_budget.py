@@ -10,6 +10,7 @@ from pp_offload._memory.budget import (
     LAUNCHERS_SAY,
     SHARE,
     HostBudget,
+    as_another_process,
     available_bytes,
     ranks_on_this_host,
     reserved_bytes,
@@ -101,6 +102,18 @@ def test_two_budgets_share_one_count() -> None:
     assert second.left_bytes == 60
     del more
     assert second.left_bytes == 100
+
+
+def test_budgets_of_another_process_share_another_count() -> None:
+    limit = reserved_bytes() + 100
+    with as_another_process():
+        there, beside = HostBudget(100), HostBudget(100)
+    here = HostBudget(limit)
+    held = there.reserve(60), here.reserve(70)
+    assert all(held)
+    assert here.left_bytes == 30 and there.left_bytes == beside.left_bytes == 40
+    assert beside.but_for(2).left_bytes == 0
+    assert there.reserve(41) is None
 
 
 def test_more_than_the_limit_if_it_must_be() -> None:

@@ -1,0 +1,122 @@
+"""Messages between the ranks of a pipeline: when each is there.
+
+messages = Messages(order, PeerLink(bytes_per_s=400e9))
+messages.sends(message, backend, nbytes)        # when the work that makes it has been launched
+messages.is_there(message)                      # whether it has a time
+waited_s = messages.receive(message, backend)   # compute waits for it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from pp_offload._common.checks import said
+from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
+from pp_offload.simulate.device import VirtualBackend
+from pp_offload.simulate.hardware import GB
+from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerLink:
+    """How fast ranks send each other messages, each pair in each direction on its own.
+
+    Raises:
+        ValueError: The rate is not above 0, or the time below.
+    """
+
+    bytes_per_s: float = 50 * GB
+    """That of a data sheet: 400 Gbit/s of network for each device."""
+
+    latency_s: float = 10e-6
+    """Of a message, beside its bytes."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            least = "at least 0" if one.name == "latency_s" else "above 0"
+            if not is_number or not (value > 0 or (one.name == "latency_s" and value == 0)):
+                raise ValueError(f"{one.name} is {said(value)}, expected a number {least}")
+
+
+class Message(NamedTuple):
+    """What a stage makes for its neighbour."""
+
+    kind: str
+    """``FORWARD`` for an activation, ``BACKWARD`` for a gradient."""
+
+    stage: int
+    """Which is to take it."""
+
+    microbatch: int
+
+
+class Messages:
+    """Those of a step.
+
+    Args:
+        order: Says who has which stage.
+        link: Between each two ranks.
+    """
+
+    def __init__(self, order: PipelineOrder, link: PeerLink) -> None:
+        self._order = order
+        self._link = link
+        self._arrives_s: dict[Message, float] = {}
+        self._streams: dict[tuple[int, int], VirtualStream] = {}
+
+    def sender(self, message: Message) -> int:
+        """Which rank makes it."""
+        step = -1 if message.kind == "FORWARD" else 1
+        return self._order.rank_of[message.stage + step]
+
+    def made_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
+        """What an action makes for a neighbour."""
+        if kind == "FORWARD" and stage + 1 < self._order.num_stages:
+            return Message("FORWARD", stage + 1, microbatch)
+        if kind in BACKWARDS and stage > 0:
+            return Message("BACKWARD", stage - 1, microbatch)
+        return None
+
+    def needed_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
+        """What an action takes from a neighbour."""
+        if kind == "FORWARD" and stage > 0:
+            return Message("FORWARD", stage, microbatch)
+        if kind in BACKWARDS and stage + 1 < self._order.num_stages:
+            return Message("BACKWARD", stage, microbatch)
+        return None
+
+    def is_there(self, message: Message) -> bool:
+        """Whether it was made, and so has its time."""
+        return message in self._arrives_s
+
+    def sends(self, message: Message, backend: VirtualBackend, nbytes: int) -> bool:
+        """Send it, behind all that compute has now and what was sent that way before.
+
+        Returns:
+            False if the rank that made it is to take it, and nothing was sent.
+        """
+        way = self.sender(message), self._order.rank_of[message.stage]
+        if way[0] == way[1]:
+            self._arrives_s[message] = 0.0
+            return False
+        if way not in self._streams:
+            self._streams[way] = backend.new_stream()
+        stream = self._streams[way]
+        stream.wait_event(backend.compute.record_event())
+        seconds = self._link.latency_s + nbytes / self._link.bytes_per_s
+        self._arrives_s[message] = stream.launch(seconds)
+        return True
+
+    def receive(self, message: Message, backend: VirtualBackend) -> float:
+        """Have compute wait for it; for how long nothing else would have kept compute waiting."""
+        arrives_s = self._arrives_s.pop(message)
+        if self.sender(message) == self._order.rank_of[message.stage]:
+            return 0.0
+        compute, host = backend.compute, backend.host
+        others_s = compute.record_event().time_s
+        compute.wait_event(VirtualEvent(host, arrives_s))
+        compute.launch(0.0)  # or the work behind it would count as stalled
+        return max(0.0, arrives_s - max(others_s, host.now_s))

@@ -1,0 +1,143 @@
+"""What each rank of a schedule does, and in which order, without a process for each.
+
+    order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
+    order.actions[0]      # of rank 0: [Action("FORWARD", 0, 0), ...]
+    order.rank_of[3]      # which rank has stage 3
+
+A schedule makes the lists of all ranks whichever rank asks, and reads no more of its stages than
+how many there are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+)
+
+from pp_offload._common.checks import check_count, said
+from pp_offload.pipelining import Action, actions_of
+
+BACKWARDS = ("FULL_BACKWARD", "BACKWARD_INPUT")
+"""Those that take a gradient from the next stage, and give one to the stage before."""
+
+KINDS = ("FORWARD", *BACKWARDS, "BACKWARD_WEIGHT", "REDUCE_GRAD")
+"""What takes time. Messages are sent when they are made, wherever a list has them."""
+
+
+class PipelineOrder:
+    """The actions of all ranks.
+
+    Args:
+        schedule: A class of ``torch.distributed.pipelining``, or a CSV file with a line for each
+            rank, as ``_PipelineScheduleRuntime._load_csv`` reads.
+        num_ranks: Devices.
+        num_stages: Of all ranks together.
+        num_microbatches: In a step.
+
+    Attributes:
+        actions: By rank.
+        rank_of: By stage.
+
+    Raises:
+        TypeError: ``schedule`` is neither.
+        ValueError: The schedule is not for so many ranks, stages or microbatches.
+    """
+
+    def __init__(
+        self,
+        schedule: type | str | os.PathLike[str],
+        *,
+        num_ranks: int,
+        num_stages: int,
+        num_microbatches: int,
+    ) -> None:
+        check_count("num_ranks", num_ranks, least=1)
+        check_count("num_stages", num_stages, least=1)
+        check_count("num_microbatches", num_microbatches, least=1)
+        self.num_ranks, self.num_stages = num_ranks, num_stages
+        self.num_microbatches = num_microbatches
+        self._schedule = schedule
+        made = self.schedule_of(self._stand_ins())
+        self.actions = [self._actions(made, rank) for rank in range(num_ranks)]
+        self.rank_of = {
+            action.stage_index: rank
+            for rank, actions in enumerate(self.actions)
+            for action in actions
+        }
+        missing = sorted(set(range(num_stages)) ^ set(self.rank_of))
+        if missing:
+            raise ValueError(
+                f"num_stages is {num_stages}, but the schedule differs from that by stages "
+                f"{missing}; expected as many stages as it has"
+            )
+
+    def stages_of(self, rank: int) -> list[int]:
+        """A rank's stages, in order."""
+        return sorted(stage for stage, owner in self.rank_of.items() if owner == rank)
+
+    def schedule_of(self, stages: Sequence[Any]) -> Any:
+        """The schedule over the stages of one rank.
+
+        Args:
+            stages: Of ``torch.distributed.pipelining``, or with the same numbers.
+        """
+        how, num = self._schedule, self.num_microbatches
+        try:
+            if isinstance(how, type) and issubclass(how, PipelineScheduleSingle):
+                return how(stages[0], num, loss_fn=_no_loss)
+            if isinstance(how, type) and issubclass(how, PipelineScheduleMulti):
+                return how(list(stages), num, loss_fn=_no_loss)
+            if isinstance(how, str | os.PathLike):
+                made = _PipelineScheduleRuntime(list(stages), num, loss_fn=_no_loss)
+                made._load_csv(os.fspath(how))
+                return made
+        except AssertionError as failure:
+            raise ValueError(
+                f"{how} is no schedule of {self.num_stages} stages and {num} microbatches on "
+                f"{self.num_ranks} ranks: {failure}"
+            ) from failure
+        raise TypeError(
+            f"schedule is {said(how)}, expected a class of torch.distributed.pipelining such as "
+            "Schedule1F1B, or the path of a CSV file"
+        )
+
+    def _stand_ins(self) -> list[Any]:
+        """As many as a rank has stages, for who only counts them."""
+        is_single = isinstance(self._schedule, type) and issubclass(
+            self._schedule, PipelineScheduleSingle
+        )
+        each, rest = divmod(self.num_stages, self.num_ranks)
+        if rest or not each or (is_single and each != 1):
+            expected = "as many" if is_single else "a multiple"
+            raise ValueError(
+                f"num_stages is {self.num_stages} with {self.num_ranks} ranks, expected {expected}"
+            )
+        sizes = {"num_stages": self.num_stages, "group_rank": 0, "group_size": self.num_ranks}
+        return [SimpleNamespace(stage_index=index, submod=None, **sizes) for index in range(each)]
+
+    def _actions(self, schedule: Any, rank: int) -> list[Action]:
+        found = [action for action in actions_of(schedule, rank) if action.kind in KINDS]
+        return _counted(found) if isinstance(schedule, PipelineScheduleSingle) else found
+
+
+def _counted(actions: list[Action]) -> list[Action]:
+    """With forwards counted from 0, as schedules of one stage do when they run.
+
+    The list of 1F1B has the last rank count from 1.
+    """
+    microbatches = iter(range(len(actions)))
+    return [
+        one._replace(microbatch=next(microbatches)) if one.kind == "FORWARD" else one
+        for one in actions
+    ]
+
+
+def _no_loss(*args: Any) -> None:
+    """That there is one says that there is a backward."""

@@ -1,0 +1,150 @@
+"""All ranks of a pipeline in one process: the engine of each, on a virtual device of its own.
+
+    order = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=16)
+    work = Modules(stages, example=tokens, loss_fn=loss_fn)
+    step = run_pipeline(order, work, DEVICES["H100"], config=OffloadConfig())
+    step.seconds, step.ranks[0].peak_bytes, step.ranks[1].waits_most_for
+
+NOTE [ Turns ]
+    A rank runs its actions until it needs a message that nobody has sent yet; then another one has
+    its turn. Work has its times when it is launched, and a rank depends on others by the times of
+    their messages alone. So whose turn it is changes nothing, and all clocks share one time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from pp_offload._common.checks import check_count
+from pp_offload._megatron.current import use_manager
+from pp_offload._megatron.manager import PipelineOffloadManager
+from pp_offload._memory.budget import UNLIMITED, as_another_process
+from pp_offload.config import OffloadConfig
+from pp_offload.simulate.device import VirtualBackend
+from pp_offload.simulate.hardware import Hardware
+from pp_offload.simulate.messages import Messages, PeerLink
+from pp_offload.simulate.orders import PipelineOrder
+from pp_offload.simulate.rank import PipelineStep, VirtualRank
+from pp_offload.simulate.stages import Work
+
+Progress = Callable[[int, int], None]
+"""Told how many actions are over, and of how many."""
+
+
+def run_pipeline(
+    order: PipelineOrder,
+    work: Work,
+    hardware: Hardware,
+    *,
+    config: OffloadConfig | None = None,
+    peers: PeerLink | None = None,
+    num_steps: int = 2,
+    progress: Progress | None = None,
+) -> PipelineStep:
+    """Run some steps, and say what the last one cost.
+
+    All ranks begin a step at the same time, when all have ended the one before.
+
+    Args:
+        order: Who does what.
+        work: What that is.
+        hardware: What each rank's device is like.
+        config: Options of each rank's engine; None for no offload. Each rank may take
+            ``host_budget_bytes`` of host memory, or as much as it needs where that is None.
+        peers: How messages pass from rank to rank; the default is a network.
+        num_steps: The engine derives its plan from the first one.
+        progress: Called after each action.
+
+    Raises:
+        ValueError: The order and the work do not have the same number of stages, or there is no
+            step.
+    """
+    check_count("num_steps", num_steps, least=1)
+    with ExitStack() as stack:
+        work.prepare(order, VirtualBackend(hardware))
+        messages = Messages(order, peers or PeerLink())
+        ranks = [
+            stack.enter_context(_rank(order, work, hardware, config, messages, number))
+            for number in range(order.num_ranks)
+        ]
+        total = num_steps * sum(map(len, order.actions))
+        told = _told(progress, total)
+        for _ in range(num_steps):
+            _run_step(ranks, lambda: next(told))
+        return PipelineStep([rank.ended() for rank in ranks])
+
+
+@contextmanager
+def _rank(
+    order: PipelineOrder,
+    work: Work,
+    hardware: Hardware,
+    config: OffloadConfig | None,
+    messages: Messages,
+    number: int,
+) -> Iterator[VirtualRank]:
+    """A rank with a manager, whose host memory is its own."""
+    options = config or OffloadConfig()
+    if options.host_budget_bytes is None:  # what this machine has says nothing of that one
+        options = replace(options, host_budget_bytes=UNLIMITED)
+    backend = VirtualBackend(hardware)
+    with as_another_process():
+        manager = PipelineOffloadManager(config=options, backend=backend)
+    if config is None:
+        manager.disable_offload()
+    try:
+        with use_manager(manager):
+            mine = work.on(order, number, backend)
+        try:
+            yield VirtualRank(order, number, manager, backend, mine, messages)
+        finally:
+            mine.close()
+    finally:
+        manager.retire()
+
+
+def _run_step(ranks: list[VirtualRank], tell: Callable[[], None]) -> None:
+    begin_s = max(rank.backend.seconds for rank in ranks)
+    with _no_garbage():
+        for rank in ranks:
+            with use_manager(rank.manager):
+                rank.begin_step(begin_s)
+        while any(rank.has_more for rank in ranks):
+            num = sum(_turn(rank, tell) for rank in ranks)
+            assert num, "a schedule is looked at for circles when it is made"
+
+
+def _turn(rank: VirtualRank, tell: Callable[[], None]) -> int:
+    """As many actions as can be run now; how many."""
+    if not rank.may_go_on:
+        return 0
+    num = 0
+    with use_manager(rank.manager):
+        while rank.may_go_on:
+            rank.run_next()
+            num += 1
+            tell()
+    return num
+
+
+def _told(progress: Progress | None, total: int) -> Iterator[None]:
+    for number in range(1, total + 1):
+        if progress is not None:
+            progress(number, total)
+        yield
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Or a peak would depend on when the collector runs."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,283 @@
+"""What the stages of a pipeline do on a virtual device: run modules, or only take their time.
+
+work = Modules(stages, example=tokens, loss_fn=loss_fn)  # on meta, in the order of the pipeline
+work = Times(forward_s=1.0, input_s=1.0, weight_s=1.0)   # closed forms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
+
+from pp_offload._common.checks import check_kind
+from pp_offload._megatron.current import use_backend
+from pp_offload.modules import Patterns
+from pp_offload.pipelining import attach
+from pp_offload.simulate.costs import tensors_in
+from pp_offload.simulate.device import VirtualBackend
+from pp_offload.simulate.orders import PipelineOrder
+
+META = torch.device("meta")
+
+
+class RankWork(Protocol):
+    """The work of one rank, whose manager is in use whenever something is called."""
+
+    def begin_step(self) -> None:
+        """A step begins."""
+
+    def forward(self, stage: int, microbatch: int) -> int:
+        """A forward; the bytes of what the next stage is sent."""
+
+    def backward(self, kind: str, stage: int, microbatch: int) -> int:
+        """A backward, or its first part; the bytes of what the stage before is sent."""
+
+    def weight(self, stage: int, microbatch: int) -> None:
+        """The second part of a backward."""
+
+    def hand_over(self, kind: str, stage: int, microbatch: int) -> None:
+        """What ``stage`` made is for its neighbour, which is on this rank too."""
+
+    def reduce(self, stage: int) -> None:
+        """All backwards of a stage are over."""
+
+    def close(self) -> None:
+        """There is no further step."""
+
+
+class Work(Protocol):
+    """What all ranks together do."""
+
+    def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
+        """Once, with a device that counts nothing."""
+
+    def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
+        """The part of one rank, whose manager is in use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Stages that do nothing but take their time, all the same; in seconds.
+
+    A backward in one part takes that of both.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+    def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
+        """Nothing is needed."""
+
+    def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
+        return _TimedWork(self, backend)
+
+
+class _TimedWork:
+    """Launches of fixed times, and messages without bytes."""
+
+    def __init__(self, times: Times, backend: VirtualBackend) -> None:
+        self._times = times
+        self._launch = backend.compute.launch
+
+    def begin_step(self) -> None:
+        pass
+
+    def forward(self, stage: int, microbatch: int) -> int:
+        self._launch(self._times.forward_s)
+        return 0
+
+    def backward(self, kind: str, stage: int, microbatch: int) -> int:
+        rest_s = self._times.weight_s if kind == "FULL_BACKWARD" else 0.0
+        self._launch(self._times.input_s + rest_s)
+        return 0
+
+    def weight(self, stage: int, microbatch: int) -> None:
+        self._launch(self._times.weight_s)
+
+    def hand_over(self, kind: str, stage: int, microbatch: int) -> None:
+        pass
+
+    def reduce(self, stage: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Modules:
+    """The modules of a model's stages, on ``meta``, run by PyTorch's own ``PipelineStage``.
+
+    Args:
+        stages: In the order of the pipeline. Each takes what the one before returns.
+        example: What the first one takes for a microbatch: a tensor, or several.
+        loss_fn: The loss of what the last one returns for a microbatch.
+        groups: Module name patterns by group name, as for :func:`pp_offload.attach`; None where
+            the modules mark their groups themselves.
+
+    Raises:
+        TypeError: ``stages`` are not modules.
+        ValueError: A parameter is not on ``meta``.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        *,
+        example: Tensor | tuple[Tensor, ...],
+        loss_fn: Callable[[Any], Tensor],
+        groups: Patterns | None = None,
+    ) -> None:
+        for index, stage in enumerate(stages):
+            check_kind(f"stages[{index}]", stage, nn.Module, "a module")
+            for name, one in (*stage.named_parameters(), *stage.named_buffers()):
+                if not one.is_meta:
+                    raise ValueError(
+                        f"{name} of stages[{index}] is on {one.device}, expected meta; build the "
+                        'modules with device="meta", or under torch.device("meta")'
+                    )
+        self.stages = list(stages)
+        self.loss_fn = loss_fn
+        self.groups = groups
+        self.samples = [example if isinstance(example, tuple) else (example,)]
+        """What each stage takes, and what the last one returns; of all when prepared."""
+
+    def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
+        if len(self.stages) != order.num_stages:
+            raise ValueError(
+                f"there are {len(self.stages)} modules for {order.num_stages} stages, expected one "
+                "for each"
+            )
+        del self.samples[1:]
+        with use_backend(backend), torch.no_grad():
+            for stage in self.stages:
+                stage.zero_grad()
+                self.samples.append(_leaves(stage(*self.samples[-1])))
+
+    def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
+        return _ModuleWork(self, order, rank)
+
+
+class _ModuleWork:
+    """PyTorch's stages, without its messages."""
+
+    def __init__(self, work: Modules, order: PipelineOrder, rank: int) -> None:
+        self._work = work
+        self._num_microbatches = order.num_microbatches
+        self._losses: dict[int, Tensor] = {}
+        self._inputs: list[tuple[Tensor, ...]] = []
+        with _process_group():
+            self._stages = {
+                index: _stage(work, order, index, rank) for index in order.stages_of(rank)
+            }
+        schedule = order.schedule_of(list(self._stages.values()))
+        for stage in self._stages.values():
+            _prepare(stage, order.num_microbatches)
+        self._attached = attach(schedule, work.groups)
+
+    def begin_step(self) -> None:
+        self._clear()
+        if any(stage.is_first for stage in self._stages.values()):
+            samples = self._work.samples[0]
+            self._inputs = [tuple(map(_like, samples)) for _ in range(self._num_microbatches)]
+        self._attached.begin_step()
+
+    def forward(self, stage: int, microbatch: int) -> int:
+        here = self._stages[stage]
+        args = self._inputs[microbatch] if here.is_first else ()
+        outputs = here.forward_one_chunk(microbatch, args, save_forward_output=False)
+        if here.is_last:
+            self._losses[microbatch] = self._work.loss_fn(outputs)
+        return sum(one.nbytes for one in tensors_in(outputs))
+
+    def backward(self, kind: str, stage: int, microbatch: int) -> int:
+        here = self._stages[stage]
+        is_full = kind == "FULL_BACKWARD"
+        loss = self._losses.get(microbatch)
+        here.backward_one_chunk(microbatch, loss=loss, full_backward=is_full)
+        if here.is_first:
+            return 0
+        if stage - 1 in self._stages:
+            sent = here.bwd_cache[microbatch]
+        else:
+            sent = here.bwd_cache.pop(microbatch)
+        return sum(one.nbytes for one in tensors_in(sent))
+
+    def weight(self, stage: int, microbatch: int) -> None:
+        self._stages[stage].backward_weight_one_chunk(microbatch)
+
+    def hand_over(self, kind: str, stage: int, microbatch: int) -> None:
+        here = self._stages[stage]
+        if kind == "FORWARD":
+            outputs, _ = here.fwd_cache[microbatch]
+            self._stages[stage + 1].set_local_fwd_input(outputs, microbatch)
+        else:
+            gradients = here.get_local_bwd_output(microbatch)
+            self._stages[stage - 1].set_local_bwd_input(gradients, microbatch)
+
+    def reduce(self, stage: int) -> None:
+        self._stages[stage].perform_reduce_grad(self._num_microbatches)
+
+    def close(self) -> None:
+        self._attached.detach()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget the step before; what a schedule and an optimizer do between steps."""
+        self._losses.clear()
+        self._inputs.clear()
+        for stage in self._stages.values():
+            stage.clear_runtime_states()
+            stage.submod.zero_grad()
+
+
+def _stage(work: Modules, order: PipelineOrder, index: int, rank: int) -> PipelineStage:
+    stage = PipelineStage(
+        work.stages[index],
+        index,
+        order.num_stages,
+        META,
+        input_args=work.samples[index],
+        output_args=work.samples[index + 1],
+    )
+    stage.group_rank, stage.group_size = rank, order.num_ranks
+    return stage
+
+
+def _prepare(stage: PipelineStage, num_microbatches: int) -> None:
+    """What a schedule does to its stages in the first step, where all sizes are known."""
+    stage.has_backward = True
+    stage._inference_mode = InferenceMode.STATIC
+    stage._prepare_forward_infra(num_microbatches, None, has_backward=True)
+    stage._prepare_backward_infra(num_microbatches)
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """A stage asks for one when it is made. Nothing is sent through it."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
+
+
+def _leaves(outputs: Any) -> tuple[Tensor, ...]:
+    """New tensors of the same sizes, which have gradients where that is possible."""
+    kinds = [(torch.empty_like(one), one.is_floating_point()) for one in tensors_in(outputs)]
+    return tuple(one.requires_grad_(has_gradient) for one, has_gradient in kinds)

@@ -1,0 +1,392 @@
+"""Pipelines of virtual ranks: closed forms, and what one rank alone does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining._utils import InferenceMode
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, PipelineOffloadManager, attach, use_backend
+from pp_offload.simulate import (
+    DEVICES,
+    Modules,
+    PeerLink,
+    PipelineOrder,
+    PipelineStep,
+    Times,
+    VirtualBackend,
+    run_pipeline,
+)
+from pp_offload.simulate import pipeline as pipelines
+
+EVEN = replace(DEVICES["H100"], launch_s=0)
+INSTANT = PeerLink(bytes_per_s=1e30, latency_s=0)
+UNIFORM = Times(forward_s=1.0, input_s=1.0, weight_s=1.0)
+
+
+def order(schedule: Any, num_ranks: int, num_stages: int, num_microbatches: int) -> PipelineOrder:
+    return PipelineOrder(
+        schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
+    )
+
+
+def uniform(
+    schedule: Any, num_ranks: int, each: int, num_microbatches: int, link: PeerLink = INSTANT
+) -> PipelineStep:
+    """A step of stages that each take a second for each of their three parts."""
+    made = order(schedule, num_ranks, num_ranks * each, num_microbatches)
+    return run_pipeline(made, UNIFORM, EVEN, peers=link, num_steps=1)
+
+
+# Closed forms
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize(("num_ranks", "num"), [(2, 2), (2, 7), (4, 4), (4, 16), (8, 12)])
+def test_the_bubble_of_one_stage_for_each_rank(schedule: Any, num_ranks: int, num: int) -> None:
+    step = uniform(schedule, num_ranks, 1, num)
+    share = (num_ranks - 1) / (num + num_ranks - 1)
+    assert step.bubble == pytest.approx(share, abs=1e-9)
+    assert step.seconds == pytest.approx(3 * (num + num_ranks - 1), abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", [ScheduleInterleaved1F1B, ScheduleLoopedBFS])
+@pytest.mark.parametrize("each", [1, 2, 4])
+def test_stages_that_take_turns_have_so_much_less_of_a_bubble(schedule: Any, each: int) -> None:
+    num_ranks, num = 4, 8
+    step = uniform(schedule, num_ranks, each, num)
+    whole = 3 * each
+    """Of a microbatch, on one rank."""
+    assert step.seconds == pytest.approx(whole * (num + (num_ranks - 1) / each), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "each"),
+    [
+        (ScheduleInterleavedZeroBubble, 1),
+        (ScheduleInterleavedZeroBubble, 2),
+        (ScheduleZBVZeroBubble, 2),
+        (ScheduleDualPipeV, 2),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_weights_fill_all_but_a_third_of_it(schedule: Any, each: int, num_ranks: int) -> None:
+    """Forward and backward of inputs less that of weights, for each rank but one: a second."""
+    num = 4 * num_ranks
+    step = uniform(schedule, num_ranks, each, num)
+    assert step.seconds == pytest.approx(3 * each * num + num_ranks - 1, abs=1e-9)
+
+
+def test_in_a_v_without_bubbles_ranks_wait_for_the_first_activation_alone() -> None:
+    step = uniform(ScheduleZBVZeroBubble, 4, 2, 16)
+    waited = [sum(rank.waited_s.values()) for rank in step.ranks]
+    assert waited == pytest.approx([0, 1, 2, 3], abs=1e-9)
+    assert [rank.waits_most_for for rank in step.ranks] == [None, 0, 1, 2]
+
+
+@pytest.mark.parametrize(("num_ranks", "each"), [(4, 2), (4, 4), (8, 2), (8, 4)])
+def test_in_flight_where_stages_take_turns(num_ranks: int, each: int) -> None:
+    made = order(ScheduleInterleaved1F1B, num_ranks, num_ranks * each, 2 * num_ranks)
+    most = run_pipeline(made, UNIFORM, EVEN, num_steps=1).ranks[0].num_in_flight
+    assert most == num_ranks * each + num_ranks - 1
+    assert most == {(4, 2): 11, (4, 4): 19, (8, 2): 23, (8, 4): 39}[num_ranks, each]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "most"), [(ScheduleGPipe, [8, 8, 8, 8]), (Schedule1F1B, [4, 3, 2, 1])]
+)
+def test_in_flight_with_one_stage_for_each_rank(schedule: Any, most: list[int]) -> None:
+    assert [rank.num_in_flight for rank in uniform(schedule, 4, 1, 8).ranks] == most
+
+
+def test_a_message_takes_its_time_on_the_way_there_and_back() -> None:
+    num_ranks, num = 4, 8
+    link = PeerLink(bytes_per_s=1.0, latency_s=0.25)  # there are no bytes
+    step = uniform(ScheduleGPipe, num_ranks, 1, num, link)
+    ways = 2 * (num_ranks - 1)
+    assert step.seconds == pytest.approx(3 * (num + num_ranks - 1) + ways * 0.25, abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleZBVZeroBubble])
+def test_a_rank_is_busy_or_waits_for_others(schedule: Any) -> None:
+    each = 1 if schedule is Schedule1F1B else 2
+    for rank in uniform(schedule, 4, each, 8).ranks:
+        assert rank.busy_s == pytest.approx(3 * each * 8, abs=1e-9)
+        assert rank.stalled_s == pytest.approx(0, abs=1e-9)
+        total = rank.busy_s + sum(rank.waited_s.values())
+        assert rank.seconds == pytest.approx(total, abs=1e-9)
+
+
+# Orders
+
+
+def test_a_file_says_the_same_as_the_class(tmp_path: Path) -> None:
+    made = order(ScheduleInterleavedZeroBubble, 2, 4, 4)
+    file = tmp_path / "order.csv"
+    stages = made._stand_ins()
+    made.schedule_of(stages)._dump_csv(file, format="compute_only")
+    again = order(file, 2, 4, 4)
+    assert again.actions == made.actions and again.rank_of == made.rank_of
+    assert run_pipeline(again, UNIFORM, EVEN) == run_pipeline(made, UNIFORM, EVEN)
+
+
+def test_the_last_rank_of_1f1b_counts_from_zero() -> None:
+    forwards = [one for one in order(Schedule1F1B, 3, 3, 6).actions[2] if one.kind == "FORWARD"]
+    assert [one.microbatch for one in forwards] == list(range(6))
+
+
+def test_a_v_has_its_first_and_last_stage_on_one_rank() -> None:
+    made = order(ScheduleZBVZeroBubble, 3, 6, 6)
+    assert [made.stages_of(rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_a_circle_is_no_schedule(tmp_path: Path) -> None:
+    file = tmp_path / "order.csv"
+    file.write_text("2F0,0F0,2B0,0B0\n1F0,3F0,3B0,1B0\n")
+    with pytest.raises(ValueError, match="order.csv is no schedule of 4 stages and 1 microbatches"):
+        order(file, 2, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sizes", "message"),
+    [
+        (Schedule1F1B, (2, 4, 4), "num_stages is 4 with 2 ranks, expected as many"),
+        (ScheduleInterleaved1F1B, (2, 5, 4), "num_stages is 5 with 2 ranks, expected a multiple"),
+        (ScheduleZBVZeroBubble, (2, 6, 4), "exactly 2 stages per rank"),
+        (Schedule1F1B, (0, 4, 4), "num_ranks is 0, expected an integer of at least 1"),
+        (Schedule1F1B, (4, 4, 2), "Number of microbatches"),
+    ],
+)
+def test_what_a_schedule_is_not_for(schedule: Any, sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        order(schedule, *sizes)
+
+
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "order.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    with pytest.raises(ValueError, match="order.csv is no schedule of 2 stages and 2 microbatches"):
+        order(file, 2, 2, 2)
+    with pytest.raises(TypeError, match="schedule is 3, expected a class of torch.distributed"):
+        order(3, 2, 2, 2)
+
+
+@pytest.mark.parametrize("wrong", [{"bytes_per_s": 0}, {"latency_s": -1}, {"bytes_per_s": "fast"}])
+def test_a_link_that_makes_no_sense_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*, expected a number"):
+        PeerLink(**wrong)
+
+
+# Modules
+
+WIDTH, ROWS, NUM = 1024, 2048, 4
+SAVED_BYTES = ROWS * WIDTH * 2
+KIND: Any = {"device": "meta", "dtype": torch.bfloat16}
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+
+
+class Layers(nn.Module):
+    """Products, each of which saves its input; a group around each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, **KIND) for _ in range(NUM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with off_interface(True, x, "layer"):
+                y = layer(x)
+            x = off_interface.group_commit(y, name="layer")
+        return x
+
+
+def inputs(num: int = 1) -> Tensor:
+    return torch.empty(num * ROWS, WIDTH, **KIND)
+
+
+def squares(y: Tensor, *targets: Tensor) -> Tensor:
+    return y.float().square().mean()
+
+
+def modules(num_stages: int) -> Modules:
+    return Modules([Layers() for _ in range(num_stages)], example=inputs(), loss_fn=squares)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def single_stage_bytes() -> int:
+    """Offloaded by a microbatch of one stage, on a virtual device alone."""
+    with use_backend(VirtualBackend(DEVICES["H100"]), config=CONFIG) as manager:
+        off_interface.init_chunk_handler(None, None, 1)
+        y = Layers()(inputs())
+        y.backward(torch.empty_like(y))
+        return manager.statistics().bytes_offloaded
+
+
+@pytest.mark.parametrize(
+    ("schedule", "each"), [(Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2), (ScheduleDualPipeV, 2)]
+)
+def test_a_microbatch_moves_the_bytes_that_a_single_stage_moves(schedule: Any, each: int) -> None:
+    num = 4
+    made = order(schedule, 2, 2 * each, num)
+    step = run_pipeline(made, modules(2 * each), DEVICES["H100"], config=CONFIG, num_steps=1)
+    assert single_stage_bytes() == NUM * SAVED_BYTES
+    for rank in step.ranks:
+        assert rank.bytes_offloaded == num * each * NUM * SAVED_BYTES
+        assert rank.host_peak_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "each"),
+    [
+        (ScheduleGPipe, 1),
+        (ScheduleInterleaved1F1B, 2),
+        (ScheduleInterleavedZeroBubble, 2),
+        (ScheduleZBVZeroBubble, 2),
+    ],
+)
+def test_one_rank_alone_does_what_the_schedule_itself_does(
+    schedule: Any, each: int, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ``step``, on a virtual device: the same work, bytes and peak."""
+    num, backend = 4, VirtualBackend(DEVICES["H100"])
+    sample, target = inputs().requires_grad_(), torch.empty(num, 0, **KIND)
+    with use_backend(backend, config=CONFIG) as manager:
+        stages = [
+            PipelineStage(Layers(), i, each, backend.device, input_args=sample, output_args=sample)
+            for i in range(each)
+        ]
+        several = stages[0] if schedule is ScheduleGPipe else stages
+        real = schedule(several, num, loss_fn=squares)
+        monkeypatch.setattr(real, "_warmup_p2p", lambda *args: None)  # it asks for a number
+        split = [(inputs(),) for _ in range(num)], [{}] * num  # not views of a batch
+        monkeypatch.setattr(real, "_split_inputs", lambda *args: split)
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+        with attach(real):
+            for _ in range(2):
+                for stage in stages:
+                    stage.submod.zero_grad()
+                busy_s = backend.compute.busy_s
+                moved = manager.statistics().bytes_offloaded
+                backend.synchronize()  # as ranks do that begin together
+                backend.memory.take_peak()
+                real.step(*split[0][0], target=target, return_outputs=False)
+            moved = manager.statistics().bytes_offloaded - moved
+    made = order(schedule, 1, each, num)
+    (found,) = run_pipeline(made, modules(each), DEVICES["H100"], config=CONFIG).ranks
+    assert found.bytes_offloaded == moved
+    assert found.busy_s == pytest.approx(backend.compute.busy_s - busy_s, abs=1e-12)
+    assert found.peak_bytes == backend.memory.peak_bytes
+
+
+def test_offload_lowers_the_peak_and_without_it_nothing_moves() -> None:
+    made, before = order(ScheduleGPipe, 2, 2, 8), PipelineOffloadManager.OFFLOAD_MGR
+    config = replace(CONFIG, max_in_flight_bytes=0, prefetch_bytes=SAVED_BYTES)
+    ours = run_pipeline(made, modules(2), DEVICES["H100"], config=config)
+    none = run_pipeline(made, modules(2), DEVICES["H100"])
+    for with_it, without in zip(ours.ranks, none.ranks, strict=True):
+        assert without.bytes_offloaded == without.host_peak_bytes == 0
+        assert with_it.bytes_offloaded > 0
+        assert with_it.busy_s == pytest.approx(without.busy_s)
+        assert with_it.peak_bytes < without.peak_bytes
+    assert PipelineOffloadManager.OFFLOAD_MGR is before
+
+
+def test_whose_turn_it_is_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = order(ScheduleInterleaved1F1B, 2, 4, 4)
+    first = run_pipeline(made, modules(4), DEVICES["H100"], config=CONFIG)
+    run_step = pipelines._run_step
+    monkeypatch.setattr(pipelines, "_run_step", lambda ranks, *more: run_step(ranks[::-1], *more))
+    again = run_pipeline(made, modules(4), DEVICES["H100"], config=CONFIG)
+    assert list(map(asdict, again.ranks)) == list(map(asdict, first.ranks))
+
+
+def test_steps_without_offload_are_all_the_same() -> None:
+    made, work = order(Schedule1F1B, 2, 2, 4), modules(2)
+    one, two = (run_pipeline(made, work, DEVICES["H100"], num_steps=num) for num in (1, 2))
+    assert one.seconds == pytest.approx(two.seconds, abs=1e-12)
+    assert [rank.peak_bytes for rank in one.ranks] == [rank.peak_bytes for rank in two.ranks]
+
+
+def test_each_rank_has_a_host_budget_of_its_own() -> None:
+    """Room for a microbatch of two that are in flight, as if in a process for each."""
+    config = replace(CONFIG, host_budget_bytes=NUM * SAVED_BYTES)
+    made = order(ScheduleGPipe, 2, 2, 2)
+    step = run_pipeline(made, modules(2), DEVICES["H100"], config=config, num_steps=1)
+    assert [rank.host_peak_bytes for rank in step.ranks] == [NUM * SAVED_BYTES] * 2
+
+
+def test_a_slow_network_is_waited_for() -> None:
+    made, work = order(ScheduleGPipe, 2, 2, 4), modules(2)
+    fast, slow = (
+        run_pipeline(made, work, EVEN, peers=PeerLink(bytes_per_s=rate, latency_s=0))
+        for rate in (1e30, 1e9)
+    )
+    on_the_way_s = SAVED_BYTES / 1e9
+    forward_s = fast.ranks[0].busy_s / 4 / 2  # of the first stage: no gradient of its input
+    assert forward_s < on_the_way_s, "so messages wait for each other"
+    waited_s = slow.ranks[1].waited_s[0]
+    assert waited_s > 4 * on_the_way_s - 4 * forward_s
+    assert slow.ranks[1].waits_most_for == 0 and slow.seconds > 8 * on_the_way_s
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[int, int]] = []
+    made = order(ScheduleGPipe, 2, 2, 2)
+    run_pipeline(made, UNIFORM, EVEN, progress=lambda *numbers: told.append(numbers))
+    total = 2 * sum(map(len, made.actions))
+    assert told == [(number, total) for number in range(1, total + 1)]
+
+
+def test_modules_have_to_be_on_meta_and_as_many_as_stages() -> None:
+    with pytest.raises(ValueError, match="weight of stages.1. is on cpu, expected meta"):
+        Modules([Layers(), nn.Linear(4, 4)], example=inputs(), loss_fn=squares)
+    with pytest.raises(TypeError, match="stages.0. is 3, expected a module"):
+        Modules([3], example=inputs(), loss_fn=squares)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="there are 3 modules for 2 stages, expected one for each"):
+        run_pipeline(order(ScheduleGPipe, 2, 2, 2), modules(3), EVEN)
+
+
+def test_there_is_a_step() -> None:
+    with pytest.raises(ValueError, match="num_steps is 0, expected an integer of at least 1"):
+        run_pipeline(order(ScheduleGPipe, 2, 2, 2), UNIFORM, EVEN, num_steps=0)
+
+
+def test_a_failure_leaves_no_manager_behind() -> None:
+    before = PipelineOffloadManager.OFFLOAD_MGR
+
+    def fail(y: Tensor) -> Tensor:
+        raise KeyError("a loss")
+
+    work = Modules([Layers(), Layers()], example=inputs(), loss_fn=fail)
+    with pytest.raises(KeyError, match="a loss"):
+        run_pipeline(order(ScheduleGPipe, 2, 2, 2), work, EVEN, config=CONFIG)
+    assert PipelineOffloadManager.OFFLOAD_MGR is before
+    assert not hasattr(work.stages[0], "_pp_offload_handle")
+    found = run_pipeline(order(ScheduleGPipe, 2, 2, 2), modules(2), EVEN, config=CONFIG)
+    assert found.ranks[0].bytes_offloaded > 0

@@ -1,0 +1,87 @@
+"""The example of a virtual pipeline says what each rank costs, without and with offload."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from test_example import ONE_AFTER_ANOTHER, ROOT, run_command
+
+SCRIPT = str(ROOT / "examples" / "simulate_llama.py")
+FIELDS = "seconds busy_s stalled_s waited_s waits_most_for num_in_flight".split()
+FIELDS += "peak_bytes host_peak_bytes bytes_offloaded".split()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"),
+    [
+        ("1f1b", [2, 1]),
+        ("zbv", [4, 4]),
+        pytest.param("interleaved1f1b", [5, 3], marks=pytest.mark.slow),
+    ],
+)
+def test_a_table_for_each_run(schedule: str, in_flight: list[int], tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    flags = ["--quick", "--schedule", schedule, "--groups", "attn,mlp", "--gib", "0"]
+    done = run_command([sys.executable, SCRIPT, *flags, "--json", str(out)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == "", "no bar where nobody looks"
+    assert f"Llama tiny on 2 virtual H100, {schedule}" in done.stdout
+    found = json.loads(out.read_text())
+    assert list(found) == ["without offload", "with offload"]
+    none, ours = (found[name]["ranks"] for name in found)
+    for number, (without, with_it) in enumerate(zip(none, ours, strict=True)):
+        assert set(without) == set(with_it) == set(FIELDS)
+        assert without["num_in_flight"] == with_it["num_in_flight"] == in_flight[number]
+        assert without["bytes_offloaded"] == without["host_peak_bytes"] == 0
+        assert with_it["bytes_offloaded"] > 0 and with_it["host_peak_bytes"] > 0
+        assert with_it["peak_bytes"] < without["peak_bytes"]
+    for name, step in found.items():
+        assert f"{name}: {step['seconds'] * 1e3:.1f} ms a step" in done.stdout
+        assert max(rank["seconds"] for rank in step["ranks"]) == step["seconds"]
+    assert done.stdout.count("rank  step ms") == 2
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    bar = importlib.import_module("simulate_llama").bar
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    show = bar("a run")
+    for number in range(1, 101):
+        show(number, 100)
+    shown = sys.stderr.getvalue().split("\r")
+    assert f"a run            [{'#' * 20}{'.' * 20}]" in shown
+    assert len(shown) == 42 and not shown[-1].strip(), "a line for each mark, and it is gone"
+
+
+WRONG = {
+    "--groups moe": "--groups is 'moe', expected attn, mlp or attn,mlp",
+    "--fraction 2": "--fraction is 2, expected 0 to 1",
+    "--microbatches 0": "--ranks, --microbatches and --length must be at least 1",
+    "--ranks 40": "there are 32 layers, fewer than stages",
+    "--virtual-stages 2": "1f1b takes --virtual-stages 1",
+}
+
+
+def test_wrong_flags_are_explained() -> None:
+    done = run_command([sys.executable, "-c", ONE_AFTER_ANOTHER, SCRIPT, *WRONG])
+    assert done.returncode == 0, done.stderr
+    for flags, (code, said) in json.loads(done.stdout).items():
+        assert code == 2 and WRONG[flags] in said, f"{flags}: {code}, {said}"
+
+
+def test_help_is_true() -> None:
+    done = run_command([sys.executable, SCRIPT, "--help"])
+    assert done.returncode == 0
+    assert "no time is measured" in done.stdout
+    flags = {word for line in WRONG for word in line.split() if word.startswith("--")}
+    assert all(flag in done.stdout for flag in flags | {"--quick", "--json", "--gib"})
