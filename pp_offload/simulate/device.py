@@ -47,6 +47,9 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         operator_seconds: How long operators take where that was measured: a table by operator, or a
             function of the overload, its arguments, those by name and its outputs, which may return
             None. Others take what the rates say.
+        is_blocking: Whether the host waits for each operator, as ``CUDA_LAUNCH_BLOCKING=1`` has it.
+            Then memory that was copied is free as soon as it can be, and peaks are lower than with
+            a host that runs ahead.
 
     Raises:
         TypeError: ``operator_seconds`` is something else.
@@ -62,8 +65,15 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
     is_host = False
     is_capturing = False
 
-    def __init__(self, hardware: Hardware, operator_seconds: OperatorSeconds | None = None) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        operator_seconds: OperatorSeconds | None = None,
+        *,
+        is_blocking: bool = False,
+    ) -> None:
         self._calls = RepeatedCalls(OperatorCosts(hardware, operator_seconds))
+        self.is_blocking = is_blocking
         self.name = f"virtual {hardware.name}"
         self.device = torch.device("meta")
         self.hardware = hardware
@@ -179,7 +189,10 @@ class _Clocked(TorchDispatchMode):
             if has_storage(one):
                 device.memory.see(one.untyped_storage())
         if touched and seconds is not None:
-            device.current_stream().launch_until(partial(device.link.compute, seconds=seconds))
+            live = device.current_stream()
+            live.launch_until(partial(device.link.compute, seconds=seconds))
+            if device.is_blocking:
+                live.synchronize()
         return outputs
 
     def _over_the_link(self, copy: ProgramCopy) -> Tensor:

@@ -66,7 +66,9 @@ def hardware(copies_to_compute: float) -> Hardware:
     return replace(one, link_bytes_per_s=SAVED_BYTES / (forward_s * copies_to_compute))
 
 
-def step_s(one: Hardware, *, offload: bool, in_flight: int, window: int = 12) -> tuple[float, int]:
+def step_s(
+    one: Hardware, *, offload: bool, in_flight: int, window: int = 12, is_blocking: bool = False
+) -> tuple[float, int]:
     """Seconds of a step in the steady state of microbatches in turn, and the peak of bytes.
 
     Args:
@@ -74,8 +76,9 @@ def step_s(one: Hardware, *, offload: bool, in_flight: int, window: int = 12) ->
         offload: Whether groups leave.
         in_flight: Forwards before the first backward.
         window: Layers that may be under way, in each direction.
+        is_blocking: Whether the host waits for each operator.
     """
-    backend = VirtualBackend(one)
+    backend = VirtualBackend(one, is_blocking=is_blocking)
     nbytes = window * SAVED_BYTES
     config = OffloadConfig(max_in_flight_bytes=nbytes, prefetch_bytes=nbytes)
     with use_backend(backend, config=config):
@@ -116,6 +119,28 @@ def test_a_link_that_is_too_slow_takes_its_own_time() -> None:
     ours_s, _ = step_s(one, offload=True, in_flight=3, window=NUM)
     assert link_s <= ours_s <= 1.1 * link_s
     assert step_s(one, offload=True, in_flight=3, window=6)[0] > ours_s, "a small window stalls"
+
+
+def test_a_host_that_waits_for_operators_has_the_lower_peak() -> None:
+    """What was copied is free as soon as the host sees it; one that is ahead sees it late."""
+    one = hardware(0.8)
+    ahead_s, ahead_bytes = step_s(one, offload=True, in_flight=3)
+    waits_s, waits_bytes = step_s(one, offload=True, in_flight=3, is_blocking=True)
+    assert waits_bytes < ahead_bytes
+    assert waits_s > ahead_s, "each launch is on its way"
+    further = replace(one, num_queued_launches=10**9, launch_s=0)
+    assert step_s(further, offload=True, in_flight=3)[1] >= ahead_bytes
+
+
+def test_both_directions_take_what_they_reach_together() -> None:
+    """As many bytes go each way in a step."""
+    one = hardware(2.0)
+    alone_s = NUM * SAVED_BYTES / one.link_bytes_per_s
+    free_s, _ = step_s(one, offload=True, in_flight=3, window=NUM)
+    one_way = replace(one, both_links_bytes_per_s=one.link_bytes_per_s)
+    shared_s, _ = step_s(one_way, offload=True, in_flight=3, window=NUM)
+    assert free_s < 2 * alone_s <= shared_s * (1 + 1e-9)
+    assert shared_s < 1.1 * 2 * alone_s
 
 
 def test_the_host_has_addresses_and_no_memory() -> None:

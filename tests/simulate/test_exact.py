@@ -12,16 +12,19 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from draw import programs
 from engines import offload
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from programs import Commit, Compute, Enter, Exit, Forward, Program, Step
+from programs import Commit, Compute, Enter, Exit, Forward, Options, Program, Step
 from run import Machine
 from steps import no_garbage
 
+from pp_offload._groups.plan import Plan
+from pp_offload._groups.prefetch import Prefetcher
 from pp_offload.simulate import Hardware, VirtualBackend
 from pp_offload.simulate.clocks import VirtualEvent
 from pp_offload.simulate.memory import DeviceMemory
@@ -166,3 +169,69 @@ def test_a_fault_of_the_virtual_device_shows(fault: str, monkeypatch: pytest.Mon
     with_data = moved(replace(program, backend="eager"), SimulatedBackend("eager"))
     assert with_data.bytes_offloaded > 0
     assert moved(program, VirtualBackend(INSTANT)) != with_data
+
+
+NEVER = replace(INSTANT, name="never", link_bytes_per_s=1e-6)
+"""Copies are under way until something waits for them, as in the order ``late``."""
+
+ENGINE = "pp_offload._transfer.engine.TransferEngine"
+MISSING = Prefetcher._missing
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault of the engine, in the virtual run alone."""
+
+    target: str
+    stand_in: Any
+    options: Options = Options()
+    order: str = "eager"
+    kinds: tuple[str, ...] = ("tanh", "tanh", "tanh")
+    """The operations of a forward, each in a group of its own."""
+    num_steps: int = 1
+
+    def program(self) -> Program:
+        body = [part for kind in self.kinds for part in (Enter(), Compute(kind), Exit(), Commit())]
+        steps = (Step(ops=(Forward(),)),) * self.num_steps
+        return Program(((tuple(body),),), steps, backend=self.order, options=self.options)
+
+
+def nothing(*args: Any) -> None:
+    """What a method does that is not there."""
+
+
+PLANTED = {
+    "no cap": Planted(
+        f"{ENGINE}.keep_in_flight_bounded",
+        nothing,
+        Options(max_in_flight_bytes=0),
+        order="late",
+    ),
+    "no window": Planted(
+        "pp_offload._groups.prefetch.Prefetcher._missing",
+        lambda prefetcher, visit, room, chosen: MISSING(prefetcher, visit, 2**40, chosen),
+        Options(prefetch_bytes=40),
+        kinds=("tanh",) * 8,
+    ),
+    "nothing ahead": Planted("pp_offload._groups.prefetch.Prefetcher.fill", nothing),
+    "no margin": Planted("pp_offload._groups.step.make_plan", lambda *seen: Plan(), num_steps=2),
+    "nothing is taken back": Planted(f"{ENGINE}._source_in_flight", nothing, order="late"),
+    "all that is saved is copied": Planted(
+        "pp_offload._transfer.deduplication.CopyIndex.share",
+        lambda index, tickets: tickets,
+        kinds=("tanh", "sin", "sin"),  # the first saves what it returns, the others what they get
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_fault_of_the_engine_shows(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it both runs are the same, with it the virtual one is another."""
+    planted = PLANTED[fault]
+    hardware = INSTANT if planted.order == "eager" else NEVER
+    program = planted.program()
+    with_data = moved(program, SimulatedBackend(planted.order))
+    assert with_data.bytes_offloaded > 0
+    assert moved(program, VirtualBackend(hardware)) == with_data
+    monkeypatch.setattr(planted.target, planted.stand_in)
+    assert moved(program, VirtualBackend(hardware)) != with_data
