@@ -10,7 +10,8 @@ the copies of one direction. A peak that the device has no memory for is marked 
     python benchmarks/virtual_step.py --model gpt llama --hidden 4096 8192 --json virtual.json
 
 Figures, of each model, width and length; a row for each way to save memory
-    bounds         none; default; cap/window, where they were tried; and peers
+    bounds         none; default; cap/window, of which the best is shown, and all that were tried
+                   with --json or --full; and peers
                      save_on_cpu   of PyTorch, pinned: it copies on the compute stream
                      recompute     each layer under PyTorch's checkpoint
                      inputs        the same, and inputs of layers are offloaded by the engine
@@ -21,7 +22,8 @@ Figures, of each model, width and length; a row for each way to save memory
     stalled_ms     how long compute waited in a step
     need           of the copies: bytes of a microbatch over the link / step without offload,
                      of the direction in which more go
-    best_gib       of the default row: the least peak of pairs with a ratio of at most 1.01
+    best_gib       of the default row: the least peak of pairs with a ratio of at most 1.01;
+                   best_bounds are those of such a pair
     peak_to_best   of the default row
     verdict        of the default row: ok, slow, peak, or both; virtual_search.py has the bounds
 """
@@ -41,7 +43,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from virtual_models import PARTS, Stage
-from virtual_search import Found, least_peak, verdict
+from virtual_search import MAX_RATIO, Found, least_peak, verdict
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
@@ -57,7 +59,7 @@ MIN_NUMEL = 2**20
 HOST_BYTES = 2**42
 """More than any row needs: what this machine has free is no matter."""
 
-FRACTIONS = [0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0]
+FRACTIONS = [0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0, 1.5]
 PEERS = ("save_on_cpu", "recompute", "inputs")
 Row = dict[str, Any]
 Forward = Callable[[Tensor], Tensor]
@@ -219,12 +221,27 @@ def rows(cell: Cell, options: argparse.Namespace) -> list[Row]:
             for window in windows:
                 found.pair(cap, window)
     best = least_peak(caps, windows, found.pair)
+    fast = (row for row in found.found.values() if "/" in row["bounds"] and is_best(row, best))
+    default["best_bounds"] = next((row["bounds"] for row in fast), None)
     default["best_gib"] = best
     default["peak_to_best"] = None if best is None else default["peak_gib"] / best
     default["verdict"] = verdict(
         default["ratio_to_none"], default["peak_gib"], default["need"], best
     )
     return list(found.found.values())
+
+
+def is_best(row: Row, best_gib: float | None) -> bool:
+    """Whether no row that keeps the step has a lower peak, and it does."""
+    return row["peak_gib"] == best_gib and row["ratio_to_none"] <= MAX_RATIO
+
+
+def shown(found: list[Row], options: argparse.Namespace) -> list[Row]:
+    """The rows of a cell for the table: of the pairs only the best, unless all were tried."""
+    best = next(row["best_bounds"] for row in found if row["bounds"] == "default")
+    return [
+        row for row in found if options.full or "/" not in row["bounds"] or row["bounds"] == best
+    ]
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
@@ -290,9 +307,10 @@ def main() -> None:
     print(HEADER)
     found: list[Row] = []
     for cell in cells(options):
-        for row in rows(cell, options):
+        of_cell = rows(cell, options)
+        found += of_cell
+        for row in shown(of_cell, options):
             print(line(row), flush=True)
-            found.append(row)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 

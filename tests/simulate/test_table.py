@@ -5,12 +5,13 @@ Whether the defaults are good is not asked here.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 from virtual_models import NUM_CHOSEN, NUM_EXPERTS, PARTS, Stage, rounded
 from virtual_search import Found, least_peak, verdict
-from virtual_step import PEERS, Cell, Row, Rows, chunk_bytes
+from virtual_step import PEERS, Cell, Row, Rows, chunk_bytes, is_best, shown
 
 from pp_offload.simulate import DEVICES, VirtualBackend
 
@@ -126,6 +127,19 @@ def test_where_no_pair_keeps_the_step_one_is_asked() -> None:
 
     assert least_peak(GRID, GRID, run) is None
     assert asked == [(1.0, 1.0)]
+
+
+def test_the_table_shows_the_best_pair_alone_unless_all_are_asked_for() -> None:
+    names = {"none": (1.0, 9.0), "default": (1.1, 2.0), "1/1": (1.0, 4.0), "0.5/1": (1.0, 3.0)}
+    found: list[Row] = [
+        {"bounds": name, "ratio_to_none": ratio, "peak_gib": peak, "best_bounds": "0.5/1"}
+        for name, (ratio, peak) in names.items()
+    ]
+    assert [is_best(row, 3.0) for row in found] == [False, False, False, True]
+    assert not is_best(found[1], 2.0), "it is too slow"
+    brief = [row["bounds"] for row in shown(found, Namespace(full=False))]
+    assert brief == ["none", "default", "0.5/1"]
+    assert shown(found, Namespace(full=True)) == found
 
 
 @pytest.mark.parametrize(
