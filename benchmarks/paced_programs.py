@@ -155,14 +155,15 @@ class Run:
         waiting: deque[Tensor] = deque()
         for _ in range(program.num_microbatches):
             leaves.append(self._x.detach().requires_grad_())
-            waiting.append(self._forward(leaves[-1], offload=offload))
+            waiting.append(self.forward(leaves[-1], offload=offload))
             if len(waiting) >= program.in_flight:
-                self._backward(waiting, offload=offload)
+                self._next_backward(waiting, offload=offload)
         while waiting:
-            self._backward(waiting, offload=offload)
+            self._next_backward(waiting, offload=offload)
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
-    def _forward(self, x: Tensor, *, offload: bool) -> Tensor:
+    def forward(self, x: Tensor, *, offload: bool) -> Tensor:
+        """Of a microbatch."""
         if offload:
             off_interface.init_chunk_handler(None, None, 1)
         for nodes in self._program.groups:
@@ -173,7 +174,11 @@ class Run:
                 x = off_interface.group_commit(x, name="group")
         return x
 
-    def _backward(self, waiting: deque[Tensor], *, offload: bool) -> None:
-        waiting.popleft().backward(self._gradient)
+    def backward(self, y: Tensor) -> None:
+        """Of a microbatch."""
+        y.backward(self._gradient)
+
+    def _next_backward(self, waiting: deque[Tensor], *, offload: bool) -> None:
+        self.backward(waiting.popleft())
         if offload and self._program.host_waits:
             self._wait()

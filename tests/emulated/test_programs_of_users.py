@@ -31,3 +31,25 @@ def test_what_is_meant_for_a_gpu_runs_on_it(tmp_path: Path) -> None:
     figures = run_quick("disk_step.py", tmp_path, *on_it, "--trace", str(trace))
     assert figures["host_peak_bytes"] > 0, "bytes pass through staging memory"
     check_disk_step(figures, trace)
+
+
+def test_the_virtual_device_is_held_to_it(tmp_path: Path) -> None:
+    figures = run_quick("paced.py", tmp_path)
+    assert figures["worst_error"] >= figures["mean_error"] >= 0
+    assert len(figures["programs"]) == 2
+    for one in figures["programs"]:
+        assert min(one["predicted_ms"], one["measured_ms"], one["copy_ms"], one["kernel_ms"]) > 0
+        assert one["counts"]["bytes_offloaded"] > 0
+        for kind in ("kernel", "d2h", "bytes_offloaded"):
+            assert one["counts"][kind] == one["virtual_counts"][kind]
+        assert one["bitwise_equal"]
+
+
+def test_the_time_of_a_cap_is_measured_on_it(tmp_path: Path) -> None:
+    figures = run_quick("cap_cliff.py", tmp_path)
+    assert list(figures) == ["0", "1 group - 1 B", "1 group", "1.5 groups", "2 groups", "auto"]
+    assert all(one["bitwise_equal"] and one["ratio"] > 0 for one in figures.values())
+    assert figures["0"]["virtual_ratio"] > 1
+    assert all(
+        one["virtual_ratio"] == 1 for key, one in figures.items() if key not in ("0", "auto")
+    )

@@ -1,0 +1,143 @@
+"""Bounds that are chosen from times, on streams that take time and know it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from types import ModuleType
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy import assert_idle, batches, make_model, run_step, same_bits
+
+from emulated.test_engine import DELAYS, WIDTH
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
+from pp_offload.backends import AcceleratorBackend
+
+pytestmark = pytest.mark.emulated
+
+
+class Training:
+    """Steps with bounds left to the engine, and the same steps without offload."""
+
+    def __init__(self, manager: PipelineOffloadManager) -> None:
+        self.manager = manager
+        self._on = make_model(width=WIDTH, device="emulated")
+        self._off = make_model(width=WIDTH, groups=(), device="emulated")
+        self._num = 0
+
+    def step(self, *, length: int = 16, num: int = 4) -> list[Tensor]:
+        """Queued, and perhaps not done."""
+        self._num += 1
+        return self._run(self._on, length, num, offload=True)
+
+    def same_without(self, found: list[Tensor], *, length: int = 16, num: int = 4) -> bool:
+        """Whether the last step has the bits of one without offload."""
+        return same_bits(found, self._run(self._off, length, num, offload=False))
+
+    def _run(self, model: nn.Module, length: int, num: int, *, offload: bool) -> list[Tensor]:
+        inputs = [x.to("emulated") for x in batches(num, WIDTH, self._num, length)]
+        return run_step(model, inputs, in_flight=2, offload=offload)
+
+    @staticmethod
+    def end_step() -> None:
+        """The step is over, then it has been run, then another one begins, which knows its times.
+
+        Its end is recorded where it is over, so without the wait nobody can say what is known.
+        """
+        off_interface.reset()
+        torch.accelerator.synchronize()
+        off_interface.reset()
+
+    def bounds(self) -> tuple[int, int]:
+        wiring = self.manager.wiring
+        return wiring.transfer.copies.in_flight.max_bytes, wiring.prefetcher.window_bytes
+
+
+@pytest.fixture
+def training(emulated: ModuleType) -> Iterator[Training]:
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(AcceleratorBackend(), config=config) as manager:
+        yield Training(manager)
+
+
+@pytest.mark.parametrize("delays", DELAYS)
+def test_bounds_are_chosen_and_bits_are_the_same(
+    emulated: ModuleType, training: Training, delays: str
+) -> None:
+    emulated.set_delays(**DELAYS[delays])
+    assert training.manager.statistics().stalled_ms is None
+    bounds = [training.bounds()]
+    for _ in range(5):
+        assert training.same_without(training.step())
+        training.end_step()
+        bounds.append(training.bounds())
+    cap, window = bounds[-1]
+    assert bounds[0][0] == IN_FLIGHT_BYTES > cap > 0 and window > 0
+    assert bounds[1][0] != IN_FLIGHT_BYTES, "the first step told"
+    assert bounds[2:] == [(cap, window)] * 4, "the second one was the last that was timed"
+    assert training.manager.statistics().stalled_ms is not None
+    assert not training.manager.wiring.transfer.listeners.group_reached
+    gc.collect()
+    assert_idle(training.manager)
+
+
+def test_the_begin_of_a_step_does_not_wait_for_times(
+    emulated: ModuleType, training: Training
+) -> None:
+    """While the copies of a step stand still, the next one begins, with the bounds it had."""
+    assert training.same_without(training.step())
+    d2h = cast(torch.Stream, training.manager.backend.d2h)
+    before = training.bounds()
+    training.end_step()
+    chosen = training.bounds()
+    assert chosen != before, "the first step's times were known"
+    with emulated.hold(d2h) as gate:
+        found = training.step()
+        for _ in range(3):
+            off_interface.reset()
+            assert training.bounds() == chosen and not d2h.query()
+        gate.release()
+    assert training.same_without(found)
+    stalled_ms = training.manager.statistics().stalled_ms
+    training.end_step()
+    assert training.manager.statistics().stalled_ms != stalled_ms, "now its times are known"
+
+
+def test_steps_that_differ_are_timed_again(emulated: ModuleType, training: Training) -> None:
+    emulated.set_delays(d2h_us=500, h2d_us=500)
+    for length, num in [(16, 4), (16, 4), (64, 4), (64, 6), (64, 6), (8, 1), (8, 1), (16, 4)]:
+        found = training.step(length=length, num=num)
+        assert training.same_without(found, length=length, num=num)
+        assert min(training.bounds()) > 0
+
+
+def test_a_step_without_backward_chooses_nothing(training: Training) -> None:
+    before = training.bounds()
+    model = make_model(width=WIDTH, device="emulated")
+    for _ in range(2):
+        off_interface.reset()
+        off_interface.init_chunk_handler(None, None, 1)
+        y = model(torch.ones(16, WIDTH, device="emulated"))
+        training.end_step()
+        del y
+    assert training.bounds()[0] == before[0]
+    for _ in range(3):
+        assert training.same_without(training.step())
+        training.end_step()
+    assert training.bounds()[0] < before[0]
+
+
+@pytest.mark.parametrize("budget", [0, 20_000])
+def test_a_budget_that_is_too_small_changes_no_bits(emulated: ModuleType, budget: int) -> None:
+    emulated.set_delays(d2h_us=1000, h2d_us=1000)
+    config = OffloadConfig(min_offloaded_tensor_size=1, device_budget_bytes=budget)
+    with use_backend(AcceleratorBackend(), config=config) as manager:
+        training = Training(manager)
+        for _ in range(4):
+            assert training.same_without(training.step())
+            assert sum(training.bounds()) <= max(1, budget)
