@@ -18,20 +18,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 from in_flight_caps import Cap, same_bits
 from large_groups import device_of
-from paced_programs import ITEM_BYTES, Node, Program, Run
+from paced_programs import ITEM_BYTES, Node, Program, Run, hardware
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
 from pp_offload.backends import default_backend
-from pp_offload.simulate import Hardware, VirtualBackend
+from pp_offload.simulate import VirtualBackend
 
 NUMEL = 2**16
 GROUP_BYTES = NUMEL * ITEM_BYTES
@@ -112,16 +111,7 @@ def measure(steps: Steps, cap: Cap, rounds: int) -> dict[str, Any]:
 
 def virtual_ratio(num_groups: int, cap: Cap, kernel_s: float, copy_s: float) -> float:
     """Of forwards, by clocks."""
-    hardware = Hardware(
-        name="paced",
-        matmul_flops=inf,
-        memory_bytes_per_s=inf,
-        memory_bytes=2**40,
-        link_bytes_per_s=inf,
-        launch_s=0,
-        copy_latency_s=copy_s,
-    )
-    backend = VirtualBackend(hardware, lambda *call: kernel_s)
+    backend = VirtualBackend(hardware(0, copy_s), lambda *call: kernel_s)
     run = Run(program(num_groups), backend.device, backend.synchronize)
     x = torch.ones(NUMEL, device="meta")
     with use_backend(backend, config=config_of(cap)):

@@ -33,14 +33,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 from in_flight_caps import same_bits
 from large_groups import device_of
-from paced_programs import Program, Run, draw, small
+from paced_programs import Program, Run, draw, hardware, small
 from torch import Tensor
 
 from pp_offload import use_backend
@@ -207,19 +206,6 @@ def predict(program: Program, backend: Counting) -> Row:
             "virtual_counts": beyond(counted(backend.num, manager), before),
             "virtual_bounds": bounds_of(manager),
         }
-
-
-def hardware(launch_s: float, copy_s: float) -> Hardware:
-    """That takes these times, whatever the sizes."""
-    return Hardware(
-        name="paced",
-        matmul_flops=inf,
-        memory_bytes_per_s=inf,
-        memory_bytes=2**40,
-        link_bytes_per_s=inf,
-        launch_s=launch_s,
-        copy_latency_s=copy_s,
-    )
 
 
 def compare(program: Program, device: torch.device, kernel_s: float, rounds: int) -> Row:

@@ -49,7 +49,6 @@ def test_the_time_of_a_cap_is_measured_on_it(tmp_path: Path) -> None:
     figures = run_quick("cap_cliff.py", tmp_path)
     assert list(figures) == ["0", "1 group - 1 B", "1 group", "1.5 groups", "2 groups", "auto"]
     assert all(one["bitwise_equal"] and one["ratio"] > 0 for one in figures.values())
-    assert figures["0"]["virtual_ratio"] > 1
-    assert all(
-        one["virtual_ratio"] == 1 for key, one in figures.items() if key not in ("0", "auto")
-    )
+    ratios = {name: one["virtual_ratio"] for name, one in figures.items()}
+    assert ratios.pop("0") > 1.5
+    assert all(ratio == pytest.approx(1) for ratio in ratios.values()), "rounded sums of times"
