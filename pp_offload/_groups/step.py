@@ -89,9 +89,13 @@ class StepRecord(Step):
             return
         if chunk.is_over and _is_finished(chunk):
             self._backward[key] = chunk.record(key)
-            self.queue.forget(chunk)
-            self._forward.pop(key, None)
-            chunk.key = None  # a forward that goes on in it is added again
+            self._forget(key, chunk)
+
+    def _forget(self, key: ChunkKey, chunk: Chunk) -> None:
+        self.queue.forget(chunk)
+        self._forward.pop(key, None)
+        self._weight_passes.pop(key, None)
+        chunk.key = None  # a forward that goes on in it is added again
 
     def begin_backward(self, chunk: Chunk) -> None:
         """The backward of ``chunk`` begins, or the first part of it."""
@@ -134,9 +138,7 @@ class StepRecord(Step):
         num_chunks = self.num_chunks
         for key, chunk in list(self._forward.items()):
             if chunk.is_over:
-                self.queue.forget(chunk)
-                del self._forward[key]
-                self._weight_passes.pop(key, None)
+                self._forget(key, chunk)
         for key in self._backward.keys() - self._forward.keys():
             del self._backward[key]
         self.is_partly_forgotten |= self.num_chunks < num_chunks

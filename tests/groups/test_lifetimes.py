@@ -308,3 +308,22 @@ def test_an_engine_that_goes_waits_for_its_own_copies_alone() -> None:
         del engine
         gc.collect()
     assert going() is None and not failures
+
+
+def test_a_forward_that_goes_on_is_foreseen_after_others_were_forgotten(
+    manager: PipelineOffloadManager,
+) -> None:
+    """As on one thread, where another begins so many microbatches that those over are forgotten."""
+    leaf = torch.ones(3, device=manager.backend.device, requires_grad=True)
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    chunk = manager.forward.chunk
+    assert chunk is not None
+    y = leaf * 1
+    for _ in range(3):
+        with off_interface(True, y, "g"):
+            manager.step.forget_finished()  # the first time, it has saved nothing yet
+            y = y.exp()
+        y = off_interface.group_commit(y, name="g")
+    assert chunk.key is not None and manager.step.chunk(chunk.key) is chunk
+    y.sum().backward()
+    assert manager.statistics().prefetched_reloads == 2
