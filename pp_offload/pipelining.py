@@ -98,8 +98,9 @@ class AttachedSchedule:
             manager.configure(config)  # after what may fail, for it forgets the old options
         if self._order.split:
             is_keeping = manager.config.split_backward == "keep"
-            offloader = manager.wiring.offloader
-            self._split = offloader.split_backward(self._order.split, is_keeping=is_keeping)
+            self._split = SplitBackward(
+                manager.wiring.transfer, self._order.split, is_keeping=is_keeping
+            )
         manager.num_attached += 1
         self._is_attached = True
         for vp_stage, stage in enumerate(self._stages):

@@ -95,7 +95,7 @@ class MostUnused(Listener):
 
     def reloads_queued(self, num: int, *, is_ahead: bool) -> None:
         if is_ahead:
-            self.nbytes = max(self.nbytes, self._transfer.reloaded_bytes)
+            self.nbytes = max(self.nbytes, self._transfer.reloads.nbytes)
 
 
 def train(

@@ -24,7 +24,7 @@ from pp_offload import (
     FineGrainedActivationOffloadingInterface as off_interface,
 )
 from pp_offload._groups.plan import ChunkKey
-from pp_offload._groups.split_backward import BackwardPass
+from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._transfer.tensors import StorageSet
 from pp_offload.pipelining import attach
 
@@ -204,7 +204,7 @@ def test_an_interrupted_part_of_a_backward_ends(
     """What backward uses later is none of it, and nothing is learned from it."""
     key = ChunkKey(0, 0)
     x = torch.ones(30, device=manager.backend.device, requires_grad=True)
-    split = manager.wiring.offloader.split_backward(frozenset([key]), is_keeping=True)
+    split = SplitBackward(manager.wiring.transfer, frozenset([key]), is_keeping=True)
     manager.wiring.offloader.split = split
     off_interface.init_chunk_handler(None, None, 1)
     with off_interface(True, x, "g"):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager
 from pp_offload._transfer.block import Block
-from pp_offload._transfer.saved_tensor import SavedActivation
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import SavedActivation, Ticket
 from pp_offload.backends import CpuBackend
 
 

@@ -23,9 +23,9 @@ from pp_offload._groups.plan import GroupKey, Plan
 from pp_offload._groups.prefetch import SMALL_BYTES, Prefetcher
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
-from pp_offload._transfer.listeners import Listener, NamedGroup
+from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.stopwatch import Lap, Laps, Stopwatch, seconds
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import Owner, Ticket
 from pp_offload.backends import TimedEvent
 from pp_offload.config import AUTO, OffloadConfig
 
@@ -69,17 +69,17 @@ class StepTimes(Listener):
         self._watch = watch
         self._reached: GroupKey | None = None
 
-    def group_closed(self, group: NamedGroup) -> None:
+    def group_closed(self, group: Owner) -> None:
         if isinstance(group, Group) and group.state is GroupState.OFFLOADED:
             self._note(self.offloads, group.key, group.counts.copied_bytes)
 
-    def group_reached(self, group: NamedGroup) -> None:
+    def group_reached(self, group: Owner) -> None:
         if isinstance(group, Group):
             self._reached = group.key
 
     def delivered(self, ticket: Ticket, tensor: object) -> None:
         is_first = ticket.num_waiting >= ticket.num_members - 1
-        if is_first and ticket.in_flight_source is None:
+        if is_first and ticket.begin not in ticket.block.in_flight_sources:
             self._note(self.uses, self._reached, ticket.nbytes)
 
     def _note(self, marks: list[Mark], key: GroupKey | None, nbytes: int) -> None:

@@ -25,8 +25,9 @@ from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.plan import ChunkKey, ChunkRecord, ChunkShape, GroupKey
 from pp_offload._groups.prefetch import Visit
 from pp_offload._groups.wiring import Wiring
-from pp_offload._transfer.saved_tensor import Packed, Resident, SavedActivation, SavedWrapper
+from pp_offload._transfer.saved_tensor import Packed, Resident, SavedWrapper
 from pp_offload._transfer.subclasses import is_wrapper
+from pp_offload._transfer.ticket import SavedActivation
 from pp_offload.errors import GroupStateError
 
 
@@ -92,7 +93,7 @@ class Chunk:
             group = self.group_type(name)  # keywords would make a dict for each group
             if self.key is not None:
                 group.key = GroupKey(self.key, len(self.groups))
-            group.tell = wiring.prefetcher.on_use
+            group.bring = wiring.prefetcher.on_use
             self.groups.append(group)
             self.open_groups.append(group)
             for heard in transfer.listeners.group_opened:
@@ -241,11 +242,8 @@ class Chunk:
 
     def is_finished(self, name: str | None = None) -> bool:
         """Whether backward has reached every group (of this name) that saved something."""
-        return all(
-            group.is_used or group.counts.num_tensors == 0
-            for group in self.groups
-            if name in (None, group.name)
-        )
+        left = [one for one in self.groups if not one.is_used and one.counts.num_tensors]
+        return not any(name in (None, group.name) for group in left)
 
     def record(self, key: ChunkKey) -> ChunkRecord:
         """What it did as chunk ``key`` of the step."""

@@ -13,29 +13,16 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
+from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.plan import ChunkKey, WeightPassKey
-from pp_offload._groups.prefetch import Visit
+from pp_offload._groups.split_backward import WeightPass
 
 Key = ChunkKey | WeightPassKey
 
 
-class QueuedChunk(Protocol):
-    """What the queue needs to know of a chunk, or of the second part of its backward."""
-
-    @property
-    def key(self) -> Key | None:
-        """Its position in the order."""
-        ...
-
-    def visits(self) -> Iterator[Visit]:
-        """What its backward visits, next one first."""
-        ...
-
-    def is_empty_chunk(self, name: str | None = None) -> bool:
-        """Whether it has no group, or none of that name."""
-        ...
+QueuedChunk = Chunk | WeightPass
+"""A chunk, or the second part of its backward."""
 
 
 class ChunkQueue:

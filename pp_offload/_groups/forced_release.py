@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from pp_offload._common.checks import described
 from pp_offload._memory.storages import has_storage
-from pp_offload._transfer.tensors import Eligibility, num_holders
+from pp_offload._transfer.tensors import Eligibility, use_count
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,8 @@ class ForcedRelease:
         storage = tensor.untyped_storage()
         if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
             return _EXTERNAL
-        others = num_holders(storage) - 1 - (tensor._base is not None)
+        # Of its holders, ``storage`` here, the tensor, and a base are known.
+        others = use_count(storage._cdata) - 2 - (tensor._base is not None)
         if others > 0:
             return f"its storage is shared by {others} others"
         if tensor._base is not None and _references_to_base(tensor) > _FROM_ITS_VIEW:

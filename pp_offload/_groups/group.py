@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from pp_offload._groups.plan import GroupKey
-from pp_offload._transfer.saved_tensor import SavedActivation
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import SavedActivation, Ticket
 from pp_offload.errors import GroupStateError
 
 
@@ -47,10 +46,9 @@ class Group:
     Args:
         name: The user's name for it, such as ``mlp_norm``.
         key: Its place in the step, if it has one.
-        on_use: Called with the group whenever backward is about to use one of its tensors.
+        bring: Called with the group whenever backward is about to use one of its tensors.
 
     Attributes:
-        tell: The same as ``on_use``.
         saved_refs: What autograd saved, as long as it is open; autograd may drop it before.
     """
 
@@ -59,7 +57,7 @@ class Group:
         name: str,
         *,
         key: GroupKey | None = None,
-        on_use: Callable[[Group], None] | None = None,
+        bring: Callable[[Group], None] | None = None,
     ) -> None:
         self.name = name
         self.key = key
@@ -68,7 +66,7 @@ class Group:
         self.is_brought = False
         self.has_failed = False
         self.counts = Counts()
-        self.tell = on_use
+        self.bring = bring
         self.saved_refs: list[weakref.ref[SavedActivation]] = []
         self._tickets: list[weakref.ref[Ticket]] = []
 
@@ -104,12 +102,9 @@ class Group:
         """Refer to these tickets, weakly, for prefetch."""
         self._tickets = [weakref.ref(ticket) for ticket in tickets]
 
-    def tickets_last_first(self) -> Iterator[Ticket]:
+    def tickets_last_first(self) -> list[Ticket]:
         """The living tickets, last saved first, for so backward uses them."""
-        for ref in reversed(self._tickets):
-            ticket = ref()
-            if ticket is not None:
-                yield ticket
+        return [ticket for ref in reversed(self._tickets) if (ticket := ref()) is not None]
 
     def ticket(self, index: int) -> Ticket | None:
         """One of those it follows, if it lives."""
@@ -117,11 +112,7 @@ class Group:
 
     def waiting(self) -> list[Ticket]:
         """Tickets that backward has still to ask for, in the order of use."""
-        return [
-            ticket
-            for ref in reversed(self._tickets)
-            if (ticket := ref()) is not None and ticket.num_waiting > 0
-        ]
+        return [ticket for ticket in self.tickets_last_first() if ticket.num_waiting > 0]
 
     def wanted(self) -> list[Ticket]:
         """Tickets that must be on the device when backward reaches it, in the order of use."""
@@ -132,8 +123,8 @@ class Group:
 
     def on_use(self) -> None:
         """Backward is about to use one of the tensors."""
-        if self.tell is not None:
-            self.tell(self)
+        if self.bring is not None:
+            self.bring(self)
 
     def drop(self) -> None:
         """Forget every tensor of an open group, as when the step was aborted."""

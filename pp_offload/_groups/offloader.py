@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 
 from pp_offload._groups.group import Group, GroupState
-from pp_offload._groups.plan import ChunkKey
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._transfer.deduplication import CopyIndex
 from pp_offload._transfer.engine import TransferEngine
@@ -60,7 +59,9 @@ class Offloader:
         # A captured copy holds its bytes only after a launch of the graph, so it is not shared.
         is_capturing = transfer.backend.is_capturing
         if transfer.listeners.leaving and not is_capturing:
-            self._tell(tickets)
+            with transfer.copies.reading(tickets):
+                for heard in transfer.listeners.leaving:
+                    heard(tickets)
         with transfer.lock:
             new = tickets if is_capturing else copies.share(tickets)
         if new:
@@ -71,21 +72,12 @@ class Offloader:
         with transfer.lock:
             if not is_capturing:
                 copies.add(new)
-            self._hand_over(group, tickets)
-
-    def _tell(self, tickets: list[Ticket]) -> None:
-        """Tell listeners, who may read the sources, that these are about to leave."""
-        with self._transfer.copies.reading(tickets):
-            for heard in self._transfer.listeners.leaving:
-                heard(tickets)
-
-    def _hand_over(self, group: Group, tickets: list[Ticket]) -> None:
-        for ticket in tickets:
-            ticket.hand_over()
-        group.follow(tickets)
-        if self.split is not None and group.key is not None:
-            self.split.follow(group.key, tickets)
-        group.move_to(GroupState.OFFLOADED)
+            for ticket in tickets:
+                ticket.hand_over()
+            group.follow(tickets)
+            if self.split is not None and group.key is not None:
+                self.split.follow(group.key, tickets)
+            group.move_to(GroupState.OFFLOADED)
 
     def warn(self, group: Group, failure: MemoryError) -> None:
         """Log that a group finds no room off the device; the first time, as a warning."""
@@ -106,7 +98,3 @@ class Offloader:
         self._transfer.backend.synchronize()
         self._transfer.poll()
         return self._verifier.check_freed()
-
-    def split_backward(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> SplitBackward:
-        """A mover for the tickets of these chunks, whose backward a schedule runs in two parts."""
-        return SplitBackward(self._transfer, chunks, is_keeping=is_keeping)

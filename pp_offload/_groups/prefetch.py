@@ -10,7 +10,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -92,7 +92,8 @@ class Prefetcher:
         self.window_bytes = window_bytes if isinstance(window_bytes, int) else SMALL_BYTES
         self._reloads = transfer.reloads
         self._reloads.refill_below_bytes = refill_below(self.window_bytes)
-        transfer.comes_soon = self.comes_soon
+        self._reloads.refill = self.fill
+        self._reloads.comes_soon = self.comes_soon
         self._follows_groups = window_bytes == AUTO
         self._current: Group | None = None
         self._done_at = -1
@@ -117,7 +118,7 @@ class Prefetcher:
             room = self.window_bytes - self._reloads.nbytes
             batch = self._missing(group, room, set())
             if batch:
-                self._load([batch], self._transfer.reload)
+                self._load([batch], is_ahead=False)
 
     def comes_soon(self, ticket: Ticket) -> bool:
         """Whether backward will ask for ``ticket`` within the next window of bytes."""
@@ -178,7 +179,7 @@ class Prefetcher:
             room -= sum([ticket.nbytes for ticket in batch])
             if not following.is_brought:
                 break
-        self._load(batches, self._transfer.prefetch)
+        self._load(batches, is_ahead=True)
         if following.is_brought:  # the last one, so that all are
             self._done_at = changes
             self._reloads.refill_below_bytes = 0
@@ -193,8 +194,7 @@ class Prefetcher:
         self._done_at = -1
         self._reloads.refill_below_bytes = refill_below(self.window_bytes)
 
-    @staticmethod
-    def _load(batches: list[list[Ticket]], load: Callable[[list[Ticket]], object]) -> None:
+    def _load(self, batches: list[list[Ticket]], *, is_ahead: bool) -> None:
         """Bring groups in order, small tensors together, so that one event serves many.
 
         Large ones have events of their own: compute would wait for all that one event is behind.
@@ -206,13 +206,13 @@ class Prefetcher:
                 together.append(ticket)
                 nbytes += ticket.nbytes
                 if nbytes >= LARGE_BYTES:
-                    load(together)
+                    self._transfer.reload(together, is_ahead=is_ahead)
                     together, nbytes = [], 0
             if nbytes >= SMALL_BYTES:
-                load(together)
+                self._transfer.reload(together, is_ahead=is_ahead)
                 together, nbytes = [], 0
         if together:
-            load(together)
+            self._transfer.reload(together, is_ahead=is_ahead)
 
     def _missing(self, visit: Visit, room: int, chosen: set[Ticket]) -> list[Ticket]:
         """Tickets of ``visit`` to bring that fit into ``room`` bytes. If all do, it is brought.

@@ -75,16 +75,12 @@ class SplitBackward:
         inner: Moves the bytes.
         chunks: Those whose backward comes in two parts.
         is_keeping: Whether what both parts use stays on the device in between.
-
-    Attributes:
-        reloads: Those of ``inner``, without what is kept.
     """
 
     def __init__(
         self, inner: TransferEngine, chunks: frozenset[ChunkKey], *, is_keeping: bool
     ) -> None:
         self.chunks = chunks
-        self.reloads = inner.reloads
         self._inner = inner
         self._is_keeping = is_keeping
         self._running: tuple[ChunkKey, BackwardPass] | None = None

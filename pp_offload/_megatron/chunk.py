@@ -20,7 +20,8 @@ from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.wiring import Wiring
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._memory.pool import GPUTensorPool
-from pp_offload._transfer.saved_tensor import Packed, Resident, SavedActivation, SavedWrapper
+from pp_offload._transfer.saved_tensor import Packed, Resident, SavedWrapper
+from pp_offload._transfer.ticket import SavedActivation
 from pp_offload.errors import GroupStateError
 
 PACKED = (SavedActivation, Resident, SavedWrapper)

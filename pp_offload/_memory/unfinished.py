@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from pp_offload.backends import Event
 from pp_offload.errors import TierError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -38,7 +39,9 @@ def wait_for(events: Iterable[Event]) -> None:
             event.synchronize()
 
 
-def when_finished(lock: AbstractContextManager[Any], act: Callable[[], T]) -> T:
+def when_finished(
+    lock: AbstractContextManager[Any], act: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     """Call ``act`` with the lock held; wait without it for what it raises, and call it again.
 
     Not to be called with the lock held already.
@@ -46,7 +49,7 @@ def when_finished(lock: AbstractContextManager[Any], act: Callable[[], T]) -> T:
     while True:
         try:
             with lock:
-                return act()
+                return act(*args, **kwargs)
         except Unfinished as unfinished:
             events = unfinished.events
         wait_for(events)  # outside the except: the error's frames hold tensors

@@ -24,8 +24,9 @@ from torch.nn import Parameter
 from pp_offload._groups.checkpoint_regions import Chaining
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.cache import Slice, SliceCache, stamp
-from pp_offload._transfer.saved_tensor import Resident, is_in_backward, modified
+from pp_offload._transfer.saved_tensor import Resident, is_in_backward
 from pp_offload._transfer.tensors import Geometry, flat_bytes
+from pp_offload._transfer.ticket import modified
 from pp_offload.errors import OffloadError
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -25,6 +25,9 @@ from pp_offload.errors import OffloadError
 
 AnyTicket = Any
 """A ticket: ``ticket.py`` stands on this file."""
+
+AnyTier = Any
+"""A tier: so does ``tier.py``."""
 
 Watched = tuple[Tensor, int]
 """An alias of a saved tensor, and its version when it was saved."""
@@ -54,25 +57,6 @@ MOVES: dict[BlockState, frozenset[BlockState]] = {
     S.REFUSED: frozenset(),
 }
 """From each state to which others. Where nobody refers to a block any more, its bytes are gone."""
-
-
-class Holder(Protocol):
-    """What a block needs of the tier that made it: see ``tier.py``."""
-
-    name: str
-    """Its name in the options and in messages."""
-
-    def load(self, tickets: Sequence[AnyTicket], *, is_ahead: bool) -> int:
-        """Begin to bring payloads back; returns how many."""
-        ...
-
-    def has_stored(self, block: Block) -> bool:
-        """Whether the bytes were stored. Called when the copy or the write has ended."""
-        ...
-
-    def may_capture(self, block: Block | None = None) -> bool:
-        """Whether a graph may capture what moves the bytes of ``block``, or of one to be made."""
-        ...
 
 
 class Block:
@@ -112,7 +96,7 @@ class Block:
         "watched",
     )
 
-    def __init__(self, tier: Holder, loan: Loan | None = None) -> None:
+    def __init__(self, tier: AnyTier, loan: Loan | None = None) -> None:
         self.tier = tier
         self.loan = loan
         self.state = S.NOWHERE
@@ -177,9 +161,6 @@ class _Nowhere:
 
     def load(self, tickets: Sequence[AnyTicket], *, is_ahead: bool) -> int:
         raise OffloadError("a payload was asked for before it was offloaded; please report this")
-
-    def has_stored(self, block: Block) -> bool:
-        return False
 
     def may_capture(self, block: Block | None = None) -> bool:
         return True

@@ -28,8 +28,8 @@ Tiers are given this, and call it with the lock held.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class Copies:
         self.listeners = Listeners()
         self.stopwatch = Stopwatch(backend)
         self.in_flight = InFlight(backend, self.lock, self.stopwatch, max_in_flight_bytes)
-        self.reloads = PendingReloads()
+        self.reloads = PendingReloads(backend.h2d)
         self._of_graphs: list[Block] = []
 
     # To the host
@@ -83,40 +83,32 @@ class Copies:
         """
         streams = self.compute_streams(tickets)
         buffers = buffers_of(blocks)
-        sources = self._sources(tickets, streams)
+        sources = self._sources(tickets)
         targets = [ticket.host_bytes for ticket in tickets]
         nbytes = sum([ticket.nbytes for ticket in tickets])
         for stream in streams:
             self._d2h_waits_for_compute(stream)
         self._d2h_waits_for_last_users(buffers)
-        payloads = sources
-        pending = self.in_flight.begin(payloads, blocks, streams, nbytes)
-        note_uses(buffers, Queued(self.backend.d2h))
-        if not have_addresses(blocks):
-            targets, sources = in_pieces(tickets, targets, sources)
-        self.stopwatch.copy(self.backend.d2h, targets, sources, tickets[0].label)
-        offloaded = self.backend.d2h.record_event()
+        pending = self.in_flight.begin(sources, blocks, streams, nbytes)
+        offloaded = self._copy(self.backend.d2h, tickets, targets, sources, blocks)
         for block in blocks:
             block.offloaded = offloaded
             block.move_to(BlockState.ON_HOST)
-        note_uses(buffers, offloaded)
         for buffer in buffers:
             buffer.before = ()
-        if self.backend.is_capturing:
-            self._of_graphs += blocks  # their graph, launched again, copies to the same place
         if offloaded.query():
             self.in_flight.drop_last(pending)
         else:
-            self.keep_sources(tickets, payloads, streams[0])
+            self.keep_sources(tickets, sources, streams[0])
             pending.offloaded = offloaded
         return nbytes
 
-    def _sources(self, tickets: Sequence[Ticket], streams: Sequence[Stream]) -> list[Tensor]:
-        """The bytes to copy. A gather runs here, in order with all ``streams``."""
+    def _sources(self, tickets: Sequence[Ticket]) -> list[Tensor]:
+        """The bytes to copy. A gather runs here, in order with all streams that saved them."""
         gathered = [ticket for ticket in tickets if ticket.storage is None]
         if not gathered:
             return [ticket.payload for ticket in tickets]
-        with self.reading(gathered) if len(streams) > 1 else nullcontext():
+        with self.reading(gathered):
             return [ticket.source() for ticket in tickets]
 
     @staticmethod
@@ -216,29 +208,40 @@ class Copies:
         arrival = self.reloads.begin(tickets, targets, stream)
         self._h2d_waits_for_compute(stream)
         self._h2d_waits_for_offloaded(blocks)
-        buffers = buffers_of(blocks)
-        note_uses(buffers, Queued(self.backend.h2d))
-        if not have_addresses(blocks):
-            targets, sources = in_pieces(tickets, targets, sources)
-        self.stopwatch.copy(self.backend.h2d, targets, sources, tickets[0].label)
-        reloaded = self.backend.h2d.record_event()
-        note_uses(buffers, reloaded)
-        arrival.reloaded = reloaded
-        if self.backend.is_capturing:
-            self._of_graphs += blocks
+        arrival.reloaded = self._copy(self.backend.h2d, tickets, targets, sources, blocks)
 
     def give_up(self, tickets: Sequence[Ticket]) -> None:
         """Forget the reloads of these tickets: what came, or was to come, is of no use."""
         for ticket in tickets:
             if ticket.reload is not None:
-                self.reloads.give_up(ticket.reload, self.backend.h2d)
+                self.reloads.give_up(ticket.reload)
 
     # Both
+
+    def _copy(
+        self,
+        stream: Stream,
+        tickets: Sequence[Ticket],
+        targets: list[Tensor],
+        sources: list[Tensor],
+        blocks: Collection[Block],
+    ) -> Event:
+        """Queue copies on ``stream``, and note them as the last uses of the buffers."""
+        buffers = buffers_of(blocks)
+        note_uses(buffers, Queued(stream))
+        if not have_addresses(blocks):
+            targets, sources = in_pieces(tickets, targets, sources)
+        self.stopwatch.copy(stream, targets, sources, tickets[0].label)
+        event = stream.record_event()
+        note_uses(buffers, event)
+        if self.backend.is_capturing:
+            self._of_graphs += blocks  # their graph, launched again, copies to or from there
+        return event
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
         self.in_flight.poll()
-        self.reloads.poll(self.backend.h2d)
+        self.reloads.poll()
 
     def join(self) -> None:
         """Make the live compute stream wait for all copies queued so far.

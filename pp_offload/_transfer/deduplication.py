@@ -83,6 +83,6 @@ def _has_shared(ticket: Ticket, entry: Entry) -> bool:
 def _is_part(ticket: Ticket) -> bool:
     """Whether it is inside a wrapper, which counts changes in place that its own version misses."""
     for member in ticket.members:  # faster than any()
-        if member.is_part:
+        if member.inside is not None:
             return True
     return False

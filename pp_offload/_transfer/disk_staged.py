@@ -143,7 +143,7 @@ class StagedDisk(OnDisk):
     def _load_ahead(self, tickets: Sequence[Ticket]) -> int:
         here = [ticket for ticket in tickets if ticket.block.state in IN_BUFFER]
         num = self._copies.copy_to_device(here) if here else 0
-        for block, asked in by_block([one for one in tickets if not one.is_coming]).items():
+        for block, asked in by_block([one for one in tickets if one.reload is None]).items():
             if block.state is BlockState.READ:  # an interrupt kept it from being sent on
                 num += self._send(block, asked)
             elif block.state is BlockState.ON_DISK:

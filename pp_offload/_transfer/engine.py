@@ -15,7 +15,7 @@ NOTE [ Modified while queued ]
     is compared when the source is let go, and when somebody wants the bytes before that.
 
     transfer.offload(tickets)           # at the end of a group's forward
-    transfer.prefetch(tickets)          # some time before its backward
+    transfer.reload(tickets)            # some time before its backward
     tensor = transfer.deliver(ticket)   # when autograd asks
 """
 
@@ -24,16 +24,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 from torch import Tensor
 
 from pp_offload._common.processes import HERE, check
-from pp_offload._memory.unfinished import Unfinished, when_finished
-from pp_offload._transfer.block import Block, Holder
+from pp_offload._memory.unfinished import when_finished
+from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.counters import TransferCounters
-from pp_offload._transfer.outgoing import Outgoing
+from pp_offload._transfer.outgoing import send
 from pp_offload._transfer.pending_reloads import shaped_for
 from pp_offload._transfer.reload import Arrival, Reload
 from pp_offload._transfer.ticket import Ticket
@@ -63,7 +62,6 @@ class TransferEngine:
         counters: One of the listeners; it counts what was moved.
         reloads: What is on the device again, or on its way there.
         owner: The process that made it.
-        comes_soon: Whether backward will ask for a ticket within the window; prefetch sets it.
     """
 
     def __init__(self, copies: Copies, tiers: Sequence[Tier]) -> None:
@@ -75,7 +73,6 @@ class TransferEngine:
         self.counters = TransferCounters()
         self.listeners.add(self.counters)
         self.reloads = copies.reloads
-        self.comes_soon: Callable[[Ticket], bool] = lambda ticket: False
         self._off_streams = [tier for tier in self.tiers if not tier.may_capture()]
         self.owner = HERE[0]
 
@@ -86,16 +83,6 @@ class TransferEngine:
             ForkedError: This is another process.
         """
         check(self.owner, "what was offloaded")
-
-    @property
-    def reloaded_bytes(self) -> int:
-        """Bytes on the device, or on their way there, that autograd has not asked for."""
-        return self.reloads.nbytes
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes on the device that are kept for their copy to the host."""
-        return self.copies.in_flight.nbytes
 
     # Off the device
 
@@ -117,15 +104,12 @@ class TransferEngine:
         if self.owner != HERE[0]:  # before the lock, which a thread lost in a fork may hold
             self.check_process()
         if self._off_streams and self.backend.is_capturing:
-            self._refuse_to_store()
-        nbytes = Outgoing(self.tiers, self.copies, self.poll).send(tickets)
+            name = self._off_streams[0].name
+            raise NotWhileCapturingError(f"writing to {name} cannot be part of a captured graph")
+        nbytes = send(tickets, self.tiers, self.copies, self.poll)
         self.copies.in_flight.expect(nbytes)
         self.keep_in_flight_bounded(nbytes)
         return nbytes
-
-    def _refuse_to_store(self) -> None:
-        name = self._off_streams[0].name
-        raise NotWhileCapturingError(f"writing to {name} cannot be part of a captured graph")
 
     def keep_in_flight_bounded(self, last_bytes: int) -> None:
         """Make compute wait for copies to the host until no more is in flight than may be.
@@ -150,21 +134,14 @@ class TransferEngine:
 
     # Back to it
 
-    def reload(self, tickets: Sequence[Ticket]) -> int:
-        """Begin to bring payloads back that are needed now. Never waits.
+    def reload(self, tickets: Sequence[Ticket], *, is_ahead: bool = False) -> int:
+        """Begin to bring payloads back that are needed now, or later. Never waits.
 
         A payload holds its data once :meth:`deliver` has returned it.
 
         Returns:
             How many payloads are on their way; those that share bytes count once.
         """
-        return self._reload(tickets, is_ahead=False)
-
-    def prefetch(self, tickets: Sequence[Ticket]) -> int:
-        """Begin to bring payloads back ahead of their use; returns as :meth:`reload` does."""
-        return self._reload(tickets, is_ahead=True)
-
-    def _reload(self, tickets: Sequence[Ticket], *, is_ahead: bool) -> int:
         self.check_process()  # before the lock, which a thread lost in a fork may hold
         if self._off_streams and self.backend.is_capturing:
             self._refuse_to_load(tickets)
@@ -178,7 +155,7 @@ class TransferEngine:
     def _begin_to_load(self, tickets: Sequence[Ticket]) -> int:
         if len(self.tiers) == 1:
             return self.tiers[0].load(tickets, is_ahead=True)
-        by_tier: dict[Holder, list[Ticket]] = {tier: [] for tier in self.tiers}
+        by_tier: dict[Tier, list[Ticket]] = {tier: [] for tier in self.tiers}
         for ticket in tickets:
             by_tier[ticket.block.tier].append(ticket)
         num = 0
@@ -220,29 +197,19 @@ class TransferEngine:
             arrival = None if reload is None else reload.arrival
             if reload is not None and arrival is not None:
                 if arrival.is_there and arrival.stream == live:
-                    found = self._take(ticket, reload, live)
+                    found = self.reloads.take(ticket, reload, live)
         if found is None:
             found = self._deliver_late(ticket, live)
         for heard in self.listeners.delivered:
             heard(ticket, found)
+        reloads = self.reloads
+        if reloads.nbytes < reloads.refill_below_bytes:
+            reloads.refill()
         return found
-
-    def _take(self, ticket: Ticket, reload: Reload, live: Stream) -> Tensor | None:
-        """One use of a payload that is there; None if another use has changed it in place."""
-        tensor = self.reloads.take(ticket, reload)
-        if tensor is not None and ticket.num_waiting <= 0 and ticket.reload is reload:
-            if ticket.block.shared:
-                self._pass_on(ticket, live)
-            self.reloads.give_up(reload, self.backend.h2d)
-        return tensor
 
     def _deliver_late(self, ticket: Ticket, live: Stream) -> Tensor:
         """The payload, which has to be brought or waited for."""
-        try:
-            with self.lock:
-                found = self._find(ticket, live)
-        except Unfinished:
-            found = when_finished(self.lock, partial(self._find, ticket, live))
+        found = when_finished(self.lock, self._find, ticket, live)
         if isinstance(found, Tensor):
             return found
         reload, arrival = found
@@ -251,36 +218,35 @@ class TransferEngine:
         except TierError as failure:
             return self._instead(ticket, live, failure)
         with self.lock:
-            tensor = self._take(ticket, reload, live)
+            tensor = self.reloads.take(ticket, reload, live)
         if tensor is None:
-            raise self._used_up(ticket, reload)
+            raise self._used_up(ticket)
         return tensor
 
     def _find(self, ticket: Ticket, live: Stream) -> Tensor | tuple[Reload, Arrival]:
         """The source, if it is taken back; else what compute has to wait for."""
         reload = ticket.reload
         if reload is not None and not self._is_good(reload, live):
-            self.reloads.give_up(reload, self.backend.h2d)
-        coming = _arrival_of(ticket)
-        if coming is not None:
-            return coming
-        source = self._source_in_flight(ticket, live)
-        if source is not None:
-            return self._take_back(ticket, source)
-        self._load_now(ticket)
-        coming = _arrival_of(ticket)
-        if coming is None:
+            self.reloads.give_up(reload)
+        if ticket.device_tensor is None:
+            source = self._source_in_flight(ticket, live)
+            if source is not None:
+                return self._take_back(ticket, source)
+            self._load_now(ticket)
+        reload = ticket.reload
+        if reload is None or reload.arrival is None:
             raise OffloadError(
                 f"the tier '{ticket.block.tier.name}' was to load a payload of group "
                 f"'{ticket.label}', and registered no device memory for it; its load() has to call "
                 "Copies.reloads.begin, or raise a TierError"
             )
-        return coming
+        return reload, reload.arrival
 
     @staticmethod
     def _source_in_flight(ticket: Ticket, live: Stream) -> Tensor | None:
         """The source, if its copy has still to run and it belongs to the live stream."""
-        return ticket.in_flight_source if ticket.block.stream == live else None
+        block = ticket.block
+        return block.in_flight_sources.get(ticket.begin) if block.stream == live else None
 
     def _load_now(self, ticket: Ticket) -> None:
         """Queue the reload of a ticket that is not on the device."""
@@ -307,23 +273,9 @@ class TransferEngine:
         """Whether it belongs to the live stream, no interrupt came before its event was known, and
         no backward that used it for another ticket has changed it in place.
         """
-        arrival = reload.arrival
-        if arrival is None:
+        if reload.arrival is None:
             return True  # a disk is being read; no stream is part of that yet
-        if not arrival.is_known or arrival.stream != live:
-            return False
-        return reload.is_used or reload.is_as_it_came
-
-    def _pass_on(self, ticket: Ticket, stream: Stream) -> None:
-        """Before a ticket gives up its memory, pass it to one of the same bytes that comes soon."""
-        same = ticket.block.shared.get(ticket.begin, ())
-        for ref in reversed(same):  # saved later, so used earlier
-            other = ref()
-            if other is None or other is ticket or other.num_waiting <= 0 or other.is_coming:
-                continue
-            if self.comes_soon(other):
-                self.reloads.share(other, stream)
-                return
+        return reload.is_for(live) and (reload.is_used or reload.is_as_it_came)
 
     def _take_back(self, ticket: Ticket, source: Tensor) -> Tensor:
         for heard in self.listeners.taken_back:
@@ -333,12 +285,12 @@ class TransferEngine:
         return shaped_for(ticket, source)
 
     @staticmethod
-    def _used_up(ticket: Ticket, reload: Reload) -> SavedTensorModifiedError:
+    def _used_up(ticket: Ticket) -> SavedTensorModifiedError:
         """The error for a payload that one backward has changed in place and another asks for."""
         return SavedTensorModifiedError(
             f"one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a tensor of group '{ticket.label}' with payload shape "
-            f"{_shape_of(reload.tensor)}, saved several times, was changed by a backward "
+            f"{tuple(ticket.host_bytes.shape)}, saved several times, was changed by a backward "
             "that used it before; use an out-of-place operation there"
         )
 
@@ -368,9 +320,13 @@ class TransferEngine:
 
         Not to be called with the lock held. Does nothing inside a capture, where nobody can wait.
         """
-        self._tidy(self._compact)
+        self._tidy(self.reloads.count, *[tier.compact for tier in self.tiers])
 
-    def _tidy(self, act: Callable[[], None]) -> None:
+    def _tidy(self, *actions: Callable[[], None]) -> None:
+        def act() -> None:
+            for action in (self.poll, *actions):
+                action()
+
         if self.backend.is_capturing:
             return
         try:
@@ -380,23 +336,12 @@ class TransferEngine:
         except Exception as failure:  # a copy that failed raises for whoever needs its bytes
             logger.debug("host memory stays as it is, for a copy failed: %s", failure)
 
-    def _compact(self) -> None:
-        self.poll()
-        self.reloads.count()
-        for tier in self.tiers:
-            tier.compact()
-
     def release_idle(self) -> None:
         """Give memory back to the system that no saved tensor needs; waits for copies.
 
         Not to be called with the lock held. Does nothing inside a capture, where nobody can wait.
         """
-        self._tidy(self._release_idle)
-
-    def _release_idle(self) -> None:
-        self.poll()
-        for tier in self.tiers:
-            tier.release_idle()
+        self._tidy(*[tier.release_idle for tier in self.tiers])
 
     def retire(self) -> None:
         """Another engine takes over: keep only what living saved tensors need."""
@@ -421,14 +366,3 @@ class TransferEngine:
         self.poll()
         for tier in self.tiers:
             tier.close()
-
-
-def _arrival_of(ticket: Ticket) -> tuple[Reload, Arrival] | None:
-    """What comes for a ticket, once device memory is known for it."""
-    reload = ticket.reload
-    arrival = None if reload is None else reload.arrival
-    return None if reload is None or arrival is None else (reload, arrival)
-
-
-def _shape_of(tensor: Tensor | None) -> tuple[int, ...] | None:
-    return None if tensor is None else tuple(tensor.shape)

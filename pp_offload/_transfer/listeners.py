@@ -4,7 +4,7 @@
         most = 0
 
         def reload_started(self, label, nbytes):
-            self.most = max(self.most, transfer.reloaded_bytes)
+            self.most = max(self.most, transfer.reloads.nbytes)
 
     transfer.listeners.add(Peak())
 
@@ -21,29 +21,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 from torch import Tensor
 
-from pp_offload._transfer.ticket import Ticket
-
-
-class NamedGroup(Protocol):
-    """What is known here of a group; ``_groups/group.py`` has all of it."""
-
-    name: str
+from pp_offload._transfer.ticket import Owner, Ticket
 
 
 class Listener:
     """Does nothing, whatever happens. Override what you want to hear."""
 
-    def group_opened(self, group: NamedGroup) -> None:
+    def group_opened(self, group: Owner) -> None:
         """What autograd saves from now on joins it. Under the lock."""
 
-    def group_closed(self, group: NamedGroup) -> None:
+    def group_closed(self, group: Owner) -> None:
         """It was committed, and is on its way off the device or stays there."""
 
-    def group_reached(self, group: NamedGroup) -> None:
+    def group_reached(self, group: Owner) -> None:
         """Backward uses the first of its tensors. Under the lock."""
 
     def leaving(self, tickets: Sequence[Ticket]) -> None:
@@ -93,9 +86,9 @@ class Listener:
 class Listeners:
     """What to call at each event, as in ``for heard in listeners.leaving: heard(tickets)``."""
 
-    group_opened: tuple[Callable[[NamedGroup], None], ...] = ()
-    group_closed: tuple[Callable[[NamedGroup], None], ...] = ()
-    group_reached: tuple[Callable[[NamedGroup], None], ...] = ()
+    group_opened: tuple[Callable[[Owner], None], ...] = ()
+    group_closed: tuple[Callable[[Owner], None], ...] = ()
+    group_reached: tuple[Callable[[Owner], None], ...] = ()
     leaving: tuple[Callable[[Sequence[Ticket]], None], ...] = ()
     left: tuple[Callable[[Sequence[Ticket]], None], ...] = ()
     offloaded: tuple[Callable[[str, int], None], ...] = ()

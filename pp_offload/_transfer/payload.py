@@ -12,10 +12,9 @@ from collections.abc import Iterable
 
 from torch import Tensor, UntypedStorage
 
-from pp_offload._transfer.saved_tensor import SavedActivation
 from pp_offload._transfer.subclasses import is_pending
 from pp_offload._transfer.tensors import Geometry, is_whole_storage, storage_bytes
-from pp_offload._transfer.ticket import Mover, Ticket
+from pp_offload._transfer.ticket import Mover, SavedActivation, Ticket
 
 Parts = tuple[Tensor, list[SavedActivation], UntypedStorage | None]
 """A payload, the saved tensors it holds, and the storage if it is all of one."""
@@ -28,10 +27,10 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
     """
     by_storage: dict[UntypedStorage, tuple[Tensor, list[SavedActivation]]] = {}
     for one in saved:
-        source, pending = one.held, one.pending
+        source = one.held
         if isinstance(source, Ticket) or source._version != one.version:
             continue
-        if pending is None or not is_pending(pending):
+        if one.inside is None or not is_pending(one.inside):
             storage = source.untyped_storage()
             if storage in by_storage:
                 by_storage[storage][1].append(one)
@@ -39,12 +38,7 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
                 by_storage[storage] = source, [one]
     found: list[Ticket] = []
     for storage, (source, members) in by_storage.items():
-        if (  # almost always; see is_whole_storage()
-            len(members) == 1
-            and source.nbytes == storage.nbytes()
-            and source.is_contiguous()
-            and 1 not in source.shape
-        ):
+        if len(members) == 1 and is_whole_storage(source, storage):  # almost always
             found.append(Ticket(transfer, label, source, members, storage))
         else:
             parts = _of_one_storage(source, members, storage)

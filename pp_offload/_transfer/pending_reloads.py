@@ -1,9 +1,9 @@
 """Reloaded payloads that are not used up, and unwanted ones whose copy still runs.
 
     arrival = reloads.begin(tickets, targets, stream)  # before the copies into them are queued
-    tensor = reloads.take(ticket, ticket.reload)       # behind a wait, autograd gets it
-    reloads.give_up(ticket.reload, h2d)                # nobody wants it
-    reloads.poll(h2d)                                  # tickets that are gone, copies that are over
+    tensor = reloads.take(ticket, ticket.reload, live) # behind a wait, autograd gets it
+    reloads.give_up(ticket.reload)                     # nobody wants it
+    reloads.poll()                                     # tickets that are gone, copies that are over
 
 NOTE [ Torn bookkeeping ]
     A signal handler may raise between any two lines. So the memory that a copy reads or writes is
@@ -16,7 +16,7 @@ NOTE [ Torn bookkeeping ]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -35,14 +35,22 @@ MAX_ABANDONED = 8
 class PendingReloads:
     """Payloads on the device, or on their way there, that autograd has not asked for.
 
+    Args:
+        h2d: The stream of copies to the device.
+
     Attributes:
         nbytes: Their bytes. See NOTE [ Torn bookkeeping ].
         refill_below_bytes: With fewer :attr:`nbytes`, more should be brought; prefetch sets it.
+        refill: Brings more; prefetch sets it.
+        comes_soon: Whether backward will ask for a ticket within the window; prefetch sets it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, h2d: Stream) -> None:
         self.nbytes = 0
         self.refill_below_bytes = 0
+        self.refill: Callable[[], None] = lambda: None
+        self.comes_soon: Callable[[Ticket], bool] = lambda ticket: False
+        self._h2d = h2d
         self._alive: set[Reload] = set()
         self._gone: deque[Reload] = deque()
         self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
@@ -96,21 +104,23 @@ class PendingReloads:
 
     def same_bytes(self, ticket: Ticket, live: Stream) -> Reload | None:
         """The reload of another ticket with the same bytes, if this one may use its memory."""
-        for ref in reversed(
-            ticket.block.shared.get(ticket.begin, ())
-        ):  # saved later, so brought earlier
-            other = ref()
-            reload = None if other is None or other is ticket else other.reload
-            if reload is None or reload.arrival is None or reload.arrival.stream != live:
-                continue
-            if reload.arrival.is_known and reload.is_as_it_came:
+        for other in _others_of(ticket):
+            reload = other.reload
+            if reload is not None and reload.is_for(live) and reload.is_as_it_came:
                 return reload
         return None
 
+    def _pass_on(self, ticket: Ticket, live: Stream) -> None:
+        """Before a ticket gives up its memory, pass it to one of the same bytes that comes soon."""
+        for other in _others_of(ticket):
+            if other.num_waiting > 0 and other.reload is None and self.comes_soon(other):
+                self.share(other, live)
+                return
+
     # Used, or not wanted
 
-    def take(self, ticket: Ticket, reload: Reload) -> Tensor | None:
-        """One use of a payload that is there; the caller gives it up after the last.
+    def take(self, ticket: Ticket, reload: Reload, live: Stream) -> Tensor | None:
+        """One use, on the live stream, of a payload that is there; the last one gives it up.
 
         Returns:
             None if another use has changed it in place.
@@ -125,10 +135,14 @@ class PendingReloads:
             lead.version = version
         reload.is_used = True
         left = ticket.num_waiting
-        ticket.num_waiting = (left if left > 0 else ticket.num_members) - 1  # NOTE [ Uses ]
+        ticket.num_waiting = left = (left if left > 0 else ticket.num_members) - 1  # NOTE [ Uses ]
+        if left <= 0 and ticket.reload is reload:
+            if ticket.block.shared:
+                self._pass_on(ticket, live)
+            self.give_up(reload)
         return tensor if lead is reload else shaped_for(ticket, tensor)
 
-    def give_up(self, reload: Reload, h2d: Stream) -> None:
+    def give_up(self, reload: Reload) -> None:
         """Forget what nobody will use any more; its memory stays until the copy into it has run."""
         if reload not in self._alive:
             return
@@ -138,16 +152,16 @@ class PendingReloads:
         if lead.num_users <= 1:
             arrival, tensor = reload.arrival, reload.tensor
             if arrival is not None and tensor is not None and not arrival.is_there:
-                event = arrival.reloaded or h2d.record_event()  # NOTE [ Torn bookkeeping ]
+                event = arrival.reloaded or self._h2d.record_event()  # NOTE [ Torn bookkeeping ]
                 self._abandoned.append((tensor, event, arrival.stream))
             self.nbytes -= reload.nbytes
         lead.num_users -= 1
         self._alive.discard(reload)
 
-    def poll(self, h2d: Stream) -> None:
+    def poll(self) -> None:
         """Give up what was meant for tickets that are gone; forget copies that are over."""
         while self._gone:
-            self.give_up(self._gone[0], h2d)
+            self.give_up(self._gone[0])
             self._gone.popleft()
         while self._abandoned and self._abandoned[0][1].query():
             self._abandoned.popleft()
@@ -179,6 +193,14 @@ class PendingReloads:
     def count(self) -> None:
         """Count :attr:`nbytes` anew. See NOTE [ Torn bookkeeping ]."""
         self.nbytes = sum(one.nbytes for one in {one.lead or one for one in self._alive})
+
+
+def _others_of(ticket: Ticket) -> Iterator[Ticket]:
+    """Those of the same bytes: saved later, so brought and used earlier, come first."""
+    for ref in reversed(ticket.block.shared.get(ticket.begin, ())):
+        other = ref()
+        if other is not None and other is not ticket:
+            yield other
 
 
 def shaped_for(ticket: Ticket, tensor: Tensor) -> Tensor:

@@ -28,11 +28,6 @@ class Arrival:
         self.reloaded: Event | None = None
         self.is_there = False
 
-    @property
-    def is_known(self) -> bool:
-        """Whether it may be waited for: no interrupt came before its event was known."""
-        return self.is_there or self.reloaded is not None
-
 
 class Reload(weakref.ref[AnyTicket]):
     """A payload that is on the device or on its way there, until its ticket is used up or gone.
@@ -66,6 +61,15 @@ class Reload(weakref.ref[AnyTicket]):
 
     is_used: bool
     """Whether it was given out for its ticket."""
+
+    def is_for(self, live: Stream) -> bool:
+        """Whether the live stream may use or wait for its memory: no interrupt came before the
+        event was known.
+        """
+        arrival = self.arrival
+        if arrival is None or arrival.stream != live:
+            return False
+        return arrival.is_there or arrival.reloaded is not None
 
     @property
     def is_as_it_came(self) -> bool:

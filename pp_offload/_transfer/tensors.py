@@ -34,11 +34,6 @@ use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors and Python objects hold the storage of this key, its ``_cdata``."""
 
 
-def num_holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors hold ``storage``, apart from the Python object given."""
-    return use_count(storage._cdata) - 1
-
-
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """How a view lies in its storage. Counts are in elements of ``dtype``."""
@@ -101,7 +96,7 @@ class Geometry:
         """This view in a storage of its own, filled from its gathered elements."""
         offset = self.compact_offset()
         room = torch.empty(offset + self.span_numel, dtype=self.dtype, device=payload.device)
-        moved = Geometry(self.dtype, self.size, self.stride, offset)
+        moved = self.moved_to(offset)
         moved.narrowed().on_storage_of(room).copy_(payload)
         return moved.on_storage_of(room)
 

@@ -1,4 +1,9 @@
-"""What moves: a payload, by its ticket.
+"""A saved tensor that may leave the device, and the ticket of the payload that has its bytes.
+
+A :class:`SavedActivation` starts by holding the tensor. When its group is offloaded it holds a
+ticket instead, alone or with others that are made of the same payload. Whatever happens to groups,
+chunks and plans, it can always give the tensor back, as often as it is asked, and what it holds is
+freed when autograd drops it.
 
     ticket = Ticket(transfer, "mlp", payload, members, storage)
     transfer.offload([ticket])          # its copy is queued
@@ -28,13 +33,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from pp_offload._memory.buffers import PART_ALIGNMENT
+from pp_offload._common.checks import described, version_of
 from pp_offload._transfer.block import NOWHERE, Block, Watched
 from pp_offload._transfer.reload import Reload
 from pp_offload.backends import Stream
-
-PACK_BYTES = 2**20
-"""Payloads that fit into so much together share a buffer, and give it back together."""
+from pp_offload.errors import SavedTensorModifiedError
 
 Restore = Callable[[Tensor], Tensor]
 """Makes a saved tensor of the payload that holds it."""
@@ -43,33 +46,59 @@ NO_BYTES = torch.empty(0, device="cpu")
 """The place of a payload that is nowhere."""
 
 
-class Member(Protocol):
-    """A saved tensor that a payload holds."""
+class Owner(Protocol):
+    """The group a saved tensor belongs to."""
 
-    held: Tensor | Ticket
-    version: int
-    stream: Stream | None
-    pending: Tensor | None
-    is_part: bool
+    name: str
+    is_used: bool
+
+    def on_use(self) -> None:
+        """Backward is about to use one of the group's tensors."""
+        ...
 
 
-class Reloads(Protocol):
-    """What is on the device again, or on its way there: see ``pending_reloads.py``."""
+class SavedActivation:
+    """A saved tensor that may leave the device.
 
-    nbytes: int
-    """Bytes that nobody has used yet."""
+    Args:
+        tensor: What autograd saves.
+        owner: Its group, told when backward first asks for one of its tensors.
+        stream: The stream of the operation that saves it; None means that of the commit.
 
-    refill_below_bytes: int
-    """With fewer :attr:`nbytes`, more should be brought."""
+    Attributes:
+        held: The tensor itself; a ticket once that has its bytes.
+        restore: Makes the tensor of the ticket's payload; None where that is the tensor.
+        inside: The wrapper it is inside of, or its witness; changes made through that are missed by
+            its own version. None once a ticket is held.
+    """
+
+    __slots__ = ("__weakref__", "held", "inside", "owner", "restore", "stream", "version")
+
+    def __init__(self, tensor: Tensor, owner: Owner, stream: Stream | None = None) -> None:
+        self.held: Tensor | Ticket = tensor.detach()
+        self.version = tensor._version
+        self.owner = owner
+        self.stream = stream
+        self.restore: Restore | None = None
+        self.inside: Tensor | None = None
+
+    def unpack(self) -> Tensor:
+        """The tensor as it was saved: values, size, stride and dtype."""
+        held, owner = self.held, self.owner  # read once: a commit on another thread may change it
+        if not isinstance(held, Ticket):
+            if not owner.is_used:
+                owner.on_use()
+            if held._version != self.version:
+                raise modified(held, self.version, owner.name)
+            return held
+        if held.reload is None or not owner.is_used:
+            owner.on_use()
+        payload = held.transfer.deliver(held)
+        return payload if self.restore is None else self.restore(payload)
 
 
 class Mover(Protocol):
     """What a ticket needs of the transfer engine."""
-
-    @property
-    def reloads(self) -> Reloads:
-        """Bytes on the device that nobody has used yet, or on their way there."""
-        ...
 
     def deliver(self, ticket: Ticket) -> Tensor:
         """The payload on the device."""
@@ -115,7 +144,7 @@ class Ticket:
         transfer: Mover,
         label: str,
         payload: Tensor,
-        members: Sequence[Member],
+        members: Sequence[SavedActivation],
         storage: UntypedStorage | None,
     ) -> None:
         self.transfer = transfer
@@ -136,16 +165,6 @@ class Ticket:
     def device_tensor(self) -> Tensor | None:
         """The payload on the device. It may hold no data yet."""
         return None if self.reload is None else self.reload.tensor
-
-    @property
-    def is_coming(self) -> bool:
-        """Whether the payload is on the device, or on its way there from the disk."""
-        return self.reload is not None
-
-    @property
-    def in_flight_source(self) -> Tensor | None:
-        """The source of a copy that has not been made yet."""
-        return self.block.in_flight_sources.get(self.begin)
 
     def source(self) -> Tensor:
         """The bytes to copy, contiguous. A gather runs on the compute stream."""
@@ -173,25 +192,19 @@ class Ticket:
         """The copy is queued: have the members hold this ticket in place of their tensors."""
         for member in self.members:
             member.held = self
-            member.pending = None
+            member.inside = None
         self.members = ()
         self.payload, self.storage = NO_BYTES, None
 
 
-def packs(tickets: Sequence[Ticket]) -> list[tuple[list[Ticket], int]]:
-    """Tickets that share a block, and the bytes it takes: small ones together, others alone."""
-    found: list[tuple[list[Ticket], int]] = []
-    batch: list[Ticket] = []
-    room = 0
-    for ticket in tickets:
-        nbytes = ticket.nbytes
-        if batch and room + nbytes > PACK_BYTES:
-            found.append((batch, room if len(batch) > 1 else batch[0].nbytes))
-            batch, room = [], 0
-        batch.append(ticket)
-        room += -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
-    found.append((batch, room if len(batch) > 1 else batch[0].nbytes))
-    return found
+def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModifiedError:
+    """The error autograd would have raised, with the group's name."""
+    where = f"group '{group}'" if group is not None else "the saved tensors left on the device"
+    return SavedTensorModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {described(tensor)} in {where} is at version "
+        f"{version_of(tensor)}, expected version {version}; use an out-of-place operation"
+    )
 
 
 def place(batch: list[Ticket], block: Block) -> Block:

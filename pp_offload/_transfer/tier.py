@@ -56,7 +56,7 @@ from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk import DiskStatistics
 from pp_offload._memory.host import HostStatistics
 from pp_offload._memory.slabs import Allocate
-from pp_offload._transfer.block import Block, Holder
+from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.config import OffloadConfig
@@ -79,11 +79,14 @@ class TierStatistics:
     """Room on disk."""
 
 
-class Tier(Holder, Protocol):
+class Tier(Protocol):
     """A place for offloaded bytes. See NOTE [ What a tier keeps to ].
 
     Methods with a body here are for tiers that need more; others leave them out.
     """
+
+    name: str
+    """Its name in the options and in messages."""
 
     is_gathering: bool
     """Whether all of a group is stored at once, behind one event. Else each batch is stored as soon

@@ -26,8 +26,7 @@ from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.in_flight import MAX_STREAMS
 from pp_offload._transfer.pending_reloads import MAX_ABANDONED
 from pp_offload._transfer.plain_copies import PlainCopies
-from pp_offload._transfer.saved_tensor import SavedActivation
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import SavedActivation, Ticket
 from pp_offload._transfer.tiers import make_engine
 from pp_offload.backends import AcceleratorBackend
 
@@ -294,7 +293,7 @@ def brought_before_it_left(on: Program) -> bool:
     x = given.to("emulated")
     with on.late(engine.backend.d2h, engine.backend.h2d):
         ticket = ticket_of(engine, x)
-        engine.prefetch([ticket])
+        engine.reload([ticket], is_ahead=True)
     return brings(engine, ticket, given)
 
 
@@ -307,7 +306,7 @@ def brought_into_memory_in_use(on: Program) -> bool:
     with on.late(compute(), engine.backend.h2d):
         result = x * 2
         del x
-        engine.prefetch([ticket])
+        engine.reload([ticket], is_ahead=True)
         target = ticket.device_tensor.data_ptr()
     assert target == address
     return result.cpu().equal(given * 2) and brings(engine, ticket, others)
@@ -326,7 +325,7 @@ def target_nobody_wants(on: Program) -> bool:
     ticket = away(engine, some(N))
     on.without_cached_memory()
     with on.late(engine.backend.h2d, compute()):
-        engine.prefetch([ticket])
+        engine.reload([ticket], is_ahead=True)
         del ticket
         engine.poll()
         result = use_of_memory()
@@ -341,7 +340,7 @@ def targets_nobody_wants(on: Program) -> bool:
     on.without_cached_memory()
     with on.late(engine.backend.h2d, compute()):
         for ticket in tickets:
-            engine.prefetch([ticket])
+            engine.reload([ticket], is_ahead=True)
         del tickets, ticket
         again = ticket_of(engine, x)  # which looks how many there are
         result = use_of_memory()
@@ -355,7 +354,7 @@ def engine_gone(on: Program) -> bool:
     ticket, host, h2d = away(engine, some(N)), engine.tiers[0].host, engine.backend.h2d
     on.without_cached_memory()
     with on.late(h2d, compute()) as gate:
-        engine.prefetch([ticket])
+        engine.reload([ticket], is_ahead=True)
         on.before_the_host_waits(gate)
         del ticket, engine
         result = use_of_memory()
@@ -390,7 +389,7 @@ def used_on_another_stream(on: Program, *, is_used_twice: bool) -> bool:
             ticket.num_waiting = 2
             engine.deliver(ticket)
         else:
-            engine.prefetch([ticket])
+            engine.reload([ticket], is_ahead=True)
     with on.late(compute(), side):
         result = engine.deliver(ticket) * 2
         del ticket
@@ -503,7 +502,7 @@ def on_disk(engine: TransferEngine, given: Tensor) -> Ticket:
 
 def read_ahead(engine: TransferEngine, ticket: Ticket) -> Any:
     """It was read, and the copy to the device is queued; the staging buffer is anybody's."""
-    engine.prefetch([ticket])
+    engine.reload([ticket], is_ahead=True)
     buffer = ticket.block.buffer
     ticket.block.reading.synchronize()
     engine.poll()
@@ -540,7 +539,7 @@ def staged_while_a_thread_reads_into_it(on: Program) -> bool:
     engine.tiers[0].disk._pread = read = HeldStep(engine.tiers[0].disk._pread)  # type: ignore[method-assign]
     try:
         with on.late(engine.backend.d2h):
-            engine.prefetch([ticket])
+            engine.reload([ticket], is_ahead=True)
             reading = ticket.block.reading
             del ticket
             on.before_the_host_waits(read)
@@ -557,7 +556,7 @@ def read_while_the_copy_back_reads(on: Program) -> bool:
     first, second = on_disk(engine, given), on_disk(engine, others)
     with on.late(engine.backend.h2d):
         buffer = read_ahead(engine, first)
-        engine.prefetch([second])
+        engine.reload([second], is_ahead=True)
         is_same_buffer = second.block.buffer is buffer
         if not on.waits:
             second.block.reading.synchronize()
@@ -572,7 +571,7 @@ def brought_before_it_was_read(on: Program) -> bool:
     on_disk(engine, some(N))  # whose bytes are left in the buffer
     engine.tiers[0].disk._pread = read = HeldStep(engine.tiers[0].disk._pread)  # type: ignore[method-assign]
     try:
-        engine.prefetch([ticket])
+        engine.reload([ticket], is_ahead=True)
         on.before_the_host_waits(read)
         result = engine.deliver(ticket).cpu()
     finally:

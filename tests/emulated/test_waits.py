@@ -135,11 +135,11 @@ CASES: dict[str, Case] = {
     ),
     "a source is taken back on its own stream": (
         programs.taken_back_on_another_stream,
-        Fault(f"{ENGINE}._source_in_flight", "ticket.block.stream == live", "True"),
+        Fault(f"{ENGINE}._source_in_flight", "block.stream == live", "True"),
     ),
     "what came is used on the stream it came for": (
         programs.landed_for_another_stream,
-        Fault(f"{ENGINE}._is_good", " or arrival.stream != live", ""),
+        Fault(f"{ENGINE}._is_good", "reload.is_for(live) and ", ""),
     ),
     "also what is there already": (
         programs.there_for_another_stream,
@@ -147,7 +147,7 @@ CASES: dict[str, Case] = {
     ),
     "and shared there": (
         programs.same_bytes_landed_for_another_stream,
-        Fault(f"{RELOADS}.same_bytes", " or reload.arrival.stream != live", ""),
+        Fault(f"{RELOADS}.same_bytes", "reload.is_for(live)", "reload.arrival is not None"),
     ),
     "plain: d2h waits for compute": (
         programs.plain_computed_late,

@@ -359,8 +359,8 @@ def ends_in_backward(program: Program) -> set[str]:
         loss.backward()
     called = {call.name for call in seen if call.caller == "_engine_run_backward"}
     assert {name for name in called if "pp_offload" in name} <= {
-        f"pp_offload._transfer.saved_tensor.{kind}.unpack"
-        for kind in ("Resident", "SavedActivation", "SavedWrapper")
+        f"pp_offload._transfer.{kind}.unpack"
+        for kind in ("saved_tensor.Resident", "ticket.SavedActivation", "saved_tensor.SavedWrapper")
     }
     return {call.name for call in seen if call.name.endswith(ENDS)}
 

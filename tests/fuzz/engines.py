@@ -36,7 +36,7 @@ from pp_offload import (
 )
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._groups.plan import ChunkKey
-from pp_offload._groups.split_backward import BackwardPass
+from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._groups.stash import ActivationStash
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload.errors import GroupStateError
@@ -239,7 +239,7 @@ class OffloadGroups(Offload):
                 ChunkKey(stage, m) for stage in range(len(program.stages)) for m in range(20)
             )
             wiring = self.manager.wiring
-            wiring.offloader.split = wiring.offloader.split_backward(keys, is_keeping=is_keeping)
+            wiring.offloader.split = SplitBackward(wiring.transfer, keys, is_keeping=is_keeping)
         return self
 
     def reset(self) -> None:
@@ -403,7 +403,7 @@ def quiet() -> Iterator[None]:
 def fine_thresholds() -> Iterator[None]:
     """Tensors of a program are tiny; sizes that decide something become as small."""
     with (
-        patch("pp_offload._transfer.ticket.PACK_BYTES", 128),
+        patch("pp_offload._transfer.outgoing.PACK_BYTES", 128),
         patch("pp_offload._groups.prefetch.SMALL_BYTES", 64),
         patch("pp_offload._transfer.pending_reloads.MAX_ABANDONED", 1),
         patch("pp_offload._transfer.tensors.MAX_PADDING_BYTES", 8),

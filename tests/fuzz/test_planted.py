@@ -15,9 +15,9 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.saved_tensor import Resident, SavedActivation, is_in_backward
+from pp_offload._transfer.saved_tensor import Resident, is_in_backward
 from pp_offload._transfer.tensors import Geometry
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import SavedActivation, Ticket
 
 Patch = pytest.MonkeyPatch
 

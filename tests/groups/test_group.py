@@ -15,7 +15,7 @@ from pp_offload import (
     PipelineOffloadManager,
 )
 from pp_offload._groups.group import GroupState
-from pp_offload._transfer.saved_tensor import SavedActivation
+from pp_offload._transfer.ticket import SavedActivation
 from pp_offload.backends import Event
 
 LEGAL = {
@@ -135,7 +135,7 @@ def test_offload_and_reload_events_are_not_confused() -> None:
 
 def test_use_is_told_to_whoever_asked() -> None:
     seen: list[OffloadTensorGroup] = []
-    group = OffloadTensorGroup("mlp", on_use=seen.append)
+    group = OffloadTensorGroup("mlp", bring=seen.append)
     group.on_use()
     group.on_use()
     assert seen == [group, group]

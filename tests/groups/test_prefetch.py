@@ -15,8 +15,7 @@ from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.prefetch import Prefetcher, Step
 from pp_offload._groups.wiring import Wiring
 from pp_offload._memory.host import HostMemory
-from pp_offload._transfer.saved_tensor import SavedActivation
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import SavedActivation, Ticket
 from pp_offload._transfer.tiers import host_engine
 from pp_offload.backends import CpuBackend
 from pp_offload.config import AUTO
@@ -75,8 +74,8 @@ class Bench:
     def check(self, window_bytes: int) -> None:
         """The invariants of the window, now."""
         on_device = self.on_device()
-        assert self.transfer.reloaded_bytes == sum(ticket.nbytes for ticket in on_device)
-        assert self.transfer.reloaded_bytes <= window_bytes or len(on_device) == 1
+        assert self.transfer.reloads.nbytes == sum(ticket.nbytes for ticket in on_device)
+        assert self.transfer.reloads.nbytes <= window_bytes or len(on_device) == 1
         needed = [ticket for ticket in self.backward_order() if ticket.num_waiting > 0]
         assert on_device == needed[: len(on_device)]
 
@@ -97,7 +96,7 @@ def test_the_window_holds_through_a_whole_backward(
             tensor = tag.unpack()
             assert tensor.eq(tensor.numel() % 251).all()
             bench.check(window_bytes)
-    assert bench.transfer.reloaded_bytes == 0
+    assert bench.transfer.reloads.nbytes == 0
     assert bench.transfer.counters.bytes_reloaded == sum(map(sum, sizes))
 
 
@@ -113,8 +112,8 @@ def test_any_order_of_use_gives_the_right_bytes_once_each(
     for tag in tags:
         tensor = tag.unpack()
         assert tensor.eq(tensor.numel() % 251).all()
-        assert bench.transfer.reloaded_bytes <= max(window_bytes, largest)
-    assert bench.transfer.reloaded_bytes == 0
+        assert bench.transfer.reloads.nbytes <= max(window_bytes, largest)
+    assert bench.transfer.reloads.nbytes == 0
     assert bench.transfer.counters.bytes_reloaded == sum(map(sum, sizes))
 
 
@@ -227,4 +226,4 @@ def test_a_tensor_used_twice_is_brought_again(window_bytes: int) -> None:
         for group, tags in zip(reversed(bench.groups), reversed(bench.saved), strict=True):
             group.on_use()
             assert tags[0].unpack().eq(tags[0].unpack()).all()
-    assert bench.transfer.reloaded_bytes == 0
+    assert bench.transfer.reloads.nbytes == 0

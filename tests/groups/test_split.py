@@ -17,7 +17,7 @@ from toy import assert_idle, batches, make_model, same_bits
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._groups.plan import ChunkKey, WeightPassKey
-from pp_offload._groups.split_backward import BackwardPass
+from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.listeners import Listener
 
@@ -46,8 +46,8 @@ def tell(manager: PipelineOffloadManager, delay: int) -> None:
     manager.step.queue.know_order(keys, is_told=True)
     chunks = frozenset(ChunkKey(0, m) for m in range(MICROBATCHES))
     is_keeping = manager.config.split_backward == "keep"
-    manager.wiring.offloader.split = manager.wiring.offloader.split_backward(
-        chunks, is_keeping=is_keeping
+    manager.wiring.offloader.split = SplitBackward(
+        manager.wiring.transfer, chunks, is_keeping=is_keeping
     )
 
 
@@ -145,7 +145,7 @@ class MostUnused(Listener):
         transfer.listeners.add(self)
 
     def reload_started(self, label: str, nbytes: int) -> None:
-        self.nbytes = max(self.nbytes, self._transfer.reloaded_bytes)
+        self.nbytes = max(self.nbytes, self._transfer.reloads.nbytes)
 
 
 def pairs(seen: list[Any]) -> Iterator[tuple[Any, Any]]:

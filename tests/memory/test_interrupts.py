@@ -281,7 +281,7 @@ def engine_step(engine: TransferEngine, seed: int = 0) -> None:
     for ticket in (*first, *second, *dropped):
         ticket.hand_over()
     del tickets, dropped, ticket
-    engine.prefetch(second)
+    engine.reload(second, is_ahead=True)
     got = [engine.deliver(ticket) for ticket in (*second, *first)]
     expected = [*(v * 2.0 for v in values), *values]
     assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
@@ -349,7 +349,7 @@ def test_what_was_offloaded_is_still_had_after_an_interrupt(kind: str, tmp_path:
                 if tier.staging.statistics().in_use == 0:
                     for slab in tier.staging._slabs:  # or what was not read might be there still
                         slab.data.numpy()[:] = 0
-            engine.prefetch(tickets[:2])
+            engine.reload(tickets[:2], is_ahead=True)
             for ticket in tickets:
                 engine.deliver(ticket)
 

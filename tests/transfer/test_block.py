@@ -13,13 +13,13 @@ import torch
 from test_disk import disk_manager, disk_of, saved_in_a_group, settle, steps_are_equal
 
 from pp_offload import DiskTierError, OffloadConfig, OffloadError, use_backend
-from pp_offload._transfer.block import MOVES, Block, BlockState, Holder
+from pp_offload._transfer.block import MOVES, Block, BlockState
 from pp_offload.backends import CpuBackend
 
 ALL = [(one, other) for one, found in MOVES.items() for other in found]
 
 
-class NoTier(Holder):
+class NoTier:
     name = "none"
 
 

@@ -182,9 +182,7 @@ def threads_that_wait(manager: PipelineOffloadManager) -> Iterator[None]:
 
 def tickets_of(engine: TransferEngine, values: Sequence[Tensor]) -> list[Ticket]:
     """One for each, which will be asked for once."""
-    members: Any = (
-        SimpleNamespace(held=torch.ones(1), version=0, stream=None, pending=None, is_part=False),
-    )
+    members: Any = (SimpleNamespace(held=torch.ones(1), version=0, stream=None, inside=None),)
     return [Ticket(engine, "g", v, members, v.untyped_storage()) for v in values]
 
 
@@ -496,7 +494,7 @@ def test_a_buffer_is_read_into_when_its_last_copy_was_made(tmp_path: Path) -> No
         tickets = at_rest(manager, *values)
         tier.disk._threads = EagerThreads()  # type: ignore[assignment]
         for ticket in tickets:
-            engine.prefetch([ticket])
+            engine.reload([ticket], is_ahead=True)
             engine.poll()  # it was read, and is copied from there
         assert tier.staging.statistics().num_allocations == 1
         assert all(torch.equal(engine.deliver(t), v) for t, v in zip(tickets, values, strict=True))
@@ -515,7 +513,7 @@ def test_what_was_read_is_sent_on_though_an_interrupt_came_before(tmp_path: Path
 
         tier._send = cut_off
         with pytest.raises(KeyboardInterrupt):
-            engine.prefetch([ticket])
+            engine.reload([ticket], is_ahead=True)
             engine.poll()
         assert ticket.block.state is BlockState.READ
         engine.poll()
@@ -531,7 +529,7 @@ def test_a_buffer_is_read_into_when_it_was_copied_into_for_nothing(tmp_path: Pat
         (ticket,) = at_rest(manager, value)
         engine.offload(tickets_of(engine, [torch.zeros(2**20)]))
         gc.collect()
-        engine.prefetch([ticket])
+        engine.reload([ticket], is_ahead=True)
         assert ticket.block.state is BlockState.READING, "it is read ahead"
         DiskBlock.of(ticket).reading.synchronize()
         staged_of(engine).poll()  # no one else has asked whether that copy was made
@@ -546,7 +544,7 @@ def test_a_buffer_is_copied_into_when_no_thread_writes_it(tmp_path: Path) -> Non
         tier = staged_of(engine)
         dropped = at_rest(manager, torch.zeros(2**20))
         tier.disk._threads = threads = LateThreads()  # type: ignore[assignment]
-        engine.prefetch(dropped)
+        engine.reload(dropped, is_ahead=True)
         del dropped
         value = torch.ones(2**20)
         (ticket,) = tickets_of(engine, [value])
@@ -586,7 +584,7 @@ def test_read_ahead_for_a_ticket_that_shares_another_one_s_copy(
         later.attach(block, first.begin, place)
         settle(manager)
         del first
-        engine.prefetch([later])
+        engine.reload([later], is_ahead=True)
         if is_dropped:
             del later
             settle(manager)
@@ -606,8 +604,8 @@ def test_a_read_that_ends_while_it_is_asked_for_lands_once(tmp_path: Path) -> No
         engine.offload([ticket])
         settle(manager)
         tier.disk._threads = threads = LateThreads()  # type: ignore[assignment]
-        engine.prefetch([ticket])
-        assert ticket.is_coming and ticket.device_tensor is None
+        engine.reload([ticket], is_ahead=True)
+        assert ticket.reload is not None and ticket.device_tensor is None
         poll, polls = engine.poll, []
 
         def poll_late() -> None:

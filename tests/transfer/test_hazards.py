@@ -34,7 +34,7 @@ from pp_offload import (
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._checkpoint.selective import OpPolicy
 from pp_offload._groups.plan import ChunkKey, GroupKey
-from pp_offload._groups.split_backward import BackwardPass
+from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._groups.stash import ActivationStash
 from pp_offload._memory.budget import HostBudget, reserved_bytes
 from pp_offload._memory.disk import DiskFile
@@ -43,9 +43,9 @@ from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
 from pp_offload._memory.unfinished import Unfinished
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.saved_tensor import SavedActivation
+from pp_offload._transfer.outgoing import PACK_BYTES, packs
 from pp_offload._transfer.tensors import StorageSet
-from pp_offload._transfer.ticket import PACK_BYTES, Ticket, packs
+from pp_offload._transfer.ticket import SavedActivation, Ticket
 from pp_offload._transfer.tiers import host_engine
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
@@ -268,9 +268,9 @@ def test_looking_what_has_come_waits_for_no_thread(tmp_path: Path) -> None:
         settle(manager)
         threads.queued[-1].result()  # it was written
         engine.poll()
-        engine.prefetch([ticket])
+        engine.reload([ticket], is_ahead=True)
         engine.poll()
-        assert ticket.is_coming and ticket.device_tensor is None
+        assert ticket.reload is not None and ticket.device_tensor is None
         threads.queued[-1].result()
         engine.poll()
         assert ticket.device_tensor is not None
@@ -336,8 +336,8 @@ def test_what_the_first_part_changed_is_not_kept_for_the_second(kind: str) -> No
     config = OffloadConfig(min_offloaded_tensor_size=1, split_backward="keep")
     with use_backend(make_backend(kind), config=config) as manager:
         wiring = manager.wiring
-        wiring.offloader.split = wiring.offloader.split_backward(
-            frozenset({ChunkKey(0, 0)}), is_keeping=True
+        wiring.offloader.split = SplitBackward(
+            wiring.transfer, frozenset({ChunkKey(0, 0)}), is_keeping=True
         )
         for _ in range(2):  # from the second on, what both use is foreseen and kept
             expected = in_two_parts(manager, lambda: torch.enable_grad())
@@ -352,7 +352,7 @@ def test_what_is_kept_on_one_stream_is_brought_again_for_another() -> None:
     backend, key = SimulatedBackend("late"), ChunkKey(0, 0)
     with use_backend(backend) as manager:
         engine = manager.wiring.transfer
-        split = manager.wiring.offloader.split_backward(frozenset({key}), is_keeping=True)
+        split = SplitBackward(engine, frozenset({key}), is_keeping=True)
         for step in range(2):
             x = torch.ones(4)
             saved = SavedActivation(x, Owner())
@@ -376,7 +376,7 @@ def test_what_is_kept_on_one_stream_is_brought_again_for_another() -> None:
 def test_only_what_the_first_part_will_use_is_waited_for(manager: PipelineOffloadManager) -> None:
     """The rest is brought for the second; till then it is no longer in the way."""
     key, engine = ChunkKey(0, 0), manager.wiring.transfer
-    split = manager.wiring.offloader.split_backward(frozenset({key}), is_keeping=False)
+    split = SplitBackward(engine, frozenset({key}), is_keeping=False)
     for expected in ([1, 1], [2, 0]):
         values = [torch.ones(4).to(manager.backend.device) for _ in range(2)]
         pairs = [ticket_for(engine, value) for value in values]
@@ -497,7 +497,7 @@ def test_a_change_ahead_of_the_copy_is_remembered_when_the_source_is_let_go() ->
         with backend._inside():  # the device would report the race itself
             h.detach().add_(1)
         settle(manager)
-        assert manager.wiring.transfer.in_flight_bytes == 0
+        assert manager.wiring.transfer.copies.in_flight.nbytes == 0
         with pytest.raises(SavedTensorModifiedError, match="core"):
             y.sum().backward()
 
@@ -641,7 +641,7 @@ def test_what_landed_for_one_stream_is_not_shared_with_another(order: str) -> No
     with backend.activate():
         first, second, third = sharing(engine, 3)
         landed = engine.deliver(first)
-        engine.prefetch([second])
+        engine.reload([second], is_ahead=True)
         with backend.stream(backend.new_stream("other")):
             elsewhere = engine.deliver(third)
             assert elsewhere.data_ptr() != landed.data_ptr() and elsewhere.eq(1).all()
@@ -668,12 +668,12 @@ def test_what_landed_for_one_stream_is_brought_again_for_another(order: str) -> 
 def test_what_is_used_up_is_passed_on_to_who_comes_soon(is_soon: bool) -> None:
     backend = SimulatedBackend("eager")
     engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
-    engine.comes_soon = lambda _: is_soon
+    engine.reloads.comes_soon = lambda _: is_soon
     with backend.activate():
         first, second = sharing(engine)
         engine.deliver(first)
-        assert second.is_coming == is_soon
-        assert engine.reloaded_bytes == (400 if is_soon else 0)
+        assert (second.reload is not None) == is_soon
+        assert engine.reloads.nbytes == (400 if is_soon else 0)
         assert engine.deliver(second).eq(1).all()
 
 
@@ -684,14 +684,14 @@ def test_what_is_shared_counts_as_long_as_somebody_waits_for_it() -> None:
         first, second, third = sharing(engine, 3)
         assert engine.reload([first, second]) == 1
         for ticket in (first, second):
-            assert engine.reloaded_bytes == 400
+            assert engine.reloads.nbytes == 400
             engine.deliver(ticket)
-        assert engine.reloaded_bytes == 0
-        engine.prefetch([first, second, third])
+        assert engine.reloads.nbytes == 0
+        engine.reload([first, second, third], is_ahead=True)
         assert engine.counters.prefetched_reloads == 1
         del first, second
         engine.poll()
-        assert engine.reloaded_bytes == 400
+        assert engine.reloads.nbytes == 400
 
 
 def test_a_copy_forgets_tickets_that_are_gone() -> None:
@@ -748,10 +748,10 @@ def test_sources_outlive_a_copy_that_was_cut_off() -> None:
     with backend.activate():
         offload_cut_off(backend, engine)
         engine.poll()
-        assert engine.in_flight_bytes == 400
+        assert engine.copies.in_flight.nbytes == 400
         backend.synchronize()  # it raises if a copy reads what was freed
         engine.poll()
-        assert engine.in_flight_bytes == 0
+        assert engine.copies.in_flight.nbytes == 0
         backend.check()
 
 
@@ -825,7 +825,7 @@ def test_no_python_code_runs_where_a_ticket_dies() -> None:
             del ticket
         assert called == []
         engine.poll()
-        assert engine.reloaded_bytes == 0
+        assert engine.reloads.nbytes == 0
 
 
 def test_no_python_code_runs_where_a_marked_tensor_dies() -> None:
@@ -881,9 +881,9 @@ def test_books_are_kept_with_the_lock_held_and_waits_are_without(
         ticket, _ = sharing(engine)
         noting(engine, "_find")
         noting(engine.copies, "_compute_waits_for")
-        noting(engine, "_take")
+        noting(engine.reloads, "take")
         engine.deliver(ticket)
-    assert held == [("_find", True), ("_compute_waits_for", False), ("_take", True)]
+    assert held == [("_find", True), ("_compute_waits_for", False), ("take", True)]
 
 
 @pytest.mark.parametrize("is_before", [True, False])

@@ -41,7 +41,7 @@ def test_compute_waits_for_older_groups_and_not_for_the_last(cap: int) -> None:
     backend, engine = engine_with(cap)
     for number in range(4):
         offload(engine, [SIZE // 2, SIZE // 2])
-        assert engine.in_flight_bytes == SIZE, "that of the last group alone"
+        assert engine.copies.in_flight.nbytes == SIZE, "that of the last group alone"
         assert backend.pending == 2, f"group {number} was waited for"
 
 
@@ -49,21 +49,21 @@ def test_more_groups_may_be_on_their_way_where_there_is_room() -> None:
     backend, engine = engine_with(2 * SIZE)
     for number in range(4):
         offload(engine, [SIZE])
-        assert engine.in_flight_bytes == SIZE * min(number + 1, 2)
+        assert engine.copies.in_flight.nbytes == SIZE * min(number + 1, 2)
 
 
 def test_nothing_is_on_its_way_where_nothing_may_be() -> None:
     backend, engine = engine_with(0)
     offload(engine, [SIZE])
-    assert (engine.in_flight_bytes, backend.pending) == (0, 0)
+    assert (engine.copies.in_flight.nbytes, backend.pending) == (0, 0)
 
 
 def test_a_small_group_behind_a_large_one_waits_for_that() -> None:
     _, engine = engine_with(SIZE)
     offload(engine, [8 * SIZE])
-    assert engine.in_flight_bytes == 8 * SIZE
+    assert engine.copies.in_flight.nbytes == 8 * SIZE
     offload(engine, [SIZE])
-    assert engine.in_flight_bytes == SIZE
+    assert engine.copies.in_flight.nbytes == SIZE
 
 
 def test_the_default_is_twice_the_largest_group() -> None:

@@ -14,8 +14,9 @@ from pp_offload import ChunkOffloadHandler, OffloadConfig, PipelineOffloadManage
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._groups.wiring import Wiring
 from pp_offload._transfer.payload import tickets_for
-from pp_offload._transfer.saved_tensor import Resident, SavedActivation
+from pp_offload._transfer.saved_tensor import Resident
 from pp_offload._transfer.tensors import Geometry
+from pp_offload._transfer.ticket import SavedActivation
 
 Make = Callable[[Tensor], Tensor]
 

@@ -33,12 +33,12 @@ class Meanwhile:
         if not self.waited:
             for over in self.events[: self.num]:
                 over.has_passed = True
-            self.reloads.poll(self)  # type: ignore[arg-type]
+            self.reloads.poll()
         self.waited.append(event)
 
 
 def abandoned(num: int, num_over_meanwhile: int) -> tuple[PendingReloads, Meanwhile, list[Done]]:
-    reloads, events = PendingReloads(), [Done() for _ in range(num)]
+    reloads, events = PendingReloads(CpuBackend().h2d), [Done() for _ in range(num)]
     stream: Any = Meanwhile(reloads, events, num_over_meanwhile)
     reloads._abandoned.extend((torch.empty(1), event, stream) for event in events)  # type: ignore[misc]
     return reloads, stream, events
@@ -69,11 +69,11 @@ def test_what_was_expected_counts_once_when_it_comes() -> None:
     engine: Any = None
     member: Any = None
     ticket = Ticket(engine, "g", torch.ones(100), [member], None)
-    reloads, stream = PendingReloads(), CpuBackend().current_stream()
+    backend = CpuBackend()
+    reloads, stream = PendingReloads(backend.h2d), backend.current_stream()
     reloads.expect([ticket])
     arrival = reloads.begin([ticket], [torch.ones(100)], stream)
     assert reloads.nbytes == 400 and ticket.reload is not None
     arrival.is_there = True
-    assert reloads.take(ticket, ticket.reload) is not None
-    reloads.give_up(ticket.reload, stream)
+    assert reloads.take(ticket, ticket.reload, stream) is not None
     assert reloads.nbytes == 0 and reloads.events() == []

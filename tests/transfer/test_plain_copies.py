@@ -42,7 +42,7 @@ def test_there_and_back(backend) -> None:
             == copies.transfer.counters.bytes_reloaded
             == moved
         )
-        assert copies.transfer.in_flight_bytes == 0
+        assert copies.transfer.copies.in_flight.nbytes == 0
 
 
 @pytest.mark.parametrize("kind", ["late", "cpu threads"])
@@ -143,7 +143,7 @@ def test_bytes_in_flight_are_bounded() -> None:
         copies = PlainCopies(backend, OffloadConfig(max_in_flight_bytes=64))
         for _ in range(4):
             copies.copy_to_host([torch.ones(10)], "gradients")
-            assert copies.transfer.in_flight_bytes <= 64
+            assert copies.transfer.copies.in_flight.nbytes <= 64
         assert backend.pending == 1
 
 

@@ -22,8 +22,8 @@ FIELD_MUTANTS = [
     Mutant(
         "host memory given back while it is read",
         "pp_offload/_transfer/copies.py",
-        "        note_uses(buffers, reloaded)\n",
-        "        for copy, buffer in zip(copies, buffers, strict=True):\n            copy.loan = buffer.last_use = None\n",
+        "        note_uses(buffers, event)\n",
+        "        for block in blocks if stream is self.backend.h2d else ():\n            block.loan.buffer.last_use = block.loan = None\n",
         "the next offload writes a host buffer that a reload has still to read",
         (f"{FIELD}/test_written_before_read.py::test_no_byte_to_spare",),
         row="F02",
@@ -365,7 +365,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "a node's own output is kept",
-        "pp_offload/_transfer/saved_tensor.py",
+        "pp_offload/_transfer/ticket.py",
         "self.held: Tensor | Ticket = tensor.detach()",
         "self.held: Tensor | Ticket = tensor",
         "what a node gave out is given back as saved, and keeps the node alive",
@@ -412,7 +412,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "a destructor of what autograd holds",
-        "pp_offload/_transfer/saved_tensor.py",
+        "pp_offload/_transfer/ticket.py",
         '    def unpack(self) -> Tensor:\n        """The tensor as it was saved: values, size, stride and dtype."""\n',
         "    def __del__(self) -> None:\n        self.ticket = None\n\n    def unpack(self) -> Tensor:\n",
         "what a signal handler raises where a graph dies is printed and lost",
