@@ -39,10 +39,9 @@ from pp_offload._transfer.block import Block, BlockState
 from pp_offload._transfer.in_flight import InFlight
 from pp_offload._transfer.listeners import Listeners
 from pp_offload._transfer.pending_reloads import PendingReloads
-from pp_offload._transfer.reload import Arrival
 from pp_offload._transfer.stopwatch import Stopwatch
 from pp_offload._transfer.tensors import flat_bytes
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import Arrival, Ticket
 from pp_offload.backends import Backend, Event, Stream
 
 Queue = Callable[[Sequence[Ticket], Stream], None]

@@ -34,8 +34,7 @@ from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.counters import TransferCounters
 from pp_offload._transfer.outgoing import send
 from pp_offload._transfer.pending_reloads import shaped_for
-from pp_offload._transfer.reload import Arrival, Reload
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import Arrival, Reload, Ticket
 from pp_offload._transfer.tier import Tier
 from pp_offload.backends import Stream
 from pp_offload.errors import (

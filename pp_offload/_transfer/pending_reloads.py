@@ -22,9 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pp_offload._transfer.reload import Arrival, Reload
 from pp_offload._transfer.tensors import flat_bytes
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import Arrival, Reload, Ticket
 from pp_offload.backends import Event, Stream
 from pp_offload.errors import TierError
 

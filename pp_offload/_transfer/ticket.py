@@ -1,9 +1,10 @@
-"""A saved tensor that may leave the device, and the ticket of the payload that has its bytes.
+"""A saved tensor that may leave the device, the ticket of its bytes, and what came back of them.
 
 A :class:`SavedActivation` starts by holding the tensor. When its group is offloaded it holds a
-ticket instead, alone or with others that are made of the same payload. Whatever happens to groups,
-chunks and plans, it can always give the tensor back, as often as it is asked, and what it holds is
-freed when autograd drops it.
+:class:`Ticket` instead, alone or with others that are made of the same payload. While the payload
+is on the device again, or on its way there, the ticket has a :class:`Reload`. Whatever happens to
+groups, chunks and plans, a saved tensor can always be given back, as often as it is asked for, and
+what it holds is freed when autograd drops it.
 
     ticket = Ticket(transfer, "mlp", payload, members, storage)
     transfer.offload([ticket])          # its copy is queued
@@ -35,8 +36,7 @@ from torch import Tensor, UntypedStorage
 
 from pp_offload._common.checks import described, version_of
 from pp_offload._transfer.block import NOWHERE, Block, Watched
-from pp_offload._transfer.reload import Reload
-from pp_offload.backends import Stream
+from pp_offload.backends import Event, Stream
 from pp_offload.errors import SavedTensorModifiedError
 
 Restore = Callable[[Tensor], Tensor]
@@ -197,14 +197,72 @@ class Ticket:
         self.payload, self.storage = NO_BYTES, None
 
 
-def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModifiedError:
-    """The error autograd would have raised, with the group's name."""
-    where = f"group '{group}'" if group is not None else "the saved tensors left on the device"
-    return SavedTensorModifiedError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: {described(tensor)} in {where} is at version "
-        f"{version_of(tensor)}, expected version {version}; use an out-of-place operation"
-    )
+class Arrival:
+    """Device memory that one event is behind: of payloads that are copied together.
+
+    Args:
+        stream: The compute stream the memory was allocated on.
+
+    Attributes:
+        reloaded: Behind the copies; None until they are queued.
+        is_there: Whether that stream has waited for them.
+    """
+
+    __slots__ = ("is_there", "reloaded", "stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.reloaded: Event | None = None
+        self.is_there = False
+
+
+class Reload(weakref.ref[Ticket]):
+    """A payload that is on the device or on its way there, until its ticket is used up or gone.
+
+    The engine holds it as well as the ticket: the memory must outlive the copy into it, even if the
+    ticket does not. See NOTE [ Nobody is called ].
+    """
+
+    __slots__ = ("arrival", "is_used", "lead", "nbytes", "num_users", "tensor", "version")
+
+    # By identity: a ticket has one after the other, and references to the same object are equal.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    arrival: Arrival | None
+    """None while a disk is read ahead of the copy."""
+
+    tensor: Tensor | None
+    """The memory, shaped as the payload of the ticket it was allocated for."""
+
+    lead: Reload | None
+    """That of another ticket with the same bytes, whose memory this one uses."""
+
+    num_users: int
+    """Reloads that use its memory, counting itself until it is given up."""
+
+    version: int | None
+    """Of the memory when it was first given out."""
+
+    nbytes: int
+
+    is_used: bool
+    """Whether it was given out for its ticket."""
+
+    def is_for(self, live: Stream) -> bool:
+        """Whether the live stream may use or wait for its memory: no interrupt came before the
+        event was known.
+        """
+        arrival = self.arrival
+        if arrival is None or arrival.stream != live:
+            return False
+        return arrival.is_there or arrival.reloaded is not None
+
+    @property
+    def is_as_it_came(self) -> bool:
+        """Whether nobody who was given the memory changed it in place."""
+        version, tensor = (self.lead or self).version, self.tensor
+        return version is None or tensor is None or version == tensor._version
 
 
 def place(batch: list[Ticket], block: Block) -> Block:
@@ -217,3 +275,13 @@ def place(batch: list[Ticket], block: Block) -> Block:
             block.has_addresses = False
         refs.append(weakref.ref(ticket))
     return block
+
+
+def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModifiedError:
+    """The error autograd would have raised, with the group's name."""
+    where = f"group '{group}'" if group is not None else "the saved tensors left on the device"
+    return SavedTensorModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {described(tensor)} in {where} is at version "
+        f"{version_of(tensor)}, expected version {version}; use an out-of-place operation"
+    )
