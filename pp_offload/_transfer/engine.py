@@ -14,9 +14,9 @@ NOTE [ Modified while queued ]
     A source changed in place before its copy has run would be copied wrong. So its version counter
     is compared when the source is let go, and when somebody wants the bytes before that.
 
-    transfer.offload(tickets)           # at the end of a group's forward
-    transfer.reload(tickets)            # some time before its backward
-    tensor = transfer.deliver(ticket)   # when autograd asks
+    transfer.offload(tickets)                # at the end of a group's forward
+    transfer.reload(tickets, is_ahead=True)  # some time before its backward
+    tensor = transfer.deliver(ticket)        # when autograd asks
 """
 
 from __future__ import annotations
@@ -134,9 +134,13 @@ class TransferEngine:
     # Back to it
 
     def reload(self, tickets: Sequence[Ticket], *, is_ahead: bool = False) -> int:
-        """Begin to bring payloads back that are needed now, or later. Never waits.
+        """Begin to bring payloads back, which hold their data once :meth:`deliver` returns them.
 
-        A payload holds its data once :meth:`deliver` has returned it.
+        Never waits.
+
+        Args:
+            tickets: At least one; some may have come already.
+            is_ahead: Whether backward has not reached them yet, as listeners are told.
 
         Returns:
             How many payloads are on their way; those that share bytes count once.
@@ -322,12 +326,13 @@ class TransferEngine:
         self._tidy(self.reloads.count, *[tier.compact for tier in self.tiers])
 
     def _tidy(self, *actions: Callable[[], None]) -> None:
+        if self.backend.is_capturing:
+            return
+
         def act() -> None:
             for action in (self.poll, *actions):
                 action()
 
-        if self.backend.is_capturing:
-            return
         try:
             when_finished(self.lock, act)
         except OffloadError:

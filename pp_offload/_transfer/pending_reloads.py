@@ -1,8 +1,8 @@
 """Reloaded payloads that are not used up, and unwanted ones whose copy still runs.
 
     arrival = reloads.begin(tickets, targets, stream)  # before the copies into them are queued
-    tensor = reloads.take(ticket, ticket.reload, live) # behind a wait, autograd gets it
-    reloads.give_up(ticket.reload)                     # nobody wants it
+    tensor = reloads.take(ticket, reload, live)        # behind a wait, autograd gets it
+    reloads.give_up(reload)                            # nobody wants it
     reloads.poll()                                     # tickets that are gone, copies that are over
 
 NOTE [ Torn bookkeeping ]
