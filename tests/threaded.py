@@ -104,9 +104,9 @@ def manager_of(
         window_bytes: What may be under way, in either direction; None for the defaults.
     """
     tiers = {"disk": ("disk",), "staged disk": ("disk",), "host and disk": ("host", "disk")}
-    options: dict[str, Any] = {"prefetch_bytes": window_bytes}
+    options: dict[str, Any] = {}
     if window_bytes is not None:
-        options["max_in_flight_bytes"] = window_bytes
+        options = {"prefetch_bytes": window_bytes, "max_in_flight_bytes": window_bytes}
     if kind == "host and disk":
         options["host_budget_bytes"] = 2**16
     config = OffloadConfig(

@@ -21,7 +21,8 @@ Parts = tuple[Tensor, list[SavedActivation], UntypedStorage | None]
 
 
 def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -> list[Ticket]:
-    """A ticket for every payload that ``saved`` needs. Copies nothing.
+    """A ticket for every payload that ``saved`` needs, in the order of their last saves, for what
+    was saved last is asked for first. Copies nothing.
 
     What was changed in place, or a collective has still to fill, gets none.
     """
@@ -33,7 +34,8 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
         if one.inside is None or not is_pending(one.inside):
             storage = source.untyped_storage()
             if storage in by_storage:
-                by_storage[storage][1].append(one)
+                same = by_storage[storage] = by_storage.pop(storage)
+                same[1].append(one)
             else:
                 by_storage[storage] = source, [one]
     found: list[Ticket] = []

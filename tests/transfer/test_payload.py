@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pp_offload import ChunkOffloadHandler, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._groups.group import Group
 from pp_offload._groups.wiring import Wiring
 from pp_offload._transfer.payload import tickets_for
 from pp_offload._transfer.saved_tensor import Resident
@@ -327,6 +328,15 @@ def test_what_stays_is_the_tensor_itself(manager: PipelineOffloadManager) -> Non
         tag = chunk.pack(group, kept)
         assert isinstance(tag, Resident)
         assert chunk.tensor_pop(tag).data_ptr() == kept.data_ptr()
+
+
+def test_what_is_saved_last_is_asked_for_first() -> None:
+    """By its last save, whatever was saved between that and the first."""
+    transfer, group = Wiring.alone().transfer, Group("mlp")
+    x, gate, up = torch.ones(3), torch.ones(4), torch.ones(5)
+    saved = [SavedActivation(one, group) for one in (x, gate, x.view(1, 3), up)]
+    tickets = tickets_for(saved, transfer, "mlp")
+    assert [ticket.payload.numel() for ticket in tickets] == [4, 3, 5]
 
 
 def test_deciding_copies_nothing() -> None:

@@ -1379,4 +1379,12 @@ MUTANTS = [
         "a window for all of a chunk",
         ("tests/groups/test_bounds.py::test_the_window_is_what_does_not_come_in_a_backward",),
     ),
+    Mutant(
+        "brought by the first save",
+        "pp_offload/_transfer/payload.py",
+        "same = by_storage[storage] = by_storage.pop(storage)",
+        "same = by_storage[storage]",
+        "what backward asks for next comes behind what it asks for later",
+        ("tests/transfer/test_payload.py::test_what_is_saved_last_is_asked_for_first",),
+    ),
 ]
