@@ -138,10 +138,10 @@ def table(figures: dict[str, dict[str, Any]]) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=8, help="in a forward")
     parser.add_argument("--kernel-ms", type=float, default=10, help="of a group's forward")
     parser.add_argument("--copy-ms", type=float, default=8, help="of a group, each way")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10, help="of which the minimum counts")
     parser.add_argument("--quick", action="store_true", help="a small smoke test")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()

@@ -11,7 +11,7 @@ engine in the same rounds: a kernel's is that of the program without offload, pe
 that of copies alone, both ways at once. A launch takes the host's time for a step, per launch. All
 are minima over the rounds, as is the step that is predicted.
 
-    python benchmarks/paced.py --json paced.json
+    python benchmarks/paced.py --json paced.json    # 25 minutes, most of them asleep
 
 Figures, of each program
     predicted_ms, measured_ms, error   of a step with offload; error is predicted / measured - 1
@@ -260,10 +260,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=30, help="seeds 0, 1, ...")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--kernel-ms", type=float, default=20, help="how long a kernel sleeps")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=6, help="of which the minimum counts")
     parser.add_argument("--quick", action="store_true", help="a small smoke test")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
+    if min(options.programs, options.rounds, options.kernel_ms) <= 0:
+        parser.error(
+            "--programs, --rounds and --kernel-ms are above 0; leave them out, or give more"
+        )
     if options.quick:
         options.programs, options.kernel_ms, options.rounds = 2, 1, 1
     return options
