@@ -40,6 +40,9 @@ CAUTION = 0.95
 SHARE_OF_UNUSED = 0.8
 """How much of the device's unused memory bounds may grow into: an allocator leaves gaps."""
 
+LEAST_IN_FLIGHT_BYTES = IN_FLIGHT_BYTES
+"""Less is not chosen: small models have the memory, and with forwards in a row they need it."""
+
 MIB = 2**20
 
 
@@ -68,6 +71,7 @@ class StepTimes(Listener):
         self.uses: list[Mark] = []
         self._watch = watch
         self._reached: GroupKey | None = None
+        self._taken_back: set[int] = set()
 
     def group_closed(self, group: Owner) -> None:
         if isinstance(group, Group) and group.state is GroupState.OFFLOADED:
@@ -77,9 +81,14 @@ class StepTimes(Listener):
         if isinstance(group, Group):
             self._reached = group.key
 
+    def taken_back(self, ticket: Ticket) -> None:
+        self._taken_back.add(id(ticket))
+
     def delivered(self, ticket: Ticket, tensor: object) -> None:
-        is_first = ticket.num_waiting >= ticket.num_members - 1
-        if is_first and ticket.begin not in ticket.block.in_flight_sources:
+        """A first use, unless it came by no copy: then there is nothing to be ahead of."""
+        if id(ticket) in self._taken_back:
+            self._taken_back.discard(id(ticket))
+        elif ticket.num_waiting >= ticket.num_members - 1:
             self._note(self.uses, self._reached, ticket.nbytes)
 
     def _note(self, marks: list[Mark], key: GroupKey | None, nbytes: int) -> None:
@@ -162,7 +171,8 @@ class AutoBounds:
         clock = ClockWithoutWaits(laps)
         offloads = [clock.moments(one) for one in self._by_chunk(times.offloads)]
         uses = [clock.moments(one) for one in self._by_chunk(times.uses)]
-        cap = max((in_flight_bytes(one, offload_rate * CAUTION) for one in offloads), default=0)
+        caps = [in_flight_bytes(one, offload_rate * CAUTION) for one in offloads]
+        cap = max(LEAST_IN_FLIGHT_BYTES, *caps, 0)
         window = max((window_bytes(one, reload_rate * CAUTION) for one in uses), default=0)
         self._apply(cap, window)
         logger.log(
@@ -174,9 +184,13 @@ class AutoBounds:
             stalled_s * 1e3,
             offload_rate / 1e9,
             reload_rate / 1e9,
-            self._transfer.copies.in_flight.max_bytes // MIB,
-            self._prefetcher.window_bytes // MIB,
+            *(one // MIB for one in self.bounds),
         )
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """On bytes in flight, and on what is ahead."""
+        return self._transfer.copies.in_flight.max_bytes, self._prefetcher.window_bytes
 
     def _apply(self, cap: int, window: int) -> None:
         """Choose these, as far as the budget and the device have room, where nothing is given."""
@@ -188,8 +202,7 @@ class AutoBounds:
         in_flight, backend = self._transfer.copies.in_flight, self._transfer.backend
         unused = backend.unused_bytes()
         if unused is not None:
-            now = [in_flight.max_bytes, self._prefetcher.window_bytes]
-            wanted = grown(now, wanted, int(unused * SHARE_OF_UNUSED))
+            wanted = grown(self.bounds, wanted, int(unused * SHARE_OF_UNUSED))
         if given[0] == AUTO:
             in_flight.choose(max(1, wanted[0]))  # 0 would wait for each copy
         if given[1] == AUTO:

@@ -43,7 +43,7 @@ class Laps:
         offloads: Copies to the host.
         reloads: Copies to the device.
         waits: Of compute, for copies.
-        end: Where it was stopped.
+        end: The last point that somebody asked for.
     """
 
     def __init__(self, begin: TimedEvent) -> None:
@@ -80,17 +80,17 @@ class Stopwatch:
         return begin is not None
 
     def stop(self) -> Laps | None:
-        """Time nothing any more; what was timed, if it ran and no graph is captured."""
+        """Time nothing any more; what was timed, if it ran."""
         laps, self._laps = self._laps, None
-        end = None if laps is None else self._event(self._backend.current_stream())
-        if laps is None or end is None:
-            return None
-        laps.end = end
         return laps
 
     def now(self) -> TimedEvent | None:
         """Behind all that the live compute stream was given; None if it does not run."""
-        return None if self._laps is None else self._event(self._backend.current_stream())
+        laps = self._laps
+        event = None if laps is None else self._event(self._backend.current_stream())
+        if laps is not None and event is not None:
+            laps.end = event
+        return event
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

@@ -15,6 +15,7 @@ from toy import assert_idle, batches, make_model, run_step, same_bits
 from emulated.test_engine import DELAYS, WIDTH
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._groups import auto_bounds
 from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
 from pp_offload.backends import AcceleratorBackend
 
@@ -45,17 +46,19 @@ class Training:
 
     @staticmethod
     def end_step() -> None:
-        """The step is over, then it has been run, then another one begins, which knows its times.
-
-        Its end is recorded where it is over, so without the wait nobody can say what is known.
-        """
-        off_interface.reset()
+        """The step has been run, and another one begins, which knows its times."""
         torch.accelerator.synchronize()
         off_interface.reset()
 
     def bounds(self) -> tuple[int, int]:
         wiring = self.manager.wiring
         return wiring.transfer.copies.in_flight.max_bytes, wiring.prefetcher.window_bytes
+
+
+@pytest.fixture(autouse=True)
+def least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors here are small."""
+    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ VIEWS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 @contextmanager
-def manager_of(kind: str, tier: str, directory: Path, window: int | None) -> Iterator[object]:
+def manager_of(kind: str, tier: str, directory: Path, window: int | str) -> Iterator[object]:
     """Where tensors of any size leave."""
     disk = {"disk_dir": directory} if tier != "host" else {}
     tiers = (tier,) if tier == "host" else ("disk",)
@@ -63,11 +63,11 @@ def manager_of(kind: str, tier: str, directory: Path, window: int | None) -> Ite
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-@pytest.mark.parametrize("window", [None, 0, 200, 10**6])
+@pytest.mark.parametrize("window", ["auto", 0, 200, 10**6])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_table_of_every_layer(
-    kind: str, tier: str, window: int | None, view: Callable[..., Tensor], tmp_path: Path
+    kind: str, tier: str, window: int | str, view: Callable[..., Tensor], tmp_path: Path
 ) -> None:
     """Two microbatches in flight, several steps; a neighbour is near in any window."""
     with manager_of(kind, tier, tmp_path, window) as manager:
@@ -101,8 +101,8 @@ class SpoilsWhatItSaved(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.parametrize("window", [None, 0])
-def test_one_group_changes_what_it_was_given(kind: str, window: int | None) -> None:
+@pytest.mark.parametrize("window", ["auto", 0])
+def test_one_group_changes_what_it_was_given(kind: str, window: int | str) -> None:
     """The others have bytes of their own to come back from."""
     config = OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=window)
 

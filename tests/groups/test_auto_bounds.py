@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pp_offload import OffloadConfig
+from pp_offload._groups import auto_bounds
 from pp_offload._groups.auto_bounds import AutoBounds, ClockWithoutWaits, Mark, StepTimes, rate
 from pp_offload._groups.plan import ChunkKey, GroupKey, Plan
 from pp_offload._groups.wiring import Wiring
@@ -73,6 +74,11 @@ def laps_of_a_slow_link() -> Laps:
     laps = Laps(At(0))
     laps.offloads, laps.reloads = [lap(0, 1000, MB)], [lap(0, 1000, MB)]
     return laps
+
+
+@pytest.fixture(autouse=True)
+def least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
 
 
 def test_the_chunk_that_needs_most_decides() -> None:

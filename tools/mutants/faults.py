@@ -1340,7 +1340,7 @@ MUTANTS = [
     Mutant(
         "bounds outgrow the device",
         "pp_offload/_groups/auto_bounds.py",
-        "wanted = grown(now, wanted, int(unused * SHARE_OF_UNUSED))",
+        "wanted = grown(self.bounds, wanted, int(unused * SHARE_OF_UNUSED))",
         "pass",
         "the first step fits, the second does not",
         ("tests/simulate/test_chosen_bounds.py::test_bounds_do_not_grow_beyond_the_device",),
@@ -1386,5 +1386,21 @@ MUTANTS = [
         "same = by_storage[storage]",
         "what backward asks for next comes behind what it asks for later",
         ("tests/transfer/test_payload.py::test_what_is_saved_last_is_asked_for_first",),
+    ),
+    Mutant(
+        "what came back by a copy counts as taken back",
+        "pp_offload/_groups/auto_bounds.py",
+        "if id(ticket) in self._taken_back:",
+        "if ticket.begin in ticket.block.in_flight_sources:",
+        "with a host that runs ahead, no use is known and the window is nothing",
+        ("tests/simulate/test_chosen_bounds.py::test_a_host_that_is_ahead_knows_what_came_back",),
+    ),
+    Mutant(
+        "small models have less in flight than before",
+        "pp_offload/_groups/auto_bounds.py",
+        "cap = max(LEAST_IN_FLIGHT_BYTES, *caps, 0)",
+        "cap = max(*caps, 0)",
+        "a step whose forwards come in a row takes longer than with the bounds before",
+        ("tests/simulate/test_chosen_bounds.py::test_no_less_is_in_flight_than_at_first",),
     ),
 ]
