@@ -1,6 +1,6 @@
 """The acceptance table: its rows obey the law, its search finds the best, its verdict is as said.
 
-Whether the defaults are good is not asked here.
+The defaults are asked for in a few cells; the whole table is in ``benchmarks/results``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from virtual_models import NUM_CHOSEN, NUM_EXPERTS, PARTS, Stage, rounded
-from virtual_search import Found, least_peak, verdict
+from virtual_search import MAX_NEED, MAX_RATIO, Found, least_peak, verdict
 from virtual_step import PEERS, Cell, Row, Rows, chunk_bytes, is_best, shown
 
 from pp_offload.simulate import DEVICES, VirtualBackend
@@ -60,6 +60,34 @@ def test_a_recomputed_layer_takes_one_more_forward(rows: dict[str, Row]) -> None
     assert rows["inputs"]["ratio_to_none"] == pytest.approx(
         rows["recompute"]["ratio_to_none"], rel=0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "width", "cap", "window"),
+    [
+        ("gpt", 8192, 0.9, 0.25),
+        pytest.param("llama", 12288, 0.9, 0.3, marks=pytest.mark.slow),
+        pytest.param("moe", 6144, 0.95, 0.3, marks=pytest.mark.slow),
+    ],
+)
+def test_default_options_keep_the_step_with_the_memory_of_the_best_bounds(
+    model: str, width: int, cap: float, window: float
+) -> None:
+    """Those of the table, as shares of what a microbatch offloads."""
+    found = Rows(Cell("H100", model, width, 4096, num_layers=2, in_flight=4, rounds=8))
+    found.run("none", "none")
+    row, best = found.run("default", "ours"), found.pair(cap, window)
+    assert best.ratio <= MAX_RATIO
+    assert verdict(row["ratio_to_none"], row["peak_gib"], row["need"], best.peak) == "ok"
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_where_the_link_is_too_slow_default_options_keep_it_busy(model: str) -> None:
+    found = Rows(Cell("H100", model, 2048, 4096, num_layers=2, in_flight=4, rounds=8))
+    found.run("none", "none")
+    row = found.run("default", "ours")
+    assert row["need"] > MAX_NEED
+    assert verdict(row["ratio_to_none"], row["peak_gib"], row["need"], None) == "ok"
 
 
 @pytest.mark.parametrize("model", PARTS)
