@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--gib", type=float, help="may be on its way in each direction; default: the engine's own")
     add("--host-gib", type=float, help="host memory of a rank; default: as much as it needs")
     add("--network-gb", type=float, default=50.0, help="GB/s between two ranks; default: 50")
-    add("--quick", action="store_true", help="a tiny model on two ranks")
+    add("--quick", action="store_true", help="a tiny model on two ranks, whatever the sizes given")
     add("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     if options.quick:
@@ -70,11 +70,19 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--groups is {','.join(options.groups)!r}, expected attn, mlp or attn,mlp")
     if min(options.ranks, options.microbatches, options.length) < 1:
         parser.error("--ranks, --microbatches and --length must be at least 1")
+    if min(options.gib or 0, options.host_gib or 0) < 0 or options.network_gb <= 0:
+        parser.error("--gib and --host-gib must be at least 0, and --network-gb above 0")
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json is {options.json}, expected a file in a directory that is there")
     if not 0 <= options.fraction <= 1:
         parser.error(f"--fraction is {options.fraction:g}, expected 0 to 1")
     check_schedule(parser, options)
     if options.ranks * options.virtual_stages > SIZES[options.model].num_layers:
         parser.error(f"there are {SIZES[options.model].num_layers} layers, fewer than stages")
+    try:
+        order_of(options)
+    except ValueError as failure:
+        parser.error(str(failure))
     return options
 
 

@@ -76,9 +76,10 @@ class OffloadConfig:
     never for those of the group that was offloaded last, unless this is 0: then for all.
 
     ``"auto"`` means twice the largest group, at least 512 MiB, in the first steps. Where the device
-    has a clock and ``tiers`` is ``("host",)``, complete steps of a manager are timed, and their
-    times say how little is enough for compute never to wait, as far as the link to the host permits
-    and the device has room: 512 MiB or more. One line in the log says what was chosen.
+    has a clock and ``tiers`` is ``("host",)``, complete steps of a manager are timed, from one
+    ``reset()`` to the next, which an attached schedule calls. Their times say how little is enough
+    for compute never to wait, as far as the link to the host permits and the device has room: 512
+    MiB or more. One line in the log says what was chosen.
 
     Behind an accelerator, this also limits the host bytes on the way to and from the disk.
     """

@@ -84,7 +84,7 @@ LISTENED = {
     ),
     "max_in_flight_bytes": Listened(Copies, "__init__", "max_in_flight_bytes", 12345),
     "prefetch_bytes": Listened(Prefetcher, "__init__", "window_bytes", 54321),
-    "device_budget_bytes": Listened(InFlight, "choose", "max_bytes", 2**19 + 1),
+    "device_budget_bytes": Listened(InFlight, "bound", "most_bytes", 2**19 + 1),
     "split_backward": Listened(SplitBackward, "__init__", "is_keeping", True),
     "host_budget_bytes": Listened(HostBudget, "__init__", "limit_bytes", 2**27 + 1),
     "tiers": Listened(DiskFile, "__init__", "self", lambda disk: True),
@@ -93,12 +93,8 @@ LISTENED = {
 }
 
 ENGINE = {"max_in_flight_bytes", "host_budget_bytes", "verify"}
-STASH = ENGINE | {"prefetch_bytes", "tiers", "disk_dir"}
-GROUPS = STASH | {
-    "delta_offload_bytes_across_pp_ranks",
-    "activation_offload_fraction",
-    "device_budget_bytes",
-}
+STASH = ENGINE | {"prefetch_bytes", "device_budget_bytes", "tiers", "disk_dir"}
+GROUPS = STASH | {"delta_offload_bytes_across_pp_ranks", "activation_offload_fraction"}
 
 
 def run_groups() -> None:

@@ -40,6 +40,9 @@ CAUTION = 0.95
 SHARE_OF_UNUSED = 0.8
 """How much of the device's unused memory bounds may grow into: an allocator leaves gaps."""
 
+GROWN = 1.1
+"""With so many times the bytes of the timed step, another one is timed."""
+
 LEAST_IN_FLIGHT_BYTES = IN_FLIGHT_BYTES
 """Less is not chosen: small models have the memory, and with forwards in a row they need it."""
 
@@ -122,45 +125,53 @@ class AutoBounds:
         self._plan = Plan()
         self._running: StepTimes | None = None
         self._timed: tuple[StepTimes, Laps] | None = None
-        if config.device_budget_bytes is not None:
-            self._apply(IN_FLIGHT_BYTES, IN_FLIGHT_BYTES)
+        self._sent = self._sent_when_timed = 0
 
     def begin_step(self) -> None:
-        """Choose, if the times of an earlier step are known by now; then time this one, perhaps."""
-        if self._timed is not None:
-            self._read(*self._timed)
-        watch = self._transfer.copies.stopwatch
-        if self._num_left and self._timed is None and watch.start():
-            self._running = StepTimes(watch)
-            self._transfer.listeners.add(self._running)
+        """Choose, if the times of an earlier step are known by now; then time this one, perhaps.
+
+        Not in a capture, where nothing can be asked of an event.
+        """
+        if self._transfer.backend.is_capturing:
+            return
+        try:
+            if self._timed is not None:
+                self._read(*self._timed)
+            watch = self._transfer.copies.stopwatch
+            if self._num_left and self._timed is None and watch.start():
+                self._running = StepTimes(watch)
+                self._transfer.listeners.add(self._running)
+        except RuntimeError as failure:  # events of this device, or of another stream, have no time
+            self._timed = None
+            self._num_left = max(0, self._num_left - 1)
+            logger.debug("the bounds stay as they are, for a step was not timed: %s", failure)
+        self._sent = self._transfer.counters.bytes_offloaded
 
     def end_step(self, plan: Plan, *, is_complete: bool) -> None:
         """The step is over.
 
         Args:
-            plan: For the steps to come. Another one is a reason to time steps again.
+            plan: For the steps to come. Another one is a reason to time steps again, as are more
+                bytes than those timed had.
             is_complete: Whether the step says what others will be like.
         """
-        times, self._running = self._running, None
-        laps = self._transfer.copies.stopwatch.stop()
+        times, laps = self._running, self._transfer.copies.stopwatch.stop()
+        sent = self._transfer.counters.bytes_offloaded - self._sent
         if times is not None:
             self._transfer.listeners.remove(times)
+            self._running = None
             if laps is not None and is_complete:
-                self._timed = times, laps
-        if plan != self._plan:
+                self._timed, self._sent_when_timed = (times, laps), sent
+        has_grown = is_complete and sent > self._sent_when_timed * GROWN
+        if plan != self._plan or (has_grown and not self._num_left):
             self._plan = plan
             self._num_left = NUM_TIMED if is_wanted(self._config) else 0
 
     def _read(self, times: StepTimes, laps: Laps) -> None:
-        try:
-            if not laps.are_over():
-                return
+        if laps.are_over():
             self._timed = None
             self._num_left -= 1
             self._choose(times, laps)
-        except RuntimeError as failure:  # events of this device do not know their time
-            self._timed, self._num_left = None, 0
-            logger.debug("the bounds stay as they are, for nothing can be timed: %s", failure)
 
     def _choose(self, times: StepTimes, laps: Laps) -> None:
         stalled_s = seconds(laps.waits)
@@ -223,9 +234,11 @@ class ClockWithoutWaits:
 
     def __init__(self, laps: Laps) -> None:
         self._laps = laps
-        self._ends_s = [laps.seconds_until(wait.end) for wait in laps.waits]
-        took = (wait.begin.elapsed_time(wait.end) / 1e3 for wait in laps.waits)
-        self._waited_s = [0.0, *accumulate(took)]
+        took = [wait.begin.elapsed_time(wait.end) / 1e3 for wait in laps.waits]
+        ends = [laps.seconds_until(wait.end) for wait in laps.waits]
+        waits = sorted(zip(ends, took, strict=True))  # of several threads, in no order
+        self._ends_s = [end_s for end_s, _ in waits]
+        self._waited_s = [0.0, *accumulate(took_s for _, took_s in waits)]
 
     def moments(self, marks: Iterable[Mark]) -> list[Moment]:
         """The marks by that time."""

@@ -108,5 +108,5 @@ def grown(now: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
 
     What one gives up is no room for another: the two need not be full at the same time.
     """
-    more = shares([max(0, new - old) for old, new in zip(now, wanted, strict=True)], room)
+    more = shares([max(0, new - old) for old, new in zip(now, wanted, strict=True)], max(0, room))
     return [min(new, old + one) for old, new, one in zip(now, wanted, more, strict=True)]

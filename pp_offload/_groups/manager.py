@@ -76,10 +76,7 @@ class Manager:
         self._was_disabled = False
         self._has_warned_of_no_reset = False
         self.forward = Forward()
-        self._bounds = self._auto_bounds()
-
-    def _auto_bounds(self) -> AutoBounds:
-        return AutoBounds(self.wiring.transfer, self.wiring.prefetcher, self.config)
+        self._bounds = AutoBounds(self.wiring.transfer, self.wiring.prefetcher, self.config)
 
     def take_over(self, old: Manager) -> None:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
@@ -105,9 +102,9 @@ class Manager:
         step = StepRecord(ChunkQueue())
         wiring = Wiring.made(self.backend, config, step)  # first: without a disk it raises
         wiring.go_on_as(self.wiring)
+        bounds = AutoBounds(wiring.transfer, wiring.prefetcher, config)
         self.retire()
-        self.config, self.step, self.wiring = config, step, wiring
-        self._bounds = self._auto_bounds()
+        self.config, self.step, self.wiring, self._bounds = config, step, wiring, bounds
         self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
 
     def retire(self) -> None:
@@ -302,7 +299,8 @@ class Manager:
     def abort(self) -> None:
         """Forget the step that runs. Tensors autograd still holds stay good."""
         leave_all()
-        self._bounds.end_step(self.wiring.plan, is_complete=False)
+        with self.wiring.lock:
+            self._bounds.end_step(self.wiring.plan, is_complete=False)
         self._end_step()
         self.wiring.transfer.compact()
 

@@ -10,6 +10,7 @@ again.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -95,6 +96,7 @@ class Prefetcher:
         self._reloads.refill = self.fill
         self._reloads.comes_soon = self.comes_soon
         self._follows_groups = window_bytes == AUTO
+        self._most_bytes = sys.maxsize
         self._current: Group | None = None
         self._done_at = -1
 
@@ -147,7 +149,14 @@ class Prefetcher:
         """A group of ``nbytes`` was offloaded, and will come back."""
         with self._transfer.lock:
             if self._follows_groups:
-                self.window_bytes = max(self.window_bytes, 2 * nbytes)
+                self.window_bytes = max(self.window_bytes, min(2 * nbytes, self._most_bytes))
+            self._reloads.refill_below_bytes = refill_below(self.window_bytes)
+
+    def bound(self, most_bytes: int) -> None:
+        """Unless an option sets the window, keep it at so much at most."""
+        if self._follows_groups:
+            self._most_bytes = most_bytes
+            self.window_bytes = min(self.window_bytes, most_bytes)
             self._reloads.refill_below_bytes = refill_below(self.window_bytes)
 
     def choose(self, window_bytes: int) -> None:
@@ -155,6 +164,7 @@ class Prefetcher:
         with self._transfer.lock:
             self._follows_groups = False
             self.window_bytes = window_bytes
+            self._reloads.refill_below_bytes = refill_below(window_bytes)
 
     def fill(self) -> None:
         """Reload what comes next until the window is full, once some of it is free."""

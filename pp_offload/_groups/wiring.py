@@ -6,6 +6,7 @@ chunk = Chunk(min_offloaded_tensor_size, wiring)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,7 +21,16 @@ from pp_offload._transfer.tensors import Eligibility, StorageSet
 from pp_offload._transfer.tiers import make_engine
 from pp_offload._transfer.verify import Verifier
 from pp_offload.backends import Backend, Stream, default_backend
-from pp_offload.config import OffloadConfig
+from pp_offload.config import AUTO, OffloadConfig
+
+
+def most_of_each(config: OffloadConfig) -> int:
+    """What each bound that the engine chooses may be, before there are times to tell more."""
+    if config.device_budget_bytes is None:
+        return sys.maxsize
+    given = [one for one in (config.max_in_flight_bytes, config.prefetch_bytes) if one != AUTO]
+    left = config.device_budget_bytes - sum([one for one in given if isinstance(one, int)])
+    return max(0, left) // (2 - len(given) or 1)
 
 
 @dataclass
@@ -78,12 +88,11 @@ class Wiring:
             allocate: Gives host memory, as for :func:`make_engine`.
         """
         transfer = make_engine(backend, config, allocate)
-        return cls(
-            transfer,
-            Offloader(transfer, Verifier(backend) if config.verify else None),
-            step,
-            Prefetcher(transfer, step, config.prefetch_bytes),
-        )
+        prefetcher = Prefetcher(transfer, step, config.prefetch_bytes)
+        transfer.copies.in_flight.bound(most_of_each(config))
+        prefetcher.bound(most_of_each(config))
+        offloader = Offloader(transfer, Verifier(backend) if config.verify else None)
+        return cls(transfer, offloader, step, prefetcher)
 
     @classmethod
     def alone(cls) -> Wiring:

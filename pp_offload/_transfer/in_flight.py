@@ -18,6 +18,7 @@ NOTE [ Keep-alive ]
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -106,6 +107,7 @@ class InFlight:
         self._lock = lock
         self._stopwatch = stopwatch
         self._follows_groups = max_bytes == AUTO
+        self._most_bytes = sys.maxsize
         self._compute_streams: tuple[Stream, ...] = (backend.current_stream(),)
         self._knows_all_streams = True
 
@@ -173,7 +175,13 @@ class InFlight:
     def expect(self, group_bytes: int) -> None:
         """Unless an option sets the cap, keep it at twice a group of so many bytes at least."""
         if self._follows_groups:
-            self.max_bytes = max(self.max_bytes, 2 * group_bytes)
+            self.max_bytes = max(self.max_bytes, min(2 * group_bytes, self._most_bytes))
+
+    def bound(self, most_bytes: int) -> None:
+        """Unless an option sets the cap, keep it at so much at most."""
+        if self._follows_groups:
+            self._most_bytes = most_bytes
+            self.max_bytes = min(self.max_bytes, max(1, most_bytes))  # 0 waits for each copy
 
     def choose(self, max_bytes: int) -> None:
         """From now on this is the cap."""

@@ -44,10 +44,12 @@ class Laps:
         reloads: Copies to the device.
         waits: Of compute, for copies.
         end: The last point that somebody asked for.
+        is_cut: Whether some of it ran in a capture, and has no times.
     """
 
     def __init__(self, begin: TimedEvent) -> None:
         self.begin = self.end = begin
+        self.is_cut = False
         self.offloads: list[Lap] = []
         self.reloads: list[Lap] = []
         self.waits: list[Lap] = []
@@ -80,9 +82,9 @@ class Stopwatch:
         return begin is not None
 
     def stop(self) -> Laps | None:
-        """Time nothing any more; what was timed, if it ran."""
+        """Time nothing any more; what was timed, if it ran and no graph was captured meanwhile."""
         laps, self._laps = self._laps, None
-        return laps
+        return None if laps is None or laps.is_cut else laps
 
     def now(self) -> TimedEvent | None:
         """Behind all that the live compute stream was given; None if it does not run."""
@@ -124,7 +126,11 @@ class Stopwatch:
             where.append(Lap(begin, end, nbytes))
 
     def _event(self, stream: Stream) -> TimedEvent | None:
-        return None if self._backend.is_capturing else self._backend.timed_event(stream)
+        if not self._backend.is_capturing:
+            return self._backend.timed_event(stream)
+        if self._laps is not None:
+            self._laps.is_cut = True
+        return None
 
 
 def seconds(laps: Iterable[Lap]) -> float:

@@ -77,16 +77,9 @@ class AcceleratorBackend:
         return cast(TimedEvent, event)
 
     def unused_bytes(self) -> int | None:
-        """What the device has free, and what PyTorch reserved beyond its peak."""
-        module = torch.get_device_module(self.device)
-        if not hasattr(module, "mem_get_info"):
-            return None
-        free, _ = module.mem_get_info(self.device)
-        reserved, peak = (
-            module.memory_reserved(self.device),
-            module.max_memory_allocated(self.device),
-        )
-        return int(free + reserved - peak)
+        """What the device has free. What PyTorch reserved is not: peaks may be reset by anybody."""
+        ask = getattr(torch.get_device_module(self.device), "mem_get_info", None)
+        return None if ask is None else int(ask(self.device)[0])
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

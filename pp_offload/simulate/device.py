@@ -13,12 +13,14 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pp_offload._common.checks import check_kind
 from pp_offload._common.operators import operator
 from pp_offload._memory.storages import has_storage
 from pp_offload.backends.base import Stream
@@ -52,7 +54,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
             a host that runs ahead.
 
     Raises:
-        TypeError: ``operator_seconds`` is something else.
+        TypeError: ``hardware`` or ``operator_seconds`` is something else.
         ValueError: A time in it is below 0.
 
     Attributes:
@@ -72,6 +74,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         *,
         is_blocking: bool = False,
     ) -> None:
+        check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
         self._calls = RepeatedCalls(OperatorCosts(hardware, operator_seconds))
         self.is_blocking = is_blocking
         self.name = f"virtual {hardware.name}"
@@ -100,9 +103,10 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         assert isinstance(stream, VirtualStream)
         return stream.record_event()
 
-    def unused_bytes(self) -> int:
-        """What the device has beyond the peak."""
-        return max(0, self.hardware.memory_bytes - self.memory.peak_bytes)
+    def unused_bytes(self) -> int | None:
+        """What the device has beyond the peak; None where it has no end."""
+        left = self.hardware.memory_bytes - self.memory.peak_bytes
+        return None if left == inf else max(0, left)
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

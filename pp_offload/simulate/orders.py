@@ -11,6 +11,7 @@ how many there are.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,14 @@ class PipelineOrder:
         self._schedule = schedule
         made = self.schedule_of(self._stand_ins())
         self.actions = [self._actions(made, rank) for rank in range(num_ranks)]
+        for rank, actions in enumerate(self.actions):
+            for action, number in Counter(actions).items():
+                if number > 1:
+                    raise ValueError(
+                        f"rank {rank} of {schedule} has {action.kind} of stage "
+                        f"{action.stage_index} and microbatch {action.microbatch} {number} times, "
+                        "expected each action once"
+                    )
         self.rank_of = {
             action.stage_index: rank
             for rank, actions in enumerate(self.actions)
@@ -98,7 +107,7 @@ class PipelineOrder:
                 made = _PipelineScheduleRuntime(list(stages), num, loss_fn=_no_loss)
                 made._load_csv(os.fspath(how))
                 return made
-        except AssertionError as failure:
+        except (AssertionError, RuntimeError) as failure:  # the latter of a line in a file
             raise ValueError(
                 f"{how} is no schedule of {self.num_stages} stages and {num} microbatches on "
                 f"{self.num_ranks} ranks: {failure}"

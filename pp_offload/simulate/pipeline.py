@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from pp_offload._common.checks import check_count
+from pp_offload._common.checks import check_count, check_kind
 from pp_offload._megatron.current import use_manager
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
-from pp_offload.config import OffloadConfig
+from pp_offload.config import OffloadConfig, check_config
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
@@ -59,10 +59,15 @@ def run_pipeline(
         progress: Called after each action.
 
     Raises:
+        TypeError: An argument is of another kind.
         ValueError: The order and the work do not have the same number of stages, or there is no
             step.
     """
     check_count("num_steps", num_steps, least=1)
+    check_kind("order", order, PipelineOrder, "a PipelineOrder")
+    check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
+    if config is not None:
+        check_config(config)
     with ExitStack() as stack:
         work.prepare(order, VirtualBackend(hardware))
         messages = Messages(order, peers or PeerLink())

@@ -69,8 +69,8 @@ class PipelineStep:
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which compute did nothing."""
-        busy_s = sum(rank.busy_s for rank in self.ranks)
-        return 1 - busy_s / (self.seconds * len(self.ranks))
+        busy_s, all_s = sum(rank.busy_s for rank in self.ranks), self.seconds * len(self.ranks)
+        return 1 - busy_s / all_s if all_s else 0.0
 
 
 class VirtualRank:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 
-from pp_offload._common.checks import check_kind
+from pp_offload._common.checks import check_kind, said
 from pp_offload._megatron.current import use_backend
 from pp_offload.modules import Patterns
 from pp_offload.pipelining import attach
@@ -68,11 +69,21 @@ class Times:
     """Stages that do nothing but take their time, all the same; in seconds.
 
     A backward in one part takes that of both.
+
+    Raises:
+        ValueError: A time is no number of at least 0.
     """
 
     forward_s: float
     input_s: float
     weight_s: float
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < inf:
+                raise ValueError(f"{one.name} is {said(value)}, expected seconds, at least 0")
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
         """Nothing is needed."""

@@ -390,3 +390,36 @@ def test_a_failure_leaves_no_manager_behind() -> None:
     assert not hasattr(work.stages[0], "_pp_offload_handle")
     found = run_pipeline(order(ScheduleGPipe, 2, 2, 2), modules(2), EVEN, config=CONFIG)
     assert found.ranks[0].bytes_offloaded > 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("0F0,0F0,0B0,0B0\n", ["rank 0", "FORWARD of stage 0 and microbatch 0 2 times"]),
+        ("what,is,this\n", ["order.csv", "what"]),
+    ],
+)
+def test_a_file_that_is_no_order_is_said(lines: str, words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "order.csv"
+    path.write_text(lines)
+    with pytest.raises(ValueError) as error:
+        PipelineOrder(path, num_ranks=1, num_stages=1, num_microbatches=1)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_arguments_of_another_kind_are_said() -> None:
+    made, hardware, times = (
+        order(ScheduleGPipe, 2, 2, 4),
+        DEVICES["H100"],
+        Times(forward_s=1, input_s=1, weight_s=1),
+    )
+    with pytest.raises(TypeError, match="order is"):
+        run_pipeline(ScheduleGPipe, times, hardware)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="hardware is"):
+        run_pipeline(made, times, "H100")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"OffloadConfig\(\*\*options\)"):
+        run_pipeline(made, times, hardware, config={})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r'DEVICES\["H100"\]'):
+        VirtualBackend("H100")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="forward_s is -1, expected seconds"):
+        Times(forward_s=-1, input_s=1, weight_s=1)

@@ -520,7 +520,7 @@ MUTANTS = [
     Mutant(
         "window does not follow",
         "pp_offload/_groups/prefetch.py",
-        "max(self.window_bytes, 2 * nbytes)",
+        "max(self.window_bytes, min(2 * nbytes, self._most_bytes))",
         "max(self.window_bytes, nbytes // 2)",
         "the next group comes when it is needed, not before",
         (
