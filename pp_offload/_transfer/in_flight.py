@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -38,6 +39,24 @@ IN_FLIGHT_BYTES = 2**29
 
 MAX_STREAMS = 32
 """Compute streams that are remembered; PyTorch has so many, and hands them out in turn."""
+
+
+class ComputeStreams:
+    """Compute streams of a backend on which sources may have been allocated.
+
+    Of all its engines: what one has seen a forward compute, another may copy.
+
+    Attributes:
+        known: Those seen last, in the order in which they were first seen.
+        are_all: Whether none was forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[Stream] = []
+        self.are_all = True
+
+
+_STREAMS: WeakKeyDictionary[Backend, ComputeStreams] = WeakKeyDictionary()
 
 
 @dataclass(slots=True, eq=False)
@@ -108,8 +127,8 @@ class InFlight:
         self._stopwatch = stopwatch
         self._follows_groups = max_bytes == AUTO
         self._most_bytes = sys.maxsize
-        self._compute_streams: tuple[Stream, ...] = (backend.current_stream(),)
-        self._knows_all_streams = True
+        self._streams = _STREAMS.setdefault(backend, ComputeStreams())
+        self.follow(backend.current_stream())
 
     @property
     def nbytes(self) -> int:
@@ -123,12 +142,13 @@ class InFlight:
 
     def follow(self, stream: Stream) -> None:
         """Remember a compute stream on which sources may have been allocated."""
-        streams = self._compute_streams
-        if stream is streams[-1] or stream in streams or self._backend.is_capturing:
+        known = self._streams.known
+        if known and (stream is known[-1] or stream in known or self._backend.is_capturing):
             return
-        if len(streams) >= MAX_STREAMS:
-            self._knows_all_streams = False
-        self._compute_streams = (*streams, stream)[-MAX_STREAMS:]
+        known.append(stream)
+        if len(known) > MAX_STREAMS:
+            self._streams.are_all = False
+            del known[0]
 
     def begin(
         self,
@@ -202,9 +222,9 @@ class InFlight:
         """
         while (pending := self._first_to_wait_for(last_bytes, poll)) is not None:
             event = pending.event(self._backend.d2h)
-            for stream in (self._backend.current_stream(), *self._compute_streams):
+            for stream in (self._backend.current_stream(), *self._streams.known):
                 self._stopwatch.wait(stream, event)
-            if not self._knows_all_streams:  # memory may go back to a stream that did not wait
+            if not self._streams.are_all:  # memory may go back to a stream that did not wait
                 event.synchronize()
             with self._lock:
                 self.finish(pending)

@@ -70,7 +70,7 @@ CASES: dict[str, Case] = {
     ),
     "so does each stream that may own the source": (
         programs.too_much_in_flight_of_another_stream,
-        Fault(f"{IN_FLIGHT}.keep_bounded", "*self._compute_streams", ""),
+        Fault(f"{IN_FLIGHT}.keep_bounded", "*self._streams.known", ""),
     ),
     "and the host, where not all of these are known": (
         programs.too_much_in_flight_of_a_stream_long_ago,

@@ -86,6 +86,22 @@ def test_auto_is_the_default_and_a_number_is_kept() -> None:
         assert in_flight.max_bytes == 17
 
 
+def test_engines_of_a_backend_know_each_others_streams() -> None:
+    """What a forward of one computes on a stream of its own, a forward of another may save."""
+    backend, engine = engine_with(0)
+    with backend.activate():
+        other = host_engine(backend, HostMemory(backend.allocate_host), 0)
+        side = backend.new_stream("side")
+        other.copies.in_flight.follow(side)
+        with backend.stream(side):
+            x = torch.ones(SIZE).tanh()
+        backend.current_stream().wait_event(side.record_event())
+        (ticket,) = tickets_of(engine, [x])
+        engine.offload([ticket])
+        ticket.hand_over()
+        del x  # its memory is free for the side stream, which has to have waited
+
+
 def lines_of_delivers(num_tensors: int) -> int:
     """Lines for 20 payloads of a group whose copies to the host are all still to be made."""
     backend, engine = late_engine()

@@ -167,7 +167,7 @@ MUTANTS = [
     Mutant(
         "let go on the live stream alone",
         "pp_offload/_transfer/in_flight.py",
-        "for stream in (self._backend.current_stream(), *self._compute_streams):",
+        "for stream in (self._backend.current_stream(), *self._streams.known):",
         "for stream in (self._backend.current_stream(),):",
         "memory returns to a stream that does not wait for the copy",
         (
@@ -1402,5 +1402,13 @@ MUTANTS = [
         "cap = max(*caps, 0)",
         "a step whose forwards come in a row takes longer than with the bounds before",
         ("tests/simulate/test_chosen_bounds.py::test_no_less_is_in_flight_than_at_first",),
+    ),
+    Mutant(
+        "each engine knows its own streams alone",
+        "pp_offload/_transfer/in_flight.py",
+        "_STREAMS.setdefault(backend, ComputeStreams())",
+        "ComputeStreams()",
+        "memory of a stream that another engine has seen is used again while it is copied",
+        ("tests/transfer/test_in_flight.py::test_engines_of_a_backend_know_each_others_streams",),
     ),
 ]
