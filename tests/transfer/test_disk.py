@@ -37,6 +37,7 @@ from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.disk_direct import DirectDisk
 from pp_offload._transfer.disk_staged import StagedDisk
 from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.on_disk import DiskBlock
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import Event, Stream
@@ -253,6 +254,35 @@ def test_a_full_disk_keeps_tensors_and_warns_once(
         disk_bytes = manager.statistics().disk_bytes_written
         assert steps_are_equal(manager)
         assert manager.statistics().disk_bytes_written > disk_bytes
+        assert_idle(manager)
+
+
+class Opens(Listener):
+    """A gate, when payloads are asked for."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def reloads_queued(self, num: int, *, is_ahead: bool) -> None:
+        if num:
+            self.gate.set()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cpu threads"])
+def test_what_was_not_written_is_had_back_though_it_was_asked_for_before(
+    kind: str, tmp_path: Path
+) -> None:
+    """A read is queued behind a write that fails then."""
+    with disk_manager(kind, tmp_path, max_in_flight_bytes=10**9) as manager:
+        opens = Opens()
+        manager.wiring.transfer.listeners.add(opens)
+
+        def write(fd: int, data: memoryview, offset: int) -> int:
+            assert opens.gate.wait(60)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        disk_of(manager)._pwrite = write  # type: ignore[method-assign]
+        assert steps_are_equal(manager, [0])
         assert_idle(manager)
 
 
