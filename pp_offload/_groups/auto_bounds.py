@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from pp_offload._groups.bounds import Moment, grown, in_flight_bytes, shares, window_bytes
+from pp_offload._groups.bounds import Moment, Use, grown, in_flight_bytes, shares, window_bytes
 from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.plan import GroupKey, Plan
 from pp_offload._groups.prefetch import SMALL_BYTES, Prefetcher
@@ -56,6 +56,8 @@ class Mark:
     group: GroupKey
     at: TimedEvent
     nbytes: int
+    freed: int = 0
+    """Of what is used for the last time."""
 
 
 class StepTimes(Listener):
@@ -91,19 +93,21 @@ class StepTimes(Listener):
         """A first use, unless it came by no copy: then there is nothing to be ahead of."""
         if id(ticket) in self._taken_back:
             self._taken_back.discard(id(ticket))
-        elif ticket.num_waiting >= ticket.num_members - 1:
-            self._note(self.uses, self._reached, ticket.nbytes)
+            return
+        is_first, is_last = ticket.num_waiting >= ticket.num_members - 1, ticket.num_waiting <= 0
+        self._note(self.uses, self._reached, ticket.nbytes * is_first, ticket.nbytes * is_last)
 
-    def _note(self, marks: list[Mark], key: GroupKey | None, nbytes: int) -> None:
-        if key is None or not nbytes:
+    def _note(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:
+        if key is None or not (nbytes or freed):
             return
         last = marks[-1] if marks else None
         if last is not None and last.group == key and last.nbytes + nbytes <= SMALL_BYTES:
             last.nbytes += nbytes
+            last.freed += freed
             return
         now = self._watch.now()
         if now is not None:
-            marks.append(Mark(key, now, nbytes))
+            marks.append(Mark(key, now, nbytes, freed))
 
 
 class AutoBounds:
@@ -180,8 +184,14 @@ class AutoBounds:
         if offload_rate is None or reload_rate is None:
             return
         clock = ClockWithoutWaits(laps)
-        offloads = [clock.moments(one) for one in self._by_chunk(times.offloads)]
-        uses = [clock.moments(one) for one in self._by_chunk(times.uses)]
+        offloads = [
+            [Moment(clock.seconds(mark.at), mark.nbytes) for mark in marks]
+            for marks in self._by_chunk(times.offloads)
+        ]
+        uses = [
+            [Use(clock.seconds(mark.at), mark.nbytes, mark.freed) for mark in marks]
+            for marks in self._by_chunk(times.uses)
+        ]
         caps = [in_flight_bytes(one, offload_rate * CAUTION) for one in offloads]
         cap = max(LEAST_IN_FLIGHT_BYTES, *caps, 0)
         window = max((window_bytes(one, reload_rate * CAUTION) for one in uses), default=0)
@@ -240,11 +250,8 @@ class ClockWithoutWaits:
         self._ends_s = [end_s for end_s, _ in waits]
         self._waited_s = [0.0, *accumulate(took_s for _, took_s in waits)]
 
-    def moments(self, marks: Iterable[Mark]) -> list[Moment]:
-        """The marks by that time."""
-        return [Moment(self._seconds(mark.at), mark.nbytes) for mark in marks]
-
-    def _seconds(self, event: TimedEvent) -> float:
+    def seconds(self, event: TimedEvent) -> float:
+        """From the begin to ``event``, less what compute waited before."""
         at_s = self._laps.seconds_until(event)
         return at_s - self._waited_s[bisect.bisect_right(self._ends_s, at_s)]
 

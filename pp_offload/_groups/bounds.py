@@ -5,7 +5,7 @@ The times are those of a step in which nothing waits, in seconds from any begin.
 slower than compute makes it wait whatever is chosen; then these bounds keep the link busy.
 
     in_flight_bytes([Moment(0.01, 2**28), Moment(0.02, 2**28)], 50e9)  # of a chunk's forward
-    window_bytes([Moment(0.03, 2**27), Moment(0.04, 2**27)], 50e9)     # of its backward
+    window_bytes([Use(0.03, 2**27, 2**27), Use(0.04, 2**27, 2**27)], 50e9)  # of its backward
 
 NOTE [ A chunk at a time ]
     In the steady state of a pipeline every forward is followed by a backward, in which what the
@@ -28,10 +28,22 @@ PRECISION = 64
 
 
 class Moment(NamedTuple):
-    """When compute had made bytes that leave, or asked for bytes that came back."""
+    """When compute had made bytes that leave."""
 
     at_s: float
     nbytes: int
+
+
+class Use(NamedTuple):
+    """When compute asked for something that came back."""
+
+    at_s: float
+
+    nbytes: int
+    """That it asked for by the first time."""
+
+    freed: int
+    """By the last time; several saved tensors may share their bytes."""
 
 
 def in_flight_bytes(offloads: Sequence[Moment], bytes_per_s: float) -> int:
@@ -54,7 +66,7 @@ def in_flight_bytes(offloads: Sequence[Moment], bytes_per_s: float) -> int:
     return most
 
 
-def window_bytes(uses: Sequence[Moment], bytes_per_s: float) -> int:
+def window_bytes(uses: Sequence[Use], bytes_per_s: float) -> int:
     """The smallest window, nearly, that is always ahead of the uses.
 
     Args:
@@ -72,25 +84,25 @@ def window_bytes(uses: Sequence[Moment], bytes_per_s: float) -> int:
     return high
 
 
-def is_in_time(uses: Sequence[Moment], window: int, bytes_per_s: float) -> bool:
+def is_in_time(uses: Sequence[Use], window: int, bytes_per_s: float) -> bool:
     """Whether no use waits, where reloads run ahead by ``window`` bytes, as the prefetcher's do."""
-    num_asked = unused = 0
-    free_s = float("-inf")
+    sizes = [use.nbytes for use in uses if use.nbytes]
     there_s: list[float] = []
-    asked_at_s = float("-inf")
-    for number, (at_s, nbytes) in enumerate(uses):
-        if number == 0 or unused <= refill_below(window):
-            while num_asked < len(uses):
-                more = uses[num_asked].nbytes
+    num_used = unused = 0
+    free_s = asked_at_s = float("-inf")
+    for at_s, nbytes, freed in uses:
+        if not there_s or unused <= refill_below(window):
+            for more in sizes[len(there_s) :]:
                 if unused and unused + more > window:
                     break
                 free_s = max(free_s, asked_at_s) + more / bytes_per_s
                 there_s.append(free_s)
                 unused += more
-                num_asked += 1
-        if num_asked <= number or there_s[number] > at_s:
-            return False
-        unused -= nbytes
+        if nbytes:
+            if num_used >= len(there_s) or there_s[num_used] > at_s:
+                return False
+            num_used += 1
+        unused -= freed
         asked_at_s = at_s
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,15 +41,14 @@ def lap(begin_ms: float, end_ms: float, nbytes: int = 0) -> Lap:
 
 
 def mark(position: int, ms: float, nbytes: int = MB, microbatch: int = 0) -> Mark:
-    return Mark(GroupKey(ChunkKey(0, microbatch), position), At(ms), nbytes)
+    return Mark(GroupKey(ChunkKey(0, microbatch), position), At(ms), nbytes, freed=nbytes)
 
 
 def test_what_compute_waited_is_taken_from_the_times() -> None:
     laps = Laps(At(100))
     laps.waits = [lap(120, 130), lap(150, 150), lap(160, 165)]
     clock = ClockWithoutWaits(laps)
-    marks = [mark(0, ms) for ms in (100, 119, 130, 155, 165, 200)]
-    found = [round(one.at_s * 1e3, 6) for one in clock.moments(marks)]
+    found = [round(clock.seconds(At(ms)) * 1e3, 6) for ms in (100, 119, 130, 155, 165, 200)]
     assert found == [0, 19, 20, 45, 50, 85]
 
 
@@ -56,6 +56,34 @@ def test_a_rate_is_of_the_time_in_which_copies_ran() -> None:
     assert rate([lap(0, 10, 20 * MB), lap(500, 510, 10 * MB)]) == pytest.approx(1500 * MB)
     assert rate([]) is None
     assert rate([lap(5, 5, MB)]) is None
+
+
+class Watch(Stopwatch):
+    """Its clock stands still."""
+
+    def now(self) -> Any:
+        return At(0)
+
+
+def test_bytes_that_are_used_twice_are_noted_at_both() -> None:
+    times = StepTimes(Watch(CpuBackend()))
+    times._reached = GroupKey(ChunkKey(0, 0), 0)
+    ticket: Any = SimpleNamespace(nbytes=MB, num_members=2, num_waiting=1)
+    times.delivered(ticket, None)
+    ticket.num_waiting = 0
+    times.delivered(ticket, None)
+    assert [(use.nbytes, use.freed) for use in times.uses] == [(MB, 0), (0, MB)]
+
+
+def test_what_is_taken_back_is_no_use() -> None:
+    times = StepTimes(Watch(CpuBackend()))
+    times._reached = GroupKey(ChunkKey(0, 0), 0)
+    ticket: Any = SimpleNamespace(nbytes=MB, num_members=1, num_waiting=0)
+    times.taken_back(ticket)
+    times.delivered(ticket, None)
+    assert times.uses == []
+    times.delivered(ticket, None)  # a second backward, which brings it
+    assert [(use.nbytes, use.freed) for use in times.uses] == [(MB, MB)]
 
 
 def chosen(plan: Plan, offloads: list[Mark], uses: list[Mark], laps: Laps) -> tuple[int, int]:

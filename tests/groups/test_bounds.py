@@ -8,6 +8,7 @@ import pytest
 
 from pp_offload._groups.bounds import (
     Moment,
+    Use,
     grown,
     in_flight_bytes,
     is_in_time,
@@ -22,6 +23,11 @@ MB = 10**6
 def every(seconds: float, *nbytes: int) -> list[Moment]:
     """A moment each so many seconds; the first one after so many."""
     return [Moment((1 + number) * seconds, one) for number, one in enumerate(nbytes)]
+
+
+def used(seconds: float, *nbytes: int) -> list[Use]:
+    """The same, of what is used once."""
+    return [Use(at_s, one, one) for at_s, one in every(seconds, *nbytes)]
 
 
 def waits_s(offloads: list[Moment], cap: int, rate: float) -> float:
@@ -62,7 +68,7 @@ def test_where_nothing_was_offloaded_nothing_is_needed() -> None:
 @pytest.mark.parametrize("rate", [3 * MB, 7 * MB, 9 * MB, 50 * MB])
 @pytest.mark.parametrize("sizes", [[10] * 16, [1, 20, 3, 3, 3, 3, 9, 9, 2, 2, 2, 1], [5]])
 def test_a_window_is_in_time_and_little_less_is_not(sizes: list[int], rate: float) -> None:
-    uses = every(1.0, *[size * MB for size in sizes])
+    uses = used(1.0, *[size * MB for size in sizes])
     window = window_bytes(uses, rate)
     assert is_in_time(uses, window, rate)
     step = max(1, sum(sizes) * MB // 64)
@@ -74,7 +80,7 @@ def test_the_window_is_what_does_not_come_in_a_backward() -> None:
     """In small parts: no link brings more than its rate."""
     sizes = [MB] * 200
     for rate in (20 * MB, 50 * MB, 90 * MB):
-        uses = every(0.01, *sizes)
+        uses = used(0.01, *sizes)
         ideal = max(
             total - rate * (use.at_s - uses[0].at_s)
             for use, total in zip(uses, accumulate(sizes), strict=True)
@@ -102,3 +108,11 @@ def test_what_shrinks_is_no_room_for_what_grows() -> None:
     assert grown([100, 100], [50, 300], 20) == [50, 120]
     assert grown([100, 100], [200, 400], 200) == [150, 250]
     assert grown([100, 100], [200, 400], 0) == [100, 100]
+
+
+def test_bytes_that_several_share_take_room_until_the_last_of_them_is_used() -> None:
+    once = [Use(1.0, 10, 10), Use(2.0, 10, 10), Use(3.0, 10, 10), Use(3.0, 10, 10)]
+    twice = [Use(1.0, 10, 0), Use(2.0, 10, 10), Use(3.0, 10, 10), Use(3.0, 10, 10), Use(3.0, 0, 10)]
+    assert is_in_time(once, 20, bytes_per_s=11)
+    assert not is_in_time(twice, 20, bytes_per_s=11)
+    assert is_in_time(twice, 40, bytes_per_s=11)

@@ -1376,7 +1376,7 @@ MUTANTS = [
     Mutant(
         "what was used has no room",
         "pp_offload/_groups/bounds.py",
-        "        unused -= nbytes\n",
+        "        unused -= freed\n",
         "",
         "a window for all of a chunk",
         ("tests/groups/test_bounds.py::test_the_window_is_what_does_not_come_in_a_backward",),
@@ -1412,5 +1412,13 @@ MUTANTS = [
         "ComputeStreams()",
         "memory of a stream that another engine has seen is used again while it is copied",
         ("tests/transfer/test_in_flight.py::test_engines_of_a_backend_know_each_others_streams",),
+    ),
+    Mutant(
+        "shared bytes have room at their first use",
+        "pp_offload/_groups/auto_bounds.py",
+        "ticket.nbytes * is_first, ticket.nbytes * is_last)",
+        "ticket.nbytes * is_first, ticket.nbytes * is_first)",
+        "a window that is too small where saved tensors share bytes, as in attention",
+        ("tests/groups/test_auto_bounds.py::test_bytes_that_are_used_twice_are_noted_at_both",),
     ),
 ]
