@@ -174,17 +174,21 @@ class Counting(VirtualBackend):
 
     def __init__(self, hardware: Hardware, kernel_s: float) -> None:
         super().__init__(hardware, self._kernel)
-        self.num = dict.fromkeys(KINDS, 0)
+        self._copies = dict.fromkeys(KINDS, 0)
         self._kernel_s = kernel_s
 
     def _kernel(self, *call: object) -> float:
-        self.num["kernel"] += 1
-        return self._kernel_s
+        return self._kernel_s  # asked once for all calls with the same sizes
+
+    @property
+    def num(self) -> dict[str, int]:
+        """So far; each kernel keeps compute busy for as long."""
+        return self._copies | {"kernel": round(self.compute.busy_s / self._kernel_s)}
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:
-        self.num["d2h" if stream is self.d2h else "h2d"] += len(targets)
+        self._copies["d2h" if stream is self.d2h else "h2d"] += len(targets)
         super().copy(stream, targets, sources, label)
 
 

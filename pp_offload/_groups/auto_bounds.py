@@ -194,7 +194,8 @@ class AutoBounds:
         ]
         caps = [in_flight_bytes(one, offload_rate * CAUTION) for one in offloads]
         cap = max(LEAST_IN_FLIGHT_BYTES, *caps, 0)
-        window = max((window_bytes(one, reload_rate * CAUTION) for one in uses), default=0)
+        windows = [window_bytes(one, reload_rate * CAUTION) for one in uses]
+        window = max(SMALL_BYTES, *windows, 0)  # small tensors come back in batches of so much
         self._apply(cap, window)
         logger.log(
             logging.DEBUG if self._num_left else logging.INFO,

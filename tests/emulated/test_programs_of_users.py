@@ -40,7 +40,7 @@ def test_the_virtual_device_is_held_to_it(tmp_path: Path) -> None:
     for one in figures["programs"]:
         assert min(one["predicted_ms"], one["measured_ms"], one["copy_ms"], one["kernel_ms"]) > 0
         assert one["counts"]["bytes_offloaded"] > 0
-        for kind in ("kernel", "d2h", "bytes_offloaded"):
+        for kind in ("kernel", "bytes_offloaded"):  # into how many pieces depends on the threads
             assert one["counts"][kind] == one["virtual_counts"][kind]
         assert one["bitwise_equal"]
 
