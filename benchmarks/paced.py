@@ -68,7 +68,7 @@ def beyond(after: Counts, before: Counts) -> Counts:
 
 def bounds_of(manager: Any) -> Bounds:
     wiring = manager.wiring
-    return wiring.transfer.copies.in_flight.max_bytes, wiring.prefetcher.window_bytes
+    return wiring.transfer.copies.in_flight.bound.nbytes, wiring.prefetcher.window.nbytes
 
 
 @dataclass

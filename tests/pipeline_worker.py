@@ -150,7 +150,7 @@ def train(
         PipelineOffloadManager.get_instance().reset()
         facts["table"] = summary_table()
         facts["unused"] = peak.nbytes
-        facts["window"] = handle.manager.wiring.prefetcher.window_bytes
+        facts["window"] = handle.manager.wiring.prefetcher.window.nbytes
         handle.detach()
     return seen, facts
 

@@ -41,7 +41,6 @@ from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk import DiskFile
 from pp_offload._transfer import plain_copies
 from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.in_flight import InFlight
 from pp_offload._transfer.verify import Verifier
 
 
@@ -84,7 +83,7 @@ LISTENED = {
     ),
     "max_in_flight_bytes": Listened(Copies, "__init__", "max_in_flight_bytes", 12345),
     "prefetch_bytes": Listened(Prefetcher, "__init__", "window_bytes", 54321),
-    "device_budget_bytes": Listened(InFlight, "bound", "most_bytes", 2**19 + 1),
+    "device_budget_bytes": Listened(Prefetcher, "limit", "most_bytes", 2**19 + 1),
     "split_backward": Listened(SplitBackward, "__init__", "is_keeping", True),
     "host_budget_bytes": Listened(HostBudget, "__init__", "limit_bytes", 2**27 + 1),
     "tiers": Listened(DiskFile, "__init__", "self", lambda disk: True),

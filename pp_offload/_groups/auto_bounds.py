@@ -11,22 +11,25 @@ that was timed has ended, when a later step begins; so nobody waits for them.
 
 from __future__ import annotations
 
-import bisect
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from collections.abc import Iterable
+from itertools import groupby
 
-from pp_offload._groups.bounds import Moment, Use, grown, in_flight_bytes, shares, window_bytes
-from pp_offload._groups.group import Group, GroupState
-from pp_offload._groups.plan import GroupKey, Plan
+from pp_offload._groups.bounds import (
+    Moment,
+    Use,
+    grown,
+    in_flight_bytes,
+    left_of_budget,
+    shares,
+    window_bytes,
+)
+from pp_offload._groups.plan import Plan
 from pp_offload._groups.prefetch import SMALL_BYTES, Prefetcher
+from pp_offload._groups.step_times import ClockWithoutWaits, Mark, StepTimes, rate
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
-from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.stopwatch import Lap, Laps, Stopwatch, seconds
-from pp_offload._transfer.ticket import Owner, Ticket
-from pp_offload.backends import TimedEvent
+from pp_offload._transfer.stopwatch import Laps, seconds
 from pp_offload.config import AUTO, OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -47,67 +50,6 @@ LEAST_IN_FLIGHT_BYTES = IN_FLIGHT_BYTES
 """Less is not chosen: small models have the memory, and with forwards in a row they need it."""
 
 MIB = 2**20
-
-
-@dataclass(slots=True)
-class Mark:
-    """A point of compute's time, at which a group was offloaded or some of it was used."""
-
-    group: GroupKey
-    at: TimedEvent
-    nbytes: int
-    freed: int = 0
-    """Of what is used for the last time."""
-
-
-class StepTimes(Listener):
-    """Hears when groups leave, and when what came back is used.
-
-    Args:
-        watch: Runs meanwhile.
-
-    Attributes:
-        offloads: In order.
-        uses: In order; small ones that follow each other count as one.
-    """
-
-    def __init__(self, watch: Stopwatch) -> None:
-        self.offloads: list[Mark] = []
-        self.uses: list[Mark] = []
-        self._watch = watch
-        self._reached: GroupKey | None = None
-        self._taken_back: set[int] = set()
-
-    def group_closed(self, group: Owner) -> None:
-        if isinstance(group, Group) and group.state is GroupState.OFFLOADED:
-            self._note(self.offloads, group.key, group.counts.copied_bytes)
-
-    def group_reached(self, group: Owner) -> None:
-        if isinstance(group, Group):
-            self._reached = group.key
-
-    def taken_back(self, ticket: Ticket) -> None:
-        self._taken_back.add(id(ticket))
-
-    def delivered(self, ticket: Ticket, tensor: object) -> None:
-        """A first use, unless it came by no copy: then there is nothing to be ahead of."""
-        if id(ticket) in self._taken_back:
-            self._taken_back.discard(id(ticket))
-            return
-        is_first, is_last = ticket.num_waiting >= ticket.num_members - 1, ticket.num_waiting <= 0
-        self._note(self.uses, self._reached, ticket.nbytes * is_first, ticket.nbytes * is_last)
-
-    def _note(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:
-        if key is None or not (nbytes or freed):
-            return
-        last = marks[-1] if marks else None
-        if last is not None and last.group == key and last.nbytes + nbytes <= SMALL_BYTES:
-            last.nbytes += nbytes
-            last.freed += freed
-            return
-        now = self._watch.now()
-        if now is not None:
-            marks.append(Mark(key, now, nbytes, freed))
 
 
 class AutoBounds:
@@ -166,7 +108,7 @@ class AutoBounds:
             self._running = None
             if laps is not None and is_complete:
                 self._timed, self._sent_when_timed = (times, laps), sent
-        has_grown = is_complete and sent > self._sent_when_timed * GROWN
+        has_grown = is_complete and 0 < self._sent_when_timed * GROWN < sent
         if plan != self._plan or (has_grown and not self._num_left):
             self._plan = plan
             self._num_left = NUM_TIMED if is_wanted(self._config) else 0
@@ -193,9 +135,9 @@ class AutoBounds:
             for marks in self._by_chunk(times.uses)
         ]
         caps = [in_flight_bytes(one, offload_rate * CAUTION) for one in offloads]
-        cap = max(LEAST_IN_FLIGHT_BYTES, *caps, 0)
+        cap = max([LEAST_IN_FLIGHT_BYTES, *caps])
         windows = [window_bytes(one, reload_rate * CAUTION) for one in uses]
-        window = max(SMALL_BYTES, *windows, 0)  # small tensors come back in batches of so much
+        window = max([SMALL_BYTES, *windows])  # small tensors come back in batches of so much
         self._apply(cap, window)
         logger.log(
             logging.DEBUG if self._num_left else logging.INFO,
@@ -212,55 +154,26 @@ class AutoBounds:
     @property
     def bounds(self) -> tuple[int, int]:
         """On bytes in flight, and on what is ahead."""
-        return self._transfer.copies.in_flight.max_bytes, self._prefetcher.window_bytes
+        return self._transfer.copies.in_flight.bound.nbytes, self._prefetcher.window.nbytes
 
     def _apply(self, cap: int, window: int) -> None:
         """Choose these, as far as the budget and the device have room, where nothing is given."""
-        given = [self._config.max_in_flight_bytes, self._config.prefetch_bytes]
-        budget = self._config.device_budget_bytes
-        if budget is not None:
-            budget = max(0, budget - sum([one for one in given if isinstance(one, int)]))
-        wanted = shares([cap * (given[0] == AUTO), window * (given[1] == AUTO)], budget)
-        in_flight, backend = self._transfer.copies.in_flight, self._transfer.backend
+        config, backend = self._config, self._transfer.backend
+        wanted = [
+            cap * (config.max_in_flight_bytes == AUTO),
+            window * (config.prefetch_bytes == AUTO),
+        ]
+        wanted = shares(wanted, left_of_budget(config))
         unused = backend.unused_bytes()
         if unused is not None:
             wanted = grown(self.bounds, wanted, int(unused * SHARE_OF_UNUSED))
-        if given[0] == AUTO:
-            in_flight.choose(max(1, wanted[0]))  # 0 would wait for each copy
-        if given[1] == AUTO:
-            self._prefetcher.choose(wanted[1])
+        self._transfer.copies.in_flight.bound.choose(max(1, wanted[0]))  # 0: waits for each copy
+        self._prefetcher.choose(wanted[1])
 
     def _by_chunk(self, marks: Iterable[Mark]) -> Iterable[list[Mark]]:
         """Those of the groups that the plan does not keep; each time a chunk was at work."""
         left = (mark for mark in marks if mark.group not in self._plan.kept)
         return [list(one) for _, one in groupby(left, key=lambda mark: mark.group.chunk)]
-
-
-class ClockWithoutWaits:
-    """When compute would have passed a mark, had it never waited for copies.
-
-    Args:
-        laps: Say when and how long it waited.
-    """
-
-    def __init__(self, laps: Laps) -> None:
-        self._laps = laps
-        took = [wait.begin.elapsed_time(wait.end) / 1e3 for wait in laps.waits]
-        ends = [laps.seconds_until(wait.end) for wait in laps.waits]
-        waits = sorted(zip(ends, took, strict=True))  # of several threads, in no order
-        self._ends_s = [end_s for end_s, _ in waits]
-        self._waited_s = [0.0, *accumulate(took_s for _, took_s in waits)]
-
-    def seconds(self, event: TimedEvent) -> float:
-        """From the begin to ``event``, less what compute waited before."""
-        at_s = self._laps.seconds_until(event)
-        return at_s - self._waited_s[bisect.bisect_right(self._ends_s, at_s)]
-
-
-def rate(laps: Sequence[Lap]) -> float | None:
-    """Bytes a second, while copies ran; None if none did, or none took time."""
-    took_s = seconds(laps)
-    return sum([lap.nbytes for lap in laps]) / took_s if took_s else None
 
 
 def is_wanted(config: OffloadConfig) -> bool:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pp_offload._groups.prefetch import refill_below
+from pp_offload.config import OffloadConfig
 
 PRECISION = 64
 """A window is found to one part in so many of all its bytes."""
@@ -105,6 +106,14 @@ def is_in_time(uses: Sequence[Use], window: int, bytes_per_s: float) -> bool:
         unused -= freed
         asked_at_s = at_s
     return True
+
+
+def left_of_budget(config: OffloadConfig) -> int | None:
+    """What is left of the budget for what the engine chooses; None without one."""
+    if config.device_budget_bytes is None:
+        return None
+    given = (config.max_in_flight_bytes, config.prefetch_bytes)
+    return max(0, config.device_budget_bytes - sum([one for one in given if isinstance(one, int)]))
 
 
 def shares(wanted: Sequence[int], budget: int | None) -> list[int]:

@@ -10,7 +10,6 @@ again.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -19,9 +18,9 @@ from pp_offload._common.processes import HERE
 from pp_offload._groups.group import Group
 from pp_offload._groups.plan import ChunkKey
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
+from pp_offload._transfer.bound import Bound
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
-from pp_offload.config import AUTO
 
 SMALL_BYTES = 2**18
 """Below this, tensors of several groups are reloaded as one batch."""
@@ -80,23 +79,20 @@ class Prefetcher:
     Args:
         transfer: Reloads.
         step: Says which groups come next.
-        window_bytes: Bytes that may be on the device unused; :data:`AUTO` for twice the largest
-            group, at least :data:`SMALL_BYTES`, until :meth:`choose` is told better.
+        window_bytes: Bytes that may be on the device unused, as for :class:`Bound`.
 
     Attributes:
-        window_bytes: The window as it is now.
+        window: On these bytes, as it is now.
     """
 
     def __init__(self, transfer: TransferEngine, step: Step, window_bytes: int | str) -> None:
         self._transfer = transfer
         self._step = step
-        self.window_bytes = window_bytes if isinstance(window_bytes, int) else SMALL_BYTES
+        self.window = Bound(window_bytes, SMALL_BYTES)
         self._reloads = transfer.reloads
-        self._reloads.refill_below_bytes = refill_below(self.window_bytes)
+        self._reloads.refill_below_bytes = refill_below(self.window.nbytes)
         self._reloads.refill = self.fill
         self._reloads.comes_soon = self.comes_soon
-        self._follows_groups = window_bytes == AUTO
-        self._most_bytes = sys.maxsize
         self._current: Group | None = None
         self._done_at = -1
 
@@ -117,14 +113,14 @@ class Prefetcher:
             for heard in self._transfer.listeners.group_reached:
                 heard(group)
         if not group.is_brought:
-            room = self.window_bytes - self._reloads.nbytes
+            room = self.window.nbytes - self._reloads.nbytes
             batch = self._missing(group, room, set())
             if batch:
                 self._load([batch], is_ahead=False)
 
     def comes_soon(self, ticket: Ticket) -> bool:
         """Whether backward will ask for ``ticket`` within the next window of bytes."""
-        group, room = self._current, self.window_bytes
+        group, room = self._current, self.window.nbytes
         for following in () if group is None else self._step.after(group):
             for one in following.waiting():
                 if one is ticket:
@@ -148,23 +144,20 @@ class Prefetcher:
     def expect(self, nbytes: int) -> None:
         """A group of ``nbytes`` was offloaded, and will come back."""
         with self._transfer.lock:
-            if self._follows_groups:
-                self.window_bytes = max(self.window_bytes, min(2 * nbytes, self._most_bytes))
-            self._reloads.refill_below_bytes = refill_below(self.window_bytes)
+            self.window.expect(nbytes)
+            self._reloads.refill_below_bytes = refill_below(self.window.nbytes)
 
-    def bound(self, most_bytes: int) -> None:
-        """Unless an option sets the window, keep it at so much at most."""
-        if self._follows_groups:
-            self._most_bytes = most_bytes
-            self.window_bytes = min(self.window_bytes, most_bytes)
-            self._reloads.refill_below_bytes = refill_below(self.window_bytes)
+    def limit(self, most_bytes: int) -> None:
+        """See :meth:`Bound.limit`."""
+        with self._transfer.lock:
+            self.window.limit(most_bytes)
+            self._reloads.refill_below_bytes = refill_below(self.window.nbytes)
 
     def choose(self, window_bytes: int) -> None:
-        """From now on this is the window."""
+        """See :meth:`Bound.choose`."""
         with self._transfer.lock:
-            self._follows_groups = False
-            self.window_bytes = window_bytes
-            self._reloads.refill_below_bytes = refill_below(window_bytes)
+            self.window.choose(window_bytes)
+            self._reloads.refill_below_bytes = refill_below(self.window.nbytes)
 
     def fill(self) -> None:
         """Reload what comes next until the window is full, once some of it is free."""
@@ -175,9 +168,9 @@ class Prefetcher:
         group, changes = self._current, self._step.num_changes
         if group is None or self._done_at == changes:
             return
-        if self._reloads.nbytes > refill_below(self.window_bytes):
+        if self._reloads.nbytes > refill_below(self.window.nbytes):
             return
-        room = self.window_bytes - self._reloads.nbytes
+        room = self.window.nbytes - self._reloads.nbytes
         batches: list[list[Ticket]] = []
         chosen: set[Ticket] = set()
         for following in chain[Visit]((group,), self._step.after(group)):
@@ -202,7 +195,7 @@ class Prefetcher:
     def _begin_at(self, group: Group | None) -> None:
         self._current = group
         self._done_at = -1
-        self._reloads.refill_below_bytes = refill_below(self.window_bytes)
+        self._reloads.refill_below_bytes = refill_below(self.window.nbytes)
 
     def _load(self, batches: list[list[Ticket]], *, is_ahead: bool) -> None:
         """Bring groups in order, small tensors together, so that one event serves many.

@@ -6,11 +6,11 @@ chunk = Chunk(min_offloaded_tensor_size, wiring)
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from pp_offload._groups.bounds import left_of_budget
 from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import Plan
@@ -22,15 +22,6 @@ from pp_offload._transfer.tiers import make_engine
 from pp_offload._transfer.verify import Verifier
 from pp_offload.backends import Backend, Stream, default_backend
 from pp_offload.config import AUTO, OffloadConfig
-
-
-def most_of_each(config: OffloadConfig) -> int:
-    """What each bound that the engine chooses may be, before there are times to tell more."""
-    if config.device_budget_bytes is None:
-        return sys.maxsize
-    given = [one for one in (config.max_in_flight_bytes, config.prefetch_bytes) if one != AUTO]
-    left = config.device_budget_bytes - sum([one for one in given if isinstance(one, int)])
-    return max(0, left) // (2 - len(given) or 1)
 
 
 @dataclass
@@ -89,8 +80,12 @@ class Wiring:
         """
         transfer = make_engine(backend, config, allocate)
         prefetcher = Prefetcher(transfer, step, config.prefetch_bytes)
-        transfer.copies.in_flight.bound(most_of_each(config))
-        prefetcher.bound(most_of_each(config))
+        left = left_of_budget(config)
+        if left is not None:
+            num_auto = (config.max_in_flight_bytes, config.prefetch_bytes).count(AUTO)
+            most = left // max(1, num_auto)
+            transfer.copies.in_flight.bound.limit(max(1, most))  # 0 would wait for each copy
+            prefetcher.limit(most)
         offloader = Offloader(transfer, Verifier(backend) if config.verify else None)
         return cls(transfer, offloader, step, prefetcher)
 

@@ -226,7 +226,7 @@ class StagedDisk(OnDisk):
             MemoryError: It would be over the budget, and no buffer is on its way to the disk.
             Unfinished: Too many are on their way. It names the event of the furthest.
         """
-        if self.staging.statistics().in_use + nbytes > self._copies.in_flight.max_bytes:
+        if self.staging.statistics().in_use + nbytes > self._copies.in_flight.bound.nbytes:
             self._let_the_furthest_pass()
         try:
             return self.staging.allocate(nbytes)

@@ -106,7 +106,7 @@ class TransferEngine:
             name = self._off_streams[0].name
             raise NotWhileCapturingError(f"writing to {name} cannot be part of a captured graph")
         nbytes = send(tickets, self.tiers, self.copies, self.poll)
-        self.copies.in_flight.expect(nbytes)
+        self.copies.in_flight.bound.expect(nbytes)
         self.keep_in_flight_bounded(nbytes)
         return nbytes
 

@@ -18,7 +18,6 @@ NOTE [ Keep-alive ]
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,9 +29,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from pp_offload._transfer.block import Block
+from pp_offload._transfer.bound import Bound
 from pp_offload._transfer.stopwatch import Stopwatch
 from pp_offload.backends import Backend, Event, Stream
-from pp_offload.config import AUTO
 
 IN_FLIGHT_BYTES = 2**29
 """How much may be in flight where no option says so."""
@@ -106,10 +105,10 @@ class InFlight:
         lock: See NOTE [ One lock ].
         stopwatch: Times those waits where it runs.
         max_bytes: Device bytes that may wait for their copy to the host, beside those that were
-            sent last; :data:`AUTO` for twice the largest group, at least :data:`IN_FLIGHT_BYTES`,
-            until :meth:`choose` is told better. 0 means that compute waits for each copy.
+            sent last, as for :class:`Bound`. 0 means that compute waits for each copy.
 
     Attributes:
+        bound: On these bytes, as it is now.
         queue: What is on its way.
     """
 
@@ -121,12 +120,10 @@ class InFlight:
         max_bytes: int | str,
     ) -> None:
         self.queue: deque[PendingOffload] = deque()
-        self.max_bytes = max_bytes if isinstance(max_bytes, int) else IN_FLIGHT_BYTES
+        self.bound = Bound(max_bytes, IN_FLIGHT_BYTES)
         self._backend = backend
         self._lock = lock
         self._stopwatch = stopwatch
-        self._follows_groups = max_bytes == AUTO
-        self._most_bytes = sys.maxsize
         self._streams = _STREAMS.setdefault(backend, ComputeStreams())
         self.follow(backend.current_stream())
 
@@ -192,22 +189,6 @@ class InFlight:
         if self.queue and self.queue[-1] is pending:
             self.queue.pop()
 
-    def expect(self, group_bytes: int) -> None:
-        """Unless an option sets the cap, keep it at twice a group of so many bytes at least."""
-        if self._follows_groups:
-            self.max_bytes = max(self.max_bytes, min(2 * group_bytes, self._most_bytes))
-
-    def bound(self, most_bytes: int) -> None:
-        """Unless an option sets the cap, keep it at so much at most."""
-        if self._follows_groups:
-            self._most_bytes = most_bytes
-            self.max_bytes = min(self.max_bytes, max(1, most_bytes))  # 0 waits for each copy
-
-    def choose(self, max_bytes: int) -> None:
-        """From now on this is the cap."""
-        self._follows_groups = False
-        self.max_bytes = max_bytes
-
     def keep_bounded(self, last_bytes: int, poll: Callable[[], None]) -> None:
         """Make compute wait for copies to the host until no more is in flight than may be.
 
@@ -234,7 +215,7 @@ class InFlight:
     ) -> PendingOffload | None:
         if not self.queue:
             return None
-        cap = self.max_bytes
+        cap = self.bound.nbytes
         with self._lock:
             poll()
             if self.nbytes <= (max(cap, last_bytes) if cap else 0):

@@ -52,7 +52,7 @@ class Training:
 
     def bounds(self) -> tuple[int, int]:
         wiring = self.manager.wiring
-        return wiring.transfer.copies.in_flight.max_bytes, wiring.prefetcher.window_bytes
+        return wiring.transfer.copies.in_flight.bound.nbytes, wiring.prefetcher.window.nbytes
 
 
 @pytest.fixture(autouse=True)

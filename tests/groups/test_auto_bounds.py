@@ -10,8 +10,9 @@ import pytest
 
 from pp_offload import OffloadConfig
 from pp_offload._groups import auto_bounds
-from pp_offload._groups.auto_bounds import AutoBounds, ClockWithoutWaits, Mark, StepTimes, rate
+from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.plan import ChunkKey, GroupKey, Plan
+from pp_offload._groups.step_times import ClockWithoutWaits, Mark, StepTimes, rate
 from pp_offload._groups.wiring import Wiring
 from pp_offload._transfer.stopwatch import Lap, Laps, Stopwatch
 from pp_offload.backends import CpuBackend
@@ -94,7 +95,7 @@ def chosen(plan: Plan, offloads: list[Mark], uses: list[Mark], laps: Laps) -> tu
     times.offloads, times.uses = offloads, uses
     bounds._timed = times, laps
     bounds.begin_step()
-    return wiring.transfer.copies.in_flight.max_bytes, wiring.prefetcher.window_bytes
+    return wiring.transfer.copies.in_flight.bound.nbytes, wiring.prefetcher.window.nbytes
 
 
 def laps_of_a_slow_link() -> Laps:

@@ -65,8 +65,7 @@ class Training:
         return stalled_s, peak
 
     def bounds(self) -> tuple[int, int]:
-        wiring = self.manager.wiring
-        return wiring.transfer.copies.in_flight.max_bytes, wiring.prefetcher.window_bytes
+        return self.manager._bounds.bounds
 
 
 @pytest.fixture(autouse=True)
@@ -294,7 +293,7 @@ def test_without_a_clock_the_bounds_follow_the_groups(kind: str) -> None:
         model = make_model(width=64)
         for step in range(3):
             run_step(model, batches(3, 64, step), in_flight=2)
-        assert manager.wiring.transfer.copies.in_flight.max_bytes == IN_FLIGHT_BYTES
+        assert manager.wiring.transfer.copies.in_flight.bound.nbytes == IN_FLIGHT_BYTES
         assert manager.statistics().stalled_ms is None
 
 

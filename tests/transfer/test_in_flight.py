@@ -69,21 +69,21 @@ def test_a_small_group_behind_a_large_one_waits_for_that() -> None:
 def test_the_default_is_twice_the_largest_group() -> None:
     _, engine = engine_with("auto")
     large, in_flight = IN_FLIGHT_BYTES // 2 + 4, engine.copies.in_flight
-    assert in_flight.max_bytes == IN_FLIGHT_BYTES
-    in_flight.expect(large)
-    assert in_flight.max_bytes == 2 * large
-    in_flight.expect(4)
-    assert in_flight.max_bytes == 2 * large, "it does not shrink"
+    assert in_flight.bound.nbytes == IN_FLIGHT_BYTES
+    in_flight.bound.expect(large)
+    assert in_flight.bound.nbytes == 2 * large
+    in_flight.bound.expect(4)
+    assert in_flight.bound.nbytes == 2 * large, "it does not shrink"
     engine.keep_in_flight_bounded(2 * large)  # gradients, for instance, which are no group
-    assert in_flight.max_bytes == 2 * large
+    assert in_flight.bound.nbytes == 2 * large
 
 
 def test_auto_is_the_default_and_a_number_is_kept() -> None:
     assert OffloadConfig().max_in_flight_bytes == "auto"
     with use_backend(make_backend("late"), config=OffloadConfig(max_in_flight_bytes=17)) as manager:
         in_flight = manager.wiring.transfer.copies.in_flight
-        in_flight.expect(1000)
-        assert in_flight.max_bytes == 17
+        in_flight.bound.expect(1000)
+        assert in_flight.bound.nbytes == 17
 
 
 def test_engines_of_a_backend_know_each_others_streams() -> None:

@@ -510,7 +510,7 @@ MUTANTS = [
     Mutant(
         "refilled late",
         "pp_offload/_groups/prefetch.py",
-        "self._reloads.nbytes > refill_below(self.window_bytes)",
+        "self._reloads.nbytes > refill_below(self.window.nbytes)",
         "self._reloads.nbytes > 0",
         "nothing is brought before the last was used",
         (
@@ -519,9 +519,9 @@ MUTANTS = [
     ),
     Mutant(
         "window does not follow",
-        "pp_offload/_groups/prefetch.py",
-        "max(self.window_bytes, min(2 * nbytes, self._most_bytes))",
-        "max(self.window_bytes, nbytes // 2)",
+        "pp_offload/_transfer/bound.py",
+        "max(self.nbytes, min(2 * group_bytes, self._most))",
+        "max(self.nbytes, group_bytes // 2)",
         "the next group comes when it is needed, not before",
         (
             "tests/groups/test_prefetch.py::test_a_window_of_no_said_size_holds_two_of_the_largest_group",
@@ -755,7 +755,7 @@ MUTANTS = [
     Mutant(
         "room to stage without bound",
         "pp_offload/_transfer/disk_staged.py",
-        "in_use + nbytes > self._copies.in_flight.max_bytes",
+        "in_use + nbytes > self._copies.in_flight.bound.nbytes",
         "in_use < 0",
         "host memory is as large as what goes to disk",
         ("tests/transfer/test_disk.py::test_steps_are_equal_bit_for_bit",),
@@ -1309,7 +1309,7 @@ MUTANTS = [
     ),
     Mutant(
         "waits count as compute",
-        "pp_offload/_groups/auto_bounds.py",
+        "pp_offload/_groups/step_times.py",
         "return at_s - self._waited_s[bisect.bisect_right(self._ends_s, at_s)]",
         "return at_s",
         "a step that stalled seems to compute for longer, so less memory seems enough",
@@ -1350,8 +1350,8 @@ MUTANTS = [
     Mutant(
         "the budget of bounds is forgotten",
         "pp_offload/_groups/auto_bounds.py",
-        "window * (given[1] == AUTO)], budget)",
-        "window * (given[1] == AUTO)], None)",
+        "shares(wanted, left_of_budget(config))",
+        "shares(wanted, None)",
         "more is taken than the user gave",
         ("tests/simulate/test_chosen_bounds.py::test_a_budget_holds_from_the_first_step_on",),
     ),
@@ -1391,7 +1391,7 @@ MUTANTS = [
     ),
     Mutant(
         "what came back by a copy counts as taken back",
-        "pp_offload/_groups/auto_bounds.py",
+        "pp_offload/_groups/step_times.py",
         "if id(ticket) in self._taken_back:",
         "if ticket.begin in ticket.block.in_flight_sources:",
         "with a host that runs ahead, no use is known and the window is nothing",
@@ -1400,8 +1400,8 @@ MUTANTS = [
     Mutant(
         "small models have less in flight than before",
         "pp_offload/_groups/auto_bounds.py",
-        "cap = max(LEAST_IN_FLIGHT_BYTES, *caps, 0)",
-        "cap = max(*caps, 0)",
+        "cap = max([LEAST_IN_FLIGHT_BYTES, *caps])",
+        "cap = max(caps)",
         "a step whose forwards come in a row takes longer than with the bounds before",
         ("tests/simulate/test_chosen_bounds.py::test_no_less_is_in_flight_than_at_first",),
     ),
@@ -1415,7 +1415,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared bytes have room at their first use",
-        "pp_offload/_groups/auto_bounds.py",
+        "pp_offload/_groups/step_times.py",
         "ticket.nbytes * is_first, ticket.nbytes * is_last)",
         "ticket.nbytes * is_first, ticket.nbytes * is_first)",
         "a window that is too small where saved tensors share bytes, as in attention",

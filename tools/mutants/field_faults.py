@@ -257,8 +257,8 @@ FIELD_MUTANTS = [
     Mutant(
         "the window counts only what it brings now",
         "pp_offload/_groups/prefetch.py",
-        "        room = self.window_bytes - self._reloads.nbytes\n        batches",
-        "        room = self.window_bytes\n        batches",
+        "        room = self.window.nbytes - self._reloads.nbytes\n        batches",
+        "        room = self.window.nbytes\n        batches",
         "more than the window is on the device, and nobody uses it yet",
         (f"{FIELD}/test_reload_window.py::test_never_more_than_the_window",),
         row="F37",

@@ -1,0 +1,111 @@
+"""When a step's groups left and what came back was used, by the device's clock.
+
+times = StepTimes(watch)
+transfer.listeners.add(times)
+...
+clock = ClockWithoutWaits(laps)
+[clock.seconds(use.at) for use in times.uses]
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from pp_offload._groups.group import Group, GroupState
+from pp_offload._groups.plan import GroupKey
+from pp_offload._groups.prefetch import SMALL_BYTES
+from pp_offload._transfer.listeners import Listener
+from pp_offload._transfer.stopwatch import Lap, Laps, Stopwatch, seconds
+from pp_offload._transfer.ticket import Owner, Ticket
+from pp_offload.backends import TimedEvent
+
+
+@dataclass(slots=True)
+class Mark:
+    """A point of compute's time, at which a group was offloaded or some of it was used."""
+
+    group: GroupKey
+    at: TimedEvent
+    nbytes: int
+    freed: int = 0
+    """Of what is used for the last time."""
+
+
+class StepTimes(Listener):
+    """Hears when groups leave, and when what came back is used.
+
+    Args:
+        watch: Runs meanwhile.
+
+    Attributes:
+        offloads: In order.
+        uses: In order; small ones that follow each other count as one.
+    """
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self.offloads: list[Mark] = []
+        self.uses: list[Mark] = []
+        self._watch = watch
+        self._reached: GroupKey | None = None
+        self._taken_back: set[int] = set()
+
+    def group_closed(self, group: Owner) -> None:
+        if isinstance(group, Group) and group.state is GroupState.OFFLOADED:
+            self._note(self.offloads, group.key, group.counts.copied_bytes)
+
+    def group_reached(self, group: Owner) -> None:
+        if isinstance(group, Group):
+            self._reached = group.key
+
+    def taken_back(self, ticket: Ticket) -> None:
+        self._taken_back.add(id(ticket))
+
+    def delivered(self, ticket: Ticket, tensor: object) -> None:
+        """A first use, unless it came by no copy: then there is nothing to be ahead of."""
+        if id(ticket) in self._taken_back:
+            self._taken_back.discard(id(ticket))
+            return
+        is_first, is_last = ticket.num_waiting >= ticket.num_members - 1, ticket.num_waiting <= 0
+        self._note(self.uses, self._reached, ticket.nbytes * is_first, ticket.nbytes * is_last)
+
+    def _note(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:
+        if key is None or not (nbytes or freed):
+            return
+        last = marks[-1] if marks else None
+        if last is not None and last.group == key and last.nbytes + nbytes <= SMALL_BYTES:
+            last.nbytes += nbytes
+            last.freed += freed
+            return
+        now = self._watch.now()
+        if now is not None:
+            marks.append(Mark(key, now, nbytes, freed))
+
+
+class ClockWithoutWaits:
+    """When compute would have passed a mark, had it never waited for copies.
+
+    Args:
+        laps: Say when and how long it waited.
+    """
+
+    def __init__(self, laps: Laps) -> None:
+        self._laps = laps
+        took = [wait.begin.elapsed_time(wait.end) / 1e3 for wait in laps.waits]
+        ends = [laps.seconds_until(wait.end) for wait in laps.waits]
+        waits = sorted(zip(ends, took, strict=True))  # of several threads, in no order
+        self._ends_s = [end_s for end_s, _ in waits]
+        self._waited_s = [0.0, *accumulate(took_s for _, took_s in waits)]
+
+    def seconds(self, event: TimedEvent) -> float:
+        """From the begin to ``event``, less what compute waited before."""
+        at_s = self._laps.seconds_until(event)
+        return at_s - self._waited_s[bisect.bisect_right(self._ends_s, at_s)]
+
+
+def rate(laps: Sequence[Lap]) -> float | None:
+    """Bytes a second, while copies ran; None if none did, or none took time."""
+    took_s = seconds(laps)
+    return sum([lap.nbytes for lap in laps]) / took_s if took_s else None

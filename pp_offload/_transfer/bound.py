@@ -1,0 +1,47 @@
+"""A number of bytes that an option gives, or that the engine chooses.
+
+bound = Bound(config.prefetch_bytes, least=2**18)
+bound.expect(nbytes)        # twice the largest group, until
+bound.choose(700 * 2**20)   # somebody knows better
+bound.nbytes
+"""
+
+from __future__ import annotations
+
+import sys
+
+from pp_offload.config import AUTO
+
+
+class Bound:
+    """Bytes that may be under way, in one direction.
+
+    Args:
+        given: The option: bytes, which stay as they are, or :data:`AUTO`.
+        least: To begin with, where it is :data:`AUTO`.
+
+    Attributes:
+        nbytes: The bound as it is now.
+    """
+
+    def __init__(self, given: int | str, least: int) -> None:
+        self.nbytes = given if isinstance(given, int) else least
+        self._most = sys.maxsize
+        self._is_auto = self._follows_groups = given == AUTO
+
+    def expect(self, group_bytes: int) -> None:
+        """Keep it at twice a group of so many bytes at least, as far as it may be."""
+        if self._follows_groups:
+            self.nbytes = max(self.nbytes, min(2 * group_bytes, self._most))
+
+    def limit(self, most: int) -> None:
+        """It may be so much at most while it follows the groups."""
+        if self._is_auto:
+            self._most = most
+            self.nbytes = min(self.nbytes, most)
+
+    def choose(self, nbytes: int) -> None:
+        """From now on it is this, unless it was given."""
+        if self._is_auto:
+            self._follows_groups = False
+            self.nbytes = nbytes
