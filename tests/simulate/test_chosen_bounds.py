@@ -332,22 +332,31 @@ def test_more_bytes_under_the_same_plan_are_timed_again(training: Training) -> N
 def test_a_device_that_makes_no_timed_events_goes_on(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    num_tries = 0
+
     def no_event(backend: VirtualBackend, stream: Any) -> VirtualEvent:
+        nonlocal num_tries
+        num_tries += 1
         raise RuntimeError("enable_timing is not supported")
 
     monkeypatch.setattr(VirtualBackend, "timed_event", no_event)
     before = training.bounds()
-    for _ in range(3):
+    for _ in range(6):
         training.step()
     assert training.bounds() == (before[0], 2 * SAVED_BYTES)
+    # Once under no plan, and under the plan of that step as often as steps are timed.
+    assert num_tries == 1 + auto_bounds.NUM_TIMED, "it tries for ever"
 
 
 def test_nothing_is_asked_in_a_capture(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     training.step()
+    bounds = training.manager._bounds
+    bounds.end_step(bounds._plan, is_complete=True)  # so that there are times to choose by
+    assert bounds._timed is not None
     monkeypatch.setattr(training.backend, "is_capturing", True)
     monkeypatch.setattr(VirtualEvent, "query", lambda event: pytest.fail("asked in a capture"))
     before = training.bounds()
-    training.manager._bounds.begin_step()
+    bounds.begin_step()
     assert training.bounds() == before
 
 

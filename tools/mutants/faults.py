@@ -1316,6 +1316,22 @@ MUTANTS = [
         ("tests/groups/test_auto_bounds.py::test_what_compute_waited_is_taken_from_the_times",),
     ),
     Mutant(
+        "bounds are chosen in a capture",
+        "pp_offload/_groups/auto_bounds.py",
+        "if self._transfer.backend.is_capturing:",
+        "if False:",
+        "an event is asked where nothing may be, which ends the capture",
+        ("tests/simulate/test_chosen_bounds.py::test_nothing_is_asked_in_a_capture",),
+    ),
+    Mutant(
+        "a device without timed events is tried for ever",
+        "pp_offload/_groups/auto_bounds.py",
+        "0 < self._sent_when_timed * GROWN < sent",
+        "self._sent_when_timed * GROWN < sent",
+        "each step makes an exception, and a listener",
+        ("tests/simulate/test_chosen_bounds.py::test_a_device_that_makes_no_timed_events_goes_on",),
+    ),
+    Mutant(
         "groups that stay count",
         "pp_offload/_groups/auto_bounds.py",
         "if mark.group not in self._plan.kept",
