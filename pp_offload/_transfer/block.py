@@ -44,6 +44,8 @@ class BlockState(enum.Enum):
     READ = "on disk, and in that buffer for a copy to the device"
     REFUSED = "where they were: the disk did not take them"
 
+    __hash__ = object.__hash__  # that of an Enum is Python, and each move looks into a table
+
 
 S = BlockState
 

@@ -89,7 +89,7 @@ class Copies:
             self._d2h_waits_for_compute(stream)
         self._d2h_waits_for_last_users(buffers)
         pending = self.in_flight.begin(sources, blocks, streams, nbytes)
-        offloaded = self._copy(self.backend.d2h, tickets, targets, sources, blocks)
+        offloaded = self._copy(self.backend.d2h, tickets, targets, sources, blocks, buffers)
         for block in blocks:
             block.offloaded = offloaded
             block.move_to(BlockState.ON_HOST)
@@ -207,7 +207,8 @@ class Copies:
         arrival = self.reloads.begin(tickets, targets, stream)
         self._h2d_waits_for_compute(stream)
         self._h2d_waits_for_offloaded(blocks)
-        arrival.reloaded = self._copy(self.backend.h2d, tickets, targets, sources, blocks)
+        h2d, buffers = self.backend.h2d, buffers_of(blocks)
+        arrival.reloaded = self._copy(h2d, tickets, targets, sources, blocks, buffers)
 
     def give_up(self, tickets: Sequence[Ticket]) -> None:
         """Forget the reloads of these tickets: what came, or was to come, is of no use."""
@@ -224,9 +225,9 @@ class Copies:
         targets: list[Tensor],
         sources: list[Tensor],
         blocks: Collection[Block],
+        buffers: Sequence[HostBuffer],
     ) -> Event:
         """Queue copies on ``stream``, and note them as the last uses of the buffers."""
-        buffers = buffers_of(blocks)
         note_uses(buffers, Queued(stream))
         if not have_addresses(blocks):
             targets, sources = in_pieces(tickets, targets, sources)
