@@ -77,9 +77,18 @@ class AcceleratorBackend:
         return cast(TimedEvent, event)
 
     def unused_bytes(self) -> int | None:
-        """What the device has free. What PyTorch reserved is not: peaks may be reset by anybody."""
-        ask = getattr(torch.get_device_module(self.device), "mem_get_info", None)
-        return None if ask is None else int(ask(self.device)[0])
+        """What the device has free, and this process may take.
+
+        What PyTorch reserved is not free: peaks may be reset by anybody.
+        """
+        module = torch.get_device_module(self.device)
+        if not hasattr(module, "mem_get_info"):
+            return None
+        free, total = module.mem_get_info(self.device)
+        if hasattr(module, "get_per_process_memory_fraction"):
+            share = int(total * module.get_per_process_memory_fraction(self.device))
+            free = min(free, share - module.memory_reserved(self.device))
+        return max(0, free)
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

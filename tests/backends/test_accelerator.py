@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -96,3 +98,31 @@ def test_a_stream_is_asked_for_by_index(monkeypatch: pytest.MonkeyPatch) -> None
     assert backend.current_stream() is stream
     backend.copy(backend.d2h, [torch.zeros(1)], [torch.ones(1)], "group")
     assert asked == [0, 0]
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("free", "fraction", "expected"),
+    [(30, None, 30), (30, 1.0, 30), (30, 0.5, 20), (5, 0.5, 5), (30, 0.1, 0)],
+)
+def test_unused_is_what_this_process_may_still_take(
+    free: int, fraction: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a device of 80 GiB, 20 of them reserved by PyTorch."""
+    asked: Any = {
+        "mem_get_info": lambda device: (free * GIB, 80 * GIB),
+        "memory_reserved": lambda device: 20 * GIB,
+    }
+    if fraction is not None:
+        asked["get_per_process_memory_fraction"] = lambda device: fraction
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**asked))
+    assert backend_without_a_device().unused_bytes() == expected * GIB
+
+
+def test_a_device_that_does_not_say_what_it_has_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    assert backend_without_a_device().unused_bytes() is None
