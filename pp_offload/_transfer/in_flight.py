@@ -24,8 +24,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 from pp_offload._transfer.block import Block
@@ -41,7 +42,7 @@ MAX_STREAMS = 32
 
 
 class ComputeStreams:
-    """Compute streams of a backend on which sources may have been allocated.
+    """Compute streams of a device on which sources may have been allocated.
 
     Of all its engines: what one has seen a forward compute, another may copy.
 
@@ -55,7 +56,19 @@ class ComputeStreams:
         self.are_all = True
 
 
-_STREAMS: WeakKeyDictionary[Backend, ComputeStreams] = WeakKeyDictionary()
+_OF_BACKENDS: WeakKeyDictionary[Backend, ComputeStreams] = WeakKeyDictionary()
+_OF_DEVICES: WeakValueDictionary[torch.device, ComputeStreams] = WeakValueDictionary()
+
+
+def compute_streams(backend: Backend) -> ComputeStreams:
+    """Those of the backend's device, which may have several backends.
+
+    Of PyTorch's accelerators, for ``cpu`` and ``meta`` have no streams: those of a backend whose
+    device tensors are there are its own.
+    """
+    if backend.device.type in ("cpu", "meta"):
+        return _OF_BACKENDS.setdefault(backend, ComputeStreams())
+    return _OF_DEVICES.setdefault(backend.device, ComputeStreams())
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +137,7 @@ class InFlight:
         self._backend = backend
         self._lock = lock
         self._stopwatch = stopwatch
-        self._streams = _STREAMS.setdefault(backend, ComputeStreams())
+        self._streams = compute_streams(backend)
         self.follow(backend.current_stream())
 
     @property

@@ -194,6 +194,21 @@ def too_much_in_flight_of_another_stream(on: Program) -> bool:
     return brings(engine, ticket, given)
 
 
+def too_much_in_flight_of_a_stream_that_another_engine_saw(on: Program) -> bool:
+    """Each engine has a backend of its own, as every product has by default."""
+    other, engine, given = engine_of(), engine_of(max_in_flight_bytes=0), some(N)
+    side = side_stream(engine)
+    with side:
+        x = given.to("emulated")
+    other.copies.in_flight.follow(side)
+    with on.late(engine.backend.d2h, side):
+        ticket = ticket_of(engine, x)
+        del x
+        with side:
+            use_of_memory()
+    return brings(engine, ticket, given)
+
+
 def too_much_in_flight_of_a_stream_long_ago(on: Program) -> bool:
     engine, given = engine_of(max_in_flight_bytes=0), some(N)
     x = given.to("emulated")

@@ -72,6 +72,14 @@ CASES: dict[str, Case] = {
         programs.too_much_in_flight_of_another_stream,
         Fault(f"{IN_FLIGHT}.keep_bounded", "*self._streams.known", ""),
     ),
+    "and each that another engine has seen": (
+        programs.too_much_in_flight_of_a_stream_that_another_engine_saw,
+        Fault(
+            f"{IN_FLIGHT}.__init__",
+            "self._streams = compute_streams(backend)",
+            "self._streams = ComputeStreams()",
+        ),
+    ),
     "and the host, where not all of these are known": (
         programs.too_much_in_flight_of_a_stream_long_ago,
         Fault(f"{IN_FLIGHT}.keep_bounded", "event.synchronize()"),

@@ -1424,8 +1424,8 @@ MUTANTS = [
     Mutant(
         "each engine knows its own streams alone",
         "pp_offload/_transfer/in_flight.py",
-        "_STREAMS.setdefault(backend, ComputeStreams())",
-        "ComputeStreams()",
+        "self._streams = compute_streams(backend)",
+        "self._streams = ComputeStreams()",
         "memory of a stream that another engine has seen is used again while it is copied",
         ("tests/transfer/test_in_flight.py::test_engines_of_a_backend_know_each_others_streams",),
     ),
