@@ -34,6 +34,14 @@ HEAD = """\
 | groups without a schedule | `configure(OffloadConfig(...))`, between steps |
 | `OffloadActivations` and the functions that make one | `config=OffloadConfig(...)` |
 | the parameters of a checkpoint variant; `OffloadModel` | `config=OffloadConfig(...)` |
+
+Options may come from elsewhere. There bytes may have a unit (`"8GiB"`, `"512MB"`).
+
+| from | how |
+|---|---|
+| JSON, YAML | `OffloadConfig.from_dict(options)`; `config.to_dict()` is the way back |
+| TOML | `OffloadConfig.from_toml("train.toml", "offload")` for its table `[offload]` |
+| variables | `OffloadConfig.from_env()`, for `PP_OFFLOAD_HOST_BUDGET_BYTES=64GiB` and the others |
 """
 
 

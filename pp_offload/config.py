@@ -1,11 +1,18 @@
-"""What a user can choose, in one frozen record that is checked as a whole."""
+"""What a user can choose, in one frozen record that is checked as a whole.
+
+OffloadConfig(host_budget_bytes=64 * 2**30)
+OffloadConfig.from_dict({"host_budget_bytes": "64GiB"})
+OffloadConfig.from_toml("train.toml", "offload")
+OffloadConfig.from_env()                                 # PP_OFFLOAD_HOST_BUDGET_BYTES=64GiB
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 from pp_offload._common.checks import (
     check_kind,
@@ -14,6 +21,7 @@ from pp_offload._common.checks import (
     said,
     takes_options_by_name,
 )
+from pp_offload._common.option_sources import UNITS, parse_size, read_env, read_table
 from pp_offload.errors import ConfigError
 
 MIB = 2**20
@@ -43,6 +51,9 @@ AUTO_COUNTS = ("max_in_flight_bytes", "prefetch_bytes")
 
 OPTIONAL_COUNTS = ("device_budget_bytes", "host_budget_bytes")
 """Those of them that may be None."""
+
+ENV_PREFIX = "PP_OFFLOAD_"
+"""Of the environment variables that :meth:`OffloadConfig.from_env` reads."""
 
 
 @takes_options_by_name
@@ -130,6 +141,65 @@ class OffloadConfig:
     device and who holds them. Slow.
     """
 
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """Options as a file has them: bytes also as sizes, such as ``"8GiB"``, tuples as lists.
+
+        Args:
+            options: By name.
+
+        Raises:
+            ConfigError: It lists every violation.
+            TypeError: ``options`` is no mapping.
+        """
+        check_kind("options", options, Mapping, "options by name")
+        return cls(**{str(name): _as_option(name, value) for name, value in options.items()})
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], table: str = "") -> Self:
+        """Options of a TOML file, as :meth:`from_dict` takes them.
+
+        Args:
+            path: Of the file.
+            table: The table that holds them, as its header names it: ``"offload"``, or
+                ``"tool.pp_offload"``. The whole file if empty.
+
+        Raises:
+            ConfigError: There is no such table, the file is no TOML, or an option is wrong.
+            OSError: The file cannot be read.
+        """
+        options = read_table(path, table)
+        try:
+            return cls.from_dict(options)
+        except ConfigError as failure:
+            raise type(failure)(f"in {os.fspath(path)}: {failure}") from None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Options of the environment: ``PP_OFFLOAD_`` and the name in capitals.
+
+        ``PP_OFFLOAD_TIERS=host,disk``, ``PP_OFFLOAD_PREFETCH_BYTES=2GiB``, ``PP_OFFLOAD_VERIFY=1``.
+        Nothing reads them unless this is called.
+
+        Args:
+            environ: The variables; those of the process when None.
+
+        Raises:
+            ConfigError: It lists every violation, and variables that are no option.
+        """
+        texts = read_env(ENV_PREFIX, os.environ if environ is None else environ)
+        try:
+            return cls.from_dict({name: _of_text(name, text) for name, text in texts.items()})
+        except ConfigError as failure:
+            raise type(failure)(f"in variables {ENV_PREFIX}...: {failure}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options as JSON can hold them; :meth:`from_dict` makes an equal record of them."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        found["tiers"] = list(self.tiers)
+        found["disk_dir"] = None if self.disk_dir is None else os.fspath(self.disk_dir)
+        return found
+
     def __post_init__(self) -> None:
         problems = list(self._violations())
         if problems:
@@ -144,7 +214,7 @@ class OffloadConfig:
             if name in AUTO_COUNTS and (isinstance(value, str) and value == AUTO):
                 continue
             if problem:
-                yield problem + (f", or {AUTO!r}" if name in AUTO_COUNTS else "")
+                yield problem + _also(name, value)
         if not _is_fraction(self.activation_offload_fraction):
             fraction = said(self.activation_offload_fraction)
             yield f"activation_offload_fraction is {fraction}, expected 0 to 1"
@@ -172,6 +242,38 @@ class OffloadConfig:
                 f"disk_dir is {path!r}, but tiers is {self.tiers!r}; add "
                 '"disk" to tiers, or leave disk_dir out'
             )
+
+
+def _as_option(name: object, value: Any) -> Any:
+    """A value of a file as the record has it. What is wrong stays, for the record to say so."""
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, str) and name in COUNTS and name != "min_offloaded_tensor_size":
+        nbytes = parse_size(value)
+        return value if nbytes is None else nbytes
+    return value
+
+
+def _of_text(name: str, text: str) -> Any:
+    """The value of an environment variable. What is wrong stays, for the record to say so."""
+    if name == "tiers":
+        return tuple([part.strip() for part in text.split(",")])
+    if name == "verify":
+        return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)
+    if name == "min_offloaded_tensor_size" and text.isdecimal():
+        return int(text)
+    if name == "activation_offload_fraction":
+        with suppress(ValueError):
+            return float(text)
+    return text
+
+
+def _also(name: str, value: object) -> str:
+    """What else is expected of a count, for the end of a message."""
+    auto = f", or {AUTO!r}" if name in AUTO_COUNTS else ""
+    if not isinstance(value, str) or name == "min_offloaded_tensor_size":
+        return auto
+    return f"{auto}; bytes of a file or the environment may have a unit: {', '.join(UNITS)}"
 
 
 def add_tier_name(name: str) -> None:

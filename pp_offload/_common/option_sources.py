@@ -1,0 +1,77 @@
+"""Options as files and the environment have them.
+
+read_table("train.toml", "offload")   # {"prefetch_bytes": "2GiB", ...}
+read_env("PP_OFFLOAD_", os.environ)   # {"prefetch_bytes": "2GiB", ...}
+parse_size("2GiB")
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from pp_offload._common.checks import near, said
+from pp_offload.errors import ConfigError
+
+UNITS = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)},
+    "KB": 1000,
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+}
+"""Bytes of each unit. Not ``G``, which some take for 1000 cubed, nor ``Gb``, which is bits."""
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of a number with a unit or without; None if ``text`` is no whole number of bytes."""
+    found = _SIZE.fullmatch(text)
+    unit = None if found is None else UNITS.get(found[2] or "B")
+    if found is None or unit is None:
+        return None
+    nbytes = Fraction(found[1]) * unit
+    return int(nbytes) if nbytes.denominator == 1 else None
+
+
+def read_table(path: str | os.PathLike[str], table: str) -> dict[str, Any]:
+    """A table of a TOML file.
+
+    Args:
+        path: Of the file.
+        table: As its header names it, with dots; empty for the whole file.
+
+    Raises:
+        ConfigError: There is no such table, or the file is no TOML.
+        OSError: The file cannot be read.
+    """
+    name_of_file = os.fspath(path)
+    with open(path, "rb") as file:
+        try:
+            found: Any = tomllib.load(file)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
+            raise ConfigError(f"{name_of_file} is no TOML file: {failure}") from failure
+    for name in table.split(".") if table else ():
+        if name not in found:
+            there = ", ".join(found) or "nothing"
+            raise ConfigError(
+                f"{name_of_file} has no table [{table}]{near(name, list(found))}, expected the "
+                f"table with the options; there is {there}"
+            )
+        found = found[name]
+        if not isinstance(found, dict):
+            raise ConfigError(f"{name} in {name_of_file} is {said(found)}, expected a table")
+    return dict(found)
+
+
+def read_env(prefix: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables with this prefix, by the rest of their names in small letters."""
+    return {
+        name.removeprefix(prefix).lower(): text
+        for name, text in environ.items()
+        if name.startswith(prefix)
+    }
