@@ -11,6 +11,7 @@ that stream has still to run. So allocated bytes change in the host's order, not
 
 from __future__ import annotations
 
+import heapq
 import weakref
 from collections import Counter, deque
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from pp_offload._common.checks import said
+from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
 
 ROUNDING_BYTES = 512
 """Device allocators round what is asked for up to this."""
@@ -37,6 +39,13 @@ class _Allocation(weakref.ref[UntypedStorage]):
     category: str
 
 
+class _Shared(_Allocation):
+    """One that other streams use; see :meth:`DeviceMemory.record_stream`."""
+
+    __slots__ = ("streams",)
+    streams: set[VirtualStream]
+
+
 class DeviceMemory:
     """Counts the bytes of storages that were seen and are alive."""
 
@@ -47,6 +56,7 @@ class DeviceMemory:
         self._at_peak = dict(self._live)
         self._alive: dict[int, _Allocation] = {}
         self._gone: deque[_Allocation] = deque()
+        self._in_use: list[tuple[float, int, VirtualEvent, _Shared]] = []
 
     @property
     def live_bytes(self) -> int:
@@ -101,7 +111,31 @@ class DeviceMemory:
             self._peak_bytes = self._live_bytes
             self._at_peak = dict(self._live)
 
+    def record_stream(self, tensor: Tensor, stream: VirtualStream) -> None:
+        """Another stream uses its memory, which is free only when that stream has come so far.
+
+        As caching allocators do it: when the tensor is gone, an event is recorded on the stream,
+        behind all that was launched there; and when the host next allocates, memory whose event has
+        passed is free. Until then it counts, under the same name.
+        """
+        storage = tensor.untyped_storage()
+        one = self._seen(storage)
+        if not isinstance(one, _Shared):  # the old reference is dropped, and its callback with it
+            shared = _Shared(storage, self._hold)
+            shared.key, shared.nbytes, shared.category = one.key, one.nbytes, one.category
+            shared.streams = set()
+            self._alive[one.key] = one = shared
+        one.streams.add(stream)
+
+    def _hold(self, one: _Shared) -> None:
+        # Called when the storage dies, not later: what is launched after that is not waited for.
+        events = (stream.record_event() for stream in one.streams)
+        last = max(events, key=lambda event: event.time_s)
+        heapq.heappush(self._in_use, (last.time_s, id(one), last, one))
+
     def _forget_gone(self) -> None:
+        while self._in_use and self._in_use[0][2].query():
+            self._gone.append(heapq.heappop(self._in_use)[3])
         while self._gone:
             one = self._gone.popleft()
             self._add(one.category, -one.nbytes)
