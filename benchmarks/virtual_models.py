@@ -31,11 +31,13 @@ class Layer(nn.Module):
     attn: nn.Module
     mlp: nn.Module
 
-    def forward(self, x: Tensor, *, offload: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, *, offload: bool = False, interface: Any = off_interface
+    ) -> Tensor:
         for name, part in (("attn", self.attn), ("mlp", self.mlp)):
-            with off_interface(offload, x, name):
-                y = part(x)
-            x = x + (off_interface.group_commit(y, name=name) if offload else y)
+            with interface(offload, x, name) as inner:  # ours gives back x itself, others mark it
+                y = part(inner)
+            x = x + (interface.group_commit(y, name=name) if offload else y)
         return x
 
 
@@ -145,6 +147,8 @@ class Stage(nn.Module):
         width: Of its hidden states.
         length: Tokens of a microbatch.
         num_layers: How many it has.
+
+    ``forward`` takes an ``interface`` to groups: ours, or Megatron's own.
     """
 
     def __init__(self, model: str, width: int, length: int, num_layers: int) -> None:
@@ -156,9 +160,11 @@ class Stage(nn.Module):
         """An input that needs a gradient, as all stages but the first have."""
         return torch.empty(self._size, **KIND, requires_grad=True)
 
-    def forward(self, x: Tensor, *, offload: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, *, offload: bool = False, interface: Any = off_interface
+    ) -> Tensor:
         for layer in self.layers:
-            x = layer(x, offload=offload)
+            x = layer(x, offload=offload, interface=interface)
         return x
 
     @staticmethod

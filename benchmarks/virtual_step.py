@@ -15,6 +15,8 @@ Figures, of each model, width and length; a row for each way to save memory
                      save_on_cpu   of PyTorch, pinned: it copies on the compute stream
                      recompute     each layer under PyTorch's checkpoint
                      inputs        the same, and inputs of layers are offloaded by the engine
+                     megatron      Megatron-Core's own module, where installed, in the same groups;
+                                   virtual_megatron.py has how it is driven
     step_ms        of a forward and a backward, in the steady state
     ratio_to_none  of step times
     peak_gib       of the device; parameters and gradients count
@@ -33,36 +35,26 @@ from __future__ import annotations
 import argparse
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+import virtual_megatron
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from virtual_models import PARTS, Stage
 from virtual_search import MAX_RATIO, Found, least_peak, verdict
+from virtual_ways import HOST_BYTES, forward_of, interface_of, peers
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
-from pp_offload.checkpointing import (
-    ActivationCheckpointing,
-    ActivationCheckpointingVariants,
-    FullACParams,
-)
 from pp_offload.simulate import DEVICES, VirtualBackend
 
 GIB = 2**30
 MIN_NUMEL = 2**20
-HOST_BYTES = 2**42
-"""More than any row needs: what this machine has free is no matter."""
-
 FRACTIONS = [0.15, 0.25, 0.35, 0.5, 0.65, 0.8, 1.0, 1.5]
-PEERS = ("save_on_cpu", "recompute", "inputs")
 Row = dict[str, Any]
-Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,39 +70,11 @@ class Cell:
     """Microbatches."""
     rounds: int
     """Microbatches that are looked at, in the steady state."""
+    is_synchronized: bool = False
+    """Whether the host waits for the device after each forward and each backward."""
 
     def stage(self) -> Stage:
         return Stage(self.model, self.width, self.length, self.num_layers)
-
-
-def forward_of(way: str, stage: Stage, backend: VirtualBackend) -> Forward:
-    """How a microbatch goes through the stage."""
-    if way == "save_on_cpu":
-        return partial(_under, partial(torch.autograd.graph.save_on_cpu, pin_memory=True), stage)
-    if way == "recompute":
-        return partial(_recomputed, stage)
-    if way == "inputs":
-        ActivationCheckpointing.apply_activation_checkpointing_(
-            ActivationCheckpointingVariants.FULL_ACTIVATION_CHECKPOINTING,
-            layers_fqn="layers",
-            model=stage,
-            ac_fun_params=FullACParams(
-                offload_inputs=True, config=OffloadConfig(host_budget_bytes=HOST_BYTES)
-            ),
-            backend=backend,
-        )
-    return partial(stage, offload=way == "ours")
-
-
-def _under(context: Callable[[], Any], stage: Stage, x: Tensor) -> Tensor:
-    with context():
-        return stage(x)
-
-
-def _recomputed(stage: Stage, x: Tensor) -> Tensor:
-    for layer in stage.layers:
-        x = checkpoint(layer, x, use_reentrant=False)
-    return x
 
 
 def measure(cell: Cell, way: str, config: OffloadConfig) -> Row:
@@ -118,33 +82,45 @@ def measure(cell: Cell, way: str, config: OffloadConfig) -> Row:
     backend = VirtualBackend(DEVICES[cell.device])
     compute, link = backend.compute, backend.link
 
+    def wait() -> None:
+        if cell.is_synchronized:
+            backend.synchronize()
+
     def now() -> tuple[float, float, int, int]:
         return compute.free_at_s, compute.stalled_s, link.bytes_to_host, link.bytes_to_device
 
-    with use_backend(backend, config=config):
+    with ExitStack() as entered:
+        entered.enter_context(use_backend(backend, config=config))
         stage = cell.stage()
         backend.memory.follow(stage)
-        run = forward_of(way, stage, backend)
+        interface = entered.enter_context(interface_of(way, stage, backend))
+        run = forward_of(way, stage, backend, interface)
 
         def forward() -> Tensor:
-            off_interface.init_chunk_handler(None, None, MIN_NUMEL)
-            return run(stage.microbatch())
+            interface.init_chunk_handler(None, None, MIN_NUMEL)
+            y = run(stage.microbatch())
+            wait()
+            return y
+
+        def backward(y: Tensor) -> None:
+            stage.backward(y)
+            wait()
 
         for _ in range(3):  # the first ones are timed
-            off_interface.reset()
+            interface.reset()
             waiting = deque(forward() for _ in range(cell.in_flight - 1))
             for number in range(cell.in_flight + cell.rounds):
                 if number == cell.in_flight:
                     before = now()
                     backend.memory.take_peak()
                 waiting.append(forward())
-                stage.backward(waiting.popleft())
+                backward(waiting.popleft())
             step_s, stalled_s, left, came = (
                 (after - one) / cell.rounds for after, one in zip(now(), before, strict=True)
             )
             peak_bytes, at_peak = backend.memory.peak_bytes, backend.memory.at_peak
             while waiting:
-                stage.backward(waiting.popleft())
+                backward(waiting.popleft())
             stage.zero_grad()
             backend.synchronize()
     return {
@@ -213,8 +189,10 @@ def rows(cell: Cell, options: argparse.Namespace) -> list[Row]:
     found = Rows(cell)
     found.run("none", "none")
     default = found.run("default", "ours")
-    for peer in PEERS:
+    for peer in peers():
         found.run(peer, peer)
+    if options.without_pairs:
+        return list(found.found.values())
     caps, windows = sorted(options.caps), sorted(options.windows)
     if options.full:
         for cap in caps:
@@ -238,14 +216,15 @@ def is_best(row: Row, best_gib: float | None) -> bool:
 
 def shown(found: list[Row], options: argparse.Namespace) -> list[Row]:
     """The rows of a cell for the table: of the pairs only the best, unless all were tried."""
-    best = next(row["best_bounds"] for row in found if row["bounds"] == "default")
+    best = next(row.get("best_bounds") for row in found if row["bounds"] == "default")
     return [
         row for row in found if options.full or "/" not in row["bounds"] or row["bounds"] == best
     ]
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    first = Cell(options.device, "", 0, 0, options.layers, options.in_flight, options.rounds)
+    counts = options.layers, options.in_flight, options.rounds
+    first = Cell(options.device, "", 0, 0, *counts, is_synchronized=options.synchronize)
     for model in options.model:
         for width in options.hidden:
             for length in options.length:
@@ -291,6 +270,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--caps", type=float, nargs="+", default=FRACTIONS, help=fractions)
     parser.add_argument("--windows", type=float, nargs="+", default=FRACTIONS, help=fractions)
     parser.add_argument("--full", action="store_true", help="try all pairs, not only the edge")
+    parser.add_argument("--without-pairs", action="store_true", help="try none")
+    parser.add_argument(
+        "--synchronize",
+        action="store_true",
+        help="the host waits for the device after each forward and each backward",
+    )
     parser.add_argument("--quick", action="store_true", help="a small smoke test")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
@@ -304,6 +289,10 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     print(f"{options.device}, {options.layers} layers, {options.in_flight} microbatches in flight")
+    if options.synchronize:
+        print("the host waits for the device after each forward and each backward")
+    if reason := virtual_megatron.why_not():
+        print(f"megatron is left out: {reason}")
     print(HEADER)
     found: list[Row] = []
     for cell in cells(options):

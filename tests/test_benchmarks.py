@@ -52,7 +52,8 @@ def test_steps_writes_its_figures(tmp_path: Path) -> None:
 
 
 def test_virtual_step_writes_its_figures(tmp_path: Path) -> None:
-    none, default, *others = run_quick("virtual_step.py", tmp_path)
+    figures = run_quick("virtual_step.py", tmp_path)
+    none, default, *others = (one for one in figures if one["bounds"] != "megatron")
     names = [one["bounds"] for one in (none, default, *others)]
     assert names[:5] == ["none", "default", "save_on_cpu", "recompute", "inputs"]
     assert names[5] == "1/1" and len(names) > 6

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 from virtual_models import NUM_CHOSEN, NUM_EXPERTS, PARTS, Stage, rounded
 from virtual_search import MAX_NEED, MAX_RATIO, Found, least_peak, verdict
-from virtual_step import PEERS, Cell, Row, Rows, chunk_bytes, is_best, shown
+from virtual_step import Cell, Row, Rows, chunk_bytes, is_best, shown
+from virtual_ways import PEERS
 
 from pp_offload.simulate import DEVICES, VirtualBackend
 
