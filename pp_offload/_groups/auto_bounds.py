@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from itertools import groupby
 
 from pp_offload._groups.bounds import (
@@ -69,7 +70,7 @@ class AutoBounds:
         self._config = config
         self._num_left = NUM_TIMED if is_wanted(config) else 0
         self._plan = Plan()
-        self._running: StepTimes | None = None
+        self._running: tuple[StepTimes, Laps] | None = None
         self._timed: tuple[StepTimes, Laps] | None = None
         self._sent = self._sent_when_timed = 0
 
@@ -84,9 +85,10 @@ class AutoBounds:
             if self._timed is not None:
                 self._read(*self._timed)
             watch = self._transfer.copies.stopwatch
-            if self._num_left and self._timed is None and watch.start():
-                self._running = StepTimes(watch)
-                self._transfer.listeners.add(self._running)
+            laps = watch.start() if self._num_left and self._timed is None else None
+            if laps is not None:
+                self._running = StepTimes(partial(watch.now, laps)), laps
+                self._transfer.listeners.add(self._running[0])
         except RuntimeError as failure:  # events of this device, or of another stream, have no time
             self._timed = None
             self._num_left = max(0, self._num_left - 1)
@@ -101,13 +103,13 @@ class AutoBounds:
                 bytes than those timed had.
             is_complete: Whether the step says what others will be like.
         """
-        times, laps = self._running, self._transfer.copies.stopwatch.stop()
+        running, self._running = self._running, None
         sent = self._transfer.counters.bytes_offloaded - self._sent
-        if times is not None:
-            self._transfer.listeners.remove(times)
-            self._running = None
-            if laps is not None and is_complete:
-                self._timed, self._sent_when_timed = (times, laps), sent
+        if running is not None:
+            self._transfer.listeners.remove(running[0])
+            is_whole = self._transfer.copies.stopwatch.stop(running[1])
+            if is_whole and is_complete:
+                self._timed, self._sent_when_timed = running, sent
         has_grown = is_complete and 0 < self._sent_when_timed * GROWN < sent
         if plan != self._plan or (has_grown and not self._num_left):
             self._plan = plan

@@ -1,6 +1,6 @@
 """When a step's groups left and what came back was used, by the device's clock.
 
-times = StepTimes(watch)
+times = StepTimes(partial(watch.now, laps))
 transfer.listeners.add(times)
 ...
 clock = ClockWithoutWaits(laps)
@@ -10,7 +10,7 @@ clock = ClockWithoutWaits(laps)
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,7 +18,7 @@ from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.plan import GroupKey
 from pp_offload._groups.prefetch import SMALL_BYTES
 from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.stopwatch import Lap, Laps, Stopwatch, seconds
+from pp_offload._transfer.stopwatch import Lap, Laps, seconds
 from pp_offload._transfer.ticket import Owner, Ticket
 from pp_offload.backends import TimedEvent
 
@@ -38,17 +38,17 @@ class StepTimes(Listener):
     """Hears when groups leave, and when what came back is used.
 
     Args:
-        watch: Runs meanwhile.
+        now: Gives an event on the live compute stream; None where nothing can be timed.
 
     Attributes:
         offloads: In order.
         uses: In order; small ones that follow each other count as one.
     """
 
-    def __init__(self, watch: Stopwatch) -> None:
+    def __init__(self, now: Callable[[], TimedEvent | None]) -> None:
         self.offloads: list[Mark] = []
         self.uses: list[Mark] = []
-        self._watch = watch
+        self._now = now
         self._reached: GroupKey | None = None
         self._taken_back: set[int] = set()
 
@@ -79,7 +79,7 @@ class StepTimes(Listener):
             last.nbytes += nbytes
             last.freed += freed
             return
-        now = self._watch.now()
+        now = self._now()
         if now is not None:
             marks.append(Mark(key, now, nbytes, freed))
 

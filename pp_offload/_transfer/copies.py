@@ -231,8 +231,7 @@ class Copies:
         note_uses(buffers, Queued(stream))
         if not have_addresses(blocks):
             targets, sources = in_pieces(tickets, targets, sources)
-        self.stopwatch.copy(stream, targets, sources, tickets[0].label)
-        event = stream.record_event()
+        event = self.stopwatch.copy(stream, targets, sources, tickets)
         note_uses(buffers, event)
         if self.backend.is_capturing:
             self._of_graphs += blocks  # their graph, launched again, copies to or from there

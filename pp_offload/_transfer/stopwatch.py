@@ -1,14 +1,14 @@
 """When copies and waits begin and end, by the device's own clock.
 
-Events that know their time are recorded around them while it runs, and read when all has ended: the
-host waits for nothing.
+Events that know their time are recorded around them while somebody times, and read when all has
+ended: the host waits for nothing. Several may time at once; the events are recorded once for all.
 
     watch = Stopwatch(backend)
-    watch.start()
-    watch.copy(backend.d2h, targets, sources, "mlp")  # as the backend's copy
-    watch.wait(compute, event)                        # as the stream's wait_event
-    at = watch.now()
-    laps = watch.stop()
+    laps = watch.start()
+    event = watch.copy(backend.d2h, targets, sources, tickets)  # the backend's copy, and what is
+    watch.wait(compute, event)                                  # behind it; the stream's wait_event
+    at = watch.now(laps)
+    is_whole = watch.stop(laps)
     ...
     if laps.are_over():
         laps.seconds_until(at)
@@ -16,12 +16,15 @@ host waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import Backend, Event, Stream, TimedEvent
+from pp_offload.backends.host_clock import timed_by_host
 
 
 class Lap(NamedTuple):
@@ -34,7 +37,7 @@ class Lap(NamedTuple):
 
 
 class Laps:
-    """What was timed.
+    """What was timed. Those who want to know more of it override what notes it.
 
     Args:
         begin: The times count from here.
@@ -63,9 +66,31 @@ class Laps:
         """From the begin to ``event``."""
         return self.begin.elapsed_time(event) / 1e3
 
+    def queueing(self, label: str, *, to_host: bool) -> AbstractContextManager[object]:
+        """Entered while the host queues copies."""
+        return nullcontext()
+
+    def copied(self, lap: Lap, tickets: Sequence[Ticket], event: Event, *, to_host: bool) -> None:
+        """Copies of these tickets were queued.
+
+        Args:
+            lap: When they run.
+            tickets: Whoever keeps one keeps its bytes.
+            event: Behind them; compute may wait for it.
+            to_host: Else to the device.
+        """
+        (self.offloads if to_host else self.reloads).append(lap)
+
+    def waited(self, lap: Lap, event: Event) -> None:
+        """The live compute stream waits for ``event``."""
+        self.waits.append(lap)
+
+
+Kind = TypeVar("Kind", bound=Laps)
+
 
 class Stopwatch:
-    """Copies and waits, timed while it runs.
+    """Copies and waits, timed while somebody wants to know.
 
     Args:
         backend: Has the streams, and perhaps a clock.
@@ -73,64 +98,87 @@ class Stopwatch:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._laps: Laps | None = None
+        self._running: tuple[Laps, ...] = ()
 
-    def start(self) -> bool:
-        """Time what comes; whether the device has a clock. A second start begins anew."""
-        begin = self._event(self._backend.current_stream())
-        self._laps = None if begin is None else Laps(begin)
-        return begin is not None
+    def start(self) -> Laps | None:
+        """Time what comes; None where the device has no clock, and in a capture."""
+        begin = None if self._backend.is_capturing else self._on_device(self._live())
+        if begin is None:
+            return None
+        laps = Laps(begin)
+        self.add(laps)
+        return laps
 
-    def stop(self) -> Laps | None:
-        """Time nothing any more; what was timed, if it ran and no graph was captured meanwhile."""
-        laps, self._laps = self._laps, None
-        return None if laps is None or laps.is_cut else laps
+    def add(self, laps: Laps) -> None:
+        """Time what comes for ``laps`` as well."""
+        self._running = (*self._running, laps)
 
-    def now(self) -> TimedEvent | None:
-        """Behind all that the live compute stream was given; None if it does not run."""
-        laps = self._laps
-        event = None if laps is None else self._event(self._backend.current_stream())
-        if laps is not None and event is not None:
+    def stop(self, laps: Laps) -> bool:
+        """Time nothing for these any more; whether all that ran meanwhile was timed."""
+        self._running = tuple([one for one in self._running if one is not laps])
+        return not laps.is_cut
+
+    def now(self, laps: Laps) -> TimedEvent | None:
+        """Behind all that the live compute stream was given; None if these do not run."""
+        event = self.at(self._live()) if laps in self._running else None
+        if event is not None:
             laps.end = event
         return event
 
     def copy(
-        self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
-    ) -> None:
-        """Have the backend queue copies on ``stream``: see :meth:`Backend.copy`."""
-        laps = self._laps
-        if laps is None:
+        self,
+        stream: Stream,
+        targets: list[Tensor],
+        sources: list[Tensor],
+        tickets: Sequence[Ticket],
+    ) -> Event:
+        """Have the backend queue copies on ``stream``, as :meth:`Backend.copy`; what is behind."""
+        running, label = self._running, tickets[0].label
+        if not running:
             self._backend.copy(stream, targets, sources, label)
-            return
-        begin = self._event(stream)
-        self._backend.copy(stream, targets, sources, label)
-        nbytes = sum([target.nbytes for target in targets])
-        where = laps.offloads if stream is self._backend.d2h else laps.reloads
-        self._note(where, begin, self._event(stream), nbytes)
+            return stream.record_event()
+        to_host = stream is self._backend.d2h
+        begin = self.at(stream)
+        with ExitStack() as stack:
+            for laps in running:
+                stack.enter_context(laps.queueing(label, to_host=to_host))
+            self._backend.copy(stream, targets, sources, label)
+        end, event = self.at(stream), stream.record_event()
+        if begin is not None and end is not None:
+            lap = Lap(begin, end, sum([target.nbytes for target in targets]))
+            for laps in running:
+                laps.copied(lap, tickets, event, to_host=to_host)
+        return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Have a compute stream wait for ``event``; that of the live one is timed."""
-        laps = self._laps
-        if laps is None or stream != self._backend.current_stream():
+        running = self._running
+        if not running or stream != self._live():
             stream.wait_event(event)
             return
-        begin = self._event(stream)
+        begin = self.at(stream)
         stream.wait_event(event)
-        self._note(laps.waits, begin, self._event(stream), 0)
-
-    @staticmethod
-    def _note(
-        where: list[Lap], begin: TimedEvent | None, end: TimedEvent | None, nbytes: int
-    ) -> None:
+        end = self.at(stream)
         if begin is not None and end is not None:
-            where.append(Lap(begin, end, nbytes))
+            for laps in running:
+                laps.waited(Lap(begin, end, 0), event)
 
-    def _event(self, stream: Stream) -> TimedEvent | None:
+    def at(self, stream: Stream) -> TimedEvent | None:
+        """Behind all that ``stream`` was given, by the host's clock where the device has none.
+
+        None in a capture, where nothing runs: what is timed has a gap there.
+        """
         if not self._backend.is_capturing:
-            return self._backend.timed_event(stream)
-        if self._laps is not None:
-            self._laps.is_cut = True
+            return self._on_device(stream) or timed_by_host(stream)
+        for laps in self._running:
+            laps.is_cut = True
         return None
+
+    def _on_device(self, stream: Stream) -> TimedEvent | None:
+        return self._backend.timed_event(stream)
+
+    def _live(self) -> Stream:
+        return self._backend.current_stream()
 
 
 def seconds(laps: Iterable[Lap]) -> float:

@@ -14,7 +14,7 @@ from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.plan import ChunkKey, GroupKey, Plan
 from pp_offload._groups.step_times import ClockWithoutWaits, Mark, StepTimes, rate
 from pp_offload._groups.wiring import Wiring
-from pp_offload._transfer.stopwatch import Lap, Laps, Stopwatch
+from pp_offload._transfer.stopwatch import Lap, Laps
 from pp_offload.backends import CpuBackend
 
 MB = 10**6
@@ -59,15 +59,12 @@ def test_a_rate_is_of_the_time_in_which_copies_ran() -> None:
     assert rate([lap(5, 5, MB)]) is None
 
 
-class Watch(Stopwatch):
-    """Its clock stands still."""
-
-    def now(self) -> Any:
-        return At(0)
+def stands_still() -> Any:
+    return At(0)
 
 
 def test_bytes_that_are_used_twice_are_noted_at_both() -> None:
-    times = StepTimes(Watch(CpuBackend()))
+    times = StepTimes(stands_still)
     times._reached = GroupKey(ChunkKey(0, 0), 0)
     ticket: Any = SimpleNamespace(nbytes=MB, num_members=2, num_waiting=1)
     times.delivered(ticket, None)
@@ -77,7 +74,7 @@ def test_bytes_that_are_used_twice_are_noted_at_both() -> None:
 
 
 def test_what_is_taken_back_is_no_use() -> None:
-    times = StepTimes(Watch(CpuBackend()))
+    times = StepTimes(stands_still)
     times._reached = GroupKey(ChunkKey(0, 0), 0)
     ticket: Any = SimpleNamespace(nbytes=MB, num_members=1, num_waiting=0)
     times.taken_back(ticket)
@@ -91,7 +88,7 @@ def chosen(plan: Plan, offloads: list[Mark], uses: list[Mark], laps: Laps) -> tu
     wiring = Wiring.made(CpuBackend(), OffloadConfig(), Wiring.alone().step)
     bounds = AutoBounds(wiring.transfer, wiring.prefetcher, OffloadConfig())
     bounds.end_step(plan, is_complete=True)
-    times = StepTimes(Stopwatch(CpuBackend()))
+    times = StepTimes(stands_still)
     times.offloads, times.uses = offloads, uses
     bounds._timed = times, laps
     bounds.begin_step()

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,23 +298,51 @@ def test_without_a_clock_the_bounds_follow_the_groups(kind: str) -> None:
         assert manager.statistics().stalled_ms is None
 
 
+def labelled(label: str) -> Any:
+    return [SimpleNamespace(label=label)]
+
+
 def test_a_stopwatch_times_nothing_in_a_capture() -> None:
     backend = VirtualBackend(replace(DEVICES["H100"], launch_s=0))
     watch = Stopwatch(backend)
     backend.is_capturing = True
-    assert not watch.start() and watch.stop() is None
+    assert watch.start() is None
     backend.is_capturing = False
-    assert watch.start()
+    laps = watch.start()
+    assert laps is not None
     backend.is_capturing = True
-    watch.copy(backend.d2h, [torch.empty(4)], [torch.empty(4, device="meta")], "captured")
+    host, device = [torch.empty(4)], [torch.empty(4, device="meta")]
+    watch.copy(backend.d2h, host, device, labelled("captured"))
     watch.wait(backend.compute, backend.d2h.record_event())
-    assert watch.now() is None
-    assert watch.stop() is None
+    assert watch.now(laps) is None
+    assert not watch.stop(laps) and not laps.offloads and not laps.waits
     backend.is_capturing = False
-    assert watch.start()
-    watch.copy(backend.h2d, [torch.empty(4, device="meta")], [torch.empty(4)], "later")
-    laps = watch.stop()
-    assert laps is not None and not laps.offloads and len(laps.reloads) == 1
+    laps = watch.start()
+    assert laps is not None
+    watch.copy(backend.h2d, device, host, labelled("later"))
+    assert watch.stop(laps) and not laps.offloads and len(laps.reloads) == 1
+
+
+def test_two_time_at_once_and_neither_cuts_the_other() -> None:
+    backend = VirtualBackend(replace(DEVICES["H100"], launch_s=0))
+    watch, host, device = (
+        Stopwatch(backend),
+        [torch.empty(4)],
+        [torch.empty(4, device="meta")],
+    )
+    first = watch.start()
+    watch.copy(backend.d2h, host, device, labelled("first alone"))
+    second = watch.start()
+    assert first is not None and second is not None
+    event = watch.copy(backend.h2d, device, host, labelled("both"))
+    watch.wait(backend.compute, event)
+    assert watch.now(first) is first.end is not second.end
+    assert watch.stop(first) and watch.now(first) is None
+    watch.copy(backend.d2h, host, device, labelled("second alone"))
+    assert watch.stop(second)
+    watch.copy(backend.d2h, host, device, labelled("nobody"))
+    assert first.reloads == second.reloads and len(first.reloads) == len(first.waits) == 1
+    assert len(first.offloads) == len(second.offloads) == 1 and first.offloads != second.offloads
 
 
 def test_more_bytes_under_the_same_plan_are_timed_again(training: Training) -> None:
