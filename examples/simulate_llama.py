@@ -4,6 +4,7 @@ python examples/simulate_llama.py                              # 8B on four H100
 python examples/simulate_llama.py --groups attn,mlp --gib 3    # more leaves, further ahead
 python examples/simulate_llama.py --model 70b --ranks 8 --length 4096
 python examples/simulate_llama.py --schedule interleaved1f1b --virtual-stages 2
+python examples/simulate_llama.py --trace out.json.gz          # for https://ui.perfetto.dev
 
 The engine runs as it is, once for each rank, on tensors without data and streams with clocks: no
 GPU and no memory is needed, and no time is measured. Of the device's memory, parameters, gradients
@@ -35,6 +36,7 @@ from pp_offload.simulate import (
     RankStep,
     run_pipeline,
 )
+from pp_offload.trace import Trace
 
 GIB, GB = 2**30, 10**9
 BAR_WIDTH = 40
@@ -62,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--network-gb", type=float, default=50.0, help="GB/s between two ranks; default: 50")
     add("--quick", action="store_true", help="a tiny model on two ranks, whatever the sizes given")
     add("--json", type=Path, help="write the figures here")
+    add("--trace", type=Path, help="write the steps with offload here, for Perfetto: out.json.gz")
     options = parser.parse_args()
     if options.quick:
         options.model, options.ranks, options.microbatches, options.length = "tiny", 2, 4, 1024
@@ -72,8 +75,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--ranks, --microbatches and --length must be at least 1")
     if min(options.gib or 0, options.host_gib or 0) < 0 or options.network_gb <= 0:
         parser.error("--gib and --host-gib must be at least 0, and --network-gb above 0")
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"--json is {options.json}, expected a file in a directory that is there")
+    for name, path in (("--json", options.json), ("--trace", options.trace)):
+        if path and not path.parent.is_dir():
+            parser.error(f"{name} is {path}, expected a file in a directory that is there")
     if not 0 <= options.fraction <= 1:
         parser.error(f"--fraction is {options.fraction:g}, expected 0 to 1")
     check_schedule(parser, options)
@@ -145,7 +149,13 @@ def simulate(options: argparse.Namespace) -> dict[str, PipelineStep]:
         order, work, hardware, peers=peers, num_steps=1, progress=bar("without offload")
     )
     ours = run_pipeline(
-        order, work, hardware, peers=peers, config=config_of(options), progress=bar("with offload")
+        order,
+        work,
+        hardware,
+        peers=peers,
+        config=config_of(options),
+        progress=bar("with offload"),
+        trace=Trace(options.trace) if options.trace else None,
     )
     return {"without offload": none, "with offload": ours}
 

@@ -6,6 +6,7 @@ python examples/train_gpt.py --schedule zbv                   # backward in two 
 python examples/train_gpt.py --schedule order.csv             # actions of your own
 python examples/train_gpt.py --tier disk --disk-dir /scratch  # to disk instead of host memory
 python examples/train_gpt.py --stages 1 --device emulated     # one process, no GPU, real streams
+python examples/train_gpt.py --trace out.json.gz              # what happened when, for Perfetto
 torchrun --nproc-per-node 2 examples/train_gpt.py             # the same under torchrun
 """
 
@@ -36,6 +37,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, print_offload_summary_table
 from pp_offload.pipelining import attach
+from pp_offload.trace import Trace, merge_ranks, part_of
 
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # of mallopt
@@ -64,6 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch", type=int, default=2, help="sequences per microbatch")
     add("--text", type=Path, help="train on this file instead of Python's documentation")
     add("--json", type=Path, help="write the figures here")
+    add("--trace", type=Path, help="write two steps of all ranks here, for Perfetto: out.json.gz")
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="also train without")
     options = parser.parse_args()
     options.groups = [name for name in options.groups.split(",") if name]
@@ -79,6 +82,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--disk-dir needs --tier disk or host+disk, not {options.tier}")
     if options.text and not options.text.is_file():
         parser.error(f"--text {options.text} is not a file")
+    if options.trace and not options.trace.parent.is_dir():
+        parser.error(f"--trace is {options.trace}, expected a file in a directory that is there")
     if min(options.stages, options.virtual_stages, options.microbatches, options.steps) < 1:
         parser.error("--stages, --virtual-stages, --microbatches and --steps must be at least 1")
     return options
@@ -152,7 +157,7 @@ def train(options: argparse.Namespace, data: Bytes, *, offload: bool) -> Run:
     run = Run()
     times = []
     forget_resident_peak()
-    with handle:
+    with handle, traced(options, offload):
         for step in progress(range(options.steps), "with offload" if offload else "without"):
             start = time.perf_counter()
             run.losses.append(forward_backward(schedule, data, step, options))
@@ -177,6 +182,14 @@ def train(options: argparse.Namespace, data: Bytes, *, offload: bool) -> Run:
     run.step_ms = sorted(times)[len(times) // 2]
     run.parameters = [p.detach().clone() for m in modules for p in m.parameters()]
     return run
+
+
+def traced(options: argparse.Namespace, offload: bool) -> Any:
+    """Records two steps, with offload: the last of those that are timed."""
+    if options.trace is None or not offload:
+        return nullcontext()
+    last = options.steps  # of the resets the first step takes two, for print_summary() calls one
+    return Trace(options.trace, steps=range(max(0, last - 1), last + 1))
 
 
 def offload_config(options: argparse.Namespace) -> OffloadConfig:
@@ -352,6 +365,7 @@ def work(options: argparse.Namespace) -> int:
             rank for rank in range(options.stages) if last_stage in stage_indices(options, rank)
         )
         found = figures(without, train(options, data, offload=True), loss_rank)
+        merge_traces(options)
         if found is None:
             return 0
         print("\n" + format_figures(found), flush=True)
@@ -360,6 +374,18 @@ def work(options: argparse.Namespace) -> int:
         return 1 if found["bitwise_equal"] is False else 0
     finally:
         dist.destroy_process_group()
+
+
+def merge_traces(options: argparse.Namespace) -> None:
+    """One file of those of all ranks. Collective: the others have written theirs."""
+    if options.trace is None or dist.get_world_size() == 1:
+        return
+    dist.barrier()
+    if dist.get_rank() == 0:
+        parts = [part_of(options.trace, rank) for rank in range(dist.get_world_size())]
+        merge_ranks(parts, options.trace)
+        for part in parts:
+            part.unlink()
 
 
 def load_emulated() -> None:

@@ -103,9 +103,12 @@ class Manager:
         wiring = Wiring.made(self.backend, config, step)  # first: without a disk it raises
         wiring.go_on_as(self.wiring)
         bounds = AutoBounds(wiring.transfer, wiring.prefetcher, config)
+        listeners = self.wiring.transfer.listeners
         self.retire()
         self.config, self.step, self.wiring, self._bounds = config, step, wiring, bounds
         self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
+        for heard in listeners.replaced:
+            heard()
 
     def retire(self) -> None:
         """Something else takes over: forget the step, and keep only what living graphs need."""
@@ -277,6 +280,8 @@ class Manager:
             self._end_step()
             self._bounds.begin_step()
         self.wiring.transfer.compact()
+        for heard in self.wiring.transfer.listeners.step_begun:
+            heard()
         if forgotten:
             raise GroupStateError(
                 f"groups {forgotten} were started and never committed, so nothing of them was "

@@ -81,6 +81,12 @@ class Listener:
     def delivered(self, ticket: Ticket, tensor: Tensor) -> None:
         """The payload is about to be given to autograd, in order with the live compute stream."""
 
+    def step_begun(self) -> None:
+        """``reset()`` has closed the last step, and the next one begins. A listener may wait."""
+
+    def replaced(self) -> None:
+        """``configure()`` has put another engine in the place of this one; the manager has it."""
+
 
 @dataclass(slots=True)
 class Listeners:
@@ -96,6 +102,8 @@ class Listeners:
     reloads_queued: tuple[Callable[..., None], ...] = ()
     taken_back: tuple[Callable[[Ticket], None], ...] = ()
     delivered: tuple[Callable[[Ticket, Tensor], None], ...] = ()
+    step_begun: tuple[Callable[[], None], ...] = ()
+    replaced: tuple[Callable[[], None], ...] = ()
 
     def add(self, listener: Listener) -> None:
         """Have ``listener`` hear the events it overrides, behind those that were added before."""

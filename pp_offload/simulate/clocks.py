@@ -72,12 +72,15 @@ class VirtualStream:
         free_at_s: When all work launched so far has ended.
         busy_s: How long it worked.
         stalled_s: How long work that the host had launched waited for other streams.
+        heard: Told of each work when nothing but other streams kept it waiting, when it begins,
+            and when it ends.
     """
 
     def __init__(self, host: HostClock) -> None:
         self.free_at_s = 0.0
         self.busy_s = 0.0
         self.stalled_s = 0.0
+        self.heard: tuple[Callable[[float, float, float], None], ...] = ()
         self._host = host
         self._may_begin_s = 0.0
         self._queued_ends_s: deque[float] = deque()
@@ -95,6 +98,8 @@ class VirtualStream:
         self.free_at_s = end_s(begin_s)
         self.busy_s += self.free_at_s - begin_s
         self._queued_ends_s.append(self.free_at_s)
+        for heard in self.heard:
+            heard(ready_s, begin_s, self.free_at_s)
         return self.free_at_s
 
     def _take_time(self) -> None:

@@ -14,9 +14,10 @@ NOTE [ Turns ]
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._megatron.current import use_manager
@@ -34,6 +35,18 @@ Progress = Callable[[int, int], None]
 """Told how many actions are over, and of how many."""
 
 
+class Watcher(Protocol):
+    """What records a pipeline: a :class:`pp_offload.trace.Trace`, which is not known here."""
+
+    def ranks(self, managers: Sequence[PipelineOffloadManager]) -> AbstractContextManager[object]:
+        """A context in which the steps of all ranks are recorded.
+
+        Args:
+            managers: One for each rank, in order.
+        """
+        ...
+
+
 def run_pipeline(
     order: PipelineOrder,
     work: Work,
@@ -43,6 +56,7 @@ def run_pipeline(
     peers: PeerLink | None = None,
     num_steps: int = 2,
     progress: Progress | None = None,
+    trace: Watcher | None = None,
 ) -> PipelineStep:
     """Run some steps, and say what the last one cost.
 
@@ -57,6 +71,7 @@ def run_pipeline(
         peers: How messages pass from rank to rank; the default is a network.
         num_steps: The engine derives its plan from the first one.
         progress: Called after each action.
+        trace: A :class:`pp_offload.trace.Trace`, which records all ranks into one file.
 
     Raises:
         TypeError: An argument is of another kind.
@@ -75,6 +90,8 @@ def run_pipeline(
             stack.enter_context(_rank(order, work, hardware, config, messages, number))
             for number in range(order.num_ranks)
         ]
+        if trace is not None:
+            stack.enter_context(trace.ranks([rank.manager for rank in ranks]))
         total = num_steps * sum(map(len, order.actions))
         told = _told(progress, total)
         for _ in range(num_steps):

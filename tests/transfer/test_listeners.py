@@ -24,7 +24,7 @@ from pp_offload._transfer.listeners import Listener, Listeners
 from pp_offload._transfer.ticket import NOWHERE, Ticket
 
 EVENTS = [event.name for event in fields(Listeners)]
-WITHOUT_LOCK = {"leaving", "left", "group_closed", "delivered"}
+WITHOUT_LOCK = {"leaving", "left", "group_closed", "delivered", "step_begun"}
 TIERS: list[tuple[str, ...]] = [("host",), ("disk",), ("host", "disk")]
 
 
@@ -108,6 +108,7 @@ def test_what_is_heard_is_what_happens(kind: str, tiers: tuple[str, ...], tmp_pa
     assert len(heard.of("leaving")) == len(left) > 0
     assert heard.of("left") == heard.of("leaving")
     assert {label for label, _ in heard.of("delivered")} == {"mix", "mlp"}
+    assert heard.of("step_begun") == [()] * 3 and not heard.of("replaced")
     for event, was_free in heard.was_free.items():
         assert was_free == {event in WITHOUT_LOCK}, event
 
@@ -169,6 +170,23 @@ def test_in_a_capture_nothing_is_said_to_leave() -> None:
         assert not heard.of("leaving")
         step(on, inputs)
         assert heard.of("leaving")
+
+
+def test_of_another_engine_it_is_heard_when_the_manager_has_it() -> None:
+    with use_backend(make_backend("late")) as manager:
+        engines: list[Any] = []
+
+        class Follows(Listener):
+            def replaced(self) -> None:
+                engines.append(manager.wiring.transfer)
+
+        old = manager.wiring.transfer
+        old.listeners.add(Follows())
+        manager.configure(manager.config)
+        assert not engines, "these options were there"
+        manager.configure(OffloadConfig(min_offloaded_tensor_size=1))
+        assert engines == [manager.wiring.transfer] and engines != [old]
+        assert not manager.wiring.transfer.listeners.replaced
 
 
 class Raises(Listener):

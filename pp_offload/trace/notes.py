@@ -1,0 +1,110 @@
+"""What is noted while a step runs: events that are still to come, and no time yet.
+
+Notes are plain and few, for they are taken between the program's own work. ``assembled.py`` makes
+a timeline of them when all is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pp_offload.backends import TimedEvent
+
+
+class Work(NamedTuple):
+    """Work of a virtual stream, in seconds of its own clock."""
+
+    ready_s: float
+    """When nothing but other streams kept it waiting."""
+
+    begin_s: float
+    end_s: float
+
+
+@dataclass(slots=True, eq=False)
+class CopyNote:
+    """Copies that were queued together."""
+
+    label: str
+    to_host: bool
+    begin: TimedEvent
+    end: TimedEvent
+    nbytes: int
+    num_payloads: int
+    works: tuple[Work, ...] = ()
+    """Of a virtual stream, each copy."""
+
+    came_from: tuple[CopyNote, ...] = ()
+    """Of a reload: the copies that had brought its bytes to the host, as far as they were noted."""
+
+    used_on: int = -1
+    """Of a reload: the lane of its first use."""
+
+    used: TimedEvent | None = None
+
+
+class WaitNote(NamedTuple):
+    """A wait of compute for copies."""
+
+    lane: int
+    name: str
+    begin: TimedEvent
+    end: TimedEvent
+
+
+class Stall(NamedTuple):
+    """Time in which a virtual compute stream had work and waited."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+class Mark(NamedTuple):
+    """A point of a compute stream at which a group changed."""
+
+    lane: int
+    what: str
+    """``opened``, ``closed`` or ``reached``; ``over`` ends all that is still going on."""
+
+    at: TimedEvent
+    group: int
+    """Which one: a number of its own."""
+
+    name: str
+    args: dict[str, Any]
+
+
+class StepNote(NamedTuple):
+    """Where a step begins."""
+
+    number: int
+    at: TimedEvent
+
+
+class Sampled(NamedTuple):
+    """Counters, as the host knew them when it queued this point of compute."""
+
+    at: TimedEvent
+    nbytes: dict[str, int]
+
+
+class Room:
+    """How much may still be noted.
+
+    Args:
+        most: So many events of the file.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.is_full = False
+        self._left = most
+
+    def takes(self, num: int) -> bool:
+        """Whether there is room for a note that becomes so many events; never again after a no."""
+        self.is_full = self.is_full or self._left < num
+        if not self.is_full:
+            self._left -= num
+        return not self.is_full

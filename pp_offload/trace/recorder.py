@@ -1,0 +1,195 @@
+"""Hears what one engine does, and notes when it does it on its device.
+
+    recorder = Recorder(transfer, max_events=10**6)
+    recorder.begin()                 # the host waits for compute, once
+    ...                              # it does not wait here
+    recorder.end()                   # the host waits for all that was noted
+    recorder.notes, recorder.marks
+
+In a capture nothing runs, and nothing is noted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+from torch import Tensor
+
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.listeners import Listener
+from pp_offload._transfer.ticket import Owner, Ticket
+from pp_offload.backends import TimedEvent
+from pp_offload.trace.clock import VIRTUAL, Clock, is_virtual
+from pp_offload.trace.copy_notes import CopyNotes, Lanes, named
+from pp_offload.trace.notes import Mark, Room, Sampled, StepNote
+from pp_offload.trace.sampled import Counters
+from pp_offload.trace.virtual_notes import VirtualCopyNotes
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder(Listener):
+    """Notes what an engine does, from :meth:`begin` to :meth:`end`.
+
+    Args:
+        transfer: The engine.
+        room: For notes. When it is full, the recorder hears no more.
+
+    Attributes:
+        clock: Of the recording; None before.
+        notes: Of copies and waits.
+        marks: Of groups, in the order in which compute passes them on each lane.
+        steps: Where they begin.
+        samples: Of counters.
+        drift_s: How much later the wall clock is at the end; None where there is none to compare.
+    """
+
+    def __init__(self, transfer: TransferEngine, room: Room) -> None:
+        self.transfer = transfer
+        self.clock: Clock | None = None
+        self.notes: CopyNotes | None = None
+        self.marks: list[Mark] = []
+        self.steps: list[StepNote] = []
+        self.samples: list[Sampled] = []
+        self.drift_s: float | None = None
+        self._room = room
+        self._lanes = Lanes(transfer.backend)
+        self._counters = Counters(transfer)
+        self._numbers = itertools.count()
+        self._open: dict[int, tuple[Owner, int, Any]] = {}
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether some of it ran in a capture, and has no time."""
+        return self.notes is not None and self.notes.is_cut
+
+    def begin(self) -> bool:
+        """Record from now on; False in a capture, where the time is not known."""
+        backend, watch = self.transfer.backend, self.transfer.copies.stopwatch
+        begin = watch.at(backend.current_stream())
+        if begin is None:
+            return False
+        self.clock = Clock.started(backend, begin)
+        if is_virtual(backend):
+            self.notes = VirtualCopyNotes(begin, self._room, self._lanes, backend)
+        else:
+            self.notes = CopyNotes(begin, self._room, self._lanes)
+        self._lanes.here()  # the stream that is live now is the first
+        with self.transfer.lock:
+            watch.add(self.notes)
+            self.transfer.listeners.add(self)
+        return True
+
+    def step(self, number: int) -> None:
+        """A step begins here."""
+        at = self._now()
+        if at is not None and self._room.takes(1):
+            self.steps.append(StepNote(number, at))
+            self._mark("over", at, -1, "", {})
+
+    def end(self) -> None:
+        """Record no more, and wait until all that was noted has ended. Not in a capture."""
+        self.stop()
+        at = self._now_after()
+        if at is None or self.clock is None or self.notes is None:
+            return
+        if not self._room.is_full:  # else nobody knows until when what is open went on
+            self._mark("over", at, -1, "", {})
+        self.drift_s = self.clock.drift_s(at)
+        if self.clock.kind != VIRTUAL:
+            self._wait_for_all()
+
+    def stop(self) -> None:
+        """Hear no more. Twice is fine."""
+        if self.notes is not None:
+            with self.transfer.lock:
+                self.transfer.copies.stopwatch.stop(self.notes)
+                self.transfer.listeners.remove(self)
+            if isinstance(self.notes, VirtualCopyNotes):
+                self.notes.stop_hearing()
+        while self._open:
+            _, _, shown = self._open.popitem()[1]
+            shown.__exit__(None, None, None)
+
+    def _wait_for_all(self) -> None:
+        assert self.notes is not None
+        copies = [note.end for note in self.notes.copies]
+        waits = [note.end for note in self.notes.wait_notes]
+        for event in (*copies, *waits, *(mark.at for mark in self.marks)):
+            try:
+                if not event.query():
+                    event.synchronize()
+            except Exception as failure:  # who needs the bytes is told; here it has no time
+                logger.debug("a copy has no time, for it failed: %s", failure)
+
+    # What the engine tells
+
+    def group_opened(self, group: Owner) -> None:
+        number, shown = next(self._numbers), named(f"{group.name} (forward)")
+        shown.__enter__()
+        self._open[id(group)] = group, number, shown
+        self._note("opened", number, group.name, {})
+
+    def group_closed(self, group: Owner) -> None:
+        found = self._open.pop(id(group), None)
+        if found is not None:
+            _, number, shown = found
+            self._note("closed", number, group.name, said_of(group))
+            shown.__exit__(None, None, None)
+
+    def group_reached(self, group: Owner) -> None:
+        with named(f"{group.name} (backward)"):
+            self._note("reached", next(self._numbers), group.name, said_of(group))
+
+    def taken_back(self, ticket: Ticket) -> None:
+        if self.notes is not None:
+            self.notes.take_back(ticket)
+
+    def delivered(self, ticket: Ticket, tensor: Tensor) -> None:
+        note = None if self.notes is None else self.notes.first_use_of(ticket)
+        if note is not None:
+            note.used, note.used_on = self._now(), self._lanes.here()
+
+    # Notes
+
+    def _note(self, what: str, number: int, name: str, args: dict[str, Any]) -> None:
+        at = self._now()
+        if at is None:
+            return
+        values = self._counters.read()
+        if self._room.takes(1 + len(values)):
+            self._mark(what, at, number, name, args)
+            self.samples.append(Sampled(at, values))
+        else:
+            self.stop()
+
+    def _mark(
+        self, what: str, at: TimedEvent, number: int, name: str, args: dict[str, Any]
+    ) -> None:
+        self.marks.append(Mark(self._lanes.here(), what, at, number, name, args))
+
+    def _now(self) -> TimedEvent | None:
+        """Behind all that the live compute stream was given; None in a capture."""
+        watch = self.transfer.copies.stopwatch
+        return None if self.notes is None else watch.now(self.notes)
+
+    def _now_after(self) -> TimedEvent | None:
+        """The same when the stopwatch does not run for this any more."""
+        backend = self.transfer.backend
+        return self.transfer.copies.stopwatch.at(backend.current_stream())
+
+
+def said_of(group: Any) -> dict[str, Any]:
+    """What a span says of its group."""
+    found: dict[str, Any] = {}
+    key = getattr(group, "key", None)
+    if key is not None:
+        chunk = key.chunk
+        found = {"microbatch": chunk.microbatch, "vp_stage": chunk.vp_stage}
+        found["position"] = key.position
+    counts = getattr(group, "counts", None)
+    if counts is not None:
+        found |= {"state": group.state.value, "bytes": counts.copied_bytes}
+    return found

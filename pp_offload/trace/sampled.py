@@ -1,0 +1,56 @@
+"""What the counters of a trace say at one time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload.backends import Backend
+from pp_offload.trace.events import DEVICE, HOST, IN_FLIGHT, RELOADED
+
+logger = logging.getLogger(__name__)
+
+
+class Counters:
+    """Reads counters; nothing is let go of or waited for, as ``statistics()`` would.
+
+    Args:
+        transfer: The engine.
+    """
+
+    def __init__(self, transfer: TransferEngine) -> None:
+        self._transfer = transfer
+        self._device_bytes = device_bytes(transfer.backend)
+
+    def read(self) -> dict[str, int]:
+        """Bytes by counter, as the host knows them now. Takes the lock for a moment."""
+        transfer = self._transfer
+        with transfer.lock:
+            found = {
+                HOST: sum([tier.statistics().host.in_use for tier in transfer.tiers]),
+                IN_FLIGHT: transfer.copies.in_flight.nbytes,
+                RELOADED: transfer.reloads.nbytes,
+            }
+        if self._device_bytes is not None:
+            found[DEVICE] = self._device_bytes()
+        return found
+
+
+def device_bytes(backend: Backend) -> Callable[[], int] | None:
+    """Says how much device memory is allocated; None where nobody knows."""
+    memory: Any = getattr(backend, "memory", None)
+    if hasattr(memory, "live_bytes"):  # of a virtual device
+        return lambda: int(memory.live_bytes)
+    if backend.is_host or backend.device.type in ("cpu", "meta"):
+        return None  # the device's memory is the host's, which others use, too
+    device = backend.device
+    try:
+        torch.accelerator.memory_allocated(device)
+    except (RuntimeError, NotImplementedError, AssertionError) as failure:
+        logger.debug("%s does not say what is allocated: %s", backend.name, failure)
+        return None
+    return lambda: int(torch.accelerator.memory_allocated(device))
