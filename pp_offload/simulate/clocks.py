@@ -41,13 +41,19 @@ class HostClock:
 
 
 class VirtualEvent:
-    """A point in a stream's order, and its time."""
+    """A point in a stream's order, and its time.
 
-    __slots__ = ("_host", "time_s")
+    Attributes:
+        time_s: When all before it has ended, which may be before it was recorded.
+        recorded_s: When the host recorded it.
+    """
+
+    __slots__ = ("_host", "recorded_s", "time_s")
 
     def __init__(self, host: HostClock, time_s: float) -> None:
         self._host = host
         self.time_s = time_s
+        self.recorded_s = host.now_s
 
     def query(self) -> bool:
         """Whether that time has come for the host."""

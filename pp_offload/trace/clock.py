@@ -26,8 +26,8 @@ class Clock:
     """Made where a recording begins."""
 
     kind: str
-    """Whose it is: ``device``, ``host`` or ``virtual``. As ``host, as queued``, copies have the time
-    at which the host queued them: nobody knows when such a device runs them.
+    """Whose it is: ``device``, ``host`` or ``virtual``. With ``host, as queued``, copies have the
+    time at which the host queued them, for nobody knows when such a device runs them.
     """
 
     base_ns: int
@@ -56,6 +56,8 @@ class Clock:
                 return self._begin.elapsed_time(event) / 1e3
             except RuntimeError:
                 return None
+        if self.kind == VIRTUAL:  # a stream that has nothing to do passes it when it is recorded
+            return float(max(event.time_s, event.recorded_s))
         return None if event.time_s is None else float(event.time_s) - self._begin_s
 
     def drift_s(self, event: TimedEvent) -> float | None:
