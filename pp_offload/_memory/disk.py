@@ -21,6 +21,7 @@ import logging
 import os
 import re
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -227,6 +228,10 @@ class DiskFile:
     Raises:
         DiskTierError: The file cannot be made there.
         TypeError: ``directory`` is no path.
+
+    Attributes:
+        heard: Told, by the thread, of what is queued from now on when it is over: whether it was a
+            ``write`` or a ``read``, of how many bytes, its begin and its end by ``perf_counter``.
     """
 
     def __init__(
@@ -238,6 +243,7 @@ class DiskFile:
         self._threads = Workers("disk", num_threads, keep=self._file)
         self._owner = current()
         self._written = self._read = 0
+        self.heard: tuple[Callable[[str, int, float, float], None], ...] = ()
         self._is_closed = False
         # What is there
         self._slabs: list[int] = []
@@ -305,7 +311,7 @@ class DiskFile:
                 file_range.failure = failure
             return None  # the bytes are still where they were
 
-        event = self._queue(extent, run, ended)
+        event = self._queue("write", extent, run, ended)
         self._written += extent.nbytes
         return event
 
@@ -342,7 +348,7 @@ class DiskFile:
                 return self._error(file_range, "its checksum is not that of what was written")
             return failure
 
-        event = self._queue(extent, run, ended, after)
+        event = self._queue("read", extent, run, ended, after)
         self._read += extent.nbytes
         return event
 
@@ -368,6 +374,7 @@ class DiskFile:
 
     def _queue(
         self,
+        name: str,
         extent: DiskExtent,
         work: Callable[[], DiskTierError | None],
         ended: DiskEvent | None,
@@ -377,12 +384,19 @@ class DiskFile:
         # Threads take work in the order it is queued, so what comes before is running at least.
         before = extent.last_use
         earlier = after if before is None else (before, *after)
+        nbytes, heard = extent.nbytes, self.heard
 
         def run() -> DiskTierError | None:
             for event in earlier:  # a copy ends; a disk may be stuck, and must not hold up exit
                 with nullcontext() if isinstance(event, DiskEvent) else inside_torch():
                     wait_for((event,))
-            return work()
+            if not heard:
+                return work()
+            begin_s = time.perf_counter()
+            failure = work()
+            for tell in heard:
+                tell(name, nbytes, begin_s, time.perf_counter())
+            return failure
 
         event = DiskEvent() if ended is None else ended
         piece = self._threads.piece(run)

@@ -11,6 +11,7 @@ from typing import Any
 
 from pp_offload.trace.clock import Clock
 from pp_offload.trace.copy_notes import direction
+from pp_offload.trace.disk_notes import on_tracks
 from pp_offload.trace.events import (
     COMPUTE,
     D2H,
@@ -65,6 +66,9 @@ class _Assembly:
             yield from self._copy(copy)
         for wait in notes.wait_notes:
             yield from self._span(lane_name(wait.lane), wait.name, wait.begin, wait.end, {})
+        for track, done in on_tracks(self.recorder.disk.found):
+            begin_s, end_s = self.clock.of_host(done.begin_s), self.clock.of_host(done.end_s)
+            yield Span(self.rank, track, done.name, begin_s, end_s, {"bytes": done.nbytes})
         if isinstance(notes, VirtualCopyNotes):
             for stall in notes.stalls:
                 yield Span(self.rank, COMPUTE, stall.name, stall.begin_s, stall.end_s)

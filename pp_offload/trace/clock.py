@@ -34,20 +34,20 @@ class Clock:
     """What its seconds count from, on the wall clock; 0 for a virtual device's own begin."""
 
     _begin: TimedEvent
-    _begin_s: float
-    """The time that ``_begin`` says of itself; 0 where it says none."""
+    _host_s: float
+    """What ``time.perf_counter`` said at the base."""
 
     @classmethod
     def started(cls, backend: Backend, begin: TimedEvent) -> Clock:
         """From now on. Of a device with a clock, the host waits for ``begin``, once."""
         if is_virtual(backend):
-            return cls(VIRTUAL, 0, begin, 0.0)
+            return cls(VIRTUAL, 0, begin, time.perf_counter())
         begin.synchronize()
         now_ns, now_s = time.time_ns(), time.perf_counter()
         if isinstance(begin, HostTimedEvent):
             kind = HOST if isinstance(backend, CpuBackend) else AS_QUEUED
             return cls(kind, now_ns, begin, now_s)
-        return cls(DEVICE, now_ns, begin, 0.0)
+        return cls(DEVICE, now_ns, begin, now_s)
 
     def seconds(self, event: Any) -> float | None:
         """Of an event that is over; None if it has no time, as behind a copy that failed."""
@@ -58,7 +58,11 @@ class Clock:
                 return None
         if self.kind == VIRTUAL:  # a stream that has nothing to do passes it when it is recorded
             return float(max(event.time_s, event.recorded_s))
-        return None if event.time_s is None else float(event.time_s) - self._begin_s
+        return None if event.time_s is None else self.of_host(event.time_s)
+
+    def of_host(self, counter_s: float) -> float:
+        """Of a time that ``time.perf_counter`` gave."""
+        return counter_s - self._host_s
 
     def drift_s(self, event: TimedEvent) -> float | None:
         """How much later the wall clock is than this one. Waits for ``event``, recorded just now.

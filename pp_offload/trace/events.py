@@ -13,9 +13,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-STEPS, COMPUTE, OPERATORS, D2H, H2D = "steps", "compute", "operators", "d2h", "h2d"
-TRACKS = (STEPS, COMPUTE, OPERATORS, D2H, H2D)
-"""In the order in which they are shown; further compute streams come behind them."""
+STEPS, COMPUTE, OPERATORS = "steps", "compute", "operators"
+D2H, H2D, DISK = "d2h", "h2d", "disk"
+TRACKS = (STEPS, COMPUTE, OPERATORS, D2H, H2D, DISK)
+"""In the order in which they are shown; further compute streams, and what a disk does at the same
+time, come behind them."""
 
 DEVICE, HOST, IN_FLIGHT, RELOADED = "device", "host", "in flight", "reloaded"
 COUNTERS = (DEVICE, HOST, IN_FLIGHT, RELOADED)

@@ -61,6 +61,15 @@ class Stall(NamedTuple):
     end_s: float
 
 
+class DiskNote(NamedTuple):
+    """What a thread of the disk did, by ``perf_counter``."""
+
+    name: str
+    nbytes: int
+    begin_s: float
+    end_s: float
+
+
 class Mark(NamedTuple):
     """A point of a compute stream at which a group changed."""
 

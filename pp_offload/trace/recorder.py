@@ -23,6 +23,7 @@ from pp_offload._transfer.ticket import Owner, Ticket
 from pp_offload.backends import TimedEvent
 from pp_offload.trace.clock import VIRTUAL, Clock, is_virtual
 from pp_offload.trace.copy_notes import CopyNotes, Lanes, named
+from pp_offload.trace.disk_notes import DiskNotes
 from pp_offload.trace.notes import Mark, Room, Sampled, StepNote
 from pp_offload.trace.sampled import Counters
 from pp_offload.trace.virtual_notes import VirtualCopyNotes
@@ -40,6 +41,7 @@ class Recorder(Listener):
     Attributes:
         clock: Of the recording; None before.
         notes: Of copies and waits.
+        disk: Notes of what its threads do.
         marks: Of groups, in the order in which compute passes them on each lane.
         steps: Where they begin.
         samples: Of counters.
@@ -55,6 +57,7 @@ class Recorder(Listener):
         self.samples: list[Sampled] = []
         self.drift_s: float | None = None
         self._room = room
+        self.disk = DiskNotes(transfer, room)
         self._lanes = Lanes(transfer.backend)
         self._counters = Counters(transfer)
         self._numbers = itertools.count()
@@ -79,6 +82,7 @@ class Recorder(Listener):
         self._lanes.here()  # the stream that is live now is the first
         with self.transfer.lock:
             watch.add(self.notes)
+            self.disk.hear()
             self.transfer.listeners.add(self)
         return True
 
@@ -107,6 +111,7 @@ class Recorder(Listener):
             with self.transfer.lock:
                 self.transfer.copies.stopwatch.stop(self.notes)
                 self.transfer.listeners.remove(self)
+            self.disk.stop_hearing()
             if isinstance(self.notes, VirtualCopyNotes):
                 self.notes.stop_hearing()
         while self._open:

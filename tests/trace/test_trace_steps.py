@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ from conftest import BACKENDS, make_backend
 from field_checks import make_inputs
 from test_captures import manager_of, pair, step
 from test_trace_file import check_schema
-from toy import batches, make_model, run_step, same_bits
+from toy import AwayBackend, batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.errors import NotWhileCapturingError, OffloadError
 from pp_offload.trace import Timeline, Trace, read
+from pp_offload.trace.disk_notes import on_tracks
+from pp_offload.trace.notes import DiskNote
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 
@@ -85,6 +88,41 @@ def test_what_is_used_comes_after_it_came_and_that_after_it_left(tmp_path: Path)
     for flow in trace.timeline.flows:
         left, back, used = flow.points
         assert ends[left.time_s] <= back.time_s and ends[back.time_s] <= used.time_s
+
+
+@pytest.mark.parametrize(
+    ("make", "tiers"),
+    [(CpuBackend, ("disk",)), (CpuBackend, ("host", "disk")), (AwayBackend, ("disk",))],
+)
+def test_what_a_disk_does(make: Any, tiers: tuple[str, ...], tmp_path: Path) -> None:
+    """By the host's clock, with and without buffers that bytes pass through."""
+    budget = reserved_bytes() + 2**15 if len(tiers) == 2 else None
+    config = replace(CONFIG, tiers=tiers, disk_dir=tmp_path, host_budget_bytes=budget)
+    with use_backend(make(), config=config) as manager:
+        files = [tier.disk for tier in manager.wiring.transfer.tiers if tier.name == "disk"]
+        with Trace(tmp_path / "out.json") as trace:
+            train(2, width=64)
+            manager.backend.synchronize()
+            manager.wiring.transfer.poll()
+            assert all(file.heard for file in files)
+        assert not any(file.heard for file in files)
+        statistics = manager.statistics()
+    check_schema(tmp_path / "out.json", 1)
+    assert trace.timeline is not None
+    spans = [one for one in trace.timeline.spans if one.track.startswith("disk")]
+    read_bytes = sum(one.args["bytes"] for one in spans if one.name == "read")
+    written = sum(one.args["bytes"] for one in spans if one.name == "write")
+    assert read_bytes == statistics.disk_bytes_read > 0
+    assert 0 < written <= statistics.disk_bytes_written, "what nobody needs is never written"
+    if make is AwayBackend:
+        assert any(len(flow.points) == 3 for flow in trace.timeline.flows), "through the disk"
+
+
+def test_disk_work_at_the_same_time_has_tracks_of_its_own() -> None:
+    notes = [DiskNote("write", 1, *span) for span in ((2, 3), (0, 2), (1, 4), (3, 5), (1.5, 3))]
+    found = [(track, note.begin_s) for track, note in on_tracks(notes)]
+    tracks = ["disk", "disk 2", "disk 3", "disk", "disk"]
+    assert found == list(zip(tracks, [0, 1, 1.5, 2, 3], strict=True))
 
 
 def test_a_range_of_steps(tmp_path: Path) -> None:
