@@ -41,6 +41,7 @@ EXAMPLES = {
     "offload-model": 1,
     "testing": 1,
     "simulate": 2,
+    "trace": 3,
 }
 """How many blocks of Python a page has; each is run below."""
 
@@ -209,6 +210,30 @@ def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < model.peak_parameter_bytes_on_device < whole
     assert model.statistics().bytes_offloaded == 2 * whole
     assert "bytes_reloaded=" in capsys.readouterr().out
+
+
+def test_traces_are_written_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toy import batches, make_model, run_step
+
+    from pp_offload.trace import Timeline, read, write
+
+    monkeypatch.chdir(tmp_path)
+
+    def train() -> None:
+        for number in range(4):
+            run_step(make_model(), batches(2, step=number))
+
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(CpuBackend(), config=config):
+        exec(blocks("trace")[0], {"train": train})
+    assert [one.name for one in read("out.json.gz").of(0, "steps")] == ["step 2", "step 3"]
+    for rank in range(2):
+        write(Timeline(1, metadata={rank: {"num_ranks": 2}}), f"out.rank{rank}.json.gz")
+    exec(blocks("trace")[1], {"num_ranks": 2})
+    assert read("out.json.gz").ranks == [0, 1]
+    with use_backend(CpuBackend(), config=config):
+        exec(blocks("trace")[2], {"train": train})
+    assert len(read("both.json.gz").of(0, "steps")) == 4
 
 
 def test_the_simulated_device_runs() -> None:

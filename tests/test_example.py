@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from processes import Run, run
+
+from pp_offload.trace import read
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
@@ -109,6 +112,20 @@ def test_runs_under_torchrun(tmp_path: Path) -> None:
     check(*train(tmp_path / "figures.json", launcher=launcher))
 
 
+def test_a_trace_of_both_ranks(tmp_path: Path) -> None:
+    """Of the last two steps, in one file."""
+    out = tmp_path / "out.json.gz"
+    train(tmp_path / "figures.json", "--no-compare", "--trace", str(out))
+    assert {one.name for one in tmp_path.iterdir()} == {"figures.json", "out.json.gz"}
+    timeline = read(out)
+    assert timeline.ranks == [0, 1]
+    for rank in timeline.ranks:
+        assert [one.name for one in timeline.of(rank, "steps")] == ["step 3", "step 4"]
+        names = Counter(one.name for one in timeline.of(rank, "compute"))
+        for group in ("attn", "mlp"):
+            assert names[f"{group} (forward)"] == names[f"{group} (backward)"] == 2 * 4 * 2
+
+
 @pytest.mark.slow
 def test_without_comparison_says_so(tmp_path: Path) -> None:
     figures, output = train(tmp_path / "figures.json", "--no-compare", "--groups", "mlp")
@@ -133,6 +150,7 @@ WRONG = {
     "--schedule 2f2b": "none of gpipe, 1f1b, interleaved1f1b",
     "--text no/such/file": "is not a file",
     "--disk-dir /tmp": "needs --tier disk",
+    "--trace no/such/out.json": "expected a file in a directory that is there",
     "--device emulated": "needs --stages 1",
     "--mark markers --groups mlp_norm": "mark only attn and mlp",
 }

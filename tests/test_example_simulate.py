@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from test_example import ONE_AFTER_ANOTHER, ROOT, run_command
 
+from pp_offload.trace import read
+
 SCRIPT = str(ROOT / "examples" / "simulate_llama.py")
 FIELDS = "seconds busy_s stalled_s waited_s waits_most_for num_in_flight".split()
 FIELDS += "peak_bytes host_peak_bytes bytes_offloaded".split()
@@ -27,7 +29,8 @@ FIELDS += "peak_bytes host_peak_bytes bytes_offloaded".split()
 def test_a_table_for_each_run(schedule: str, in_flight: list[int], tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     flags = ["--quick", "--schedule", schedule, "--groups", "attn,mlp", "--gib", "0"]
-    done = run_command([sys.executable, SCRIPT, *flags, "--json", str(out)])
+    trace = tmp_path / "trace.json.gz"
+    done = run_command([sys.executable, SCRIPT, *flags, "--json", str(out), "--trace", str(trace)])
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "", "no bar where nobody looks"
     assert f"Llama tiny on 2 virtual H100, {schedule}" in done.stdout
@@ -44,6 +47,12 @@ def test_a_table_for_each_run(schedule: str, in_flight: list[int], tmp_path: Pat
         assert f"{name}: {step['seconds'] * 1e3:.1f} ms a step" in done.stdout
         assert max(rank["seconds"] for rank in step["ranks"]) == step["seconds"]
     assert done.stdout.count("rank  step ms") == 2
+    timeline = read(trace)
+    assert timeline.ranks == [0, 1]
+    for number, with_it in enumerate(ours):
+        begin_s = timeline.of(number, "steps")[1].begin_s
+        left = [one for one in timeline.of(number, "d2h") if one.begin_s >= begin_s]
+        assert sum(one.args["bytes"] for one in left) == with_it["bytes_offloaded"]
 
 
 class Terminal(StringIO):
@@ -68,6 +77,7 @@ WRONG = {
     "--fraction 2": "--fraction is 2, expected 0 to 1",
     "--microbatches 0": "--ranks, --microbatches and --length must be at least 1",
     "--ranks 40": "there are 32 layers, fewer than stages",
+    "--trace no/such/out.json": "--trace is no/such/out.json, expected a file",
     "--virtual-stages 2": "1f1b takes --virtual-stages 1",
 }
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -66,9 +66,9 @@ class Laps:
         """From the begin to ``event``."""
         return self.begin.elapsed_time(event) / 1e3
 
-    def queueing(self, label: str, *, to_host: bool) -> AbstractContextManager[object]:
-        """Entered while the host queues copies."""
-        return nullcontext()
+    def queueing(self, label: str, *, to_host: bool) -> AbstractContextManager[object] | None:
+        """What is entered while the host queues copies, if anything."""
+        return None
 
     def copied(self, lap: Lap, tickets: Sequence[Ticket], event: Event, *, to_host: bool) -> None:
         """Copies of these tickets were queued.
@@ -86,7 +86,7 @@ class Laps:
         self.waits.append(lap)
 
 
-Kind = TypeVar("Kind", bound=Laps)
+_NOTHING: Any = nullcontext()
 
 
 class Stopwatch:
@@ -139,9 +139,10 @@ class Stopwatch:
             return stream.record_event()
         to_host = stream is self._backend.d2h
         begin = self.at(stream)
-        with ExitStack() as stack:
-            for laps in running:
-                stack.enter_context(laps.queueing(label, to_host=to_host))
+        inside = [laps.queueing(label, to_host=to_host) for laps in running]
+        with ExitStack() if any(inside) else _NOTHING as stack:
+            for one in filter(None, inside):
+                stack.enter_context(one)
             self._backend.copy(stream, targets, sources, label)
         end, event = self.at(stream), stream.record_event()
         if begin is not None and end is not None:

@@ -96,11 +96,11 @@ class _Assembly:
         opened: dict[int, Mark] = {}
         for mark in self.recorder.marks:
             if mark.what == "opened":
-                opened[mark.group] = mark
-            elif mark.what == "closed" and mark.group in opened:
-                begin = opened.pop(mark.group)
-                where = lane_name(begin.lane), f"{mark.name} (forward)"
-                yield from self._span(*where, begin.at, mark.at, mark.args)
+                opened[mark.number] = mark
+            elif mark.what == "closed" and mark.number in opened:
+                begin = opened.pop(mark.number)
+                where = lane_name(begin.lane), f"{mark.group.name} (forward)"
+                yield from self._span(*where, begin.at, mark.at, mark.group.args())
 
     def _backwards(self) -> Iterator[Span]:
         reached: dict[int, Mark] = {}
@@ -109,8 +109,8 @@ class _Assembly:
             for lane in lanes:
                 begin = reached.pop(lane, None)
                 if begin is not None:
-                    where = lane_name(lane), f"{begin.name} (backward)"
-                    yield from self._span(*where, begin.at, mark.at, begin.args)
+                    where = lane_name(lane), f"{begin.group.name} (backward)"
+                    yield from self._span(*where, begin.at, mark.at, begin.group.args())
             if mark.what == "reached":
                 reached[mark.lane] = mark
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch.profiler import record_function
@@ -73,12 +73,12 @@ class CopyNotes(Laps):
         self.wait_notes: list[WaitNote] = []
         self._room = room
         self._lanes = lanes
-        self._names: dict[int, tuple[Event, str]] = {}
+        self._behind: dict[int, tuple[Event, CopyNote]] = {}
         self._left: dict[Key, CopyNote] = {}
         self._came: dict[Key, CopyNote] = {}
 
-    def queueing(self, label: str, *, to_host: bool) -> AbstractContextManager[object]:
-        return named(f"{label} ({direction(to_host)})")
+    def queueing(self, label: str, *, to_host: bool) -> AbstractContextManager[object] | None:
+        return named(label, direction(to_host))
 
     def copied(self, lap: Lap, tickets: Sequence[Ticket], event: Event, *, to_host: bool) -> None:
         keys = [_key(ticket) for ticket in tickets]
@@ -86,10 +86,9 @@ class CopyNotes(Laps):
         sources = dict.fromkeys(one for one in found if one is not None)
         if not self._room.takes(1 + 3 * len(sources)):  # a flow has up to three points
             return
-        label = tickets[0].label
+        note = CopyNote(tickets[0].label, to_host, *lap, len(tickets), self.works(), tuple(sources))
         # With the event itself: nobody else gets its identity as long as it is here.
-        self._names[id(event)] = event, f"waits for {label} ({direction(to_host)})"
-        note = CopyNote(label, to_host, *lap, len(tickets), self.works(), tuple(sources))
+        self._behind[id(event)] = event, note
         self.copies.append(note)
         (self._left if to_host else self._came).update(dict.fromkeys(keys, note))
 
@@ -104,7 +103,10 @@ class CopyNotes(Laps):
 
     def reason(self, event: Event) -> str:
         """What a wait for ``event`` is called."""
-        return self._names.get(id(event), (event, UNKNOWN))[1]
+        found = self._behind.get(id(event))
+        if found is None:
+            return UNKNOWN
+        return f"waits for {found[1].label} ({direction(found[1].to_host)})"
 
     def take_back(self, ticket: Ticket) -> None:
         """It is given out without a copy."""
@@ -121,11 +123,11 @@ def direction(to_host: bool) -> str:
     return "offload" if to_host else "reload"
 
 
-def named(name: str) -> AbstractContextManager[object]:
-    """Inside, ``torch.profiler`` shows this name, if it runs."""
+def named(label: str, what: str) -> record_function | None:
+    """What shows this name in ``torch.profiler`` while it is entered; None if that does not run."""
     if not torch.autograd.profiler._is_profiler_enabled:
-        return nullcontext()
-    return record_function(name)
+        return None
+    return record_function(f"{label} ({what})")
 
 
 def _key(ticket: Ticket) -> Key:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pp_offload._groups.group import Counts, GroupState
+from pp_offload._groups.plan import GroupKey
 from pp_offload.backends import TimedEvent
 
 
@@ -70,6 +72,30 @@ class DiskNote(NamedTuple):
     end_s: float
 
 
+class Known(NamedTuple):
+    """What is known of a group, none of which keeps a tensor."""
+
+    name: str
+    key: GroupKey | None
+    state: GroupState | None
+    counts: Counts | None
+    """What it says when all is over counts."""
+
+    def args(self) -> dict[str, Any]:
+        """For a span."""
+        found: dict[str, Any] = {}
+        if self.key is not None:
+            chunk = self.key.chunk
+            found = {"microbatch": chunk.microbatch, "vp_stage": chunk.vp_stage}
+            found["position"] = self.key.position
+        if self.state is not None and self.counts is not None:
+            found |= {"state": self.state.value, "bytes": self.counts.copied_bytes}
+        return found
+
+
+NO_GROUP = Known("", None, None, None)
+
+
 class Mark(NamedTuple):
     """A point of a compute stream at which a group changed."""
 
@@ -78,11 +104,10 @@ class Mark(NamedTuple):
     """``opened``, ``closed`` or ``reached``; ``over`` ends all that is still going on."""
 
     at: TimedEvent
-    group: int
-    """Which one: a number of its own."""
+    number: int
+    """The group's own, from open to close."""
 
-    name: str
-    args: dict[str, Any]
+    group: Known
 
 
 class StepNote(NamedTuple):

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pp_offload._groups.group import Group
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.ticket import Owner, Ticket
@@ -24,7 +25,7 @@ from pp_offload.backends import TimedEvent
 from pp_offload.trace.clock import VIRTUAL, Clock, is_virtual
 from pp_offload.trace.copy_notes import CopyNotes, Lanes, named
 from pp_offload.trace.disk_notes import DiskNotes
-from pp_offload.trace.notes import Mark, Room, Sampled, StepNote
+from pp_offload.trace.notes import NO_GROUP, Known, Mark, Room, Sampled, StepNote
 from pp_offload.trace.sampled import Counters
 from pp_offload.trace.virtual_notes import VirtualCopyNotes
 
@@ -89,9 +90,11 @@ class Recorder(Listener):
     def step(self, number: int) -> None:
         """A step begins here."""
         at = self._now()
-        if at is not None and self._room.takes(1):
+        values = self._counters.read()
+        if at is not None and self._takes(1 + len(values)):
             self.steps.append(StepNote(number, at))
-            self._mark("over", at, -1, "", {})
+            self.samples.append(Sampled(at, values))
+            self._mark("over", at, -1, None)
 
     def end(self) -> None:
         """Record no more, and wait until all that was noted has ended. Not in a capture."""
@@ -100,7 +103,7 @@ class Recorder(Listener):
         if at is None or self.clock is None or self.notes is None:
             return
         if not self._room.is_full:  # else nobody knows until when what is open went on
-            self._mark("over", at, -1, "", {})
+            self._mark("over", at, -1, None)
         self.drift_s = self.clock.drift_s(at)
         if self.clock.kind != VIRTUAL:
             self._wait_for_all()
@@ -116,7 +119,8 @@ class Recorder(Listener):
                 self.notes.stop_hearing()
         while self._open:
             _, _, shown = self._open.popitem()[1]
-            shown.__exit__(None, None, None)
+            if shown is not None:
+                shown.__exit__(None, None, None)
 
     def _wait_for_all(self) -> None:
         assert self.notes is not None
@@ -132,21 +136,28 @@ class Recorder(Listener):
     # What the engine tells
 
     def group_opened(self, group: Owner) -> None:
-        number, shown = next(self._numbers), named(f"{group.name} (forward)")
-        shown.__enter__()
+        number, shown = next(self._numbers), named(group.name, "forward")
+        if shown is not None:
+            shown.__enter__()
         self._open[id(group)] = group, number, shown
-        self._note("opened", number, group.name, {})
+        at = self._now()
+        if at is not None and self._takes(1):
+            self._mark("opened", at, number, group)
 
     def group_closed(self, group: Owner) -> None:
         found = self._open.pop(id(group), None)
         if found is not None:
             _, number, shown = found
-            self._note("closed", number, group.name, said_of(group))
-            shown.__exit__(None, None, None)
+            self._note("closed", number, group)
+            if shown is not None:
+                shown.__exit__(None, None, None)
 
     def group_reached(self, group: Owner) -> None:
-        with named(f"{group.name} (backward)"):
-            self._note("reached", next(self._numbers), group.name, said_of(group))
+        shown = named(group.name, "backward")
+        if shown is not None:
+            with shown:
+                pass
+        self._note("reached", -1, group)
 
     def taken_back(self, ticket: Ticket) -> None:
         if self.notes is not None:
@@ -159,21 +170,26 @@ class Recorder(Listener):
 
     # Notes
 
-    def _note(self, what: str, number: int, name: str, args: dict[str, Any]) -> None:
+    def _note(self, what: str, number: int, group: Owner) -> None:
+        """A mark, and what the counters say."""
         at = self._now()
         if at is None:
             return
         values = self._counters.read()
-        if self._room.takes(1 + len(values)):
-            self._mark(what, at, number, name, args)
+        if self._takes(1 + len(values)):
+            self._mark(what, at, number, group)
             self.samples.append(Sampled(at, values))
-        else:
-            self.stop()
 
-    def _mark(
-        self, what: str, at: TimedEvent, number: int, name: str, args: dict[str, Any]
-    ) -> None:
-        self.marks.append(Mark(self._lanes.here(), what, at, number, name, args))
+    def _takes(self, num: int) -> bool:
+        """Whether there is room for so much; if not, it hears no more."""
+        if self._room.takes(num):
+            return True
+        self.stop()
+        return False
+
+    def _mark(self, what: str, at: TimedEvent, number: int, group: Owner | None) -> None:
+        known = NO_GROUP if group is None else known_of(group)
+        self.marks.append(Mark(self._lanes.here(), what, at, number, known))
 
     def _now(self) -> TimedEvent | None:
         """Behind all that the live compute stream was given; None in a capture."""
@@ -186,15 +202,8 @@ class Recorder(Listener):
         return self.transfer.copies.stopwatch.at(backend.current_stream())
 
 
-def said_of(group: Any) -> dict[str, Any]:
+def known_of(group: Any) -> Known:
     """What a span says of its group."""
-    found: dict[str, Any] = {}
-    key = getattr(group, "key", None)
-    if key is not None:
-        chunk = key.chunk
-        found = {"microbatch": chunk.microbatch, "vp_stage": chunk.vp_stage}
-        found["position"] = key.position
-    counts = getattr(group, "counts", None)
-    if counts is not None:
-        found |= {"state": group.state.value, "bytes": counts.copied_bytes}
-    return found
+    if isinstance(group, Group):
+        return Known(group.name, group.key, group.state, group.counts)
+    return Known(group.name, None, None, None)

@@ -55,7 +55,7 @@ class VirtualCopyNotes(CopyNotes):
         for stream, hear in self._heard:
             stream.heard = tuple(one for one in stream.heard if one != hear)
 
-    def queueing(self, label: str, *, to_host: bool) -> AbstractContextManager[object]:
+    def queueing(self, label: str, *, to_host: bool) -> AbstractContextManager[object] | None:
         self._works.clear()  # what others had copied
         return super().queueing(label, to_host=to_host)
 
