@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from pp_offload._common.checks import check_count, said
 from pp_offload._common.processes import check, current
-from pp_offload._common.workers import Piece, Workers, inside_torch
+from pp_offload._common.workers import Workers, inside_torch
 from pp_offload._memory.arena import Arena, Range
 from pp_offload._memory.checksum import new_checksum
 from pp_offload._memory.loans import Loans
@@ -67,26 +67,38 @@ _ReadOrWrite = Callable[[int, memoryview, int], int]
 """Writes or reads at an offset of a file; gives the number of bytes it managed."""
 
 
+class DiskWork(Protocol):
+    """What was queued for a disk: for a thread, a piece of work."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
+
+    def result(self) -> Any:
+        """Block until it has ended; the failure, if there was one."""
+        ...
+
+
 class DiskEvent:
     """The end of some work of the file's threads. One without work has ended."""
 
-    __slots__ = ("_pieces",)
+    __slots__ = ("pieces",)
 
-    def __init__(self, pieces: Sequence[Piece] = ()) -> None:
-        self._pieces = pieces
+    def __init__(self, pieces: Sequence[DiskWork] = ()) -> None:
+        self.pieces = pieces
 
     @classmethod
     def all_of(cls, events: Sequence[DiskEvent]) -> DiskEvent:
         """The end of all of them."""
-        return cls([piece for event in events for piece in event._pieces])
+        return cls([piece for event in events for piece in event.pieces])
 
-    def follow(self, piece: Piece) -> None:
+    def follow(self, piece: DiskWork) -> None:
         """Have it end with ``piece``, which is about to be queued."""
-        self._pieces = (piece,)
+        self.pieces = (piece,)
 
     def query(self) -> bool:
         """Whether it has ended, well or not."""
-        return all(piece.done() for piece in self._pieces)
+        return all(piece.done() for piece in self.pieces)
 
     def synchronize(self) -> None:
         """Block until it has ended.
@@ -95,12 +107,12 @@ class DiskEvent:
             DiskTierError: It was reading, and that failed.
             ForkedError: It was queued before this process was forked.
         """
-        failures = [piece.result() for piece in self._pieces]
+        failures = [piece.result() for piece in self.pieces]
         for failure in filter(None, failures):
             raise DiskTierError(str(failure))  # a new one: a traceback holds graphs
 
 
-class _FileRange:
+class FileRange:
     """A range of the file, and how writing it went.
 
     An extent refers to it, and so does a thread while it works on it. Nobody else gets the range
@@ -127,7 +139,7 @@ class DiskExtent:
 
     __slots__ = ("__weakref__", "last_use", "file_range")
 
-    def __init__(self, file_range: _FileRange) -> None:
+    def __init__(self, file_range: FileRange) -> None:
         self.file_range = file_range
         self.last_use: DiskEvent | None = None
 
@@ -153,7 +165,7 @@ class DiskExtent:
         return under_way or self.checksum is not None or self.failure is not None
 
 
-NO_EXTENT = DiskExtent(_FileRange(0, Range(0, 0, 0, 0), 0))
+NO_EXTENT = DiskExtent(FileRange(0, Range(0, 0, 0, 0), 0))
 """Room for nothing."""
 
 
@@ -234,6 +246,9 @@ class DiskFile:
             ``write`` or a ``read``, of how many bytes, its begin and its end by ``perf_counter``.
     """
 
+    range_type: ClassVar[type[FileRange]] = FileRange
+    """The class of its ranges."""
+
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, num_threads: int = NUM_THREADS
     ) -> None:
@@ -273,7 +288,9 @@ class DiskFile:
         self._settle()
         self._is_suspect = True
         range_, size = self._range(nbytes), _Size(nbytes, num_payloads)
-        file_range = _FileRange(nbytes, range_, self._arena.slab_start(range_.slab) + range_.offset)
+        file_range = self.range_type(
+            nbytes, range_, self._arena.slab_start(range_.slab) + range_.offset
+        )
         self._file_ranges.add(file_range, range_)
         extent = DiskExtent(file_range)
         self._extents.add(extent, size)
@@ -412,7 +429,7 @@ class DiskFile:
 
     def _transfer(
         self,
-        file_range: _FileRange,
+        file_range: FileRange,
         data: NDArray[np.uint8],
         step: _ReadOrWrite,
         total: xxh3_64,
@@ -437,7 +454,7 @@ class DiskFile:
         return None
 
     def _transfer_block(
-        self, file_range: _FileRange, begin: int, rest: memoryview, step: _ReadOrWrite
+        self, file_range: FileRange, begin: int, rest: memoryview, step: _ReadOrWrite
     ) -> DiskTierError | None:
         """Write or read one block, however little of it a system call does at a time."""
         at = begin
@@ -458,7 +475,7 @@ class DiskFile:
         if self._is_closed:
             raise ClosedError("the disk tier is closed; make a new manager to go on")
 
-    def _error(self, file_range: _FileRange, cause: str) -> DiskTierError:
+    def _error(self, file_range: FileRange, cause: str) -> DiskTierError:
         return DiskTierError(
             f"disk tier, unnamed file in {self.directory}: {file_range.nbytes} bytes at offset "
             f"{file_range.start}: {cause}; check that file system, or set disk_dir to a "

@@ -41,7 +41,8 @@ def _host(setup: TierSetup) -> Tier:
 
 def _disk(setup: TierSetup) -> Tier:
     """See NOTE [ Two ways to the disk ]."""
-    copies, disk = setup.copies, DiskFile(setup.config.disk_dir)
+    copies, directory = setup.copies, setup.config.disk_dir
+    disk = copies.backend.open_disk(directory) or DiskFile(directory)
     if copies.backend.is_host:
         return DirectDisk(copies, disk)
     trim = copies.backend.trim_host

@@ -90,6 +90,9 @@ class AcceleratorBackend:
             free = min(free, share - module.memory_reserved(self.device))
         return max(0, free)
 
+    def open_disk(self, directory: object) -> None:
+        """The system's disks are used."""
+
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:

@@ -9,6 +9,7 @@ satisfy :class:`Stream` and :class:`Event` as they are, so an accelerator needs 
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -82,6 +83,14 @@ class Backend(Protocol):
 
     def unused_bytes(self) -> int | None:
         """Device memory that nothing has needed yet; None where nobody can tell."""
+        ...
+
+    def open_disk(self, directory: str | os.PathLike[str] | None) -> Any:
+        """A disk that the device has, with the methods of a disk tier's file; None for a file.
+
+        Args:
+            directory: Of the file, if the user gave one.
+        """
         ...
 
     def copy(

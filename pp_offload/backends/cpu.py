@@ -173,6 +173,9 @@ class CpuBackend:
     def unused_bytes(self) -> None:
         """The device is the host, whose memory others use, too."""
 
+    def open_disk(self, directory: object) -> None:
+        """The system's disks are used."""
+
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:

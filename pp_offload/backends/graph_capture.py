@@ -12,6 +12,7 @@ memory of one graph is not used by the next.
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -127,6 +128,10 @@ class GraphSafeBackend:
     def unused_bytes(self) -> int | None:
         """Device memory that nothing has needed yet."""
         return self.inner.unused_bytes()
+
+    def open_disk(self, directory: str | os.PathLike[str] | None) -> Any:
+        """A disk that the device has."""
+        return self.inner.open_disk(directory)
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

@@ -10,6 +10,7 @@ backend.seconds       # until all of it has run
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,7 @@ from pp_offload.backends.base import Stream
 from pp_offload.backends.live_stream import HasLiveStream
 from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
 from pp_offload.simulate.costs import OperatorCosts, tensors_in
+from pp_offload.simulate.disk import DiskClock, VirtualDisk
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.kernels import accelerator_kernels
 from pp_offload.simulate.link import Link
@@ -61,6 +63,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         host: The host's clock.
         compute: The compute stream that is current unless another is entered.
         link: To the host, and what went over it.
+        disk: Of the disk tier.
         memory: Device memory of the tensors seen.
     """
 
@@ -82,6 +85,7 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         self.hardware = hardware
         self.host = HostClock(hardware)
         self.link = Link(self.host)
+        self.disk = DiskClock(self.host)
         self.memory = DeviceMemory()
         self._streams: list[VirtualStream] = []
         self.compute = self._current = self.new_stream()
@@ -107,6 +111,10 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         """What the device has beyond the peak; None where it has no end."""
         left = self.hardware.memory_bytes - self.memory.peak_bytes
         return None if left == inf else max(0, left)
+
+    def open_disk(self, directory: str | os.PathLike[str] | None) -> VirtualDisk:
+        """A file that stays empty, on the device's disk."""
+        return VirtualDisk(self.disk, directory)
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

@@ -16,7 +16,7 @@ from pp_offload._common.checks import said
 GB = 10**9
 
 OPTIONAL = ("both_links_bytes_per_s", "host_bytes_per_s")
-MAY_BE_ZERO = ("launch_s", "copy_latency_s", "copy_slowdown")
+MAY_BE_ZERO = ("launch_s", "copy_latency_s", "copy_slowdown", "disk_latency_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,15 @@ class Hardware:
 
     num_devices_per_host: int = 1
     """That have a part of it."""
+
+    disk_write_bytes_per_s: float = 4 * GB
+    """Of the disk that this device has for itself: what an NVMe drive of a server sustains."""
+
+    disk_read_bytes_per_s: float = 6.5 * GB
+    """The same for reads."""
+
+    disk_latency_s: float = 100e-6
+    """Of a write or a read, beside its bytes."""
 
     copy_slowdown: float = 0.0
     """The part of compute's speed that is lost while copies run. They take some of the memory's."""

@@ -111,6 +111,9 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
     def unused_bytes(self) -> None:
         """There is no end of it."""
 
+    def open_disk(self, directory: object) -> None:
+        """The system's disks are used."""
+
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:

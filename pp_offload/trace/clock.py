@@ -61,8 +61,8 @@ class Clock:
         return None if event.time_s is None else self.of_host(event.time_s)
 
     def of_host(self, counter_s: float) -> float:
-        """Of a time that ``time.perf_counter`` gave."""
-        return counter_s - self._host_s
+        """Of a time that ``time.perf_counter`` gave; a virtual disk's are of its own clock."""
+        return counter_s if self.kind == VIRTUAL else counter_s - self._host_s
 
     def drift_s(self, event: TimedEvent) -> float | None:
         """How much later the wall clock is than this one. Waits for ``event``, recorded just now.

@@ -1,0 +1,137 @@
+"""A disk with a clock: what goes there takes its time, and is not written.
+
+    disk = DiskClock(host)
+    begin_s, end_s = disk.run(may_begin_s, nbytes, writes=True)
+
+The disk tier of a virtual device uses it in place of a file's threads. A write begins when the tier
+sees that the copy to the host has ended; a read ends before the copy to the device is launched. So
+the host waits for the disk where the real one would, by its own clock.
+
+NOTE [ One queue ]
+    What is queued first is served first, writes and reads alike, each at its rate. A real disk
+    serves several at a time, each more slowly: bytes of a time are the same, and so is the end of
+    what is queued last. A write that nobody needs any more is made all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pp_offload._memory.disk import DiskEvent, DiskExtent, DiskFile, FileRange
+from pp_offload.backends import Event
+from pp_offload.simulate.clocks import HostClock, VirtualEvent
+
+
+class DiskClock:
+    """The time of one disk, which may have several files.
+
+    Args:
+        host: Gives it work, and has the hardware.
+
+    Attributes:
+        free_at_s: When all work so far has ended.
+        busy_s: How long it worked.
+    """
+
+    def __init__(self, host: HostClock) -> None:
+        self.host = host
+        self.free_at_s = 0.0
+        self.busy_s = 0.0
+
+    def run(self, may_begin_s: float, nbytes: int, *, writes: bool) -> tuple[float, float]:
+        """Begin and end of work that is queued now. See NOTE [ One queue ].
+
+        Args:
+            may_begin_s: Not before.
+            nbytes: Of it.
+            writes: Else it reads.
+        """
+        hardware = self.host.hardware
+        rate = hardware.disk_write_bytes_per_s if writes else hardware.disk_read_bytes_per_s
+        seconds = hardware.disk_latency_s + nbytes / rate
+        begin_s = max(self.free_at_s, self.host.now_s, may_begin_s)
+        self.free_at_s = begin_s + seconds
+        self.busy_s += seconds
+        return begin_s, self.free_at_s
+
+
+class _Work:
+    """What was queued, as an event follows it."""
+
+    def __init__(self, host: HostClock, end_s: float) -> None:
+        self.end_s = end_s
+        self._host = host
+
+    def done(self) -> bool:
+        """Whether the host's clock has come so far."""
+        return self.end_s <= self._host.now_s
+
+    def result(self) -> None:
+        """Have the host wait until then."""
+        self._host.wait_until(self.end_s)
+
+
+class VirtualRange(FileRange):
+    """One whose checksum is there when the write has ended by the clock."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, *args: Any) -> None:
+        self.work: _Work | None = None
+        super().__init__(*args)
+
+    @property
+    def checksum(self) -> int | None:  # type: ignore[override]
+        """Of nothing, for there are no bytes."""
+        return 0 if self.work is not None and self.work.done() else None
+
+    @checksum.setter
+    def checksum(self, value: int | None) -> None:
+        """It follows from the clock."""
+
+
+class VirtualDisk(DiskFile):
+    """A file whose reads and writes take the time of a disk, and move nothing.
+
+    Args:
+        clock: Of the disk.
+        directory: As for a file, which is made and stays empty.
+    """
+
+    range_type = VirtualRange
+
+    def __init__(self, clock: DiskClock, directory: str | os.PathLike[str] | None) -> None:
+        super().__init__(directory)
+        self._clock = clock
+
+    def _queue(
+        self,
+        name: str,
+        extent: DiskExtent,
+        work: Callable[[], object],
+        ended: DiskEvent | None,
+        after: Sequence[Event] = (),
+    ) -> DiskEvent:
+        self._check_open()
+        clock, writes, nbytes = self._clock, name == "write", extent.nbytes
+        earlier = after if extent.last_use is None else (extent.last_use, *after)
+        may_begin_s = max(map(_end_s, earlier), default=0.0)
+        begin_s, end_s = clock.run(may_begin_s, nbytes, writes=writes)
+        for heard in self.heard:
+            heard(name, nbytes, begin_s, end_s)
+        queued = _Work(clock.host, end_s)
+        if writes and isinstance(extent.file_range, VirtualRange):
+            extent.file_range.work = queued
+        event = DiskEvent() if ended is None else ended
+        extent.last_use = event
+        event.follow(queued)
+        return event
+
+
+def _end_s(event: Event) -> float:
+    """When it ends; before everything if it is of something without a time."""
+    if isinstance(event, DiskEvent):
+        return max([piece.end_s for piece in event.pieces if isinstance(piece, _Work)], default=0.0)
+    return event.time_s if isinstance(event, VirtualEvent) else 0.0

@@ -1,0 +1,272 @@
+"""The disk tier on a virtual device: what goes there takes the time of a disk."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_backend
+from test_device import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers
+from torch import Tensor
+from toy import batches, make_model, run_step
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, use_backend
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.ticket import SavedActivation, Ticket
+from pp_offload._transfer.tiers import make_engine
+from pp_offload.simulate import DEVICES, Hardware, VirtualBackend
+from pp_offload.trace import Trace
+
+MB = 10**6
+BYTES = 4 * MB
+PLAIN = replace(
+    DEVICES["H100"],
+    launch_s=0,
+    copy_latency_s=0,
+    link_bytes_per_s=4 * MB,
+    disk_write_bytes_per_s=1 * MB,
+    disk_read_bytes_per_s=2 * MB,
+    disk_latency_s=0,
+)
+"""A copy of ``BYTES`` takes 1 s, a write 4 s, a read 2 s."""
+
+
+class Owner:
+    name, is_used = "g", True
+
+    def on_use(self) -> None:
+        pass
+
+
+def engine_on(hardware: Hardware, **options: Any) -> tuple[VirtualBackend, TransferEngine]:
+    backend = VirtualBackend(hardware)
+    config = OffloadConfig(tiers=("disk",), **options)
+    return backend, make_engine(backend, config)
+
+
+def sent(engine: TransferEngine, nbytes: int = BYTES) -> Ticket:
+    saved = SavedActivation(torch.empty(nbytes, dtype=torch.uint8, device="meta"), Owner())
+    assert isinstance(saved.held, Tensor)
+    ticket = Ticket(engine, "g", saved.held, [saved], saved.held.untyped_storage())
+    engine.offload([ticket])
+    ticket.hand_over()
+    return ticket
+
+
+def at(backend: VirtualBackend, engine: TransferEngine, time_s: float) -> None:
+    """The host comes to that time, and the engine looks at what has ended."""
+    backend.host.wait_until(time_s)
+    engine.poll()
+
+
+def staged(engine: TransferEngine) -> int:
+    return engine.tiers[0].statistics().host.in_use
+
+
+def test_there_and_back() -> None:
+    """Copied until 1 s, written until 5, read from 10 to 12, copied until 13."""
+    backend, engine = engine_on(PLAIN)
+    with backend.activate():
+        ticket = sent(engine)
+        at(backend, engine, 0.9)
+        assert backend.disk.busy_s == 0, "the copy to the host has not ended"
+        at(backend, engine, 1.0)
+        assert (backend.disk.busy_s, backend.disk.free_at_s) == (4.0, 5.0)
+        at(backend, engine, 4.9)
+        assert staged(engine) == BYTES
+        at(backend, engine, 5.0)
+        assert staged(engine) == 0
+        at(backend, engine, 10.0)
+        engine.deliver(ticket)
+        assert backend.host.now_s == 12.0, "the host waits for the read"
+        assert backend.compute.launch(0.0) == 13.0
+        assert (backend.disk.busy_s, backend.disk.free_at_s) == (6.0, 12.0)
+
+
+def test_read_ahead_the_host_does_not_wait() -> None:
+    backend, engine = engine_on(PLAIN)
+    with backend.activate():
+        ticket = sent(engine)
+        at(backend, engine, 1.0)
+        at(backend, engine, 5.0)
+        engine.reload([ticket], is_ahead=True)
+        at(backend, engine, 6.9)
+        assert ticket.device_tensor is None
+        at(backend, engine, 7.0)
+        assert ticket.device_tensor is not None, "it was read, and is sent on"
+        at(backend, engine, 20.0)
+        engine.deliver(ticket)
+        assert backend.host.now_s == 20.0
+        assert backend.compute.launch(0.0) == 20.0
+
+
+def test_writes_and_reads_share_the_disk() -> None:
+    """The second write keeps the read of the first waiting."""
+    backend, engine = engine_on(PLAIN)
+    with backend.activate():
+        first = sent(engine)
+        second = sent(engine)
+        at(backend, engine, 1.0)  # the first is written until 5
+        at(backend, engine, 2.0)  # the second until 9
+        at(backend, engine, 5.0)
+        engine.deliver(first)
+        assert backend.host.now_s == 11.0
+        del second
+
+
+def test_what_is_asked_for_while_it_is_written_comes_from_the_buffer() -> None:
+    backend, engine = engine_on(PLAIN)
+    with backend.activate():
+        ticket = sent(engine)
+        at(backend, engine, 1.0)
+        at(backend, engine, 2.0)
+        engine.deliver(ticket)
+        assert backend.host.now_s == 2.0
+        assert backend.compute.launch(0.0) == 3.0
+        assert backend.disk.busy_s == 4.0, "nothing is read"
+
+
+def test_what_passes_through_is_bounded() -> None:
+    """Of four groups, as many bytes as two may be on the way: the host waits for the disk."""
+    backend, engine = engine_on(PLAIN, max_in_flight_bytes=2 * BYTES)
+    most = 0
+    with backend.activate():
+        tickets = []
+        for _ in range(4):
+            tickets.append(sent(engine))
+            most = max(most, staged(engine))
+    assert most == 2 * BYTES
+    assert backend.host.now_s >= 9.0, "two have been written"
+
+
+def test_a_latency_is_added() -> None:
+    backend, engine = engine_on(replace(PLAIN, disk_latency_s=0.5))
+    with backend.activate():
+        ticket = sent(engine)
+        at(backend, engine, 1.0)
+        at(backend, engine, 6.0)
+        engine.deliver(ticket)
+    assert backend.host.now_s == 6.0 + 0.5 + 2.0
+
+
+@pytest.mark.parametrize("name", ["disk_write_bytes_per_s", "disk_read_bytes_per_s"])
+def test_a_rate_is_above_zero(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0, expected a number above 0"):
+        replace(PLAIN, **{name: 0})
+
+
+NUM_LAYERS, IN_FLIGHT, ROUNDS = 8, 4, 8
+FORWARD_S = FLOPS / (990e12 * 0.6)
+
+
+def round_s(one: Hardware, **options: Any) -> tuple[float, VirtualBackend]:
+    """Seconds of a forward and a backward in the steady state of microbatches in turn."""
+    backend = VirtualBackend(one)
+    config = OffloadConfig(
+        tiers=("disk",),
+        max_in_flight_bytes=4 * SAVED_BYTES,
+        prefetch_bytes=4 * SAVED_BYTES,
+        **options,
+    )
+    with use_backend(backend, config=config):
+        model = Layers(NUM_LAYERS, WIDTH)
+
+        def forward() -> Tensor:
+            off_interface.init_chunk_handler(None, None, 1)
+            x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+            return model(x, offload=True)  # type: ignore[no-any-return]
+
+        for _ in range(2):
+            off_interface.reset()
+            waiting = deque(forward() for _ in range(IN_FLIGHT - 1))
+            for number in range(2 * ROUNDS):
+                if number == ROUNDS:
+                    begin_s = backend.compute.free_at_s
+                waiting.append(forward())
+                y = waiting.popleft()
+                y.backward(torch.empty_like(y))
+                del y
+            end_s = backend.compute.free_at_s
+            while waiting:
+                y = waiting.popleft()
+                y.backward(torch.empty_like(y))
+                del y
+    return (end_s - begin_s) / ROUNDS, backend
+
+
+def test_a_disk_that_is_fast_enough_takes_no_time() -> None:
+    """But for the host, which waits for staging buffers and is less far ahead then."""
+    one = replace(
+        DEVICES["H100"], link_bytes_per_s=inf, copy_latency_s=0, disk_write_bytes_per_s=inf
+    )
+    found_s, backend = round_s(replace(one, disk_read_bytes_per_s=inf, disk_latency_s=0))
+    assert 1.0 <= found_s / (3 * NUM_LAYERS * FORWARD_S) < 1.05
+    assert backend.disk.busy_s == 0
+
+
+def test_a_slow_disk_bounds_a_step() -> None:
+    """A round takes as long as its writes and reads, and what the disk waits for the host."""
+    rate = SAVED_BYTES / (3 * FORWARD_S)
+    one = replace(
+        DEVICES["H100"],
+        link_bytes_per_s=inf,
+        disk_write_bytes_per_s=rate,
+        disk_read_bytes_per_s=rate,
+        disk_latency_s=0,
+    )
+    found_s, _ = round_s(one)
+    assert 1.0 <= found_s / (2 * NUM_LAYERS * 3 * FORWARD_S) < 1.1
+
+
+def test_what_moves_is_what_moves_with_data(tmp_path: Path) -> None:
+    found = []
+    for backend in (make_backend("eager"), VirtualBackend(replace(PLAIN, link_bytes_per_s=inf))):
+        config = OffloadConfig(min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path)
+        with use_backend(backend, config=config) as manager:
+            model = make_model(width=64, device=str(backend.device))
+            forwards = []
+            for step in range(2):
+                inputs = [x.to(backend.device) for x in batches(3, 64, step)]
+                run_step(model, inputs, in_flight=2)
+                forwards.append(manager.statistics().bytes_offloaded)
+            found.append((forwards, manager.statistics().disk_bytes_in_use))
+    assert found[0] == found[1]
+    assert found[0][0][-1] > 0 and found[0][1] == 0
+
+
+def test_nothing_is_written_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.pwrite", lambda *args: pytest.fail("written"))
+    backend, engine = engine_on(PLAIN, disk_dir=tmp_path)
+    with backend.activate():
+        ticket = sent(engine)
+        at(backend, engine, 1.0)
+        at(backend, engine, 5.0)
+        engine.deliver(ticket)
+    statistics = engine.tiers[0].statistics()
+    assert (statistics.disk.written, statistics.disk.read) == (BYTES, BYTES)
+
+
+def test_a_trace_shows_it_by_the_same_clock(tmp_path: Path) -> None:
+    config = OffloadConfig(min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path)
+    with use_backend(VirtualBackend(PLAIN), config=config) as manager:
+        backend = manager.backend
+        assert isinstance(backend, VirtualBackend)
+        with Trace(tmp_path / "out.json") as trace:
+            off_interface.init_chunk_handler(None, None, 1)
+            x = torch.empty(BYTES // 4, device="meta", requires_grad=True)
+            with off_interface(True, x, "g"):
+                y = x.sin()
+            y = off_interface.group_commit(y, name="g")
+            backend.host.wait_until(1.5)  # the copy ended a little behind 1 s
+            manager.statistics()
+            backend.host.wait_until(6.0)
+        assert trace.timeline is not None
+        (span,) = trace.timeline.of(0, "disk")
+    assert (span.name, span.args["bytes"]) == ("write", BYTES)
+    assert (span.begin_s, span.end_s) == pytest.approx((1.5, 5.5), rel=1e-12)
