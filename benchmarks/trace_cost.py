@@ -2,14 +2,15 @@
 
 A block is one of a GPT, its attention and its MLP are groups, and every tensor that they save
 leaves. The recording of a step begins before the clock and ends behind it: what is timed is the
-step, not the file. The least of many steps is what the program takes; the median, what it took on
-a machine that others use, too. The time of the thread itself does not count what others take.
+step, not the file. The least of many steps is what the program takes where nobody disturbs it. On a
+machine that others use the median says more, of the ratios of two steps one after the other. The
+time of the thread itself does not count what others take.
 
     python benchmarks/trace_cost.py --json trace_cost.json
     python benchmarks/trace_cost.py --device emulated
 
 Figures, by size of a block
-    ratio          of a step with a trace and without: the least, and the median
+    ratio          of a step with a trace and without: of the least ones, and the median
     ratio_thread   the same in seconds of the thread that trains
     us_per_event   of that thread, for each thing noted
     num_events     noted in a step
@@ -22,6 +23,7 @@ import json
 import statistics
 import sys
 import time
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from pp_offload.backends import default_backend
 from pp_offload.trace.notes import Room
 from pp_offload.trace.recorder import Recorder
 
-SIZES = {"small": (64, 32), "middle": (256, 64), "large": (512, 128)}
+SIZES = {"small": (64, 32), "middle": (256, 64), "large": (512, 64)}
 """Width and length of a sequence."""
 
 NUM_BLOCKS, NUM_HEADS, NUM_MICROBATCHES, IN_FLIGHT = 3, 4, 4, 2
@@ -113,7 +115,7 @@ def measure(size: str, device: torch.device, rounds: int) -> dict[str, Any]:
 def ratios(on: list[float], off: list[float]) -> dict[str, float]:
     return {
         "least": min(on) / min(off),
-        "median": statistics.median(on) / statistics.median(off),
+        "median": statistics.median(map(truediv, on, off)),
     }
 
 

@@ -10,6 +10,7 @@ torch's own CPU stream is a no-op, on which every program looks ordered; it is n
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -42,9 +43,19 @@ FINISHED = FinishedEvent()
 
 
 class ThreadEvent:
-    """A point in a worker thread's queue."""
+    """A point in a worker thread's queue.
 
-    def __init__(self, piece: Piece) -> None:
+    Attributes:
+        ended_s: When the worker passed it, by ``perf_counter``, if its stream is timed; None
+            before, and where something failed.
+    """
+
+    def __init__(self) -> None:
+        self.ended_s: float | None = None
+        self._piece: Piece
+
+    def follow(self, piece: Piece) -> None:
+        """It is passed when ``piece`` is done."""
         self._piece = piece
 
     def query(self) -> bool:
@@ -75,10 +86,14 @@ class CopyStream:
     """A queue served by one daemon thread, started when first needed.
 
     A forked process begins with an empty one: copies under way do not follow.
+
+    Attributes:
+        is_timed: Whether events are told when they were passed. Whoever wants to know sets it.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.is_timed = False
         self._workers = Workers(name)
         self._begin()
 
@@ -97,21 +112,25 @@ class CopyStream:
         """Queue ``work`` after all that is queued."""
         if self._owner != HERE[0]:
             self._begin()
-        piece, before = self._workers.piece(partial(self._run, work)), self._last
+        event, before = ThreadEvent(), self._last
+        piece = self._workers.piece(partial(self._run, work, event))
+        event.follow(piece)
         try:
-            self._last = ThreadEvent(piece)
+            self._last = event
             self._workers.queue(piece)
         except BaseException:
             if piece.call_off():  # or whoever waits for the event would wait for ever
                 self._last = before
             raise
 
-    def _run(self, work: Callable[[], object]) -> None:
+    def _run(self, work: Callable[[], object], event: ThreadEvent) -> None:
         """Do work in the thread. After a failure nothing more is done: all that follows fails."""
         if self._failure is not None:
             raise self._failure
         try:
             work()
+            if self.is_timed:
+                event.ended_s = time.perf_counter()
         except BaseException as failure:
             self._failure = failure
             raise

@@ -4,7 +4,7 @@
     ...
     begin.elapsed_time(timed_by_host(stream))
 
-A thread that works off a queue notes the time when it comes by. Compute is the calling thread,
+A thread that works off a queue notes when it has done something. Compute is the calling thread,
 which is there already. Of any other stream it is known only when the host gave it its work.
 """
 
@@ -13,29 +13,26 @@ from __future__ import annotations
 import time
 
 from pp_offload.backends.base import Event, Stream
-from pp_offload.backends.cpu import FINISHED, CopyStream
+from pp_offload.backends.cpu import FINISHED, CopyStream, ThreadEvent
 
 
 class HostTimedEvent:
-    """A point in a stream's order, and when the host saw it passed.
+    """A point in a stream's order, and when it was passed.
 
-    Attributes:
-        time_s: On the clock of ``time.perf_counter``; None before, and behind work that failed.
+    Args:
+        behind: What it comes with; one that is over has its time now.
     """
 
-    __slots__ = ("_behind", "time_s")
+    __slots__ = ("_behind", "_now_s")
 
-    def __init__(self) -> None:
-        self.time_s: float | None = None
-        self._behind: Event = FINISHED
+    def __init__(self, behind: Event = FINISHED) -> None:
+        self._behind = behind
+        self._now_s = None if isinstance(behind, ThreadEvent) else time.perf_counter()
 
-    def pass_by(self) -> None:
-        """It is now."""
-        self.time_s = time.perf_counter()
-
-    def follow(self, event: Event) -> None:
-        """It is passed when ``event`` is."""
-        self._behind = event
+    @property
+    def time_s(self) -> float | None:
+        """On the clock of ``time.perf_counter``; None before, and behind work that failed."""
+        return self._behind.ended_s if isinstance(self._behind, ThreadEvent) else self._now_s
 
     def query(self) -> bool:
         """Whether it was passed."""
@@ -51,17 +48,15 @@ class HostTimedEvent:
         Raises:
             RuntimeError: One of the two was never passed.
         """
-        if self.time_s is None or end.time_s is None:
+        begin_s, end_s = self.time_s, end.time_s
+        if begin_s is None or end_s is None:
             raise RuntimeError("an event has no time, for what was before it has not ended well")
-        return (end.time_s - self.time_s) * 1e3
+        return (end_s - begin_s) * 1e3
 
 
 def timed_by_host(stream: Stream) -> HostTimedEvent:
     """An event behind all that ``stream`` was given, timed by the host."""
-    event = HostTimedEvent()
-    if isinstance(stream, CopyStream) and not stream.is_idle():
-        stream.submit(event.pass_by)
-        event.follow(stream.record_event())
-    else:
-        event.pass_by()
-    return event
+    if not isinstance(stream, CopyStream):
+        return HostTimedEvent()
+    stream.is_timed = True
+    return HostTimedEvent(stream.record_event())

@@ -1,6 +1,6 @@
 """Hears what one engine does, and notes when it does it on its device.
 
-    recorder = Recorder(transfer, max_events=10**6)
+    recorder = Recorder(transfer, Room(10**6))
     recorder.begin()                 # the host waits for compute, once
     ...                              # it does not wait here
     recorder.end()                   # the host waits for all that was noted
@@ -42,7 +42,7 @@ class Recorder(Listener):
     Attributes:
         clock: Of the recording; None before.
         notes: Of copies and waits.
-        disk: Notes of what its threads do.
+        disk: Notes of what the threads of a disk do.
         marks: Of groups, in the order in which compute passes them on each lane.
         steps: Where they begin.
         samples: Of counters.
@@ -57,8 +57,8 @@ class Recorder(Listener):
         self.steps: list[StepNote] = []
         self.samples: list[Sampled] = []
         self.drift_s: float | None = None
-        self._room = room
         self.disk = DiskNotes(transfer, room)
+        self._room = room
         self._lanes = Lanes(transfer.backend)
         self._counters = Counters(transfer)
         self._numbers = itertools.count()
@@ -126,7 +126,8 @@ class Recorder(Listener):
         assert self.notes is not None
         copies = [note.end for note in self.notes.copies]
         waits = [note.end for note in self.notes.wait_notes]
-        for event in (*copies, *waits, *(mark.at for mark in self.marks)):
+        uses = [note.used for note in self.notes.copies if note.used is not None]
+        for event in (*copies, *waits, *uses, *(mark.at for mark in self.marks)):
             try:
                 if not event.query():
                     event.synchronize()
@@ -155,7 +156,7 @@ class Recorder(Listener):
     def group_reached(self, group: Owner) -> None:
         shown = named(group.name, "backward")
         if shown is not None:
-            with shown:
+            with shown:  # a point: it cannot end with a backward, inside another node
                 pass
         self._note("reached", -1, group)
 

@@ -111,24 +111,25 @@ class Trace:
         traces: list[RankTrace] = []
 
         def write_if_over() -> None:
-            if all(one.timeline is not None for one in traces):
-                self._write(joined(one.timeline for one in traces if one.timeline), path)
+            found = [one.timeline for one in traces if one.timeline is not None]
+            if len(found) == len(traces):
+                self._write(joined(found), path)
 
         for rank, manager in enumerate(managers, first_rank):
             known = {"num_ranks": num_ranks, "max_events": self._max_events}
             each = self._max_events // len(managers)
             traces.append(RankTrace(manager, rank, self._steps, each, known))
         with ExitStack() as stack:
-            stack.callback(self._end, traces, path)
+            stack.callback(self._write_at_last, traces, path)
             for one in traces:
+                stack.callback(one.end)
                 one.begin(write_if_over)
             yield
 
-    def _end(self, traces: Sequence[RankTrace], path: Path) -> None:
-        for one in traces:
-            one.end()
-        if self.timeline is None:
-            self._write(joined(one.timeline for one in traces if one.timeline), path, is_last=True)
+    def _write_at_last(self, traces: Sequence[RankTrace], path: Path) -> None:
+        found = [one.timeline for one in traces if one.timeline is not None]
+        if self.timeline is None and len(found) == len(traces):
+            self._write(joined(found), path, is_last=True)
 
     def _write(self, timeline: Timeline, path: Path, *, is_last: bool = False) -> None:
         """Write the file. If that fails before the block is left, it is tried again then."""
