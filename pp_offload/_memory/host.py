@@ -212,6 +212,11 @@ class HostMemory:
         self._drop_slabs()
         self._is_suspect = False
 
+    def bytes_in_use(self) -> int:
+        """Exact at the call; of :meth:`statistics`, this alone."""
+        self._settle()
+        return self._in_use.nbytes
+
     def statistics(self) -> HostStatistics:
         """Exact at the call."""
         self._settle()

@@ -43,6 +43,9 @@ class HostTier(Tier):
         host = self.host.statistics()
         return TierStatistics(num_payloads=host.num_payloads, host=host)
 
+    def host_bytes_in_use(self) -> int:
+        return self.host.bytes_in_use()
+
     def compact(self) -> None:
         self.host.compact()
 

@@ -139,6 +139,10 @@ class Tier(Protocol):
         """Numbers that are exact at the call."""
         ...
 
+    def host_bytes_in_use(self) -> int:
+        """Of :meth:`statistics`, this alone; a trace asks often."""
+        return self.statistics().host.in_use
+
     def has_stored(self, block: Block) -> bool:
         """Whether the bytes were stored. Called when the copy or the write has ended."""
         return True

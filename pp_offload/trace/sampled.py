@@ -31,7 +31,7 @@ class Counters:
         transfer = self._transfer
         with transfer.lock:
             found = {
-                HOST: sum([tier.statistics().host.in_use for tier in transfer.tiers]),
+                HOST: sum([tier.host_bytes_in_use() for tier in transfer.tiers]),
                 IN_FLIGHT: transfer.copies.in_flight.nbytes,
                 RELOADED: transfer.reloads.nbytes,
             }

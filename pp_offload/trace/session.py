@@ -32,7 +32,7 @@ from pp_offload.trace.rank import RankTrace
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 500_000
-"""Some 100 MB of JSON, a tenth of it gzipped."""
+"""Some 70 MB of JSON, an eighth of it gzipped."""
 
 
 class Trace:

@@ -126,6 +126,17 @@ def test_a_process_with_the_number_of_a_rank_is_another_one(tmp_path: Path) -> N
     assert both["baseTimeNanoseconds"] == 1_000_000
 
 
+def test_a_profile_with_a_later_base_is_moved(tmp_path: Path) -> None:
+    ours, profiled = tmp_path / "ours.json", tmp_path / "profiled.json"
+    write(Timeline(1_000_000, metadata={0: {}}), ours)
+    event = {"ph": "X", "name": "op", "ts": 5.0, "dur": 1.0, "pid": 7, "tid": 1}
+    profiled.write_text(json.dumps({"baseTimeNanoseconds": 3_000_000, "traceEvents": [event]}))
+    merge(ours, [profiled], tmp_path / "both.json")
+    both = raw(tmp_path / "both.json")
+    assert both["baseTimeNanoseconds"] == 1_000_000
+    assert [e for e in both["traceEvents"] if e.get("cat") != OURS] == [event | {"ts": 2005.0}]
+
+
 def test_what_has_no_time_in_common_is_refused(tmp_path: Path) -> None:
     virtual, other = tmp_path / "virtual.json", tmp_path / "other.json"
     write(Timeline(0, metadata={0: {}}), virtual)

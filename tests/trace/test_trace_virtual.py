@@ -15,6 +15,9 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
 from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.trace import Span, Timeline, Trace, read
+from pp_offload.trace.copy_notes import Lanes
+from pp_offload.trace.notes import Room, Stall
+from pp_offload.trace.virtual_notes import OTHER_WORK, VirtualCopyNotes, _Wait
 
 FORWARD_S = FLOPS / (990e12 * 0.6)
 
@@ -134,6 +137,25 @@ def test_what_spans_add_up_to_is_what_the_streams_count(tmp_path: Path) -> None:
         spans = timeline.of(0, track)
         both = zip(spans, spans[1:], strict=False)
         assert all(one.end_s <= two.begin_s for one, two in both), "one stream, one after another"
+
+
+def test_a_wait_is_shown_as_far_as_work_waited() -> None:
+    """A host that is late launches work when some of the wait is over, and messages are others'."""
+    backend = VirtualBackend(DEVICES["H100"])
+    begin, room = backend.timed_event(backend.compute), Room(9)
+    notes = VirtualCopyNotes(begin, room, Lanes(backend), backend)
+    hears = backend.compute.heard[-1]
+    notes._waits = [_Wait("mlp", 1.0, 3.0), _Wait("attn", 5.0, 9.0)]
+    hears(2.0, 7.0, 8.0)
+    assert notes.stalls == [
+        Stall("mlp", 2.0, 3.0),
+        Stall(OTHER_WORK, 3.0, 5.0),
+        Stall("attn", 5.0, 7.0),
+    ]
+    hears(8.0, 8.0, 9.0)
+    hears(10.0, 11.0, 12.0)
+    assert notes.stalls[3:] == [Stall(OTHER_WORK, 10.0, 11.0)], "a wait counts once"
+    assert [(work.begin_s, work.end_s) for work in notes.operators] == [(7, 9), (11, 12)]
 
 
 def test_a_trace_changes_no_time_and_no_peak(tmp_path: Path) -> None:
