@@ -90,9 +90,10 @@ def measure(cell: Cell, way: str, config: OffloadConfig) -> Row:
         return compute.free_at_s, compute.stalled_s, link.bytes_to_host, link.bytes_to_device
 
     with ExitStack() as entered:
-        entered.enter_context(use_backend(backend, config=config))
+        manager = entered.enter_context(use_backend(backend, config=config))
         stage = cell.stage()
         backend.memory.follow(stage)
+        backend.memory.follow_groups(manager)
         interface = entered.enter_context(interface_of(way, stage, backend))
         run = forward_of(way, stage, backend, interface)
 

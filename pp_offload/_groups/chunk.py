@@ -158,7 +158,7 @@ class Chunk:
             self.send(group)
         else:
             self.wiring.offloader.tickets(group)
-            group.move_to(GroupState.KEPT)
+            self._keep(group)
         for heard in self.wiring.transfer.listeners.group_closed:
             heard(group)
         if released and group.state is GroupState.OFFLOADED:
@@ -196,7 +196,12 @@ class Chunk:
             wiring.offloader.move(group, tickets)
         except MemoryError as failure:
             wiring.offloader.warn(group, failure)
-            group.move_to(GroupState.KEPT)
+            self._keep(group)
+
+    def _keep(self, group: Group) -> None:
+        for heard in self.wiring.transfer.listeners.kept:
+            heard(group.saved())
+        group.move_to(GroupState.KEPT)
 
     def _other_thread(self, action: str, name: str) -> GroupStateError:
         return GroupStateError(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from pp_offload._transfer.ticket import Owner, Ticket
+from pp_offload._transfer.ticket import Owner, SavedActivation, Ticket
 
 
 class Listener:
@@ -51,6 +51,9 @@ class Listener:
 
         Autograd still holds the sources, and holds the tickets in their place from now on.
         """
+
+    def kept(self, saved: Sequence[SavedActivation]) -> None:
+        """A group stays on the device, with what autograd saved in it and still holds."""
 
     def offloaded(self, label: str, nbytes: int) -> None:
         """Copies of so many bytes off the device are queued. Under the lock.
@@ -97,6 +100,7 @@ class Listeners:
     group_reached: tuple[Callable[[Owner], None], ...] = ()
     leaving: tuple[Callable[[Sequence[Ticket]], None], ...] = ()
     left: tuple[Callable[[Sequence[Ticket]], None], ...] = ()
+    kept: tuple[Callable[[Sequence[SavedActivation]], None], ...] = ()
     offloaded: tuple[Callable[[str, int], None], ...] = ()
     reload_started: tuple[Callable[[str, int], None], ...] = ()
     reloads_queued: tuple[Callable[..., None], ...] = ()

@@ -14,19 +14,23 @@ from __future__ import annotations
 import heapq
 import weakref
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
 from pp_offload._common.checks import said
+from pp_offload._groups.manager import Manager
+from pp_offload._transfer.listeners import Listener
+from pp_offload._transfer.ticket import SavedActivation
 from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
 
 ROUNDING_BYTES = 512
 """Device allocators round what is asked for up to this."""
 
 OTHER = "other"
-CATEGORIES = ("parameters", "gradients", "optimizer", "in flight", "reloaded", OTHER)
+CATEGORIES = ("parameters", "gradients", "optimizer", "kept", "in flight", "reloaded", OTHER)
 """What memory is for; see :meth:`DeviceMemory.name`."""
 
 
@@ -159,7 +163,7 @@ class DeviceMemory:
             one.category = category
 
     def name_copied(self, tensor: Tensor, category: str) -> None:
-        """The same for what the engine copies, unless more is known of it."""
+        """The same for what the engine copies or keeps, unless more is known of it."""
         if tensor.is_meta and self._seen(tensor.untyped_storage()).category == OTHER:
             self.name(tensor, category)
 
@@ -177,6 +181,10 @@ class DeviceMemory:
         if optimizer is not None:
             optimizer.register_step_post_hook(self._name_state)
 
+    def follow_groups(self, manager: Manager) -> None:
+        """Name what groups keep on the device, of a manager whose options do not change."""
+        manager.wiring.transfer.listeners.add(_KeptNames(self))
+
     def _name_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self.name(parameter.grad, "gradients")
@@ -186,3 +194,15 @@ class DeviceMemory:
             for value in state.values():
                 if isinstance(value, Tensor):
                     self.name(value, "optimizer")
+
+
+class _KeptNames(Listener):
+    """Names what a group keeps on the device."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+
+    def kept(self, saved: Sequence[SavedActivation]) -> None:
+        for one in saved:
+            if isinstance(one.held, Tensor):
+                self._memory.name_copied(one.held, "kept")

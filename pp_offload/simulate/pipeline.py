@@ -115,6 +115,7 @@ def _rank(
     backend = VirtualBackend(hardware)
     with as_another_process():
         manager = PipelineOffloadManager(config=options, backend=backend)
+        backend.memory.follow_groups(manager)
     if config is None:
         manager.disable_offload()
     try:

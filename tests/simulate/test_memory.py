@@ -175,3 +175,31 @@ def test_what_the_engine_moves_has_names() -> None:
         y.backward(torch.empty_like(y))
         assert backend.memory.at_peak["reloaded"] >= nbytes
         assert sum(backend.memory.live.values()) == backend.memory.live_bytes
+
+
+def test_what_groups_keep_has_a_name() -> None:
+    """The last group of a step stays, once the plan is known; what it sends has another name."""
+    backend, nbytes = VirtualBackend(DEVICES["H100"]), 2**20 * 4
+    with use_backend(backend) as manager:
+        backend.memory.follow_groups(manager)
+        weight = nn.Parameter(torch.empty(2**20, device="meta"))
+        backend.memory.name(weight, "parameters")
+        found = []
+        for _ in range(2):
+            off_interface.init_chunk_handler(None, None, 1)
+            y = torch.empty(2**20, device="meta", requires_grad=True)
+            for _ in range(2):
+                with off_interface(True, y, "g"):
+                    y = y.sin() * weight
+                y = off_interface.group_commit(y, name="g")
+            found.append(backend.memory.live)
+            y.backward(torch.empty_like(y))
+            del y
+            backend.synchronize()
+            manager.reset()
+    first, second = found
+    assert first["kept"] == 0 and first["in flight"] == 4 * nbytes
+    assert second["kept"] == 2 * nbytes, "the input of its sine, and its factor"
+    assert second["in flight"] == 2 * nbytes
+    assert second["parameters"] == nbytes, "though the group saved it"
+    assert sum(backend.memory.live.values()) == backend.memory.live_bytes

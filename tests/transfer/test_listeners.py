@@ -24,7 +24,7 @@ from pp_offload._transfer.listeners import Listener, Listeners
 from pp_offload._transfer.ticket import NOWHERE, Ticket
 
 EVENTS = [event.name for event in fields(Listeners)]
-WITHOUT_LOCK = {"leaving", "left", "group_closed", "delivered", "step_begun"}
+WITHOUT_LOCK = {"leaving", "left", "kept", "group_closed", "delivered", "step_begun"}
 TIERS: list[tuple[str, ...]] = [("host",), ("disk",), ("host", "disk")]
 
 
@@ -107,6 +107,8 @@ def test_what_is_heard_is_what_happens(kind: str, tiers: tuple[str, ...], tmp_pa
     left = [group for group in groups if group.state is GroupState.OFFLOADED]
     assert len(heard.of("leaving")) == len(left) > 0
     assert heard.of("left") == heard.of("leaving")
+    kept = [group for group in groups if group.state is GroupState.KEPT]
+    assert len(heard.of("kept")) == len(kept) > 0
     assert {label for label, _ in heard.of("delivered")} == {"mix", "mlp"}
     assert heard.of("step_begun") == [()] * 3 and not heard.of("replaced")
     for event, was_free in heard.was_free.items():
