@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+from pp_offload._common.checks import check_kind
 from pp_offload._transfer.engine import TransferEngine
+
+COUNTERS = (
+    "bytes_offloaded",
+    "bytes_reloaded",
+    "prefetched_reloads",
+    "on_demand_reloads",
+    "taken_back",
+    "host_allocations",
+    "disk_bytes_written",
+    "disk_bytes_read",
+)
+"""What only grows as long as an engine lives. The others say how it is, or the most there was."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,46 @@ class OffloadStatistics:
 
     disk_bytes_read: int
     """Read, or queued to be read."""
+
+    def since(self, before: OffloadStatistics) -> OffloadStatistics:
+        """What was done from ``before`` until now.
+
+            before = manager.statistics()
+            train_a_step()
+            logger.log(manager.statistics().since(before).as_dict("offload/"))
+
+        Counters are differences: bytes and payloads that were moved, and allocations of host
+        memory. All others are as they are now: what is in use, reserved or in flight, and
+        ``stalled_ms``, which is of one step already. A peak is the most that ever was, also
+        before ``before``.
+
+        Raises:
+            TypeError: ``before`` is something else.
+            ValueError: It counted more than this: it is later, or of another engine.
+        """
+        check_kind("before", before, OffloadStatistics, "what statistics() returned before")
+        counted = {name: getattr(self, name) - getattr(before, name) for name in COUNTERS}
+        wrong = [name for name, number in counted.items() if number < 0]
+        if wrong:
+            name = wrong[0]
+            raise ValueError(
+                f"before has {getattr(before, name)} {name}, more than the {getattr(self, name)} "
+                "of now; expected earlier statistics of the same engine: configure() makes another "
+                "one, which counts from 0"
+            )
+        return replace(self, **counted)
+
+    def as_dict(self, prefix: str = "") -> dict[str, int | float]:
+        """Plain numbers by name, for a logger.
+
+        What is not known, as ``stalled_ms`` on a device without a clock, is left out: a logger
+        takes numbers only, and 0 would be wrong.
+
+        Args:
+            prefix: Before each name, such as ``"offload/"``.
+        """
+        found = {prefix + one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: number for name, number in found.items() if number is not None}
 
 
 def collect(transfer: TransferEngine) -> OffloadStatistics:

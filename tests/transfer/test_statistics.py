@@ -1,0 +1,82 @@
+"""Statistics of a step, and as a logger takes them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from toy import batches, make_model, run_step
+
+from pp_offload import OffloadConfig, OffloadStatistics, use_backend
+from pp_offload._transfer.statistics import COUNTERS
+from pp_offload.backends import CpuBackend
+
+NAMES = [one.name for one in fields(OffloadStatistics)]
+
+GAUGES = """host_bytes_in_use host_bytes_peak host_bytes_reserved bytes_in_flight
+bytes_reloaded_unused live_tensors stalled_ms disk_bytes_in_use disk_bytes_peak""".split()
+
+
+def numbered(first: int) -> OffloadStatistics:
+    """Each number is another one."""
+    return OffloadStatistics(**{name: first + 7 * i for i, name in enumerate(NAMES)})
+
+
+def test_every_number_is_a_counter_or_is_as_it_is_now() -> None:
+    assert sorted([*COUNTERS, *GAUGES]) == sorted(NAMES)
+    before, now = numbered(3), numbered(1000)
+    found = now.since(before)
+    for name in COUNTERS:
+        assert getattr(found, name) == 997, name
+    for name in GAUGES:
+        assert getattr(found, name) == getattr(now, name), name
+
+
+def test_each_step_of_an_engine_has_its_own() -> None:
+    model, data = make_model(), batches(2)
+    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
+        found = []
+        for _ in range(3):
+            before = manager.statistics()
+            run_step(model, data)
+            found.append(manager.statistics().since(before))
+        whole = manager.statistics()
+    assert all(one.bytes_offloaded > 0 for one in found)
+    for name in COUNTERS:
+        assert sum(getattr(one, name) for one in found) == getattr(whole, name), name
+    assert found[-1].host_bytes_peak == whole.host_bytes_peak > 0
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_statistics_that_counted_more_are_none_of_before(name: str) -> None:
+    now = numbered(0)
+    before = replace(now, **{name: getattr(now, name) + 1})
+    with pytest.raises(ValueError, match=f"before has .* {name}, more than .* same engine"):
+        now.since(before)
+
+
+def test_another_engine_counts_from_0() -> None:
+    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
+        run_step(make_model(), batches(1))
+        before = manager.statistics()
+        manager.configure(OffloadConfig())
+        with pytest.raises(ValueError, match=r"configure\(\) makes another one"):
+            manager.statistics().since(before)
+
+
+def test_something_else_is_not_subtracted() -> None:
+    with pytest.raises(TypeError, match=r"before is the dict .*, expected what statistics\(\)"):
+        numbered(0).since({})  # type: ignore[arg-type]
+
+
+def test_a_logger_gets_plain_numbers() -> None:
+    found = replace(numbered(1), stalled_ms=2.5).as_dict("offload/")
+    assert list(found) == [f"offload/{name}" for name in NAMES]
+    assert all(type(number) in (int, float) for number in found.values())
+    assert found["offload/stalled_ms"] == 2.5
+    assert numbered(1).as_dict()["bytes_offloaded"] == 1
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    found = replace(numbered(1), stalled_ms=None).as_dict()
+    assert set(NAMES) - set(found) == {"stalled_ms"}
