@@ -17,25 +17,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from llama import SIZES, Stage, loss_fn
 from schedules import SCHEDULES, V_SHAPED, check_schedule
-from tables import format_table
 
 from pp_offload import OffloadConfig
-from pp_offload.simulate import (
-    DEVICES,
-    Modules,
-    PeerLink,
-    PipelineOrder,
-    PipelineStep,
-    RankStep,
-    run_pipeline,
-)
+from pp_offload.simulate import DEVICES, Modules, PeerLink, PipelineOrder, schedules
+from pp_offload.simulate.compare import Comparison, compare
 from pp_offload.trace import Trace
 
 GIB, GB = 2**30, 10**9
@@ -103,10 +94,10 @@ def model_of(options: argparse.Namespace) -> Modules:
 
 def order_of(options: argparse.Namespace) -> PipelineOrder:
     """Who does what, and when."""
-    return PipelineOrder(
-        SCHEDULES.get(options.schedule, options.schedule),
+    return schedules.order_of(
+        options.schedule,
         num_ranks=options.ranks,
-        num_stages=options.ranks * options.virtual_stages,
+        stages_per_rank=options.virtual_stages,
         num_microbatches=options.microbatches,
     )
 
@@ -140,75 +131,21 @@ def bar(name: str) -> Callable[[int, int], None] | None:
     return show
 
 
-def simulate(options: argparse.Namespace) -> dict[str, PipelineStep]:
+def simulate(options: argparse.Namespace) -> Comparison:
     """A step without offload, and one with it."""
-    order, work, hardware = order_of(options), model_of(options), DEVICES[options.device]
-    peers = PeerLink(bytes_per_s=options.network_gb * GB)
-    # Without offload there is no plan, which the engine would derive from a first step.
-    none = run_pipeline(
-        order, work, hardware, peers=peers, num_steps=1, progress=bar("without offload")
-    )
-    ours = run_pipeline(
-        order,
-        work,
-        hardware,
-        peers=peers,
+    return compare(
+        order_of(options),
+        model_of(options),
+        DEVICES[options.device],
+        peers=PeerLink(bytes_per_s=options.network_gb * GB),
         config=config_of(options),
-        progress=bar("with offload"),
+        progress=bar,
         trace=Trace(options.trace) if options.trace else None,
     )
-    return {"without offload": none, "with offload": ours}
-
-
-def row(number: int, rank: RankStep, memory_bytes: int) -> tuple[str, ...]:
-    """Of the table."""
-    peer = rank.waits_most_for
-    seconds = rank.seconds, rank.busy_s, rank.stalled_s, sum(rank.waited_s.values())
-    mark = " " if rank.peak_bytes <= memory_bytes else "*"
-    return (
-        str(number),
-        *(f"{one * 1e3:.1f}" for one in seconds),
-        "-" if peer is None else str(peer),
-        str(rank.num_in_flight),
-        f"{rank.peak_bytes / GIB:.2f}{mark}",
-        f"{rank.host_peak_bytes / GIB:.2f}",
-        f"{rank.bytes_offloaded / GIB:.2f}",
-    )
-
-
-HEAD = ("rank", "step ms", "busy", "stalled", "waited", "most for", "in flight")
-HEAD += ("peak GiB ", "host GiB", "sent GiB")
-
-
-def report(name: str, step: PipelineStep, options: argparse.Namespace) -> str:
-    """A run as a table."""
-    memory_bytes = DEVICES[options.device].memory_bytes
-    rows = [row(number, rank, memory_bytes) for number, rank in enumerate(step.ranks)]
-    lines = [
-        f"{name}: {step.seconds * 1e3:.1f} ms a step, compute idle for {step.bubble:.1%} of it",
-        format_table([HEAD, *rows]),
-    ]
-    if any(rank.peak_bytes > memory_bytes for rank in step.ranks):
-        lines.append(f"* more than the {memory_bytes / GIB:.0f} GiB that the device has")
-    return "\n".join(lines)
-
-
-def figures(found: dict[str, PipelineStep]) -> dict[str, object]:
-    """For a file."""
-    return {
-        name: {
-            "seconds": step.seconds,
-            "bubble": step.bubble,
-            "ranks": [
-                asdict(rank) | {"waits_most_for": rank.waits_most_for} for rank in step.ranks
-            ],
-        }
-        for name, step in found.items()
-    }
 
 
 def main() -> None:
-    """One table for each run."""
+    """A row for each rank."""
     options = parse_arguments()
     shape = "a V" if options.schedule in V_SHAPED else f"{options.virtual_stages} stages each"
     print(
@@ -217,9 +154,9 @@ def main() -> None:
         f"microbatches of {options.length} tokens; {' and '.join(options.groups)} may leave\n"
     )
     found = simulate(options)
-    print("\n\n".join(report(name, step, options) for name, step in found.items()))
+    print(found.table(DEVICES[options.device].memory_bytes))
     if options.json:
-        options.json.write_text(json.dumps(figures(found), indent=2) + "\n")
+        options.json.write_text(json.dumps(found.figures(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

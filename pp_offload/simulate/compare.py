@@ -1,0 +1,136 @@
+"""A step of a pipeline without offload and one with it: run, as a table, and as figures.
+
+found = compare(order, work, DEVICES["H100"], config=OffloadConfig())
+found.table(DEVICES["H100"].memory_bytes)
+json.dumps(found.figures())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pp_offload._common.tables import format_table
+from pp_offload.config import OffloadConfig
+from pp_offload.simulate.hardware import Hardware
+from pp_offload.simulate.messages import PeerLink
+from pp_offload.simulate.orders import PipelineOrder
+from pp_offload.simulate.pipeline import Progress, Watcher, run_pipeline
+from pp_offload.simulate.rank import PipelineStep, RankStep
+from pp_offload.simulate.stages import Work
+
+GIB = 2**30
+
+HEAD = ("rank", "peak GiB ", "with ", "host GiB", "sent GiB", "step ms", "with")
+HEAD_OF_STEP = ("busy", "stalled", "waited", "most for")
+
+NOTE = """\
+The first peak and the first step are those without offload, all else is with it. busy, stalled and
+waited: ms in which compute worked, stood still for copies, and for messages of other ranks."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What both steps cost."""
+
+    without: PipelineStep
+    with_offload: PipelineStep
+
+    def table(self, memory_bytes: int) -> str:
+        """As text: a row for each rank.
+
+        Args:
+            memory_bytes: What a device has; peaks above it are marked.
+        """
+        ranks = zip(self.without.ranks, self.with_offload.ranks, strict=True)
+        rows = [_row(number, *both, memory_bytes) for number, both in enumerate(ranks)]
+        lines = [
+            *(
+                f"{name}: {step.seconds * 1e3:.1f} ms a step, compute idle for {step.bubble:.1%} "
+                "of it"
+                for name, step in self._named.items()
+            ),
+            "",
+            format_table([HEAD + HEAD_OF_STEP, *rows]),
+            NOTE,
+        ]
+        all_ranks = [*self.without.ranks, *self.with_offload.ranks]
+        if any(rank.peak_bytes > memory_bytes for rank in all_ranks):
+            lines.append(f"* more than the {memory_bytes / GIB:.0f} GiB that the device has")
+        return "\n".join(lines)
+
+    def figures(self) -> dict[str, Any]:
+        """Plain values, for a file."""
+        return {
+            name: {
+                "seconds": step.seconds,
+                "bubble": step.bubble,
+                "ranks": [
+                    asdict(rank) | {"waits_most_for": rank.waits_most_for} for rank in step.ranks
+                ],
+            }
+            for name, step in self._named.items()
+        }
+
+    @property
+    def _named(self) -> dict[str, PipelineStep]:
+        return {"without offload": self.without, "with offload": self.with_offload}
+
+
+def compare(
+    order: PipelineOrder,
+    work: Work,
+    hardware: Hardware,
+    *,
+    config: OffloadConfig,
+    peers: PeerLink | None = None,
+    progress: Callable[[str], Progress | None] | None = None,
+    trace: Watcher | None = None,
+) -> Comparison:
+    """Run both.
+
+    Args:
+        order, work, hardware, peers: As for :func:`run_pipeline`.
+        config: Of the run with offload.
+        progress: Gets the name of a run, and gives what is called after each of its actions.
+        trace: Records the run with offload.
+    """
+
+    def told(name: str) -> Progress | None:
+        return None if progress is None else progress(name)
+
+    # Without offload there is no plan, which the engine would derive from a first step.
+    without = run_pipeline(
+        order, work, hardware, peers=peers, num_steps=1, progress=told("without offload")
+    )
+    with_offload = run_pipeline(
+        order,
+        work,
+        hardware,
+        peers=peers,
+        config=config,
+        progress=told("with offload"),
+        trace=trace,
+    )
+    return Comparison(without, with_offload)
+
+
+def _row(number: int, none: RankStep, ours: RankStep, memory_bytes: int) -> tuple[str, ...]:
+    peer = ours.waits_most_for
+    seconds = ours.seconds, ours.busy_s, ours.stalled_s, sum(ours.waited_s.values())
+    return (
+        str(number),
+        _peak(none, memory_bytes),
+        _peak(ours, memory_bytes),
+        f"{ours.host_peak_bytes / GIB:.2f}",
+        f"{ours.bytes_offloaded / GIB:.2f}",
+        f"{none.seconds * 1e3:.1f}",
+        *(f"{one * 1e3:.1f}" for one in seconds),
+        "-" if peer is None else f"rank {peer}",
+    )
+
+
+def _peak(rank: RankStep, memory_bytes: int) -> str:
+    mark = " " if rank.peak_bytes <= memory_bytes else "*"
+    return f"{rank.peak_bytes / GIB:.2f}{mark}"
