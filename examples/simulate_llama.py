@@ -5,6 +5,7 @@ python examples/simulate_llama.py --groups attn,mlp --gib 3    # more leaves, fu
 python examples/simulate_llama.py --model 70b --ranks 8 --length 4096
 python examples/simulate_llama.py --schedule interleaved1f1b --virtual-stages 2
 python examples/simulate_llama.py --trace out.json.gz          # for https://ui.perfetto.dev
+python examples/simulate_llama.py --trace out.json.gz --picture out.png
 
 The engine runs as it is, once for each rank, on tensors without data and streams with clocks: no
 GPU and no memory is needed, and no time is measured. Of the device's memory, parameters, gradients
@@ -22,12 +23,14 @@ from typing import Any
 
 import torch
 from llama import SIZES, Stage, loss_fn
+from pictures import check_picture
 from schedules import SCHEDULES, V_SHAPED, check_schedule
 
 from pp_offload import OffloadConfig
 from pp_offload.simulate import DEVICES, Modules, PeerLink, PipelineOrder, schedules
 from pp_offload.simulate.compare import Comparison, compare
-from pp_offload.trace import Trace
+from pp_offload.trace import Trace, read
+from pp_offload.trace.picture import draw
 
 GIB, GB = 2**30, 10**9
 BAR_WIDTH = 40
@@ -56,6 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--quick", action="store_true", help="a tiny model on two ranks, whatever the sizes given")
     add("--json", type=Path, help="write the figures here")
     add("--trace", type=Path, help="write the steps with offload here, for Perfetto: out.json.gz")
+    add("--picture", type=Path, help="draw the last step that --trace wrote: out.png")
     options = parser.parse_args()
     if options.quick:
         options.model, options.ranks, options.microbatches, options.length = "tiny", 2, 4, 1024
@@ -66,9 +70,11 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--ranks, --microbatches and --length must be at least 1")
     if min(options.gib or 0, options.host_gib or 0) < 0 or options.network_gb <= 0:
         parser.error("--gib and --host-gib must be at least 0, and --network-gb above 0")
-    for name, path in (("--json", options.json), ("--trace", options.trace)):
+    for name in ("json", "trace", "picture"):
+        path = getattr(options, name)
         if path and not path.parent.is_dir():
-            parser.error(f"{name} is {path}, expected a file in a directory that is there")
+            parser.error(f"--{name} is {path}, expected a file in a directory that is there")
+    check_picture(parser, options)
     if not 0 <= options.fraction <= 1:
         parser.error(f"--fraction is {options.fraction:g}, expected 0 to 1")
     check_schedule(parser, options)
@@ -155,6 +161,8 @@ def main() -> None:
     )
     found = simulate(options)
     print(found.table(DEVICES[options.device].memory_bytes))
+    if options.picture:
+        draw(read(options.trace), options.picture)
     if options.json:
         options.json.write_text(json.dumps(found.figures(), indent=2) + "\n")
 

@@ -6,7 +6,7 @@ python examples/train_gpt.py --schedule zbv                   # backward in two 
 python examples/train_gpt.py --schedule order.csv             # actions of your own
 python examples/train_gpt.py --tier disk --disk-dir /scratch  # to disk instead of host memory
 python examples/train_gpt.py --stages 1 --device emulated     # one process, no GPU, real streams
-python examples/train_gpt.py --trace out.json.gz              # what happened when, for Perfetto
+python examples/train_gpt.py --trace out.json.gz --picture out.png  # what happened when
 torchrun --nproc-per-node 2 examples/train_gpt.py             # the same under torchrun
 """
 
@@ -31,13 +31,15 @@ import torch
 import torch.distributed as dist
 from gpt import GPTConfig, Stage, loss_fn
 from live_bytes import LiveBytes
+from pictures import check_picture
 from schedules import SCHEDULES, check_schedule, make_schedule, stage_indices
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, print_offload_summary_table
 from pp_offload.pipelining import attach
-from pp_offload.trace import Trace, merge_ranks, part_of
+from pp_offload.trace import Trace, merge_ranks, part_of, read
+from pp_offload.trace.picture import draw
 
 MIB = 2**20
 M_MMAP_THRESHOLD = -3  # of mallopt
@@ -67,6 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--text", type=Path, help="train on this file instead of Python's documentation")
     add("--json", type=Path, help="write the figures here")
     add("--trace", type=Path, help="write two steps of all ranks here, for Perfetto: out.json.gz")
+    add("--picture", type=Path, help="draw the last step that --trace wrote: out.png")
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="also train without")
     options = parser.parse_args()
     options.groups = [name for name in options.groups.split(",") if name]
@@ -84,6 +87,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--text {options.text} is not a file")
     if options.trace and not options.trace.parent.is_dir():
         parser.error(f"--trace is {options.trace}, expected a file in a directory that is there")
+    check_picture(parser, options)
     if min(options.stages, options.virtual_stages, options.microbatches, options.steps) < 1:
         parser.error("--stages, --virtual-stages, --microbatches and --steps must be at least 1")
     return options
@@ -366,6 +370,8 @@ def work(options: argparse.Namespace) -> int:
         )
         found = figures(without, train(options, data, offload=True), loss_rank)
         merge_traces(options)
+        if options.picture and dist.get_rank() == 0:
+            draw(read(options.trace), options.picture)
         if found is None:
             return 0
         print("\n" + format_figures(found), flush=True)

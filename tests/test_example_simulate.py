@@ -83,7 +83,17 @@ WRONG = {
     "--ranks 40": "there are 32 layers, fewer than stages",
     "--trace no/such/out.json": "--trace is no/such/out.json, expected a file",
     "--virtual-stages 2": "1f1b takes --virtual-stages 1",
+    "--picture out.png": "--picture draws what --trace wrote; add --trace out.json.gz",
+    "--trace out.json --picture out.gif": "--picture is out.gif, expected a file",
 }
+
+
+def test_a_picture_of_its_trace(tmp_path: Path) -> None:
+    flags = ["--quick", "--trace", str(tmp_path / "out.json.gz")]
+    flags += ["--picture", str(tmp_path / "out.png")]
+    done = run_command([sys.executable, SCRIPT, *flags])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_wrong_flags_are_explained() -> None:
