@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,12 @@ from test_layers import FILES, RANK
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
 
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, errors, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._transfer.block import MOVES, BlockState
+from pp_offload.cli.app import app
 from pp_offload.simulate import DEVICES
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +45,7 @@ EXAMPLES = {
     "testing": 1,
     "simulate": 2,
     "trace": 3,
+    "cli": 1,
 }
 """How many blocks of Python a page has; each is run below."""
 
@@ -263,6 +267,41 @@ def test_a_virtual_pipeline_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for rank in names["step"].ranks:
         assert 8 * saved < rank.bytes_offloaded <= 16 * saved
         assert 0 < rank.peak_bytes < DEVICES["H100"].memory_bytes
+
+
+def test_the_model_of_the_command_line_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_model.py").write_text(blocks("cli")[0])
+    monkeypatch.chdir(tmp_path)
+    command = re.search(r"^pp-offload (simulate my_model.*)$", PAGES["cli"], flags=re.MULTILINE)
+    assert command is not None
+    arguments = [*command[1].split(), "--microbatches", "4"]  # fewer than shown
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.output.splitlines() if line[:1].isdigit()]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert all(0 < float(with_it) < float(without) for _, without, with_it, *_ in rows[:3])
+
+
+@pytest.mark.parametrize("name", ["step_of_a_rank", "step_of_four_ranks"])
+def test_pictures_are_small(name: str) -> None:
+    """They are drawn by docs/pictures.py; another version of a font would draw other bytes."""
+    path = DOCS / f"{name}.png"
+    assert path.stat().st_size < 150_000
+    assert (
+        path.name in PAGES["reading-the-picture"]
+        and f'"{path.name}"' in (DOCS / "pictures.py").read_text()
+    )
+    width, height = struct.unpack(">II", path.read_bytes()[16:24])
+    assert width == 1200 and height > 400
+
+
+def test_the_script_of_the_pictures_runs(tmp_path: Path) -> None:
+    pictures = script("pictures")
+    path = tmp_path / "out.png"
+    pictures.draw_small(pictures.traced(2, 2, 2, 256), path, [1])
+    assert path.read_bytes()[1:4] == b"PNG"
 
 
 def test_the_readme_is_short() -> None:

@@ -6,6 +6,8 @@
         ids = torch.zeros(1, 8192, dtype=torch.long, device="meta")
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
+For a pipeline, ``stages_of(model, 4)`` are its layers in stages, and ``groups_of`` their parts.
+
 NOTE [ What depends on data ]
     Which tokens may see which is decided by the mask, and which expert takes a token by its router:
     both are data, which a virtual device has not. So attention is causal and takes no mask, as the
@@ -15,9 +17,11 @@ NOTE [ What depends on data ]
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -50,3 +54,67 @@ def model_from_config(
             type(config).from_dict(config.to_dict()), **options
         )
     return model.train()
+
+
+PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
+"""What a decoder of Transformers is made of, where it can be cut into stages."""
+
+
+class DecoderStage(nn.Module):
+    """Consecutive layers of a causal language model: tokens in, logits out."""
+
+    def __init__(self, model: Any, index: int, num_stages: int) -> None:
+        super().__init__()
+        decoder, num_layers = model.model, len(model.model.layers)
+        first, last = (i * num_layers // num_stages for i in (index, index + 1))
+        self.embed = decoder.embed_tokens if index == 0 else None
+        self.layers = nn.ModuleList(list(decoder.layers)[first:last])
+        self.rotary = copy.deepcopy(decoder.rotary_emb)
+        self.norm = decoder.norm if index == num_stages - 1 else None
+        self.head = model.lm_head if index == num_stages - 1 else None
+        if self.head is not None and index > 0:
+            # It may be the embedding's, which another rank has: each has one of its own.
+            self.head = copy.deepcopy(self.head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        rotated = self.rotary(x, positions)
+        for layer in self.layers:
+            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotated)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+def stages_of(model: PreTrainedModel, num_stages: int) -> list[DecoderStage]:
+    """A causal language model in stages of a pipeline, with as many layers each as possible.
+
+    Args:
+        model: Of Transformers, such as Llama, Qwen2 or Mixtral. Its modules are used as they are.
+        num_stages: At most as many as it has layers.
+
+    Raises:
+        ValueError: It is made otherwise, or has too few layers.
+    """
+    decoder = getattr(model, "model", None)
+    missing = [name for name in PARTS if not hasattr(decoder, name)]
+    missing += [] if hasattr(model, "lm_head") else ["lm_head"]
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__} has no {', '.join(missing)} where Llama has it, so it cannot "
+            "be cut into stages; expected a decoder made like Llama's: give stages of your own"
+        )
+    num_layers = len(decoder.layers)  # type: ignore[union-attr, arg-type]
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(
+            f"there are {num_stages} stages for {num_layers} layers, expected 1 to {num_layers}"
+        )
+    return [DecoderStage(model, index, num_stages) for index in range(num_stages)]
+
+
+def groups_of(stage: DecoderStage) -> dict[str, str]:
+    """Patterns for :func:`pp_offload.attach`: each part of a layer is a group, but for norms."""
+    names = [name for name, _ in stage.layers[0].named_children() if "norm" not in name]
+    return {name: f"layers.*.{name}" for name in names}

@@ -1,0 +1,144 @@
+"""Which model a simulation is of: what a function returns, or a config of Hugging Face.
+
+work = from_function("my_model:stages", num_stages=4, length=4096)
+work = from_hugging_face("llama/config.json", num_stages=4, length=4096)
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pp_offload.cli.wrong import told, wrong
+from pp_offload.simulate import Modules
+
+HF = "--hf"
+
+HOW = (
+    "expected a function that takes num_stages and length by name and returns a Modules of "
+    "pp_offload.simulate; docs/cli.md has one"
+)
+
+
+def from_function(name: str, *, num_stages: int, length: int) -> Modules:
+    """What the function returns.
+
+    Args:
+        name: ``module:function``; the module is looked for here, too.
+        num_stages, length: What the function is given.
+
+    Raises:
+        typer.BadParameter: There is none, or it returns something else. What fails inside it keeps
+            its traceback.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise wrong("MODEL", f"found {name!r}, expected module:function, such as my_model:stages")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as failure:
+        if failure.name is None or not f"{module_name}.".startswith(f"{failure.name}."):
+            raise  # the module is there; something that it imports is not
+        said = f"no module {failure.name!r} here or installed, expected that of module:function; "
+        raise wrong("MODEL", said + "go where it is, or set PYTHONPATH") from failure
+    finally:
+        sys.path.remove(os.getcwd())
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        found = "is no function" if hasattr(module, function_name) else "is not there"
+        raise wrong("MODEL", f"{function_name} of {module_name} {found}, {HOW}")
+    with told("MODEL"):
+        _check_takes(function, name)
+    with told("MODEL"):
+        work = function(num_stages=num_stages, length=length)
+    if not isinstance(work, Modules):
+        raise wrong("MODEL", f"{name} returned a {type(work).__name__}, {HOW}")
+    if len(work.stages) != num_stages:
+        raise wrong(
+            "MODEL",
+            f"{name} returned {len(work.stages)} stages, expected num_stages: {num_stages}",
+        )
+    return work
+
+
+def _check_takes(function: object, name: str) -> None:
+    try:
+        signature = inspect.signature(function)  # type: ignore[arg-type]
+        signature.bind(num_stages=1, length=1)
+    except TypeError as failure:
+        raise ValueError(f"{name} cannot be called so: {failure}; {HOW}") from failure
+
+
+def from_hugging_face(config: str, *, num_stages: int, length: int) -> Modules:
+    """A causal language model from its config, in stages. Nothing is downloaded.
+
+    Args:
+        config: A ``config.json``, its directory, or the name of a model that was loaded before.
+        num_stages: Its layers are spread over them.
+        length: Tokens of a microbatch.
+
+    Raises:
+        typer.BadParameter: There is no such config, or the model cannot be cut so.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise wrong(HF, "transformers is not installed; pip install 'pp_offload[hf]'")
+    from transformers import AutoConfig
+
+    from pp_offload.simulate.huggingface import groups_of, model_from_config, stages_of
+
+    try:
+        found = AutoConfig.from_pretrained(config, local_files_only=True)
+    except (OSError, ValueError) as failure:
+        raise wrong(
+            HF,
+            f"found no config of Transformers at {config!r}, expected a config.json, its "
+            "directory, or the name of a model that is in the cache; nothing is downloaded "
+            f"({_first_line(failure)})",
+        ) from failure
+    with told(HF):
+        model = model_from_config(found)
+        stages = stages_of(model, num_stages)
+    tokens = torch.empty(1, length, dtype=torch.long, device="meta")
+
+    def loss_fn(logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float().flatten(0, 1), torch.empty_like(tokens).flatten())
+
+    return Modules(stages, example=tokens, loss_fn=loss_fn, groups=groups_of(stages[0]))
+
+
+def _first_line(failure: Exception) -> str:
+    return (str(failure).splitlines() or [type(failure).__name__])[0]
+
+
+def with_groups(work: Modules, names: str | None) -> Modules:
+    """The same, of which only these groups leave.
+
+    Args:
+        work: Of one of the functions above; its groups are chosen from.
+        names: With commas between them; None for all.
+
+    Raises:
+        typer.BadParameter: There is no such group.
+    """
+    if names is None:
+        return work
+    if work.groups is None:
+        raise wrong(
+            "--groups", f"found {names!r}, but the model marks its groups itself; leave it out"
+        )
+    wanted = [name for name in names.split(",") if name]
+    missing = [name for name in wanted if name not in work.groups]
+    if missing or not wanted:
+        raise wrong(
+            "--groups", f"found {names!r}, expected some of {','.join(work.groups)} with commas"
+        )
+    work.groups = {name: work.groups[name] for name in wanted}
+    return work

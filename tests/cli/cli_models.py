@@ -1,0 +1,54 @@
+"""Models as users write them, well and badly; ``pp-offload simulate cli_models:good``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pp_offload.simulate import Modules
+
+KIND: Any = {"device": "meta", "dtype": torch.bfloat16}
+
+
+def modules(num_stages: int, length: int, **options: Any) -> Modules:
+    stages = [nn.Sequential(nn.Linear(64, 64, **KIND), nn.GELU()) for _ in range(num_stages)]
+    example = torch.empty(length, 64, **KIND)
+    return Modules(stages, example=example, loss_fn=lambda y: y.sum(), **options)
+
+
+def good(num_stages: int, length: int) -> Modules:
+    return modules(num_stages, length, groups={"linear": "0", "gelu": "1"})
+
+
+def unmarked(num_stages: int, length: int) -> Modules:
+    return modules(num_stages, length)
+
+
+def without_length(num_stages: int) -> Modules:
+    return modules(num_stages, 8)
+
+
+def a_list(num_stages: int, length: int) -> list[nn.Module]:
+    return modules(num_stages, length).stages
+
+
+def too_few(num_stages: int, length: int) -> Modules:
+    return modules(num_stages - 1, length)
+
+
+def on_the_cpu(num_stages: int, length: int) -> Modules:
+    stages = [nn.Linear(8, 8) for _ in range(num_stages)]
+    return Modules(stages, example=torch.empty(length, 8), loss_fn=lambda y: y.sum())
+
+
+def no_such_module(num_stages: int, length: int) -> Modules:
+    return modules(num_stages, length, groups={"mlp": "layers.*"})
+
+
+def broken(num_stages: int, length: int) -> Modules:
+    raise ValueError("what went wrong in my model")
+
+
+not_a_function = 3
