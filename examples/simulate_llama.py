@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from llama import SIZES, Stage, loss_fn
-from pictures import check_picture
+from picture_flag import check_picture
 from schedules import SCHEDULES, V_SHAPED, check_schedule
 
 from pp_offload import OffloadConfig

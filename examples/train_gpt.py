@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from gpt import GPTConfig, Stage, loss_fn
 from live_bytes import LiveBytes
-from pictures import check_picture
+from picture_flag import check_picture
 from schedules import SCHEDULES, check_schedule, make_schedule, stage_indices
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
