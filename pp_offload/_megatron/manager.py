@@ -15,7 +15,14 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind, checked_tensors, said
-from pp_offload._groups.checkpoint_regions import Keeping, Saving, note, takes_again, top_pack
+from pp_offload._groups.checkpoint_regions import (
+    Keeping,
+    Saving,
+    may_leave_out,
+    note,
+    takes_again,
+    top_pack,
+)
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.hook_scopes import Caller, HookScope
 from pp_offload._groups.manager import Manager
@@ -224,14 +231,19 @@ class PipelineOffloadManager(Manager):
         return self
 
     def _pack(self) -> Saving | Keeping | None:
-        """The hook to save through; in a recomputation, one that takes what the forward's did."""
+        """The hook to save through; in a recomputation, one that takes what the forward's did.
+
+        While offload is disabled, none inside a checkpoint, which is to drop what is saved there.
+        Elsewhere there is one all the same: offload may be enabled inside.
+        """
         top = top_pack()
         takes = takes_again(top, _CONTEXT, wants=True)
         if takes is not None:
             return Keeping(Resident) if takes else None
+        takes = top is None or self.wiring.is_enabled or not may_leave_out()
         if top is not None:
-            note(top, _CONTEXT, took=True)
-        return Saving(self.on_save_for_backward)
+            note(top, _CONTEXT, took=takes)
+        return Saving(self.on_save_for_backward) if takes else None
 
     def __exit__(self, *args: Any) -> None:
         """Leave the innermost scope; an exception passes on.

@@ -18,6 +18,7 @@ from pp_offload import (
     PipelineOffloadManager,
     fine_grained_offloading_disable_offload,
     fine_grained_offloading_enable_offload,
+    fine_grained_offloading_group_start,
 )
 from pp_offload._groups.chunk import Chunk
 from pp_offload.errors import GroupStateError
@@ -224,4 +225,45 @@ def test_scopes_that_never_opened(manager: PipelineOffloadManager) -> None:
     off_interface.init_chunk_handler(None, None, 1)
     model(x.requires_grad_()).sum().backward()
     assert manager.statistics().bytes_offloaded > 0
+    assert_idle(manager)
+
+
+@pytest.mark.parametrize("enables_before_backward", [False, True])
+def test_a_context_in_a_checkpoint_takes_nothing_while_off(
+    manager: PipelineOffloadManager, enables_before_backward: bool
+) -> None:
+    """Else what the checkpoint is to drop stays on the device, more than without offload."""
+    num_runs = 0
+
+    def region(x: Tensor) -> Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        off_interface.init_chunk_handler(None, None, 1)
+        fine_grained_offloading_group_start(x, "g")
+        with off_interface.get_context(True):
+            y = x.exp().sin()
+        return off_interface.group_commit(y, "g")  # type: ignore[no-any-return]
+
+    def gradient() -> Tensor:
+        (x,) = make_inputs(1, device=manager.backend.device)
+        off_interface.reset()
+        checkpoint(region, x.requires_grad_(), use_reentrant=False).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = gradient()
+    num_when_on, num_runs = num_runs, 0
+    fine_grained_offloading_disable_offload()
+    (x,) = make_inputs(1, device=manager.backend.device)
+    off_interface.reset()
+    y = checkpoint(region, x.requires_grad_(), use_reentrant=False)
+    if enables_before_backward:
+        fine_grained_offloading_enable_offload()
+    y.sum().backward()
+    assert num_runs == 2, "it runs again, as without the engine"
+    assert x.grad is not None and same_bits([x.grad], [expected])
+    fine_grained_offloading_enable_offload()
+    num_runs = 0
+    assert same_bits([gradient()], [expected])
+    assert num_runs == num_when_on, "switched on, it takes tensors as before"
     assert_idle(manager)

@@ -1356,6 +1356,17 @@ MUTANTS = [
         ("tests/simulate/test_virtual_disk.py::test_there_and_back",),
     ),
     Mutant(
+        "a context takes what a checkpoint drops, though offload is off",
+        "pp_offload/_megatron/manager.py",
+        "takes = top is None or self.wiring.is_enabled or not may_leave_out()",
+        "takes = True",
+        "with offload disabled, more stays on the device than without the engine",
+        (
+            "tests/field/test_switched_off_and_on.py::test_a_context_in_a_checkpoint_takes_nothing_while_off",
+        ),
+        row="F26",
+    ),
+    Mutant(
         "groups that stay count",
         "pp_offload/_groups/auto_bounds.py",
         "if mark.group not in self._plan.kept",
