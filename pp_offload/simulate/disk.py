@@ -116,8 +116,7 @@ class VirtualDisk(DiskFile):
     ) -> DiskEvent:
         self._check_open()
         clock, writes, nbytes = self._clock, name == "write", extent.nbytes
-        earlier = after if extent.last_use is None else (extent.last_use, *after)
-        may_begin_s = max(map(_end_s, earlier), default=0.0)
+        may_begin_s = max(map(_end_s, after), default=0.0)  # the queue keeps the extent's order
         begin_s, end_s = clock.run(may_begin_s, nbytes, writes=writes)
         for heard in self.heard:
             heard(name, nbytes, begin_s, end_s)

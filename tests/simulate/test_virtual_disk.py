@@ -211,8 +211,8 @@ def test_a_disk_that_is_fast_enough_takes_no_time() -> None:
 
 
 def test_a_slow_disk_bounds_a_step() -> None:
-    """A round takes as long as its writes and reads, and what the disk waits for the host."""
-    rate = SAVED_BYTES / (3 * FORWARD_S)
+    """A round takes as long as its writes and reads; what the disk waits for the host is little."""
+    rate = SAVED_BYTES / (24 * FORWARD_S)
     one = replace(
         DEVICES["H100"],
         link_bytes_per_s=inf,
@@ -221,7 +221,7 @@ def test_a_slow_disk_bounds_a_step() -> None:
         disk_latency_s=0,
     )
     found_s, _ = round_s(one)
-    assert 1.0 <= found_s / (2 * NUM_LAYERS * 3 * FORWARD_S) < 1.1
+    assert 1.0 <= found_s / (2 * NUM_LAYERS * 24 * FORWARD_S) < 1.01
 
 
 def test_what_moves_is_what_moves_with_data(tmp_path: Path) -> None:
