@@ -9,7 +9,8 @@ backward.
 The virtual device is given times of single operators, copies and launches, measured without the
 engine in the same rounds: a kernel's is that of the program without offload, per kernel; a copy's
 that of copies alone, both ways at once. A launch takes the host's time for a step, per launch. All
-are minima over the rounds, as is the step that is predicted.
+are minima over the rounds, and so are both steps: those of a program need not be alike, as where a
+tensor lies in two pieces of host memory in every other one, and is copied in two.
 
     python benchmarks/paced.py --json paced.json    # 25 minutes, most of them asleep
 
@@ -192,21 +193,25 @@ class Counting(VirtualBackend):
         super().copy(stream, targets, sources, label)
 
 
-def predict(program: Program, backend: Counting) -> Row:
-    """A step on the virtual device, after the same first ones."""
+def predict(program: Program, backend: Counting, rounds: int) -> Row:
+    """Steps on the virtual device, after the same first ones: the least, and what the last did."""
     run = Run(program, backend.device, backend.synchronize)
     compute = backend.compute
     with use_backend(backend, config=program.config()) as manager:
         lead = torch.ones(1, device=backend.device)
-        for _ in range(NUM_FIRST[program.bounds is None] + 1):
+        first, steps = NUM_FIRST[program.bounds is None], []
+        for _ in range(first + rounds):
             backend.synchronize()
             lead.add_(1)
             before = counted(backend.num, manager)
             begin_s, busy_s, stalled_s = compute.free_at_s, compute.busy_s, compute.stalled_s
             run.step(offload=True)
+            stall = (compute.stalled_s - stalled_s) / (compute.busy_s - busy_s)
+            steps.append(((compute.record_event().time_s - begin_s) * 1e3, stall))
+        predicted_ms, stall = min(steps[first:])
         return {
-            "predicted_ms": (compute.record_event().time_s - begin_s) * 1e3,
-            "stall": (compute.stalled_s - stalled_s) / (compute.busy_s - busy_s),
+            "predicted_ms": predicted_ms,
+            "stall": stall,
             "virtual_counts": beyond(counted(backend.num, manager), before),
             "virtual_bounds": bounds_of(manager),
         }
@@ -218,7 +223,7 @@ def compare(program: Program, device: torch.device, kernel_s: float, rounds: int
     none_s, ours_s = min(found.none), min(found.ours)
     kernel_s = none_s / found.counts["kernel"]
     launch_s, copy_s = min(found.launch), min(found.copy)
-    predicted = predict(program, Counting(hardware(launch_s, copy_s), kernel_s))
+    predicted = predict(program, Counting(hardware(launch_s, copy_s), kernel_s), rounds)
     return {
         "seed": program.seed,
         "groups": len(program.groups),
