@@ -12,7 +12,7 @@ that was timed has ended, when a later step begins; so nobody waits for them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from itertools import groupby
 
@@ -25,7 +25,7 @@ from pp_offload._groups.bounds import (
     shares,
     window_bytes,
 )
-from pp_offload._groups.plan import Plan
+from pp_offload._groups.plan import GroupKey, Plan
 from pp_offload._groups.prefetch import SMALL_BYTES, Prefetcher
 from pp_offload._groups.step_times import ClockWithoutWaits, Mark, StepTimes, rate
 from pp_offload._transfer.engine import TransferEngine
@@ -124,23 +124,13 @@ class AutoBounds:
     def _choose(self, times: StepTimes, laps: Laps) -> None:
         stalled_s = seconds(laps.waits)
         self._transfer.counters.stalled_ms = stalled_s * 1e3
-        offload_rate, reload_rate = rate(laps.offloads), rate(laps.reloads)
-        if offload_rate is None or reload_rate is None:
+        least = least_bounds(times, laps, self._plan.kept)
+        if least is None:
             return
-        clock = ClockWithoutWaits(laps)
-        offloads = [
-            [Moment(clock.seconds(mark.at), mark.nbytes) for mark in marks]
-            for marks in self._by_chunk(times.offloads)
-        ]
-        uses = [
-            [Use(clock.seconds(mark.at), mark.nbytes, mark.freed) for mark in marks]
-            for marks in self._by_chunk(times.uses)
-        ]
-        caps = [in_flight_bytes(one, offload_rate * CAUTION) for one in offloads]
-        cap = max([LEAST_IN_FLIGHT_BYTES, *caps])
-        windows = [window_bytes(one, reload_rate * CAUTION) for one in uses]
-        window = max([SMALL_BYTES, *windows])  # small tensors come back in batches of so much
-        self._apply(cap, window)
+        unused_bytes = self._transfer.backend.unused_bytes()
+        cap_bytes, ahead_bytes = within(self._config, self.bounds, least, unused_bytes)
+        self._transfer.copies.in_flight.bound.choose(cap_bytes)
+        self._prefetcher.choose(ahead_bytes)
         logger.log(
             logging.DEBUG if self._num_left else logging.INFO,
             "of a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
@@ -148,8 +138,8 @@ class AutoBounds:
             "%d MiB ahead",
             laps.seconds_until(laps.end) * 1e3,
             stalled_s * 1e3,
-            offload_rate / 1e9,
-            reload_rate / 1e9,
+            (rate(laps.offloads) or 0) / 1e9,
+            (rate(laps.reloads) or 0) / 1e9,
             *(one // MIB for one in self.bounds),
         )
 
@@ -158,24 +148,63 @@ class AutoBounds:
         """On bytes in flight, and on what is ahead."""
         return self._transfer.copies.in_flight.bound.nbytes, self._prefetcher.window.nbytes
 
-    def _apply(self, cap: int, window: int) -> None:
-        """Choose these, as far as the budget and the device have room, where nothing is given."""
-        config, backend = self._config, self._transfer.backend
-        wanted = [
-            cap * (config.max_in_flight_bytes == AUTO),
-            window * (config.prefetch_bytes == AUTO),
-        ]
-        wanted = shares(wanted, left_of_budget(config))
-        unused = backend.unused_bytes()
-        if unused is not None:
-            wanted = grown(self.bounds, wanted, int(unused * SHARE_OF_UNUSED))
-        self._transfer.copies.in_flight.bound.choose(max(1, wanted[0]))  # 0: waits for each copy
-        self._prefetcher.choose(wanted[1])
 
-    def _by_chunk(self, marks: Iterable[Mark]) -> Iterable[list[Mark]]:
-        """Those of the groups that the plan does not keep; each time a chunk was at work."""
-        left = (mark for mark in marks if mark.group not in self._plan.kept)
-        return [list(one) for _, one in groupby(left, key=lambda mark: mark.group.chunk)]
+def least_bounds(
+    times: StepTimes, laps: Laps, kept: Collection[GroupKey]
+) -> tuple[int, int] | None:
+    """The least bytes in flight, and ahead, at which compute does not wait for copies.
+
+    Args:
+        times: When groups left and were used.
+        laps: When copies ran, and compute waited.
+        kept: Groups that the next steps keep.
+
+    Returns:
+        None where nothing was copied one way or the other.
+    """
+    offload_rate, reload_rate = rate(laps.offloads), rate(laps.reloads)
+    if offload_rate is None or reload_rate is None:
+        return None
+    clock = ClockWithoutWaits(laps)
+    offloads = [
+        [Moment(clock.seconds(mark.at), mark.nbytes) for mark in marks]
+        for marks in _by_chunk(times.offloads, kept)
+    ]
+    uses = [
+        [Use(clock.seconds(mark.at), mark.nbytes, mark.freed) for mark in marks]
+        for marks in _by_chunk(times.uses, kept)
+    ]
+    caps = [in_flight_bytes(one, offload_rate * CAUTION) for one in offloads]
+    windows = [window_bytes(one, reload_rate * CAUTION) for one in uses]
+    # small tensors come back in batches of SMALL_BYTES
+    return max([LEAST_IN_FLIGHT_BYTES, *caps]), max([SMALL_BYTES, *windows])
+
+
+def within(
+    config: OffloadConfig, now: tuple[int, int], least: tuple[int, int], unused_bytes: int | None
+) -> tuple[int, int]:
+    """These bounds, as far as the budget and the device have room.
+
+    Args:
+        config: Has the budget, and says which of the two are chosen.
+        now: The bounds as they are.
+        least: As :func:`least_bounds` finds them.
+        unused_bytes: Of the device; None where it has no end.
+    """
+    wanted = [
+        least[0] * (config.max_in_flight_bytes == AUTO),
+        least[1] * (config.prefetch_bytes == AUTO),
+    ]
+    wanted = shares(wanted, left_of_budget(config))
+    if unused_bytes is not None:
+        wanted = grown(now, wanted, int(unused_bytes * SHARE_OF_UNUSED))
+    return max(1, wanted[0]), wanted[1]  # 0 in flight: compute would wait for each copy
+
+
+def _by_chunk(marks: Iterable[Mark], kept: Collection[GroupKey]) -> Iterable[list[Mark]]:
+    """Those of the groups that are not kept; each time a chunk was at work."""
+    left = (mark for mark in marks if mark.group not in kept)
+    return [list(one) for _, one in groupby(left, key=lambda mark: mark.group.chunk)]
 
 
 def is_wanted(config: OffloadConfig) -> bool:

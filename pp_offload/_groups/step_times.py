@@ -54,7 +54,7 @@ class StepTimes(Listener):
 
     def group_closed(self, group: Owner) -> None:
         if isinstance(group, Group) and group.state is GroupState.OFFLOADED:
-            self._note(self.offloads, group.key, group.counts.copied_bytes)
+            self.note(self.offloads, group.key, group.counts.copied_bytes)
 
     def group_reached(self, group: Owner) -> None:
         if isinstance(group, Group):
@@ -69,9 +69,10 @@ class StepTimes(Listener):
             self._taken_back.discard(id(ticket))
             return
         is_first, is_last = ticket.num_waiting >= ticket.num_members - 1, ticket.num_waiting <= 0
-        self._note(self.uses, self._reached, ticket.nbytes * is_first, ticket.nbytes * is_last)
+        self.note(self.uses, self._reached, ticket.nbytes * is_first, ticket.nbytes * is_last)
 
-    def _note(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:
+    def note(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:
+        """Mark this point for a group, or add to its last mark."""
         if key is None or not (nbytes or freed):
             return
         last = marks[-1] if marks else None

@@ -1369,7 +1369,7 @@ MUTANTS = [
     Mutant(
         "groups that stay count",
         "pp_offload/_groups/auto_bounds.py",
-        "if mark.group not in self._plan.kept",
+        "if mark.group not in kept",
         "if True",
         "memory for groups that do not leave",
         ("tests/groups/test_auto_bounds.py::test_groups_that_will_stay_do_not_count",),
@@ -1393,7 +1393,7 @@ MUTANTS = [
     Mutant(
         "bounds outgrow the device",
         "pp_offload/_groups/auto_bounds.py",
-        "wanted = grown(self.bounds, wanted, int(unused * SHARE_OF_UNUSED))",
+        "wanted = grown(now, wanted, int(unused_bytes * SHARE_OF_UNUSED))",
         "pass",
         "the first step fits, the second does not",
         ("tests/simulate/test_chosen_bounds.py::test_bounds_do_not_grow_beyond_the_device",),
@@ -1451,8 +1451,8 @@ MUTANTS = [
     Mutant(
         "small models have less in flight than before",
         "pp_offload/_groups/auto_bounds.py",
-        "cap = max([LEAST_IN_FLIGHT_BYTES, *caps])",
-        "cap = max(caps)",
+        "return max([LEAST_IN_FLIGHT_BYTES, *caps]), ",
+        "return max(caps), ",
         "a step whose forwards come in a row takes longer than with the bounds before",
         ("tests/simulate/test_chosen_bounds.py::test_no_less_is_in_flight_than_at_first",),
     ),
