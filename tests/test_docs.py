@@ -43,7 +43,7 @@ EXAMPLES = {
     "checkpointing": 1,
     "offload-model": 1,
     "testing": 1,
-    "simulate": 2,
+    "simulate": 3,
     "trace": 3,
     "cli": 1,
 }
@@ -267,6 +267,11 @@ def test_a_virtual_pipeline_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for rank in names["step"].ranks:
         assert 8 * saved < rank.bytes_offloaded <= 16 * saved
         assert 0 < rank.peak_bytes < DEVICES["H100"].memory_bytes
+    ran = names["step"]
+    exec(blocks("simulate")[2], names)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == ["1.0", "0.5", "0.25"]
+    assert float(lines[0][1]) == pytest.approx(ran.seconds, rel=1e-9)
 
 
 def test_the_model_of_the_command_line_runs(

@@ -22,7 +22,7 @@ ROWS = [
     ("_groups",),
     ("_activations", "_checkpoint", "_slices", "_megatron"),
     ("modules", "pipelining", "activations", "checkpointing", "offload_model", "summary"),
-    ("testing", "simulate", "integrations", "trace", "fine_grained_activation_offload"),
+    ("testing", "simulate", "plan", "integrations", "trace", "fine_grained_activation_offload"),
     ("",),
     ("cli",),
 ]
@@ -50,7 +50,7 @@ ORDERS_COPIES = {
     "_transfer.stopwatch",
     "_megatron.cuda_graph",
 }
-"""Beside the backends themselves, the simulated one and the virtual one."""
+"""Beside the backends themselves, the simulated one, the virtual one and that of numbers."""
 
 ONE_JOB = [
     ("_transfer.engine", "TransferEngine"),
@@ -169,7 +169,7 @@ def test_only_the_function_whose_name_says_so_prints() -> None:
 
 def test_events_are_recorded_and_waited_for_in_few_places() -> None:
     for name, tree in TREES.items():
-        if room(name) in ("backends", "testing", "simulate") or name in ORDERS_COPIES:
+        if room(name) in ("backends", "testing", "simulate", "plan") or name in ORDERS_COPIES:
             continue
         last = {call.split(".")[-1] for call in calls(tree)}
         ordering = {"record_event", "wait_event", "wait_stream", "record_stream"}

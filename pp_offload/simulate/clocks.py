@@ -120,7 +120,11 @@ class VirtualStream:
     def wait_event(self, event: Event) -> None:
         """Let nothing launched from now on begin before ``event``."""
         assert isinstance(event, VirtualEvent)
-        self._may_begin_s = max(self._may_begin_s, event.time_s)
+        self.wait_until(event.time_s)
+
+    def wait_until(self, time_s: float) -> None:
+        """Let nothing launched from now on begin before that."""
+        self._may_begin_s = max(self._may_begin_s, time_s)
 
     def wait_stream(self, other: VirtualStream) -> None:
         """Let nothing launched from now on begin before all that ``other`` has now."""

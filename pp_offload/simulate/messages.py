@@ -9,11 +9,10 @@ waited_s = messages.receive(message, backend)   # compute waits for it
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pp_offload._common.checks import said
-from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
-from pp_offload.simulate.device import VirtualBackend
+from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
 from pp_offload.simulate.hardware import GB
 from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
 
@@ -39,6 +38,17 @@ class PeerLink:
             least = "at least 0" if one.name == "latency_s" else "above 0"
             if not is_number or not (value > 0 or (one.name == "latency_s" and value == 0)):
                 raise ValueError(f"{one.name} is {said(value)}, expected a number {least}")
+
+
+class HasClocks(Protocol):
+    """What messages need of a device."""
+
+    host: HostClock
+    compute: VirtualStream
+
+    def new_stream(self) -> VirtualStream:
+        """Another stream, ordered with nothing."""
+        ...
 
 
 class Message(NamedTuple):
@@ -92,7 +102,7 @@ class Messages:
         """Whether it was made, and so has its time."""
         return message in self._arrives_s
 
-    def sends(self, message: Message, backend: VirtualBackend, nbytes: int) -> bool:
+    def sends(self, message: Message, backend: HasClocks, nbytes: int) -> bool:
         """Send it, behind all that compute has now and what was sent that way before.
 
         Returns:
@@ -110,7 +120,7 @@ class Messages:
         self._arrives_s[message] = stream.launch(seconds)
         return True
 
-    def receive(self, message: Message, backend: VirtualBackend) -> float:
+    def receive(self, message: Message, backend: HasClocks) -> float:
         """Have compute wait for it; for how long nothing else would have kept compute waiting."""
         arrives_s = self._arrives_s.pop(message)
         if self.sender(message) == self._order.rank_of[message.stage]:

@@ -1,0 +1,16 @@
+"""What a step will cost, in numbers alone: the engine's rules, without tensors.
+
+    tapes = record(order, work, DEVICES["H100"])        # one microbatch, on a virtual device
+    step = predict(order, tapes, DEVICES["H100"], config=OffloadConfig())
+    step.seconds, step.ranks[0].peak_bytes
+
+The engine itself, on :mod:`pp_offload.simulate`, says the same, and takes longer.
+"""
+
+from __future__ import annotations
+
+from pp_offload.plan.pipeline import predict
+from pp_offload.plan.record import record
+from pp_offload.plan.tape import RankTapes, Tape
+
+__all__ = ["RankTapes", "Tape", "predict", "record"]

@@ -1,0 +1,54 @@
+"""Where payloads lie in host memory: the engine's own allocator, over memory without bytes.
+
+Where no range is long enough, a payload lies in several pieces, and is copied in as many.
+
+    places = HostPlaces()
+    loan = places.allocate(2**20)
+    sizes = pieces(loan, 0, 2**20)   # nearly always one
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from pp_offload._memory.budget import UNLIMITED, HostBudget, as_another_process
+from pp_offload._memory.buffers import Loan
+from pp_offload._memory.host import HostMemory
+from pp_offload._memory.unfinished import when_finished
+
+
+class HostPlaces:
+    """Host memory of one rank, over all its steps."""
+
+    def __init__(self) -> None:
+        with as_another_process():  # whose budget is not this one's
+            self._memory = HostMemory(_no_bytes, HostBudget(UNLIMITED))
+
+    def allocate(self, nbytes: int) -> Loan:
+        """Room for as long as anybody refers to it."""
+        return self._memory.allocate(nbytes)
+
+    def compact(self) -> None:
+        """Between steps; see :meth:`HostMemory.compact`. All that nobody has is free then."""
+        when_finished(nullcontext(), self._memory.compact)
+        self._memory.bytes_in_use()  # as for a rank whose statistics are asked for
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was taken at a time."""
+        return self._memory.statistics().peak
+
+
+def pieces(loan: Loan, begin: int, nbytes: int) -> list[int]:
+    """The sizes of the pieces in which a payload lies."""
+    buffer = loan.buffer
+    if len(buffer.pieces) == 1:
+        return [nbytes]
+    return [one.numel() for one in buffer.bytes_at(begin, nbytes)]
+
+
+def _no_bytes(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta")

@@ -1,0 +1,80 @@
+"""All ranks of a schedule, in numbers.
+
+step = predict(order, tapes, DEVICES["H100"], config=OffloadConfig())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pp_offload._common.checks import check_count, check_kind
+from pp_offload.config import OffloadConfig, check_config
+from pp_offload.plan.rank import NumberRank
+from pp_offload.plan.tape import RankTapes
+from pp_offload.simulate.hardware import Hardware
+from pp_offload.simulate.messages import Messages, PeerLink
+from pp_offload.simulate.orders import PipelineOrder
+from pp_offload.simulate.rank import PipelineStep
+
+
+def predict(
+    order: PipelineOrder,
+    tapes: Sequence[RankTapes],
+    hardware: Hardware,
+    *,
+    config: OffloadConfig | None = None,
+    peers: PeerLink | None = None,
+    num_steps: int = 2,
+) -> PipelineStep:
+    """What :func:`pp_offload.simulate.run_pipeline` would say, to the byte, and far sooner.
+
+    Args:
+        order: Who does what.
+        tapes: What that is, rank by rank; see :func:`record`.
+        hardware: What each rank's device is like. How long operators take is in the tapes.
+        config: Options of each rank's engine; None for no offload. Only ``max_in_flight_bytes``,
+            ``prefetch_bytes``, ``device_budget_bytes``, ``activation_offload_fraction`` and
+            ``delta_offload_bytes_across_pp_ranks`` are used; what may leave is in the tapes.
+        peers: How messages pass from rank to rank; the default is a network.
+        num_steps: The engine derives its plan and its bounds from the first ones.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: There is not a tape for each rank and stage, the config has a disk or a limit
+            on host memory, or backwards come in two parts.
+    """
+    check_kind("order", order, PipelineOrder, "a PipelineOrder")
+    check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
+    check_count("num_steps", num_steps, least=1)
+    if config is not None:
+        check_config(config)
+        _check_known(config)
+    _check_tapes(order, tapes)
+    link = peers or PeerLink()
+    ranks = [NumberRank(order, number, one, hardware, config) for number, one in enumerate(tapes)]
+    for _ in range(num_steps):
+        messages = Messages(order, link)
+        for rank in ranks:
+            rank.begin_step(messages)
+        while any(rank.has_more for rank in ranks):
+            num = sum([rank.run_what_can() for rank in ranks])
+            assert num, "a schedule is looked at for circles when it is made"
+    return PipelineStep([rank.ended() for rank in ranks])
+
+
+def _check_known(config: OffloadConfig) -> None:
+    if config.tiers != ("host",) or config.host_budget_bytes is not None:
+        raise ValueError(
+            f"tiers is {config.tiers} and host_budget_bytes is {config.host_budget_bytes}, "
+            "expected host memory alone, without a limit; see what others cost with run_pipeline"
+        )
+
+
+def _check_tapes(order: PipelineOrder, tapes: Sequence[RankTapes]) -> None:
+    found = [sorted(one.stages) for one in tapes]
+    expected = [order.stages_of(rank) for rank in range(order.num_ranks)]
+    if found != expected:
+        raise ValueError(
+            f"the tapes are of stages {found}, rank by rank, expected {expected}; record() them "
+            "with the same order"
+        )

@@ -1,0 +1,172 @@
+"""Records tapes: a rank runs two microbatches on a virtual device whose copies take no time.
+
+    tapes = record(order, work, DEVICES["H100"])
+    tapes[0].stages[0].forward
+
+There everything leaves at its commit and comes back when it is asked for, so what is freed then is
+what the program had let go of.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
+
+from pp_offload._groups.plan import Plan
+from pp_offload._megatron.current import use_manager
+from pp_offload._megatron.manager import PipelineOffloadManager
+from pp_offload._memory.budget import UNLIMITED, as_another_process
+from pp_offload.config import OffloadConfig
+from pp_offload.plan.recorder import Recorder
+from pp_offload.plan.tape import RankTapes, Tape
+from pp_offload.simulate.clocks import VirtualStream
+from pp_offload.simulate.device import VirtualBackend
+from pp_offload.simulate.hardware import Hardware
+from pp_offload.simulate.orders import PipelineOrder
+from pp_offload.simulate.stages import RankWork, Work
+
+
+def record(
+    order: PipelineOrder, work: Work, hardware: Hardware, config: OffloadConfig | None = None
+) -> list[RankTapes]:
+    """The tapes of all ranks.
+
+    Args:
+        order: Which stages each rank has, and how many microbatches.
+        work: What the stages do.
+        hardware: How long operators take.
+        config: Says which tensors may leave.
+
+    Raises:
+        ValueError: Something is not known to :func:`predict`: two stages next to each other on one
+            rank; a view that is copied without the rest of its storage, or bytes that several
+            groups or microbatches save; other streams, or copies of the program's own; or the
+            first two microbatches differ.
+    """
+    still = replace(
+        hardware,
+        link_bytes_per_s=inf,
+        both_links_bytes_per_s=None,
+        host_bytes_per_s=None,
+        copy_latency_s=0.0,
+        launch_s=0.0,
+    )
+    options = replace(
+        config or OffloadConfig(), host_budget_bytes=UNLIMITED, tiers=("host",), verify=False
+    )
+    work.prepare(order, VirtualBackend(hardware))
+    return [_record_rank(order, work, still, options, rank) for rank in range(order.num_ranks)]
+
+
+def _record_rank(
+    order: PipelineOrder, work: Work, hardware: Hardware, config: OffloadConfig, rank: int
+) -> RankTapes:
+    backend = _OneStream(hardware, is_blocking=True)
+    recorder = Recorder(backend)
+    backend.memory = recorder.memory
+    with as_another_process():
+        manager = PipelineOffloadManager(config=config, backend=backend)
+    try:
+        with use_manager(manager):
+            mine = work.on(order, rank, backend)
+            try:
+                mine.begin_step()
+                for stage in order.stages_of(rank):  # what is made once is there from now on
+                    mine.forward(stage, 0)
+                    mine.backward("FULL_BACKWARD", stage, 0)
+                mine.begin_step()
+                manager.wiring.plan = Plan()  # by which everything leaves
+                resident = backend.memory.live_bytes
+                recorder.taken()
+                manager.wiring.transfer.listeners.add(recorder)
+                with _no_garbage():
+                    stages = {
+                        stage: _record_stage(order, mine, recorder, stage)
+                        for stage in order.stages_of(rank)
+                    }
+                manager.wiring.transfer.listeners.remove(recorder)
+                _check_copies(backend, manager)
+            finally:
+                mine.close()
+    finally:
+        manager.retire()
+    return RankTapes(stages, resident)
+
+
+class _OneStream(VirtualBackend):
+    """A device on which a program computes on one stream."""
+
+    def new_stream(self, name: str = "") -> VirtualStream:
+        if hasattr(self, "h2d"):  # its own are there
+            raise ValueError(
+                "the program makes a stream, expected one whose operators are on one; see what it "
+                "costs with run_pipeline"
+            )
+        return super().new_stream(name)
+
+
+def _check_copies(backend: VirtualBackend, manager: PipelineOffloadManager) -> None:
+    link, moved = backend.link, manager.statistics()
+    if (link.bytes_to_host, link.bytes_to_device) != (moved.bytes_offloaded, moved.bytes_reloaded):
+        raise ValueError(
+            f"{link.bytes_to_host} bytes went to the host and {link.bytes_to_device} came back, of "
+            f"which the engine moved {moved.bytes_offloaded} and {moved.bytes_reloaded}; expected "
+            "a program without copies of its own: see what it costs with run_pipeline"
+        )
+
+
+def _record_stage(order: PipelineOrder, work: RankWork, recorder: Recorder, stage: int) -> Tape:
+    mine = order.rank_of[stage]
+    for other in (stage - 1, stage + 1):
+        if order.rank_of.get(other) == mine:
+            raise ValueError(
+                f"stages {stage} and {other} are both on rank {mine}, expected ranks whose stages "
+                "are not next to each other; see what such a schedule costs with run_pipeline"
+            )
+    num = min(2, order.num_microbatches)
+    sent = sent_back = 0
+    forwards, backwards, chunks = [], [], []
+    for microbatch in range(num):
+        chunk = recorder.begin_chunk()
+        chunks.append(chunk)
+        sent = work.forward(stage, microbatch)
+        forwards.append(recorder.taken())
+    for microbatch in range(num):
+        recorder.chunk = chunks[microbatch]
+        sent_back = work.backward("FULL_BACKWARD", stage, microbatch)
+        backwards.append(recorder.taken())
+    work.reduce(stage)
+    reduced = recorder.taken()
+    last = chunks[-1]
+    if chunks[0].groups != last.groups or chunks[0].payloads != last.payloads:
+        raise ValueError(
+            f"the groups of stage {stage} differ between its first two microbatches, expected the "
+            "same names and sizes"
+        )
+    told = recorder.told
+    return Tape(
+        groups=tuple(last.groups),
+        payloads=tuple(last.payloads),
+        source_bytes=tuple(last.source_bytes),
+        forward=told(forwards[-1]),
+        first_backward=told(backwards[0]),
+        backward=told(backwards[-1]),
+        reduce=told(reduced),
+        sent_bytes=sent,
+        sent_back_bytes=sent_back,
+    )
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

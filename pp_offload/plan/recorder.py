@@ -1,0 +1,248 @@
+"""Notes what a rank does, for tapes.
+
+recorder = Recorder(backend)             # before anything is allocated
+manager.wiring.transfer.listeners.add(recorder)
+chunk = recorder.begin_chunk()
+...                                      # a forward
+raw = recorder.taken()
+...                                      # all backwards
+recorder.told(raw)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, UntypedStorage
+
+from pp_offload._groups.group import Group
+from pp_offload._transfer.listeners import Listener
+from pp_offload._transfer.ticket import Owner, Ticket
+from pp_offload.plan.tape import (
+    Close,
+    Drop,
+    Event,
+    Gone,
+    GroupTape,
+    Memory,
+    Open,
+    Payload,
+    Release,
+    Run,
+    Use,
+)
+from pp_offload.simulate.device import VirtualBackend
+from pp_offload.simulate.memory import ROUNDING_BYTES, DeviceMemory
+
+
+class _Allocated(NamedTuple):
+    number: int
+    nbytes: int
+
+
+class _Freed(NamedTuple):
+    number: int
+    nbytes: int
+
+
+class _Closing(NamedTuple):
+    """A group is about to lose its sources; which one is known when it is closed."""
+
+
+Raw = Event | _Allocated | _Freed | _Closing
+
+
+class ChunkNotes:
+    """What is known of the chunk of a microbatch."""
+
+    def __init__(self) -> None:
+        self.groups: list[GroupTape] = []
+        self.payloads: list[Payload] = []
+        self.source_bytes: list[int] = []
+        self.tickets: WeakKeyDictionary[Ticket, int] = WeakKeyDictionary()
+        """The payload of each."""
+
+        self.closing: list[int] = []
+
+
+class Recorder(Listener):
+    """Notes what happens.
+
+    Args:
+        backend: Where it happens.
+
+    Attributes:
+        memory: To be the backend's.
+        chunk: The one that is at work.
+        problem: Why tapes cannot say it.
+    """
+
+    def __init__(self, backend: VirtualBackend) -> None:
+        self.memory = _HeardMemory(self._allocated, self._freed, self._resized)
+        self.chunk = ChunkNotes()
+        self.problem: str | None = None
+        self._raw: list[Raw] = []
+        self._sources: dict[int, int] = {}
+        """By number of the storage, also of other microbatches."""
+
+        self._reloads: dict[int, int] = {}
+        """The payload, by number of the storage that it came back to: perhaps long before."""
+
+        backend.compute.heard = (*backend.compute.heard, self._ran)
+
+    def begin_chunk(self) -> ChunkNotes:
+        """A microbatch begins its forward."""
+        self.chunk = ChunkNotes()
+        return self.chunk
+
+    def taken(self) -> list[Raw]:
+        """What happened since this was last called.
+
+        Raises:
+            ValueError: Tapes cannot say it.
+        """
+        if self.problem is not None:
+            raise ValueError(f"{self.problem}; see what the program costs with run_pipeline")
+        raw, self._raw = self._raw, []
+        return raw
+
+    def _refuse(self, problem: str) -> None:
+        """Have :meth:`taken` raise this: here it would come out of the program's forward."""
+        self.problem = self.problem or problem
+
+    def told(self, raw: list[Raw]) -> tuple[Event, ...]:
+        """The same by sources and payloads, once these are known: when all backwards are over."""
+        return tuple(event for one in raw if (event := self._event(one)) is not None)
+
+    def _event(self, raw: Raw) -> Event | None:
+        if isinstance(raw, _Closing):
+            raise AssertionError("each group that left was closed")
+        if isinstance(raw, _Allocated):
+            return None if raw.number in self._reloads else Memory(raw.nbytes)
+        if isinstance(raw, _Freed):
+            if raw.number in self._reloads:
+                return Release(self._reloads[raw.number])
+            if raw.number in self._sources:
+                return Drop(self._sources[raw.number])
+            return Memory(-raw.nbytes)
+        return raw
+
+    def _ran(self, ready_s: float, begin_s: float, end_s: float) -> None:
+        self._raw.append(Run(end_s - begin_s))
+
+    def _allocated(self, number: int, nbytes: int) -> None:
+        self._raw.append(_Allocated(number, nbytes))
+
+    def _freed(self, number: int, nbytes: int) -> None:
+        self._raw.append(_Freed(number, nbytes))
+
+    def _resized(self, before: int, now: int) -> None:
+        self._refuse(
+            f"a storage of {before} bytes was resized to {now}, expected tensors that keep theirs"
+        )
+
+    def group_opened(self, group: Owner) -> None:
+        assert isinstance(group, Group) and group.key is not None
+        self._raw.append(Open(group.key.position))
+        self.chunk.groups.append(GroupTape(group.name, ()))
+
+    def left(self, tickets: Sequence[Ticket]) -> None:
+        chunk = self.chunk
+        self._raw.append(_Closing())
+        chunk.closing = []
+        for ticket in tickets:
+            if ticket.storage is None:
+                self._refuse(
+                    f"group '{ticket.label}' saves a view of shape {tuple(ticket.payload.shape)} "
+                    "that is copied without the rest of its storage, expected whole storages"
+                )
+            else:
+                chunk.closing.append(len(chunk.payloads))
+                self._note(ticket, ticket.storage)
+
+    def _note(self, ticket: Ticket, storage: UntypedStorage) -> None:
+        chunk, index = self.chunk, len(self.chunk.payloads)
+        number = self.memory.number_of(storage)
+        if number in self._sources:
+            self._refuse(
+                f"group '{ticket.label}' saves {ticket.nbytes} bytes that another group, or "
+                "another microbatch, saved as well, expected that each saves its own"
+            )
+        self._sources[number] = len(chunk.source_bytes)
+        chunk.source_bytes.append(rounded(storage.nbytes()))
+        chunk.payloads.append(
+            Payload(
+                ticket.nbytes, rounded(ticket.nbytes), self._sources[number], ticket.num_members
+            )
+        )
+        chunk.tickets[ticket] = index
+        weakref.finalize(ticket, lambda: self._raw.append(Gone(index))).atexit = False
+
+    def group_closed(self, group: Owner) -> None:
+        assert isinstance(group, Group) and group.key is not None
+        position = group.key.position
+        at = max(i for i, one in enumerate(self._raw) if isinstance(one, _Closing))
+        self._raw[at] = Close(position)
+        self.chunk.groups[position] = GroupTape(group.name, tuple(self.chunk.closing))
+
+    def delivered(self, ticket: Ticket, tensor: Tensor) -> None:
+        index = self.chunk.tickets.get(ticket)
+        if index is not None:  # else it is refused
+            self._reloads[self.memory.number_of(tensor.untyped_storage())] = index
+            self._raw.append(Use(index))
+
+
+class _Storage(weakref.ref[UntypedStorage]):
+    __slots__ = ("nbytes", "number")
+    number: int
+    nbytes: int
+
+
+class _HeardMemory(DeviceMemory):
+    """Tells of each storage when it is made and when it is gone.
+
+    Args:
+        allocated: Told a number, never used again, and how many bytes.
+        freed: Told the same.
+        resized: Told how many bytes it had, and has.
+    """
+
+    def __init__(
+        self,
+        allocated: Callable[[int, int], None],
+        freed: Callable[[int, int], None],
+        resized: Callable[[int, int], None],
+    ) -> None:
+        super().__init__()
+        self._allocated = allocated
+        self._freed = freed
+        self._resized = resized
+        self._numbered: dict[int, _Storage] = {}
+        self._num = 0
+
+    def number_of(self, storage: UntypedStorage) -> int:
+        """Its number."""
+        return self._numbered[storage._cdata].number
+
+    def _seen(self, storage: UntypedStorage) -> Any:
+        known = self._numbered.get(storage._cdata)
+        if known is None or known() is not storage:
+            one = _Storage(storage, self._tell)
+            one.number, one.nbytes = self._num, rounded(storage.nbytes())
+            self._num += 1
+            self._numbered[storage._cdata] = one
+            self._allocated(one.number, one.nbytes)
+        elif known.nbytes != rounded(storage.nbytes()):
+            self._resized(known.nbytes, storage.nbytes())
+        return super()._seen(storage)
+
+    def _tell(self, one: _Storage) -> None:
+        self._freed(one.number, one.nbytes)
+
+
+def rounded(nbytes: int) -> int:
+    """What a device allocator takes for so many bytes."""
+    return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES

@@ -1,0 +1,119 @@
+"""What a chunk does on the device, as numbers in the order in which the host asks for it.
+
+A tape is recorded once and played for every microbatch. What it does not say is what the engine
+decides: whether a group leaves, when its sources go and when its payloads come back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Payload(NamedTuple):
+    """Bytes that a group saves, and may send away."""
+
+    nbytes: int
+    """That are copied."""
+
+    reload_bytes: int
+    """Device memory that it takes when it comes back."""
+
+    source: int
+    """Which of the tape's sources it is in."""
+
+    num_uses: int
+    """How often backward is expected to ask for it."""
+
+
+class GroupTape(NamedTuple):
+    """A group, in forward order."""
+
+    name: str
+    payloads: tuple[int, ...]
+    """Of the tape's payloads, first saved first."""
+
+
+class Run(NamedTuple):
+    """An operator on the compute stream."""
+
+    seconds: float
+
+
+class Memory(NamedTuple):
+    """Device memory that nothing of the engine depends on."""
+
+    nbytes: int
+    """More than before; below 0 where it is freed."""
+
+
+class Open(NamedTuple):
+    """A group starts."""
+
+    group: int
+
+
+class Close(NamedTuple):
+    """A group is committed."""
+
+    group: int
+
+
+class Drop(NamedTuple):
+    """The program has let go of a source; autograd and copies may still hold it."""
+
+    source: int
+
+
+class Use(NamedTuple):
+    """Backward asks for a payload."""
+
+    payload: int
+
+
+class Release(NamedTuple):
+    """Backward has let go of the memory that it was given."""
+
+    payload: int
+
+
+class Gone(NamedTuple):
+    """Autograd will not ask for it any more."""
+
+    payload: int
+
+
+Event = Run | Memory | Open | Close | Drop | Use | Release | Gone
+
+
+@dataclass(frozen=True)
+class Tape:
+    """A chunk of one stage."""
+
+    groups: tuple[GroupTape, ...]
+    payloads: tuple[Payload, ...]
+    source_bytes: tuple[int, ...]
+    """Device memory of each source."""
+
+    forward: tuple[Event, ...]
+    first_backward: tuple[Event, ...]
+    """Of the first microbatch, which makes the gradients that the others add to."""
+
+    backward: tuple[Event, ...]
+    reduce: tuple[Event, ...]
+    """When all backwards of the stage are over."""
+
+    sent_bytes: int
+    """What the next stage gets for a microbatch."""
+
+    sent_back_bytes: int
+    """What the stage before gets."""
+
+
+@dataclass(frozen=True)
+class RankTapes:
+    """All that a rank does."""
+
+    stages: dict[int, Tape]
+    resident_bytes: int
+    """Device memory at the begin of a step: parameters, and what the schedule allocates."""

@@ -1,0 +1,152 @@
+"""Pipelines drawn at random: modules, groups, options, a schedule and a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+from torch.nn import functional as F
+
+from pp_offload import OffloadConfig
+from pp_offload.simulate import DEVICES, Hardware, Modules, PeerLink, PipelineOrder
+
+KIB = 2**10
+
+
+class Attention(nn.Module):
+    """Heads of one projection, so that queries, keys and values are views."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).view(1, x.shape[0], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class Gated(nn.Module):
+    """Two products, one of which decides."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, inner), nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Twice(nn.Module):
+    """Two operators that save the same tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(x)
+        return self.one(y) + self.two(y) * y
+
+
+class Layer(nn.Module):
+    """A part with a norm before it, beside which its input goes on."""
+
+    def __init__(self, draw: Random, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.drop = nn.Dropout(0.1 if draw.random() < 0.3 else 0.0)
+        kind = draw.choice(["attention", "gated", "plain", "twice"])
+        if kind == "attention":
+            self.part: nn.Module = Attention(width)
+        elif kind == "gated":
+            self.part = Gated(width, width * draw.choice([1, 2, 3]))
+        elif kind == "twice":
+            self.part = Twice(width)
+        else:
+            inner = width * draw.choice([1, 2, 4])
+            self.part = nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.drop(self.part(self.norm(x)))
+        return found
+
+
+PATTERNS = [
+    {"part": "*.part"},
+    {"layer": "*"},
+    {"norm": "*.norm", "part": "*.part"},
+    {"layer": "*", "norm": "*.norm"},
+    {"layer": "*", "inner": "*.part"},
+]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One of them."""
+
+    order: PipelineOrder
+    work: Modules
+    hardware: Hardware
+    peers: PeerLink
+    config: OffloadConfig
+    num_steps: int
+
+
+def draw_pipeline(seed: int) -> Drawn:
+    """The pipeline of a seed."""
+    draw = Random(seed)
+    num_ranks = draw.choice([1, 2, 3, 4])
+    schedule = draw.choice(
+        [Schedule1F1B, Schedule1F1B, ScheduleGPipe]
+        + ([ScheduleInterleaved1F1B, ScheduleLoopedBFS] if num_ranks > 1 else [])
+    )
+    is_looped = schedule in (ScheduleInterleaved1F1B, ScheduleLoopedBFS)
+    num_stages = num_ranks * (2 if is_looped else 1)
+    rounds = draw.choice([1, 2, 3])
+    num_microbatches = num_ranks * rounds if is_looped else num_ranks + draw.choice([0, 0, 1, 3, 6])
+    width, length = draw.choice([32, 64, 128]), draw.choice([16, 100, 256])
+    with torch.device("meta"):
+        stages = [
+            nn.Sequential(*(Layer(draw, width) for _ in range(draw.choice([1, 2, 3])))).bfloat16()
+            for _ in range(num_stages)
+        ]
+        example = torch.empty(length, width, dtype=torch.bfloat16)
+    chunk_bytes = 8 * length * width * 4
+    config = OffloadConfig(
+        min_offloaded_tensor_size=draw.choice([1, 1000, 5000, 20000]),
+        max_in_flight_bytes=draw.choice(["auto", "auto", 0, 1, chunk_bytes // 4, chunk_bytes]),
+        prefetch_bytes=draw.choice(["auto", "auto", 1, chunk_bytes // 4, chunk_bytes, 2**40]),
+        device_budget_bytes=draw.choice([None, None, None, 2 * chunk_bytes]),
+        activation_offload_fraction=draw.choice([1.0, 1.0, 0.5, 0.0]),
+        delta_offload_bytes_across_pp_ranks=draw.choice([0, 0, chunk_bytes // 3]),
+    )
+    hardware = replace(
+        DEVICES["H100"],
+        link_bytes_per_s=10 ** draw.uniform(7, 11),
+        launch_s=draw.choice([0.0, 1e-6, 1e-5]),
+        copy_latency_s=draw.choice([0.0, 1e-6, 1e-5]),
+        matmul_flops=10 ** draw.uniform(11, 14),
+        memory_bytes_per_s=10 ** draw.uniform(9, 12),
+        num_queued_launches=draw.choice([4, 30, 1024]),
+        memory_bytes=draw.choice([2**40, 10 * chunk_bytes]),
+        copy_slowdown=draw.choice([0.0, 0.0, 0.2]),
+    )
+    if draw.random() < 0.3:
+        hardware = replace(hardware, both_links_bytes_per_s=1.3 * hardware.link_bytes_per_s)
+    peers = PeerLink(bytes_per_s=10 ** draw.uniform(8, 11))
+    work = Modules(stages, example=example, loss_fn=lambda y: y.sum(), groups=draw.choice(PATTERNS))
+    order = PipelineOrder(
+        schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
+    )
+    return Drawn(order, work, hardware, peers, config, num_steps=draw.choice([1, 2, 3, 4]))

@@ -1,0 +1,307 @@
+"""What is predicted in numbers is what the engine does on a virtual device, on random pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from random_pipelines import Drawn, draw_pipeline
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
+
+from pp_offload import OffloadConfig, PipelineOffloadManager
+from pp_offload._groups import auto_bounds
+from pp_offload._groups.prefetch import refill_below
+from pp_offload.plan import predict, record
+from pp_offload.plan import rank as plan_rank
+from pp_offload.plan import rules as plan_rules
+from pp_offload.plan.bounds import Bounds
+from pp_offload.plan.rank import NumberRank
+from pp_offload.plan.rules import Moved, Rules
+from pp_offload.simulate import DEVICES, Modules, PipelineOrder, RankStep, run_pipeline
+
+SAME = ("peak_bytes", "host_peak_bytes", "bytes_offloaded", "num_in_flight")
+NEARLY = ("seconds", "busy_s", "stalled_s")
+"""To one part in 1e9 of the step: the same times are added up in another order."""
+
+
+@pytest.fixture(autouse=True)
+def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These models are small, and the floor would leave nothing to choose."""
+    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
+
+
+class Managers:
+    """Has the managers of a run, whose totals are asked for before it is over."""
+
+    def __init__(self) -> None:
+        self.moved: list[Moved] = []
+
+    @contextmanager
+    def ranks(self, managers: Sequence[PipelineOffloadManager]) -> Iterator[None]:
+        yield
+        for manager in managers:
+            all_of_it = manager.statistics()
+            names = [one.name for one in fields(Moved)]
+            self.moved.append(Moved(**{name: getattr(all_of_it, name) for name in names}))
+
+
+@dataclass
+class Found:
+    drawn: Drawn
+    ran: list[RankStep]
+    moved: list[Moved]
+    tapes: Any
+
+    def differences(self) -> list[str]:
+        drawn = self.drawn
+        moved: list[Moved] = []
+        with patch.object(NumberRank, "ended", noting(moved)):
+            predicted = predict(
+                drawn.order,
+                self.tapes,
+                drawn.hardware,
+                config=drawn.config,
+                peers=drawn.peers,
+                num_steps=drawn.num_steps,
+            )
+        found = [f"moved: {self.moved} in the run, {moved} predicted"] * (self.moved != moved)
+        for number, (one, other) in enumerate(zip(self.ran, predicted.ranks, strict=True)):
+            for name in (*SAME, *NEARLY):
+                a, b = getattr(one, name), getattr(other, name)
+                if abs(a - b) > (0 if name in SAME else 1e-9 * one.seconds):
+                    found.append(f"{name} of rank {number}: ran {a}, predicted {b}")
+        return found
+
+
+def noting(moved: list[Moved]) -> Callable[[NumberRank], RankStep]:
+    ended = NumberRank.ended
+
+    def note(rank: NumberRank) -> RankStep:
+        moved.append(rank.moved)
+        return ended(rank)
+
+    return note
+
+
+def ran(seed: int) -> Found:
+    drawn, managers = draw_pipeline(seed), Managers()
+    step = run_pipeline(
+        drawn.order,
+        drawn.work,
+        drawn.hardware,
+        config=drawn.config,
+        peers=drawn.peers,
+        num_steps=drawn.num_steps,
+        trace=managers,
+    )
+    tapes = record(drawn.order, drawn.work, drawn.hardware, drawn.config)
+    return Found(drawn, step.ranks, managers.moved, tapes)
+
+
+def compare(seeds: range) -> None:
+    num_offloading = 0
+    for seed in seeds:
+        found = ran(seed)
+        assert found.differences() == [], f"seed {seed}"
+        num_offloading += any(rank.bytes_offloaded for rank in found.ran)
+    assert num_offloading > len(seeds) / 2
+
+
+def test_random_pipelines_cost_what_they_cost_the_engine() -> None:
+    compare(range(20))
+
+
+@pytest.mark.slow
+def test_more_of_them() -> None:
+    compare(range(20, 170))
+
+
+@pytest.mark.exhaustive
+def test_two_thousand_of_them() -> None:
+    compare(range(1000, 3000))
+
+
+def test_without_offload() -> None:
+    for seed in range(5):
+        drawn = draw_pipeline(seed)
+        step = run_pipeline(drawn.order, drawn.work, drawn.hardware, peers=drawn.peers, num_steps=1)
+        tapes = record(drawn.order, drawn.work, drawn.hardware)
+        nothing = [Moved() for _ in step.ranks]
+        without = replace(drawn, config=None, num_steps=1)  # type: ignore[arg-type]
+        found = Found(without, step.ranks, nothing, tapes)
+        assert found.differences() == []
+
+
+# Each rule counts
+
+
+class NoTakeBack(Rules):
+    def _deliver(self, one: Any) -> None:
+        one.is_in_flight = False
+        super()._deliver(one)
+
+
+class NoCap(Rules):
+    def _keep_bounded(self, last_bytes: int) -> None:
+        self.poll()
+
+
+class NothingAhead(Rules):
+    def _fill(self) -> None:
+        pass
+
+
+class EarlyRefill(Rules):
+    def _refill(self) -> None:
+        self._fill()
+
+
+class OneBatch(Rules):
+    def _load(self, batches: Any, *, is_ahead: bool) -> None:
+        for batch in batches:
+            super()._load([batch], is_ahead=is_ahead)
+
+
+class NoMargin(Rules):
+    def is_next(self, chunk: Any) -> bool:
+        return False
+
+
+class NextChunkOnly(Rules):
+    def _after(self, group: Any) -> Any:
+        yield from reversed(group.chunk.groups[: group.position])
+
+
+class LateFinish(Rules):
+    def poll(self) -> None:
+        pass
+
+
+FAULTS: dict[str, Callable[..., Any]] = {
+    one.__name__: lambda one=one: patch.object(plan_rank, "Rules", one)
+    for one in (
+        NoTakeBack,
+        NoCap,
+        NothingAhead,
+        EarlyRefill,
+        OneBatch,
+        NoMargin,
+        NextChunkOnly,
+        LateFinish,
+    )
+} | {
+    "no bounds are chosen": lambda: patch.object(Bounds, "choose", lambda *a, **k: None),
+    "half of the window": lambda: patch.object(
+        plan_rules, "refill_below", lambda nbytes: refill_below(nbytes) // 2
+    ),
+    "the first plan stays": lambda: patch.object(
+        plan_rank, "make_plan", lambda *a: plan_rank.Plan()
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def some() -> list[Found]:
+    with patch.object(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1):
+        return [ran(seed) for seed in range(200, 216)]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_a_rule_shows(name: str, some: list[Found]) -> None:
+    with FAULTS[name]():
+        assert any(found.differences() for found in some)
+    assert not any(found.differences() for found in some)
+
+
+# What is not predicted says so
+
+
+def test_what_is_not_known_is_refused() -> None:
+    drawn = draw_pipeline(0)
+    tapes = record(drawn.order, drawn.work, drawn.hardware)
+    with pytest.raises(ValueError, match="expected host memory alone"):
+        predict(drawn.order, tapes, drawn.hardware, config=OffloadConfig(tiers=("disk",)))
+    with pytest.raises(ValueError, match="expected host memory alone"):
+        predict(drawn.order, tapes, drawn.hardware, config=OffloadConfig(host_budget_bytes=1))
+    with pytest.raises(ValueError, match="rank by rank"):
+        predict(drawn.order, tapes[:-1], drawn.hardware)
+
+
+class PartsOfOne(nn.Module):
+    """Saves a third of a storage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide: Tensor = torch.cat([x, x, x], dim=1)
+        return (
+            wide[:, : x.shape[1]].sigmoid().exp()[:, 1:].tanh() * 2 + wide[:, 1 : x.shape[1]].cos()
+        )
+
+
+class InTwoGroups(nn.Module):
+    """Saves a tensor in each of two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.GELU(), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        found: Tensor = self.one(y) + self.two(y)
+        return found
+
+
+class ThroughTheHost(nn.Module):
+    """Copies by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return x.exp().exp()
+
+
+class Resized(nn.Module):
+    """Frees memory behind the engine's back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y.untyped_storage().resize_(2 * y.untyped_storage().nbytes())
+        return x + y.detach()
+
+
+@pytest.mark.parametrize(
+    ("module", "groups", "message"),
+    [
+        (PartsOfOne(), {"a": "*"}, "without the rest of its storage"),
+        (InTwoGroups(), {"a": "*.one", "b": "*.two"}, "expected that each saves its own"),
+        (ThroughTheHost(), {"a": "*.two"}, "expected a program without copies of its own"),
+        (Resized(), {"a": "*.two"}, "expected tensors that keep theirs"),
+    ],
+)
+def test_a_program_that_is_not_known_is_refused(
+    module: nn.Module, groups: dict[str, str], message: str
+) -> None:
+    more = InTwoGroups() if groups == {"a": "*.two"} else nn.Identity()
+    stage = nn.Sequential(nn.Linear(64, 64, device="meta"), module, more)
+    work = Modules(
+        [stage],
+        example=torch.empty(64, 64, device="meta"),
+        loss_fn=lambda y: y.sum(),
+        groups=groups,
+    )
+    order = PipelineOrder(Schedule1F1B, num_ranks=1, num_stages=1, num_microbatches=2)
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with pytest.raises(ValueError, match=message):
+        record(order, work, DEVICES["H100"], config)
+
+
+def test_stages_side_by_side_are_refused() -> None:
+    order = PipelineOrder(ScheduleZBVZeroBubble, num_ranks=2, num_stages=4, num_microbatches=4)
+    stages = [nn.Linear(64, 64, device="meta") for _ in range(4)]
+    work = Modules(stages, example=torch.empty(64, 64, device="meta"), loss_fn=lambda y: y.sum())
+    with pytest.raises(ValueError, match="both on rank 1"):
+        record(order, work, DEVICES["H100"])
