@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,6 +49,9 @@ def trace(
     predicted: Annotated[
         Path | None, typer.Option(help="Another trace, drawn dashed over this one; with --png.")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print figures in JSON instead of a table.")
+    ] = False,
 ) -> None:
     """What happened in a step, as a table or as a picture."""
     timeline = _timeline("FILE", file)
@@ -58,10 +63,16 @@ def trace(
     if missing:
         raise wrong("--rank", f"found {missing[0]}, expected one that has step {number}: {there}")
     if png is not None:
+        if as_json:
+            raise wrong("--json", "a picture has none, expected one of --json and --png")
         _draw(timeline, png, chosen, number, predicted)
         return
     if predicted is not None:
         raise wrong("--predicted", "it is drawn, not printed; add --png out.png")
+    if as_json:
+        found = [plain(one) for one in figures_of(timeline, number) if one.rank in chosen]
+        typer.echo(json.dumps({"step": number, "ranks": found}, indent=2))
+        return
     typer.echo(table(timeline, number, chosen))
 
 
@@ -92,6 +103,16 @@ def _draw(
     with told("--png", ImportError, OSError):
         draw(timeline, png, ranks=ranks, step=step, predicted=other)
     typer.echo(f"step {step} of ranks {', '.join(map(str, ranks))} is in {png}")
+
+
+def plain(one: RankFigures) -> dict[str, Any]:
+    """The figures of a rank as plain values, in seconds and bytes."""
+    waited_s = {kind.value: seconds for kind, seconds in one.waited_s.items()}
+    rates = {
+        "offload_bytes_per_s": one.offload_bytes_per_s,
+        "reload_bytes_per_s": one.reload_bytes_per_s,
+    }
+    return asdict(one) | rates | {"waited_s": waited_s, "peak_bytes": dict(one.peak_bytes)}
 
 
 def table(timeline: Timeline, step: int, ranks: list[int]) -> str:

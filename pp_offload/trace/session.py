@@ -15,12 +15,13 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from pp_offload._common.checks import check_count, check_kind, said
+from pp_offload._common.checks import check_count, check_kind
 from pp_offload._groups.manager import Manager
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import OffloadError
@@ -48,12 +49,16 @@ class Trace:
         manager: Whose; that of the process when None.
         max_events: With more, recording stops: a line in the log and the file say so.
 
+    Leaving the block raises OSError if the file cannot be written; what was recorded is in
+    ``timeline`` all the same, for :func:`write`. If the block raised, that goes on, and the log has
+    it.
+
     Raises:
-        TypeError: ``steps`` is no range, or ``max_events`` no integer.
-        ValueError: A number is out of range, or the path's folder is not there.
+        TypeError: ``path`` is no path, ``steps`` no range, or ``max_events`` no integer.
+        ValueError: A number is out of range, or the path is a folder, or in one that is not there.
 
     Attributes:
-        timeline: What was recorded; None as long as it is not written.
+        timeline: What was recorded; None as long as it goes on.
     """
 
     def __init__(
@@ -64,13 +69,14 @@ class Trace:
         manager: Manager | None = None,
         max_events: int = MAX_EVENTS,
     ) -> None:
+        check_kind("path", path, (str, os.PathLike), "a path", 'write "out.json.gz"')
         self.path = Path(path)
-        if not self.path.parent.is_dir():
+        if not self.path.parent.is_dir() or self.path.is_dir():
             raise ValueError(f"path is {path}, expected a file in a folder that is there")
         if steps is not None:
             check_kind("steps", steps, range, "a range", "write range(2, 4)")
             if not steps or steps.step != 1 or steps.start < 0:
-                raise ValueError(f"steps is {said(steps)}, expected some steps in a row, from 0 on")
+                raise ValueError(f"steps is {steps}, expected some steps in a row, from 0 on")
         check_count("max_events", max_events, least=1)
         self.timeline: Timeline | None = None
         self._steps = steps
@@ -113,35 +119,41 @@ class Trace:
         def write_if_over() -> None:
             found = [one.timeline for one in traces if one.timeline is not None]
             if len(found) == len(traces):
-                self._write(joined(found), path)
+                try:
+                    self._write(joined(found), path)
+                except OSError as failure:  # it is tried again when the block is left
+                    logger.error("%s cannot be written now, training goes on: %s", path, failure)
 
         for rank, manager in enumerate(managers, first_rank):
             known = {"num_ranks": num_ranks, "max_events": self._max_events}
             each = self._max_events // len(managers)
             traces.append(RankTrace(manager, rank, self._steps, each, known))
         with ExitStack() as stack:
-            stack.callback(self._write_at_last, traces, path)
+            stack.push(partial(self._write_at_last, traces, path))
             for one in traces:
                 stack.callback(one.end)
                 one.begin(write_if_over)
             yield
 
-    def _write_at_last(self, traces: Sequence[RankTrace], path: Path) -> None:
+    def _write_at_last(
+        self, traces: Sequence[RankTrace], path: Path, error: type | None, *rest: object
+    ) -> None:
         found = [one.timeline for one in traces if one.timeline is not None]
-        if self.timeline is None and len(found) == len(traces):
-            self._write(joined(found), path, is_last=True)
-
-    def _write(self, timeline: Timeline, path: Path, *, is_last: bool = False) -> None:
-        """Write the file. If that fails before the block is left, it is tried again then."""
-        try:
-            write(timeline, path)
-        except OSError as failure:
-            if is_last:
-                raise
-            logger.error("%s cannot be written now, training goes on: %s", path, failure)
+        if self.timeline is not None or len(found) < len(traces):
             return
+        self.timeline = joined(found)  # first: it is there even where the file is not
+        try:
+            self._write(self.timeline, path)
+        except OSError as failure:
+            if error is None:
+                raise
+            logger.error("%s cannot be written: %s", path, failure)
+
+    def _write(self, timeline: Timeline, path: Path) -> None:
+        write(timeline, path)
         self.timeline = timeline
-        if not timeline.spans:
+        is_cut = any(known.get("is_truncated") for known in timeline.metadata.values())
+        if not timeline.spans and not is_cut:  # of which the log knows already
             logger.warning(
                 "%s is empty, for nothing ran of the manager that was traced; expected steps of it "
                 "inside the block, and reset() at the begin of each",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import sys
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from test_trace_picture import timeline_of
 from typer.testing import CliRunner
 
 from pp_offload.cli.app import app
-from pp_offload.trace import Span, Timeline, write
+from pp_offload.trace import Span, Timeline, read, write
+from pp_offload.trace.figures import figures_of
 
 
 @pytest.fixture
@@ -52,6 +54,18 @@ def test_a_row_for_each_rank(file: Path) -> None:
 
 def test_one_rank(file: Path) -> None:
     assert list(rows_of(run(file, "--rank", 1)[1])) == ["1"]
+
+
+def test_figures_as_json(file: Path) -> None:
+    code, output = run(file, "--json", "--rank", 1)
+    assert code == 0
+    found = json.loads(output)
+    assert found["step"] == 5
+    (rank,) = found["ranks"]
+    (expected,) = (one for one in figures_of(read(file), 5) if one.rank == 1)
+    assert rank["rank"] == 1 and rank["seconds"] == expected.seconds
+    assert rank["waited_s"] == {kind.value: s for kind, s in expected.waited_s.items()}
+    assert rank["offload_bytes_per_s"] == expected.offload_bytes_per_s
 
 
 def test_a_disk_has_columns_where_there_is_one(tmp_path: Path) -> None:
@@ -96,6 +110,7 @@ WRONG = {
     "FILE --step 4": "step is 4, expected one of the trace: [5]",
     "FILE --rank 2": "found 2, expected one that has step 5: [0, 1]",
     "FILE --predicted FILE": "it is drawn, not printed; add --png out.png",
+    "FILE --png out.png --json": "a picture has none",
     "FILE --png out.gif": "out.gif ends otherwise than pictures do, expected .png, .svg, .pdf",
     "FILE --png nowhere/out.png": "expected a file in a directory that is there",
     "FILE --png out.png --predicted nothing.json": "found no file nothing.json",

@@ -350,11 +350,13 @@ def test_threads_have_tracks_of_their_own(tmp_path: Path) -> None:
     ("arguments", "kind", "said"),
     [
         ({"steps": 3}, TypeError, "steps is 3, expected a range"),
-        ({"steps": range(0)}, ValueError, "expected some steps in a row"),
+        ({"steps": range(0)}, ValueError, r"steps is range\(0, 0\), expected some steps in a row"),
         ({"steps": range(0, 9, 2)}, ValueError, "expected some steps in a row"),
         ({"steps": range(-1, 3)}, ValueError, "expected some steps in a row"),
         ({"max_events": 0}, ValueError, "max_events is 0"),
         ({"path": "/not/there/out.json"}, ValueError, "expected a file in a folder that is there"),
+        ({"path": "/"}, ValueError, "path is /, expected a file"),
+        ({"path": None}, TypeError, "path is None, expected a path"),
     ],
 )
 def test_wrong_arguments_are_explained(
@@ -382,12 +384,40 @@ def test_a_disk_that_is_full_does_not_end_training(
     folder = tmp_path / "gone"
     folder.mkdir()
     with use_backend(CpuBackend(), config=CONFIG):
-        with pytest.raises(FileNotFoundError), Trace(folder / "out.json", steps=range(1)):
+        trace = Trace(folder / "out.json", steps=range(1))
+        with pytest.raises(FileNotFoundError), trace:
             folder.rmdir()
             train(3)
             assert "cannot be written now, training goes on" in caplog.text
+        assert steps_of(trace.timeline) == ["step 0"], "it is there all the same"
         with Trace(tmp_path / "gone.json"):
             train(1)
+
+
+def test_a_full_disk_does_not_hide_what_went_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with use_backend(CpuBackend(), config=CONFIG):
+        with pytest.raises(ZeroDivisionError), Trace(folder / "out.json") as trace:
+            folder.rmdir()
+            train(1)
+            raise ZeroDivisionError
+    assert "out.json cannot be written" in caplog.text
+    assert steps_of(trace.timeline) == ["step 0"]
+
+
+def test_an_empty_trace_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with use_backend(CpuBackend(), config=CONFIG):
+        with Trace(tmp_path / "out.json", steps=range(7, 8)):
+            train(1)
+        assert "is empty, for nothing ran" in caplog.text
+        caplog.clear()
+        with Trace(tmp_path / "out.json", max_events=1):
+            train(1)
+        assert "ask for fewer steps, or for more events" in caplog.text
+        assert "nothing ran" not in caplog.text
 
 
 class Failing(CpuBackend):
