@@ -138,6 +138,14 @@ def test_without_offload() -> None:
         assert found.differences() == []
 
 
+def test_bounds_do_not_outgrow_the_device() -> None:
+    found = ran(96)
+    assert found.differences() == []
+    endless = replace(found.drawn.hardware, memory_bytes=2**40)
+    found.drawn = replace(found.drawn, hardware=endless)
+    assert found.differences(), "or it says nothing"
+
+
 # Each rule counts
 
 
