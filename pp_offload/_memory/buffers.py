@@ -134,6 +134,11 @@ def no_address(size: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
 
+def in_shape(place: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The place of a tensor of another shape and dtype that has the same bytes."""
+    return no_address(size, dtype) if place.is_meta else place.view(dtype).view(size)
+
+
 def room_for(nbytes: int) -> int:
     """Bytes that a part of ``nbytes`` takes in a buffer that holds several."""
     return -(-nbytes // PART_ALIGNMENT) * PART_ALIGNMENT

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from pp_offload._memory.buffers import in_shape
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.tensors import StorageRef, use_count
 from pp_offload._transfer.ticket import Ticket
@@ -76,7 +77,7 @@ def _has_shared(ticket: Ticket, entry: Entry) -> bool:
         return False
     if block is None or begin in block.modified or place.nbytes != ticket.nbytes:
         return False
-    ticket.attach(block, begin, place.view(payload.dtype).view(payload.shape))
+    ticket.attach(block, begin, in_shape(place, payload.shape, payload.dtype))
     return True
 
 
