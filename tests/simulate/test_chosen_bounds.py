@@ -233,11 +233,12 @@ def test_what_is_given_is_kept_and_counts_in_the_budget() -> None:
 
 
 def test_a_host_that_is_ahead_knows_what_came_back() -> None:
-    """It has seen no copy end, so all sources are still there for it."""
-    with use_backend(VirtualBackend(replace(hardware(2.5), launch_s=0))) as manager:
+    """It has seen no copy end, and compute waits for none: all sources are still there for it."""
+    backend = VirtualBackend(replace(hardware(2.5), launch_s=0))
+    with use_backend(backend, config=OffloadConfig(max_in_flight_bytes=2**40)) as manager:
         training = Training(manager)
         training.step()
-        assert training.manager.statistics().taken_back < NUM_LAYERS
+        assert manager.statistics().taken_back < NUM_LAYERS
         off_interface.reset()
         assert training.bounds()[1] >= SAVED_BYTES
 
