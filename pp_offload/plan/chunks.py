@@ -8,8 +8,10 @@ Each name is that of the engine's own object, without tensors.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pp_offload._groups.plan import ChunkKey
 from pp_offload._memory.buffers import Loan
@@ -33,14 +35,43 @@ class Held:
         self.num_holders = num_holders
 
 
+class Reload(Held):
+    """Device memory of payloads that came back.
+
+    Args:
+        nbytes: What it takes.
+    """
+
+    __slots__ = ("num_users",)
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.num_users = 1
+        """Payloads of the same bytes whose reload it is."""
+
+
 class Block:
     """Host memory, for as long as one of its payloads refers to it."""
 
-    __slots__ = ("loan", "offloaded_s")
+    __slots__ = ("__weakref__", "in_flight", "loan", "offloaded_s", "placed", "shared")
 
     def __init__(self, loan: Loan) -> None:
         self.loan = loan
         self.offloaded_s = 0.0
+        self.in_flight: dict[int, Held] = {}
+        """By first byte, sources that may be taken back."""
+
+        self.placed: list[Saved] = []
+        """What it was made for."""
+
+        self.shared: dict[int, list[Saved]] = {}
+        """By first byte, all payloads of bytes that several groups saved."""
+
+    def share(self, one: Saved, begin: int) -> None:
+        """As the method of ``_transfer.block.Block``; ``one`` has its bytes here."""
+        one.block, one.begin, one.has_left = self, begin, True
+        first = [other for other in self.placed if other.begin == begin]
+        self.shared.setdefault(begin, first).append(one)
 
 
 class Arrival:
@@ -63,7 +94,6 @@ class Saved:
         "given",
         "has_left",
         "is_gone",
-        "is_in_flight",
         "memory",
         "nbytes",
         "num_waiting",
@@ -82,19 +112,26 @@ class Saved:
         self.begin = 0
         """Its first byte there."""
 
-        self.is_in_flight = False
-        """Whether the source may be taken back."""
-
         self.arrival: Arrival | None = None
         """Of its reload, until that is used up."""
 
-        self.memory: Held | None = None
+        self.memory: Reload | None = None
         """Of that reload."""
 
         self.given: list[Held] = []
         """What backward was given, and has not let go of."""
 
         self.has_left = self.is_gone = False
+
+    @property
+    def source_in_flight(self) -> Held | None:
+        """What may be taken back, until its copy to the host has ended."""
+        return None if self.block is None else self.block.in_flight.get(self.begin)
+
+    def others(self) -> list[Saved]:
+        """Those of the same bytes: saved later, so brought and used earlier, come first."""
+        same = () if self.block is None else self.block.shared.get(self.begin, ())
+        return [one for one in reversed(same) if one is not self and not one.is_gone]
 
     def sizes(self) -> list[int]:
         """Of the copies that move it."""
@@ -138,6 +175,40 @@ class ChunkState:
             for group, one in zip(self.groups, tape.groups, strict=True)
             for index in one.payloads
         }
+
+
+class Copied(NamedTuple):
+    """Where a source was copied to."""
+
+    version: int | None
+    block: weakref.ref[Block]
+    begin: int
+
+
+class CopyIndex:
+    """As that of ``_transfer.deduplication``: sources that are on the host already."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Held, Copied] = {}
+
+    def share(self, saved: Sequence[Saved]) -> list[Saved]:
+        """Have payloads share the copy that another group has made; those without one."""
+        return [one for one in saved if not self._has_shared(one)]
+
+    def _has_shared(self, one: Saved) -> bool:
+        copied = self._copies.get(one.source)
+        block = None if copied is None else copied.block()
+        if copied is None or block is None or copied.version != one.spec.version:
+            return False
+        block.share(one, copied.begin)
+        return True
+
+    def add(self, saved: Sequence[Saved]) -> None:
+        """They were copied."""
+        for one in saved:
+            if one.spec.version is not None and one.block is not None:
+                copied = Copied(one.spec.version, weakref.ref(one.block), one.begin)
+                self._copies[one.source] = copied
 
 
 @dataclass

@@ -19,6 +19,8 @@ from pp_offload._groups.plan import Plan
 from pp_offload._megatron.current import use_manager
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
+from pp_offload._transfer.deduplication import CopyIndex
+from pp_offload._transfer.ticket import Ticket
 from pp_offload.config import OffloadConfig
 from pp_offload.plan.recorder import Recorder
 from pp_offload.plan.tape import RankTapes, Tape
@@ -43,8 +45,8 @@ def record(
     Raises:
         ValueError: Something is not known to :func:`predict`: two stages next to each other on one
             rank; a view that is copied without the rest of its storage, or bytes that several
-            groups or microbatches save; other streams, or copies of the program's own; or the
-            first two microbatches differ.
+            microbatches save; other streams, or copies of the program's own; or the first two
+            microbatches differ.
     """
     still = replace(
         hardware,
@@ -79,6 +81,7 @@ def _record_rank(
                     mine.backward("FULL_BACKWARD", stage, 0)
                 mine.begin_step()
                 manager.wiring.plan = Plan()  # by which everything leaves
+                manager.wiring.offloader.copies = _Apart()
                 resident = backend.memory.live_bytes
                 recorder.taken()
                 manager.wiring.transfer.listeners.add(recorder)
@@ -94,6 +97,13 @@ def _record_rank(
     finally:
         manager.retire()
     return RankTapes(stages, resident)
+
+
+class _Apart(CopyIndex):
+    """Has each group copy what it saves, so that what each backward lets go of shows."""
+
+    def share(self, tickets: list[Ticket]) -> list[Ticket]:
+        return tickets
 
 
 class _OneStream(VirtualBackend):
@@ -149,7 +159,7 @@ def _record_stage(order: PipelineOrder, work: RankWork, recorder: Recorder, stag
     told = recorder.told
     return Tape(
         groups=tuple(last.groups),
-        payloads=tuple(last.payloads),
+        payloads=last.payloads_of_groups(),
         source_bytes=tuple(last.source_bytes),
         forward=told(forwards[-1]),
         first_backward=told(backwards[0]),

@@ -12,6 +12,7 @@ recorder.told(raw)
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -67,6 +68,13 @@ class ChunkNotes:
 
         self.closing: list[int] = []
 
+    def payloads_of_groups(self) -> tuple[Payload, ...]:
+        """All payloads; a source that one group alone saves needs no version."""
+        num = Counter(one.source for one in self.payloads)
+        return tuple(
+            one if num[one.source] > 1 else one._replace(version=None) for one in self.payloads
+        )
+
 
 class Recorder(Listener):
     """Notes what happens.
@@ -85,8 +93,8 @@ class Recorder(Listener):
         self.chunk = ChunkNotes()
         self.problem: str | None = None
         self._raw: list[Raw] = []
-        self._sources: dict[int, int] = {}
-        """By number of the storage, also of other microbatches."""
+        self._sources: dict[int, tuple[ChunkNotes, int]] = {}
+        """The source of its chunk, by number of the storage."""
 
         self._reloads: dict[int, int] = {}
         """The payload, by number of the storage that it came back to: perhaps long before."""
@@ -126,7 +134,7 @@ class Recorder(Listener):
             if raw.number in self._reloads:
                 return Release(self._reloads[raw.number])
             if raw.number in self._sources:
-                return Drop(self._sources[raw.number])
+                return Drop(self._sources[raw.number][1])
             return Memory(-raw.nbytes)
         return raw
 
@@ -166,16 +174,22 @@ class Recorder(Listener):
     def _note(self, ticket: Ticket, storage: UntypedStorage) -> None:
         chunk, index = self.chunk, len(self.chunk.payloads)
         number = self.memory.number_of(storage)
-        if number in self._sources:
+        saved_by, source = self._sources.setdefault(number, (chunk, len(chunk.source_bytes)))
+        if saved_by is not chunk:
             self._refuse(
-                f"group '{ticket.label}' saves {ticket.nbytes} bytes that another group, or "
-                "another microbatch, saved as well, expected that each saves its own"
+                f"group '{ticket.label}' saves {ticket.nbytes} bytes that another microbatch saved "
+                "as well, expected that each saves its own"
             )
-        self._sources[number] = len(chunk.source_bytes)
-        chunk.source_bytes.append(rounded(storage.nbytes()))
+        if source == len(chunk.source_bytes):
+            chunk.source_bytes.append(rounded(storage.nbytes()))
+        is_part = any(one.inside is not None for one in ticket.members)
         chunk.payloads.append(
             Payload(
-                ticket.nbytes, rounded(ticket.nbytes), self._sources[number], ticket.num_members
+                ticket.nbytes,
+                rounded(ticket.nbytes),
+                source,
+                ticket.num_members,
+                None if is_part else ticket.members[0].version,
             )
         )
         chunk.tickets[ticket] = index

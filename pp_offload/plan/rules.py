@@ -10,6 +10,7 @@ run of both on the same tapes tells whether they still agree (tests/plan).
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ from pp_offload.plan.chunks import (
     BackwardQueue,
     Block,
     ChunkState,
+    CopyIndex,
     GroupState,
     Held,
+    Reload,
     Saved,
 )
 from pp_offload.plan.device import NumberDevice
@@ -38,7 +41,8 @@ from pp_offload.simulate.clocks import VirtualEvent
 class Pending:
     """A batch on its way to the host."""
 
-    saved: list[Saved]
+    sources: list[Held]
+    blocks: list[weakref.ref[Block]]
     nbytes: int
     offloaded: VirtualEvent
 
@@ -79,6 +83,7 @@ class Rules:
         self._device = device
         self._host = host
         self._bounds = bounds
+        self._copies = CopyIndex()
         self._pending: deque[Pending] = deque()
         self._unwanted: deque[Saved] = deque()
         self._reload_bytes = 0
@@ -105,8 +110,10 @@ class Rules:
         chunk.groups[position].sent = saved
         self._is_done = False
         self._bounds.window.expect(sum(one.nbytes for one in saved))
-        if saved:
-            self.watch.left(GroupKey(chunk.key, position), self._offload(saved))
+        new = self._copies.share(saved)
+        if new:
+            self.watch.left(GroupKey(chunk.key, position), self._offload(new))
+        self._copies.add(new)
 
     def _offload(self, saved: list[Saved]) -> int:
         """As ``TransferEngine.offload``."""
@@ -124,10 +131,13 @@ class Rules:
             buffer.before = ()
         self.moved.bytes_offloaded += nbytes
         if offloaded_s > device.host.now_s:
+            sources = [one.source for one in saved]
             for one in saved:
                 one.source.num_holders += 1
-                one.is_in_flight = True
-            self._pending.append(Pending(saved, nbytes, offloaded))
+                assert one.block is not None
+                one.block.in_flight[one.begin] = one.source
+            known = [weakref.ref(block) for block in blocks]
+            self._pending.append(Pending(sources, known, nbytes, offloaded))
         self._bounds.cap.expect(nbytes)
         self._keep_bounded(nbytes)
         return nbytes
@@ -138,6 +148,7 @@ class Rules:
         begin = 0
         for one in batch:
             one.block, one.begin, one.has_left = block, begin, True
+            block.placed.append(one)
             begin += room_for(one.nbytes)
         return block
 
@@ -170,9 +181,13 @@ class Rules:
             self._give_up(self._unwanted.popleft())
 
     def _finish(self) -> None:
-        for one in self._pending.popleft().saved:
-            one.is_in_flight = False
-            self.drop(one.source)
+        pending = self._pending.popleft()
+        for ref in pending.blocks:
+            block = ref()
+            if block is not None:
+                block.in_flight.clear()
+        for source in pending.sources:
+            self.drop(source)
 
     # Backward
 
@@ -213,11 +228,12 @@ class Rules:
     def _deliver(self, one: Saved) -> None:
         """As ``TransferEngine.deliver``."""
         if one.arrival is None:
-            if one.is_in_flight:
-                self._take_back(one)
+            source = one.source_in_flight
+            if source is not None:
+                self._take_back(one, source)
                 return
             self.poll()
-            self.moved.on_demand_reloads += self._reload([one])
+            self.moved.on_demand_reloads += self._bring([one])
         assert one.arrival is not None and one.memory is not None
         if not one.arrival.is_there:
             assert one.arrival.reloaded is not None
@@ -227,15 +243,16 @@ class Rules:
             one.memory.num_holders += 1
             one.given.append(one.memory)
         if self._used(one) <= 0:
+            self._pass_on(one)
             self._give_up(one)
         self.watch.used(one.nbytes, one.num_waiting, one.spec.num_uses)
         self._refill()
 
-    def _take_back(self, one: Saved) -> None:
+    def _take_back(self, one: Saved, source: Held) -> None:
         self.moved.taken_back += 1
         self._used(one)
-        one.source.num_holders += 1
-        one.given.append(one.source)
+        source.num_holders += 1
+        one.given.append(source)
         self._refill()
 
     def _used(self, one: Saved) -> int:
@@ -246,9 +263,43 @@ class Rules:
     def _give_up(self, one: Saved) -> None:
         """As ``PendingReloads.give_up``."""
         if one.memory is not None:
-            self._reload_bytes -= one.nbytes
             memory, one.memory, one.arrival = one.memory, None, None
+            memory.num_users -= 1
+            if not memory.num_users:
+                self._reload_bytes -= one.nbytes
             self.drop(memory)
+
+    # Several payloads of the same bytes
+
+    def _share(self, one: Saved) -> bool:
+        """As ``PendingReloads.share``."""
+        for other in one.others():
+            if other.arrival is not None and other.memory is not None:
+                if other.arrival.reloaded is not None:
+                    one.arrival, one.memory = other.arrival, other.memory
+                    other.memory.num_users += 1
+                    other.memory.num_holders += 1
+                    return True
+        return False
+
+    def _pass_on(self, one: Saved) -> None:
+        """As ``PendingReloads._pass_on``."""
+        for other in one.others():
+            if other.num_waiting > 0 and other.arrival is None and self._comes_soon(other):
+                self._share(other)
+                return
+
+    def _comes_soon(self, one: Saved) -> bool:
+        """As ``Prefetcher.comes_soon``."""
+        room = self._bounds.window.nbytes
+        for following in () if self._current is None else self._after(self._current):
+            for other in following.waiting():
+                if other is one:
+                    return True
+                room -= other.nbytes
+            if room < 0:
+                return False
+        return False
 
     # Reloads ahead
 
@@ -302,7 +353,7 @@ class Rules:
         may_exceed = not chosen and self._reload_bytes == 0
         is_current = group is self._current
         for one in group.waiting():
-            is_here = one.arrival is not None or (is_current and one.is_in_flight)
+            is_here = one.arrival is not None or (is_current and one.source_in_flight is not None)
             if not is_here and one not in chosen:
                 if one.nbytes > room and not (may_exceed and not batch):
                     return batch
@@ -315,17 +366,40 @@ class Rules:
         """As ``Prefetcher._load``."""
         for together in batched(batches):
             self.poll()
-            num = self._reload(together)
+            num = self._bring(together)
             if is_ahead:
                 self.moved.prefetched_reloads += num
             else:
                 self.moved.on_demand_reloads += num
 
-    def _reload(self, saved: list[Saved]) -> int:
-        """As ``Copies.copy_to_device``."""
+    def _bring(self, saved: Sequence[Saved]) -> int:
+        """As ``Copies.bring``."""
+        batch, sharers = self._first_of_each(saved)
+        if batch:
+            self._reload(batch)
+        left = [one for one in sharers if not self._share(one)]
+        return len(batch) + (self._bring(left) if left else 0)
+
+    def _first_of_each(self, saved: Sequence[Saved]) -> tuple[list[Saved], list[Saved]]:
+        """As the method of ``Copies`` of this name."""
+        batch: list[Saved] = []
+        sharers: list[Saved] = []
+        chosen: set[tuple[Block | None, int]] = set()
+        for one in saved:
+            if one.block is None or one.begin not in one.block.shared:
+                batch.append(one)
+            elif (one.block, one.begin) in chosen:
+                sharers.append(one)
+            elif not self._share(one):
+                chosen.add((one.block, one.begin))
+                batch.append(one)
+        return batch, sharers
+
+    def _reload(self, saved: Sequence[Saved]) -> None:
+        """As ``Copies._queue_reload``."""
         device, arrival = self._device, Arrival()
         for one in saved:
-            one.arrival, one.memory = arrival, Held(one.spec.reload_bytes)
+            one.arrival, one.memory = arrival, Reload(one.spec.reload_bytes)
             device.memory.add(one.spec.reload_bytes)
             self._reload_bytes += one.nbytes
             self.moved.bytes_reloaded += one.nbytes
@@ -337,7 +411,6 @@ class Rules:
         arrival.reloaded = self.watch.copy(sizes, to_host=False)
         for block in blocks:
             block.loan.buffer.last_use = arrival.reloaded
-        return len(saved)
 
 
 def packs(saved: Sequence[Saved]) -> Iterator[tuple[list[Saved], int]]:

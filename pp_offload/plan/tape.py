@@ -25,6 +25,11 @@ class Payload(NamedTuple):
     num_uses: int
     """How often backward is expected to ask for it."""
 
+    version: int | None = None
+    """Of the source when it was saved: groups that saved the same one share a copy. None where it
+    is not shared.
+    """
+
 
 class GroupTape(NamedTuple):
     """A group, in forward order."""

@@ -66,6 +66,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.drop = nn.Dropout(0.1 if draw.random() < 0.3 else 0.0)
+        self.gate = draw.choice([None, None, None, "input", "normed"])
         kind = draw.choice(["attention", "gated", "plain", "twice"])
         if kind == "attention":
             self.part: nn.Module = Attention(width)
@@ -77,9 +78,28 @@ class Layer(nn.Module):
             inner = width * draw.choice([1, 2, 4])
             self.part = nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
 
+    def forward(self, x: Tensor, table: Tensor | None = None) -> Tensor:
+        if table is not None:
+            x = x * table
+        normed = self.norm(x)
+        y: Tensor = self.drop(self.part(normed))
+        if self.gate is not None:  # which saves what another group may have saved
+            y = y * (x if self.gate == "input" else normed)
+        return x + y
+
+
+class Stage(nn.Sequential):
+    """Layers, perhaps with a tensor that all of them save, as those of rotary embeddings."""
+
+    def __init__(self, draw: Random, *layers: Layer) -> None:
+        super().__init__(*layers)
+        self.has_table = draw.random() < 0.3
+
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.drop(self.part(self.norm(x)))
-        return found
+        table = x.detach().exp() if self.has_table else None
+        for layer in self:
+            x = layer(x, table)
+        return x
 
 
 PATTERNS = [
@@ -118,7 +138,7 @@ def draw_pipeline(seed: int) -> Drawn:
     width, length = draw.choice([32, 64, 128]), draw.choice([16, 100, 256])
     with torch.device("meta"):
         stages = [
-            nn.Sequential(*(Layer(draw, width) for _ in range(draw.choice([1, 2, 3])))).bfloat16()
+            Stage(draw, *(Layer(draw, width) for _ in range(draw.choice([1, 2, 3])))).bfloat16()
             for _ in range(num_stages)
         ]
         example = torch.empty(length, width, dtype=torch.bfloat16)
@@ -128,7 +148,7 @@ def draw_pipeline(seed: int) -> Drawn:
         max_in_flight_bytes=draw.choice(["auto", "auto", 0, 1, chunk_bytes // 4, chunk_bytes]),
         prefetch_bytes=draw.choice(["auto", "auto", 1, chunk_bytes // 4, chunk_bytes, 2**40]),
         device_budget_bytes=draw.choice([None, None, None, 2 * chunk_bytes]),
-        activation_offload_fraction=draw.choice([1.0, 1.0, 0.5, 0.0]),
+        activation_offload_fraction=draw.choice([1.0, 1.0, 1.0, 0.5]),
         delta_offload_bytes_across_pp_ranks=draw.choice([0, 0, chunk_bytes // 3]),
     )
     hardware = replace(

@@ -1517,7 +1517,7 @@ MUTANTS = [
     Mutant(
         "a tape forgets what the program had let go of",
         "pp_offload/plan/recorder.py",
-        "return Drop(self._sources[raw.number])",
+        "return Drop(self._sources[raw.number][1])",
         "return None",
         "peaks are predicted with everything on the device",
         ("tests/plan/test_predicted.py::test_random_pipelines_cost_what_they_cost_the_engine",),
@@ -1545,5 +1545,21 @@ MUTANTS = [
         "",
         "a tape on which what the program copies takes no time",
         ("tests/plan/test_predicted.py::test_a_program_that_is_not_known_is_refused",),
+    ),
+    Mutant(
+        "a tape shares what its groups let go of",
+        "pp_offload/plan/record.py",
+        "                manager.wiring.offloader.copies = _Apart()\n",
+        "",
+        "when memory of bytes that several groups save is free is that of the recording",
+        ("tests/plan/test_predicted.py::test_random_pipelines_cost_what_they_cost_the_engine",),
+    ),
+    Mutant(
+        "bytes in several host pieces count as device memory",
+        "pp_offload/_memory/buffers.py",
+        "return no_address(size, dtype) if place.is_meta else place.view(dtype).view(size)",
+        "return place.view(dtype).view(size)",
+        "a virtual device whose peak is higher where groups share bytes in several host pieces",
+        ("tests/plan/test_predicted.py::test_random_pipelines_cost_what_they_cost_the_engine",),
     ),
 ]
