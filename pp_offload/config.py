@@ -21,6 +21,7 @@ from pp_offload._common.checks import (
     said,
     takes_options_by_name,
 )
+from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.option_sources import UNITS, parse_size, read_env, read_table
 from pp_offload.errors import ConfigError
 
@@ -51,6 +52,9 @@ AUTO_COUNTS = ("max_in_flight_bytes", "prefetch_bytes")
 
 OPTIONAL_COUNTS = ("device_budget_bytes", "host_budget_bytes")
 """Those of them that may be None."""
+
+INSTEAD_OF_PLAN = ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")
+"""Options that say what stays, where no plan does."""
 
 ENV_PREFIX = "PP_OFFLOAD_"
 """Of the environment variables that :meth:`OffloadConfig.from_env` reads."""
@@ -106,6 +110,15 @@ class OffloadConfig:
     """The most that ``"auto"`` may choose for ``max_in_flight_bytes`` and ``prefetch_bytes``
     together, less what is given for one of them. None means no limit. With too little, compute
     waits.
+    """
+
+    plan: OffloadPlan | str | os.PathLike[str] | None = None
+    """Which groups stay, from the second step on: a plan that `pp-offload plan` has written, or one
+    of :func:`pp_offload.plan.choose`. In place of ``activation_offload_fraction``
+    and ``delta_offload_bytes_across_pp_ranks``.
+
+    A group that the plan does not know, or that has other bytes than there, leaves, with one line
+    in the log.
     """
 
     split_backward: str = "reload"
@@ -197,13 +210,31 @@ class OffloadConfig:
         """All options as JSON can hold them; :meth:`from_dict` makes an equal record of them."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         found["tiers"] = list(self.tiers)
+        found["plan"] = self.plan.to_dict() if isinstance(self.plan, OffloadPlan) else None
         found["disk_dir"] = None if self.disk_dir is None else os.fspath(self.disk_dir)
         return found
 
+    @property
+    def offload_plan(self) -> OffloadPlan | None:
+        """The option ``plan``, whose file is read when the record is made."""
+        return self.plan if isinstance(self.plan, OffloadPlan) else None
+
     def __post_init__(self) -> None:
-        problems = list(self._violations())
+        problems = [*self._read_plan(), *self._violations()]
         if problems:
             raise ConfigError("OffloadConfig is invalid: " + "; ".join(problems))
+
+    def _read_plan(self) -> Iterator[str]:
+        plan = self.plan
+        if plan is None or isinstance(plan, OffloadPlan):
+            return
+        if not isinstance(plan, str | os.PathLike):
+            yield f"plan is {said(plan)}, expected an OffloadPlan, the path of its file, or None"
+            return
+        try:
+            object.__setattr__(self, "plan", OffloadPlan.load(plan))
+        except (OSError, ConfigError) as failure:
+            yield f"plan cannot be read: {failure}"
 
     def _violations(self) -> Iterator[str]:
         for name in COUNTS:
@@ -218,6 +249,11 @@ class OffloadConfig:
         if not _is_fraction(self.activation_offload_fraction):
             fraction = said(self.activation_offload_fraction)
             yield f"activation_offload_fraction is {fraction}, expected 0 to 1"
+        if self.plan is not None and _has_no_defaults(self, INSTEAD_OF_PLAN):
+            yield (
+                f"plan is given and {' or '.join(INSTEAD_OF_PLAN)}, too, expected one way to say "
+                "what stays"
+            )
         if not isinstance(self.split_backward, str) or self.split_backward not in SPLIT_BACKWARD:
             known = " or ".join(map(repr, SPLIT_BACKWARD))
             yield f"split_backward is {said(self.split_backward)}, expected {known}"
@@ -248,6 +284,8 @@ def _as_option(name: object, value: Any) -> Any:
     """A value of a file as the record has it. What is wrong stays, for the record to say so."""
     if isinstance(value, list):
         return tuple(value)
+    if name == "plan" and isinstance(value, Mapping):
+        return OffloadPlan.from_dict(value)
     if isinstance(value, str) and name in COUNTS and name != "min_offloaded_tensor_size":
         nbytes = parse_size(value)
         return value if nbytes is None else nbytes
@@ -288,6 +326,11 @@ def add_tier_name(name: str) -> None:
 def _chains() -> list[tuple[str, ...]]:
     """Each tier alone, or behind the host."""
     return [*((name,) for name in TIERS), *(("host", name) for name in TIERS if name != "host")]
+
+
+def _has_no_defaults(config: OffloadConfig, names: tuple[str, ...]) -> bool:
+    defaults = {one.name: one.default for one in fields(config)}
+    return any(getattr(config, name) != defaults[name] for name in names)
 
 
 def _is_fraction(value: object) -> bool:

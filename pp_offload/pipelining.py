@@ -50,7 +50,8 @@ def attach(
         A handle, also a context manager; ``detach()`` restores schedule and modules.
 
     Raises:
-        OffloadError: The schedule is attached already, or another one is with other options.
+        OffloadError: The schedule is attached already, or another one is with other options; or
+            the plan of the options has too few ranks.
         ValueError: A pattern matches nothing on this rank.
         TypeError: ``schedule`` is no schedule, ``groups`` no mapping of names to patterns, or
             ``config`` no :class:`OffloadConfig`.
@@ -93,6 +94,9 @@ class AttachedSchedule:
     def _attach(self, groups: Patterns | None, config: OffloadConfig | None) -> None:
         manager = self.manager
         setattr(self._schedule, _ATTACHED, self)
+        plan = (config or manager.config).offload_plan
+        if plan is not None:
+            plan.rank(_rank_of(self._stages))  # which raises here, not after the first step
         self._mark_modules(groups)
         if config is not None:
             manager.configure(config)  # after what may fail, for it forgets the old options
@@ -216,9 +220,14 @@ class AttachedSchedule:
         self._keep_modules()
         manager.reset()
         manager.wiring.offloader.split = self._split
-        manager.step.pipeline_rank = int(getattr(self._stages[0], "group_rank", 0))
+        manager.step.pipeline_rank = _rank_of(self._stages)
         if self._order.keys or manager.step.queue.is_told:
             manager.step.queue.know_order(self._order.keys, is_told=bool(self._order.keys))
+
+
+def _rank_of(stages: list[Any]) -> int:
+    """The pipeline rank that has these stages."""
+    return int(getattr(stages[0], "group_rank", 0))
 
 
 def _check_free(stages: list[Any]) -> None:

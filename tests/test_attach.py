@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from toy import assert_idle, assert_no_hooks
 
 from pp_offload import (
+    ConfigError,
     DiskTierError,
     OffloadConfig,
     OffloadError,
@@ -23,6 +24,7 @@ from pp_offload import (
 from pp_offload import (
     FineGrainedActivationOffloadingInterface as off_interface,
 )
+from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._groups.plan import ChunkKey
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._transfer.tensors import StorageSet
@@ -51,6 +53,17 @@ def step(schedule: Any) -> list[Tensor]:
     stage.submod.zero_grad()
     schedule.step(x, target=x.flip(0), losses=losses)
     return losses + [p.grad.clone() for p in stage.submod.parameters() if p.grad is not None]
+
+
+def test_a_plan_for_fewer_ranks_is_refused(schedule: Any) -> None:
+    schedule._stage.group_rank = 1
+    plan = OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((), 0, 0, 0.0, 0.0),))
+    with pytest.raises(ConfigError, match="for 1 pipeline ranks, and this is rank 1"):
+        attach(schedule, {"layer": "*"}, OffloadConfig(plan=plan))
+    assert not any(name in vars(schedule._stage) for name in WRAPPED)
+    schedule._stage.group_rank = 0
+    with attach(schedule, {"layer": "*"}, OffloadConfig(plan=plan)):
+        step(schedule)
 
 
 def test_the_wrapped_methods_are_restored(schedule: Any) -> None:

@@ -33,6 +33,7 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._groups import step
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.prefetch import Prefetcher
@@ -63,6 +64,7 @@ VALUES: dict[str, Any] = {
     "min_offloaded_tensor_size": 3,
     "delta_offload_bytes_across_pp_ranks": 96,
     "activation_offload_fraction": 0.5,
+    "plan": OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((), 0, 0, 0.0, 0.0),)),
     "max_in_flight_bytes": 12345,
     "prefetch_bytes": 54321,
     "device_budget_bytes": 2**20 + 2,
@@ -81,6 +83,7 @@ LISTENED = {
     "activation_offload_fraction": Listened(
         step, "make_plan", "config", plans_with(activation_offload_fraction=0.5)
     ),
+    "plan": Listened(step, "make_plan", "config", lambda config: config.offload_plan is not None),
     "max_in_flight_bytes": Listened(Copies, "__init__", "max_in_flight_bytes", 12345),
     "prefetch_bytes": Listened(Prefetcher, "__init__", "window_bytes", 54321),
     "device_budget_bytes": Listened(Prefetcher, "limit", "most_bytes", 2**19 + 1),
@@ -93,7 +96,7 @@ LISTENED = {
 
 ENGINE = {"max_in_flight_bytes", "host_budget_bytes", "verify"}
 STASH = ENGINE | {"prefetch_bytes", "device_budget_bytes", "tiers", "disk_dir"}
-GROUPS = STASH | {"delta_offload_bytes_across_pp_ranks", "activation_offload_fraction"}
+GROUPS = STASH | {"delta_offload_bytes_across_pp_ranks", "activation_offload_fraction", "plan"}
 
 
 def run_groups() -> None:

@@ -340,6 +340,12 @@ class Manager:
                 len(old.names),
                 len(plan.kept),
             )
+        if plan.num_unplanned and plan != old:
+            logger.warning(
+                "%d groups of the step are not in the plan of OffloadConfig, or have other bytes "
+                "than there, and leave; make a plan for this model, schedule and length",
+                plan.num_unplanned,
+            )
         self.step.is_warmup = False
 
     def statistics(self) -> OffloadStatistics:

@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import zip_longest
 from typing import NamedTuple
 
+from pp_offload._common.offload_plan import PlannedGroup
 from pp_offload.config import OffloadConfig
 
 
@@ -81,6 +83,9 @@ class Plan:
     last: frozenset[GroupKey] = frozenset()
     """The last group of each name in each chunk."""
 
+    num_unplanned: int = 0
+    """Groups that the plan of the options does not know, or knows with other bytes."""
+
     def keeps(self, key: GroupKey, name: str) -> bool:
         """Whether the plan knows this very group and keeps it."""
         return key in self.kept and self.names[key.chunk][key.position] == name
@@ -96,18 +101,39 @@ def make_plan(chunks: tuple[ChunkShape, ...], config: OffloadConfig, pipeline_ra
     kept = groups_to_keep(chunks, config, pipeline_rank)
     names = {chunk.key: chunk.names for chunk in chunks}
     last = (key for chunk in chunks for key in last_of_each_name(chunk).values())
-    return Plan(kept, names, frozenset(last))
+    num = sum(planned is None for _, planned in planned_groups(chunks, config, pipeline_rank))
+    return Plan(kept, names, frozenset(last), num)
 
 
 def groups_to_keep(
     chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
 ) -> frozenset[GroupKey]:
-    """The margin, then the bytes that this pipeline rank keeps, then what the fraction keeps."""
+    """The margin, then the bytes that this pipeline rank keeps, then what the fraction keeps; or
+    the margin and what the plan of the options keeps.
+    """
     kept = reload_margin(chunks)
+    planned = planned_groups(chunks, config, pipeline_rank)
+    kept |= {key for key, group in planned if group is not None and group.keeps}
     share = pipeline_rank * config.delta_offload_bytes_across_pp_ranks
     kept |= first_bytes(chunks, share, kept)
     kept |= beyond_fraction(chunks, config.activation_offload_fraction, kept)
     return frozenset(kept)
+
+
+def planned_groups(
+    chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
+) -> list[tuple[GroupKey, PlannedGroup | None]]:
+    """Each group with what the plan of the options says of it; nothing without one."""
+    if config.offload_plan is None:
+        return []
+    stages = config.offload_plan.rank(pipeline_rank).stages
+    found: list[tuple[GroupKey, PlannedGroup | None]] = []
+    for chunk in chunks:
+        stage = stages[chunk.key.vp_stage] if chunk.key.vp_stage < len(stages) else ()
+        for (key, group), planned in zip_longest(chunk.by_key(), stage[: len(chunk.names)]):
+            is_known = planned is not None and (planned.name, planned.nbytes) == group
+            found.append((key, planned if is_known else None))
+    return found
 
 
 def reload_margin(chunks: Sequence[ChunkShape]) -> set[GroupKey]:

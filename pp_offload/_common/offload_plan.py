@@ -1,0 +1,186 @@
+"""Which groups of each pipeline rank leave and which stay, chosen before a run, and the file of it.
+
+    plan = OffloadPlan.load("plan.json")
+    plan.ranks[0].stages[0][3].keeps
+    plan.save("plan.json")
+
+:mod:`pp_offload.plan` makes them; the engine follows them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self, TypeVar
+
+from pp_offload._common.checks import said
+from pp_offload.errors import ConfigError
+
+FORMAT = "pp_offload plan 1"
+
+HOW = "expected a plan as `pp-offload plan -o` writes it"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A group of a stage."""
+
+    name: str
+
+    nbytes: int
+    """That offloading it moves. A group that has others by then is not the one that was planned."""
+
+    keeps: bool
+    """Whether it stays on the device."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank does, and what that is to cost in a step."""
+
+    stages: tuple[tuple[PlannedGroup, ...], ...]
+    """Groups in forward order, by virtual stage."""
+
+    peak_bytes: int
+    """Of its device; parameters and gradients count, the optimizer does not."""
+
+    host_peak_bytes: int
+
+    seconds: float
+    """Until its compute has ended."""
+
+    stalled_s: float
+    """Of that, how long compute waits for copies."""
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """What all ranks of a pipeline do."""
+
+    made_for: str
+    """Model, schedule and device, in words."""
+
+    limit_bytes: int
+    """No device's peak is above this."""
+
+    seconds: float
+    """Of a step, by this plan."""
+
+    least_seconds: float
+    """Of a step without any offload. No plan is faster: offload makes compute wait at times, and
+    never makes it wait less.
+    """
+
+    ranks: tuple[RankPlan, ...]
+
+    def rank(self, number: int) -> RankPlan:
+        """What one rank does.
+
+        Raises:
+            ConfigError: The plan has fewer ranks.
+        """
+        if number < len(self.ranks):
+            return self.ranks[number]
+        raise ConfigError(
+            f"the plan is for {len(self.ranks)} pipeline ranks, and this is rank {number}; expected"
+            " a plan for this pipeline: make one with as many ranks"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it; :meth:`from_dict` makes an equal one of it."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Self:
+        """What :meth:`to_dict` has given.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        if not isinstance(found, Mapping) or found.get("format") != FORMAT:
+            known = found.get("format") if isinstance(found, Mapping) else found
+            raise ConfigError(f"the format is {said(known)}, expected {FORMAT!r}; {HOW}")
+        return cls(
+            made_for=_value(found, "made_for", str),
+            limit_bytes=_count(found, "limit_bytes"),
+            seconds=_seconds(found, "seconds"),
+            least_seconds=_seconds(found, "least_seconds"),
+            ranks=_each(_list(found, "ranks"), _rank_plan),
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Of a file.
+
+        Raises:
+            ConfigError: It holds no plan.
+            OSError: It cannot be read.
+        """
+        with open(path, encoding="utf-8") as file:
+            try:
+                return cls.from_dict(json.load(file))
+            except (ValueError, RecursionError) as failure:
+                raise ConfigError(f"{os.fspath(path)} holds no plan: {failure}") from failure
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """As JSON.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.to_dict(), file, indent=1)
+            file.write("\n")
+
+
+def _rank_plan(found: Any) -> RankPlan:
+    return RankPlan(
+        stages=_each(_list(found, "stages"), lambda stage: _each(stage, _planned_group)),
+        peak_bytes=_count(found, "peak_bytes"),
+        host_peak_bytes=_count(found, "host_peak_bytes"),
+        seconds=_seconds(found, "seconds"),
+        stalled_s=_seconds(found, "stalled_s"),
+    )
+
+
+def _planned_group(found: Any) -> PlannedGroup:
+    return PlannedGroup(
+        name=_value(found, "name", str),
+        nbytes=_count(found, "nbytes"),
+        keeps=_value(found, "keeps", bool),
+    )
+
+
+def _each(found: Any, made_of: Callable[[Any], _T]) -> tuple[_T, ...]:
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise ConfigError(f"found {said(found)} in place of a list; {HOW}")
+    return tuple([made_of(one) for one in found])
+
+
+def _list(found: Any, name: str) -> Any:
+    return _value(found, name, (list, tuple))
+
+
+def _count(found: Any, name: str) -> int:
+    number: int = _value(found, name, int)
+    if number < 0:
+        raise ConfigError(f"{name} is {number}, expected an integer of at least 0; {HOW}")
+    return number
+
+
+def _seconds(found: Any, name: str) -> float:
+    return float(_value(found, name, (int, float)))
+
+
+def _value(found: Any, name: str, kind: type | tuple[type, ...]) -> Any:
+    if not isinstance(found, Mapping) or name not in found:
+        raise ConfigError(f"{name} is missing in {said(found)}; {HOW}")
+    value = found[name]
+    is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if not is_kind:
+        raise ConfigError(f"{name} is {said(value)}, which cannot be; {HOW}")
+    return value

@@ -1,0 +1,158 @@
+"""Plans as files, and as an option: what is in them, what is refused, and who follows them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy import make_model
+
+from pp_offload import ConfigError, CpuBackend, OffloadConfig, use_backend
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
+
+RANK = RankPlan(((PlannedGroup("mlp", 64, True), PlannedGroup("attn", 32, False)),), 9, 8, 0.5, 0.1)
+PLAN = OffloadPlan("a test", 10, 0.5, 0.25, (RANK, RANK))
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    assert OffloadPlan.load(tmp_path / "plan.json") == PLAN
+    for given in (tmp_path / "plan.json", str(tmp_path / "plan.json"), PLAN):
+        assert OffloadConfig(plan=given).offload_plan == PLAN
+
+
+def test_options_with_a_plan_go_to_a_file_and_back() -> None:
+    config = OffloadConfig(plan=PLAN)
+    assert OffloadConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert OffloadConfig.from_dict(OffloadConfig().to_dict()).offload_plan is None
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    return PLAN.to_dict() | values
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([], r"the format is the list \[\], expected 'pp_offload plan 1'"),
+        ({}, "the format is None"),
+        (changed(format="pp_offload plan 2"), "expected 'pp_offload plan 1'"),
+        (changed(limit_bytes=-1), "limit_bytes is -1, expected an integer of at least 0"),
+        (changed(limit_bytes=True), "limit_bytes is True, which cannot be"),
+        (changed(seconds="1"), "seconds is '1', which cannot be"),
+        (changed(ranks="all"), "ranks is 'all', which cannot be"),
+        (changed(ranks=[{}]), "stages is missing in"),
+        (changed(ranks=[3]), "stages is missing in 3"),
+        (changed(ranks=[{"stages": [7]}]), "found 7 in place of a list"),
+        (changed(ranks=[{"stages": [[{"name": "mlp", "nbytes": 1}]]}]), "keeps is missing"),
+        (
+            changed(ranks=[{"stages": [[{"name": "mlp", "nbytes": 1, "keeps": 1}]]}]),
+            "keeps is 1, which cannot be",
+        ),
+    ],
+)
+def test_what_is_no_plan_is_refused(found: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OffloadPlan.from_dict(found)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(found))
+    with pytest.raises(
+        ConfigError, match=rf"OffloadConfig is invalid: plan .*plan.json.*{message}"
+    ):
+        OffloadConfig(plan=path)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no JSON")
+    for path, message in (
+        (tmp_path / "text", "holds no plan"),
+        (tmp_path / "none", "No such file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            OffloadConfig(plan=path)
+    with pytest.raises(ConfigError, match=r"plan is 3, expected an OffloadPlan"):
+        OffloadConfig(plan=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "other", [{"activation_offload_fraction": 0.5}, {"delta_offload_bytes_across_pp_ranks": 1}]
+)
+def test_there_is_one_way_to_say_what_stays(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected one way to say what stays"):
+        OffloadConfig(plan=PLAN, **other)
+
+
+NUM_GROUPS = 4
+"""Of the model below, in each chunk."""
+
+
+def steps(config: OffloadConfig, num: int = 3) -> tuple[list[torch.Tensor], list[int]]:
+    """Gradients of the last step, and how many groups each step kept that may leave."""
+    with use_backend(CpuBackend(), config=config) as manager:
+        torch.manual_seed(0)
+        model = make_model()
+        sent = []
+        for _ in range(num):
+            off_interface.reset()
+            before = manager.statistics().bytes_offloaded
+            for _ in range(2):
+                off_interface.init_chunk_handler(None, None, 1)
+                model(torch.ones(2, 8)).sum().backward()
+            sent.append(manager.statistics().bytes_offloaded - before)
+        off_interface.reset()
+        assert manager.wiring.plan.names
+        groups = [*next(iter(manager.wiring.plan.names.values()))]
+        assert len(groups) == len(set(groups)) or groups
+    return [p.grad for p in model.parameters() if p.grad is not None], sent
+
+
+def plan_of(keeps: bool, *, wrong_bytes: int = 0) -> OffloadPlan:
+    """For the model of these tests."""
+    with use_backend(CpuBackend()) as manager:
+        model = make_model()
+        off_interface.init_chunk_handler(None, None, 1)
+        model(torch.ones(2, 8)).sum().backward()
+        (record,) = [chunk.record(key) for key, chunk in manager.step._backward.items()]
+    groups = [
+        PlannedGroup(name, nbytes + wrong_bytes, keeps)
+        for name, nbytes in zip(record.shape.names, record.shape.sizes, strict=True)
+    ]
+    return OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((tuple(groups),), 0, 0, 0.0, 0.0),))
+
+
+def test_what_is_planned_stays_from_the_second_step_on() -> None:
+    grads, sent = steps(OffloadConfig())
+    kept_grads, kept_sent = steps(OffloadConfig(plan=plan_of(True)))
+    left_grads, left_sent = steps(OffloadConfig(plan=plan_of(False)))
+    assert sent == left_sent and kept_sent == [sent[0], 0, 0] and sent[1] > 0
+    for one, other, third in zip(grads, kept_grads, left_grads, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, third)
+
+
+def test_groups_with_other_bytes_leave_and_are_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, sent = steps(OffloadConfig())
+    with caplog.at_level(logging.WARNING):
+        _, other = steps(OffloadConfig(plan=plan_of(True, wrong_bytes=1)), num=4)
+    assert other[:3] == sent
+    (line,) = [one.getMessage() for one in caplog.records if "in the plan" in one.getMessage()]
+    assert "are not in the plan of OffloadConfig, or have other bytes" in line
+
+
+def test_a_plan_for_fewer_groups_or_stages_leaves_the_others() -> None:
+    _, sent = steps(OffloadConfig())
+    full = plan_of(True)
+    (groups,) = full.ranks[0].stages
+    for stages in ((), (groups[:1],)):
+        less = replace(full, ranks=(replace(full.ranks[0], stages=stages),))
+        _, other = steps(OffloadConfig(plan=less))
+        assert 0 < other[1] <= sent[1]
+    more = replace(full, ranks=(replace(full.ranks[0], stages=((*groups, groups[0]),)),))
+    assert steps(OffloadConfig(plan=more))[1] == [sent[0], 0, 0]
