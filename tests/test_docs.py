@@ -46,6 +46,7 @@ EXAMPLES = {
     "simulate": 3,
     "trace": 3,
     "cli": 1,
+    "planning": 2,
 }
 """How many blocks of Python a page has; each is run below."""
 
@@ -287,6 +288,28 @@ def test_the_model_of_the_command_line_runs(
     rows = [line.split() for line in done.output.splitlines() if line[:1].isdigit()]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert all(0 < float(with_it) < float(without) for _, without, with_it, *_ in rows[:3])
+
+
+def test_a_plan_is_made_and_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_model.py").write_text(blocks("cli")[0])
+    monkeypatch.chdir(tmp_path)
+    command = re.search(r"^pp-offload (plan my_model.*)$", PAGES["planning"], flags=re.MULTILINE)
+    assert command is not None
+    done = CliRunner().invoke(app, command[1].split())
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.output.splitlines() if line[:1].isdigit()]
+    assert [float(row[1]) > 7 for row in rows] == [True, False, False, False]
+    assert all(float(row[2]) <= 7 for row in rows)
+    given: list[OffloadConfig] = []
+    exec(
+        blocks("planning")[0],
+        {"attach": lambda schedule, groups, config: given.append(config), "schedule": None},
+    )
+    assert given[0].offload_plan is not None and len(given[0].offload_plan.ranks) == 4
+    exec(blocks("planning")[1], {})
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 @pytest.mark.parametrize("name", ["step_of_a_rank", "step_of_four_ranks"])

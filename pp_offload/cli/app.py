@@ -14,6 +14,7 @@ import typer
 
 from pp_offload import __version__
 from pp_offload.cli.doctor import doctor
+from pp_offload.cli.plan import plan
 from pp_offload.cli.simulate import simulate
 from pp_offload.cli.trace import trace
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command()(simulate)
+app.command()(plan)
 app.command()(trace)
 app.command()(doctor)
 
@@ -51,4 +53,4 @@ def _commands(
         ),
     ] = False,
 ) -> None:
-    """Activation offload for PyTorch: what it costs, what happened in a step, what is here."""
+    """Activation offload for PyTorch: what it costs, what is to leave, what happened in a step."""

@@ -12,8 +12,8 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 from typer.testing import CliRunner
 
-from pp_offload.cli import simulate
 from pp_offload.cli.app import app
+from pp_offload.cli.pipelines import progress_bar
 from pp_offload.simulate.huggingface import groups_of, model_from_config, stages_of
 from pp_offload.trace import read
 
@@ -104,11 +104,11 @@ class Terminal(StringIO):
 
 
 def test_a_bar_where_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    with simulate._bar() as bar:
+    with progress_bar() as bar:
         assert bar is None, "nobody looks"
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    with simulate._bar() as bar:
+    with progress_bar() as bar:
         show = bar("with offload")
         for done in range(1, 11):
             show(done, 10)

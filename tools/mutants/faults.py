@@ -1562,4 +1562,47 @@ MUTANTS = [
         "a virtual device whose peak is higher where groups share bytes in several host pieces",
         ("tests/plan/test_predicted.py::test_random_pipelines_cost_what_they_cost_the_engine",),
     ),
+    Mutant(
+        "nobody follows a plan",
+        "pp_offload/_groups/plan.py",
+        "kept |= {key for key, group in planned if group is not None and group.keeps}",
+        "",
+        "what a plan keeps leaves all the same",
+        ("tests/common/test_offload_plan.py::test_what_is_planned_stays_from_the_second_step_on",),
+    ),
+    Mutant(
+        "a plan for other bytes is followed",
+        "pp_offload/_groups/plan.py",
+        "is_known = planned is not None and (planned.name, planned.nbytes) == group",
+        "is_known = planned is not None",
+        "a plan for another length says what stays, and the peak is anywhere",
+        (
+            "tests/common/test_offload_plan.py::"
+            "test_groups_with_other_bytes_leave_and_are_told_of_once",
+        ),
+    ),
+    Mutant(
+        "plans forget the first step",
+        "pp_offload/plan/search.py",
+        "if not fitting or max(self._first_peaks()) > limit_bytes:",
+        "if not fitting:",
+        "a training by a plan is out of memory in its first step",
+        ("tests/plan/test_choose.py::test_the_least_limit_that_is_told_is_one",),
+    ),
+    Mutant(
+        "plans are not changed for the better",
+        "pp_offload/plan/search.py",
+        "        return self._polished(_best(fitting), limit_bytes)",
+        "        return fitting[0]",
+        "a step by a plan is longer than it has to be",
+        ("tests/plan/test_choose.py::test_no_choice_of_groups_is_better",),
+    ),
+    Mutant(
+        "a plan with too few ranks is taken",
+        "pp_offload/pipelining.py",
+        "        if plan is not None:\n            plan.rank(_rank_of(self._stages))",
+        "        if False:\n            plan.rank(_rank_of(self._stages))",
+        "a rank that the plan does not know fails after its first step, not at attach",
+        ("tests/test_attach.py::test_a_plan_for_fewer_ranks_is_refused",),
+    ),
 ]

@@ -1,0 +1,149 @@
+"""The options that say which pipeline a command is about, and the pipeline they say.
+
+pipeline = pipeline_of(model, hf, schedule=schedule, ranks=ranks, ...)
+pipeline.order, pipeline.work, pipeline.hardware, pipeline.peers
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pp_offload.cli.models import from_function, from_hugging_face, with_groups
+from pp_offload.cli.wrong import told, wrong
+from pp_offload.config import OffloadConfig
+from pp_offload.simulate import DEVICES, Hardware, Modules, PeerLink, PipelineOrder
+from pp_offload.simulate.schedules import SCHEDULES, checked_stages, order_of
+
+GIB, GB = 2**30, 10**9
+
+MIN_NUMEL = OffloadConfig().min_offloaded_tensor_size
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(help="module:function, which returns the stages; docs/cli.md has one."),
+]
+HfOption = Annotated[
+    str | None, typer.Option(help="In its place a config.json of Transformers, or its directory.")
+]
+ScheduleOption = Annotated[
+    str, typer.Option(help=f"{', '.join(SCHEDULES)}, or a CSV file of actions.")
+]
+RanksOption = Annotated[int, typer.Option(min=1, help="Devices of the pipeline.")]
+StagesOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Stages per rank; the least that the schedule takes if not given."),
+]
+MicrobatchesOption = Annotated[int, typer.Option(min=1, help="Of a step.")]
+LengthOption = Annotated[int, typer.Option(min=1, help="Tokens of a microbatch.")]
+DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")]
+GroupsOption = Annotated[
+    str | None, typer.Option(help="Which of the model's groups leave, with commas; all if not.")
+]
+GibOption = Annotated[
+    float | None,
+    typer.Option(min=0, help="May be on its way, each way; the engine chooses if not given."),
+]
+MinNumelOption = Annotated[int, typer.Option(min=0, help="Tensors of fewer elements stay.")]
+NetworkOption = Annotated[float, typer.Option(help="GB/s from rank to rank.")]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a command is about."""
+
+    order: PipelineOrder
+    work: Modules
+    hardware: Hardware
+    peers: PeerLink
+
+    title: str
+    """In words."""
+
+
+def pipeline_of(
+    model: str | None,
+    hf: str | None,
+    *,
+    schedule: str,
+    ranks: int,
+    virtual_stages: int | None,
+    microbatches: int,
+    length: int,
+    device: str,
+    groups: str | None,
+    network_gb: float,
+) -> Pipeline:
+    """The pipeline of these options.
+
+    Raises:
+        typer.BadParameter: There is none.
+    """
+    if (model is None) == (hf is None):
+        given = "neither" if model is None else "both"
+        raise wrong("MODEL", f"found {given} of module:function and --hf, expected one of the two")
+    if device not in DEVICES:
+        raise wrong("--device", f"found {device!r}, expected one of {', '.join(DEVICES)}")
+    check_finite("--network-gb", network_gb)
+    if network_gb <= 0:
+        raise wrong("--network-gb", f"found {network_gb:g}, expected a number above 0")
+    with told("--schedule"):
+        num_stages = checked_stages(schedule, virtual_stages)
+        order = order_of(
+            schedule,
+            num_ranks=ranks,
+            stages_per_rank=num_stages,
+            num_microbatches=microbatches,
+        )
+    sizes = {"num_stages": ranks * num_stages, "length": length}
+    if hf is not None:
+        work = from_hugging_face(hf, **sizes)
+    else:
+        assert model is not None
+        work = from_function(model, **sizes)
+    work = with_groups(work, groups)
+    names = "groups that the model marks" if work.groups is None else " and ".join(work.groups)
+    title = (
+        f"{model or hf} on {ranks} virtual {device}, {schedule}, {num_stages} "
+        f"stage{'s' * (num_stages > 1)} each, {microbatches} microbatches of {length} tokens; "
+        f"{names} may leave"
+    )
+    return Pipeline(order, work, DEVICES[device], PeerLink(bytes_per_s=network_gb * GB), title)
+
+
+def check_finite(option: str, number: float | None) -> None:
+    """Check a number that may be left out.
+
+    Raises:
+        typer.BadParameter: It is infinite, or none.
+    """
+    if number is not None and not isfinite(number):
+        raise wrong(option, f"found {number}, expected a finite number")
+
+
+Told = Callable[[int, int | None], None]
+"""Told how much is done, and of how much if that is known."""
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str], Told] | None]:
+    """Gives what shows how far a part of the work is, by its name; None where nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+
+        def shown(name: str) -> Told:
+            task = progress.add_task(name, total=None)
+            return lambda done, total: progress.update(task, completed=done, total=total)
+
+        yield shown

@@ -1,0 +1,111 @@
+"""``pp-offload plan``: what each rank keeps and what leaves, below a limit of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pp_offload._common.option_sources import UNITS, parse_size
+from pp_offload.cli.pipelines import (
+    GIB,
+    MIN_NUMEL,
+    DeviceOption,
+    GibOption,
+    GroupsOption,
+    HfOption,
+    LengthOption,
+    MicrobatchesOption,
+    MinNumelOption,
+    ModelArgument,
+    NetworkOption,
+    RanksOption,
+    ScheduleOption,
+    StagesOption,
+    check_finite,
+    pipeline_of,
+    progress_bar,
+)
+from pp_offload.cli.wrong import check_target, told, wrong
+from pp_offload.config import OffloadConfig
+from pp_offload.plan import InfeasibleError, choose, predict, record
+from pp_offload.plan.table import table
+
+
+def plan(
+    limit: Annotated[
+        str, typer.Option(help="The most that a device may hold: 70GiB. Less its optimizer's.")
+    ],
+    model: ModelArgument = None,
+    hf: HfOption = None,
+    schedule: ScheduleOption = "1f1b",
+    ranks: RanksOption = 4,
+    virtual_stages: StagesOption = None,
+    microbatches: MicrobatchesOption = 16,
+    length: LengthOption = 4096,
+    device: DeviceOption = "H100",
+    groups: GroupsOption = None,
+    gib: GibOption = None,
+    min_numel: MinNumelOption = MIN_NUMEL,
+    network_gb: NetworkOption = 50.0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan here: plan.json.")
+    ] = None,
+) -> None:
+    """What each rank keeps on its device and what leaves.
+
+    So that no device holds more than the limit, and a step is as short as was found. The file is
+    for OffloadConfig(plan="plan.json").
+
+    Parameters, gradients and activations count. No GPU is needed, and no time is measured.
+    """
+    check_finite("--gib", gib)
+    check_target("--output", output)
+    limit_bytes = parse_size(limit)
+    if limit_bytes is None:
+        raise wrong(
+            "--limit", f"found {limit!r}, expected bytes with a unit of {', '.join(UNITS)}: 70GiB"
+        )
+    pipeline = pipeline_of(
+        model,
+        hf,
+        schedule=schedule,
+        ranks=ranks,
+        virtual_stages=virtual_stages,
+        microbatches=microbatches,
+        length=length,
+        device=device,
+        groups=groups,
+        network_gb=network_gb,
+    )
+    ahead: Any = "auto" if gib is None else int(gib * GIB)
+    config = OffloadConfig(
+        max_in_flight_bytes=ahead, prefetch_bytes=ahead, min_offloaded_tensor_size=min_numel
+    )
+    played = pipeline.order, pipeline.work, pipeline.hardware
+    with progress_bar() as bar:
+        say = None if bar is None else bar("one microbatch of each stage")
+        with told(f"{'MODEL' if hf is None else '--hf'} or --schedule"):
+            tapes = record(*played, config)
+        with told("--schedule"):
+            try:
+                found = choose(
+                    pipeline.order,
+                    tapes,
+                    pipeline.hardware,
+                    limit_bytes,
+                    config=config,
+                    peers=pipeline.peers,
+                    made_for=pipeline.title,
+                    progress=None if say is None else lambda num: say(num, None),
+                )
+            except InfeasibleError as failure:
+                raise wrong("--limit", str(failure)) from failure
+    if output is not None:
+        found.save(output)
+    none = predict(pipeline.order, tapes, pipeline.hardware, peers=pipeline.peers, num_steps=1)
+    typer.echo(f"{pipeline.title}\n")
+    typer.echo(table(found, none))
+    if output is not None:
+        typer.echo(f'\nwritten to {output}; follow it with OffloadConfig(plan="{output}")')

@@ -1,0 +1,70 @@
+"""A plan as a table, which a person reads first.
+
+print(table(plan, predict(order, tapes, hardware, num_steps=1)))
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._common.tables import format_table
+from pp_offload.simulate.rank import PipelineStep, RankStep
+
+GIB = 2**30
+
+HEAD = ("rank", "peak GiB", "with", "host GiB", "stalled ms", "leave", "stay")
+
+NOTE = """\
+The first peak is that without offload, all else is with it. stalled: ms of a step in which compute
+stands still for copies. Groups that leave do so from the second step on but for the last of each
+name, for which there is no time; in the first step all leave."""
+
+
+def table(plan: OffloadPlan, none: PipelineStep) -> str:
+    """A row for each rank.
+
+    Args:
+        plan: To be shown.
+        none: The step without offload.
+    """
+    rows = [
+        _row(number, *both) for number, both in enumerate(zip(plan.ranks, none.ranks, strict=True))
+    ]
+    slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
+    proven = (
+        "and no plan is faster"
+        if slower < 1e-6
+        else "which no plan is below; that none is between the two is not proven"
+    )
+    return "\n".join(
+        [
+            f"at most {plan.limit_bytes / GIB:.2f} GiB: {plan.seconds * 1e3:.1f} ms a step, "
+            f"{slower:.1%} more than the {plan.least_seconds * 1e3:.1f} without offload, {proven}",
+            "",
+            format_table([HEAD, *rows]),
+            NOTE,
+        ]
+    )
+
+
+def _row(number: int, ours: RankPlan, none: RankStep) -> tuple[str, ...]:
+    return (
+        str(number),
+        f"{none.peak_bytes / GIB:.2f}",
+        f"{ours.peak_bytes / GIB:.2f}",
+        f"{ours.host_peak_bytes / GIB:.2f}",
+        f"{ours.stalled_s * 1e3:.1f}",
+        _named(ours, keeps=False),
+        _named(ours, keeps=True),
+    )
+
+
+def _named(rank: RankPlan, *, keeps: bool) -> str:
+    names = Counter(
+        group.name
+        for stage in rank.stages
+        for group in stage
+        if group.keeps is keeps and group.nbytes
+    )
+    return ", ".join(f"{num} {name}" for name, num in names.items()) or "-"

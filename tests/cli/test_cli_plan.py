@@ -1,0 +1,86 @@
+"""``pp-offload plan``: a table first, a file to follow, and every error as a new user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pp_offload import OffloadConfig
+from pp_offload.cli.app import app
+
+SMALL = "--ranks 2 --microbatches 4 --length 256 --min-numel 1".split()
+
+
+@pytest.fixture(autouse=True)
+def _beside_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the directory of the module: it is found without PYTHONPATH."""
+    monkeypatch.chdir(Path(__file__).parent)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """The exit code, and what is printed on one line; what has a traceback is raised."""
+    done = CliRunner().invoke(app, [*arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, " ".join(done.output.split())
+
+
+def test_a_table_and_a_file_that_the_engine_follows(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    code, output = run("plan", "cli_models:good", *SMALL, "--limit", "560kB", "-o", str(path))
+    assert code == 0, output
+    assert "cli_models:good on 2 virtual H100, 1f1b" in output
+    assert "at most 0.00 GiB" in output and "of a step in which compute" in output
+    assert f'written to {path}; follow it with OffloadConfig(plan="{path}")' in output
+    plan = OffloadConfig(plan=path).offload_plan
+    assert plan is not None and plan.limit_bytes == 560_000
+    assert all(0 < rank.peak_bytes <= 560_000 for rank in plan.ranks)
+    code, output = run("simulate", "cli_models:good", *SMALL, "--plan", str(path), "--json")
+    assert code == 0, output
+    found = json.loads(output)["with offload"]
+    assert [rank["peak_bytes"] for rank in found["ranks"]] == [
+        rank.peak_bytes for rank in plan.ranks
+    ]
+
+
+def test_what_is_as_fast_as_can_be_says_so() -> None:
+    code, output = run("plan", "cli_models:good", *SMALL, "--limit", "1GiB")
+    assert code == 0, output
+    assert "0.0% more than the" in output and "and no plan is faster" in output
+    assert "written to" not in output
+
+
+GOOD = "plan cli_models:good --ranks 2"
+WRONG = {
+    "plan cli_models:good": "Missing option '--limit'",
+    "plan --limit 1GiB": "found neither of module:function and --hf, expected one of the two",
+    f"{GOOD} --limit 1": "--limit: limit_bytes is 1 (0.00 GiB), expected at least",
+    f"{GOOD} --limit 1Gb": "found '1Gb', expected bytes with a unit of B, kB",
+    f"{GOOD} --limit many": "found 'many', expected bytes with a unit of B, kB",
+    f"{GOOD} --limit 1GiB --gib inf": "found inf, expected a finite number",
+    f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "expected a file in a directory that is there",
+    f"{GOOD} --limit 1GiB --schedule zbv": "expected ranks whose stages are not next to each other",
+    f"{GOOD} --limit 1GiB --schedule interleavedzerobubble": "expected whole backwards",
+    "simulate cli_models:good --ranks 2 --plan nowhere.json": "No such file or directory",
+    "simulate cli_models:good --ranks 2 --plan cli_models.py": "cli_models.py holds no plan",
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_what_cannot_be_right(command: str) -> None:
+    code, output = run(*command.split())
+    assert code == 2
+    plain = output.replace("│", " ")
+    assert WRONG[command] in " ".join(plain.split()), output
+
+
+def test_a_plan_for_another_pipeline(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert run("plan", "cli_models:good", *SMALL, "--limit", "1GiB", "-o", str(path))[0] == 0
+    code, output = run("simulate", "cli_models:good", "--plan", str(path), *SMALL, "--ranks", "3")
+    assert code == 2 and "the plan is for 2 pipeline ranks, and this is rank 2" in output
+    code, output = run("simulate", "cli_models:good", "--plan", str(path), "--fraction", "0.5")
+    assert code == 2 and "expected one way to say what stays" in output

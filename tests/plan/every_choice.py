@@ -1,0 +1,56 @@
+"""Every choice of groups of a small pipeline, without a thought of which are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from random_pipelines import Drawn
+
+from pp_offload.plan import OffloadPlan, PlannedGroup, RankPlan, RankTapes, predict
+
+Place = tuple[int, int, int]
+"""Rank, stage and position."""
+
+
+def places_of(tapes: list[RankTapes]) -> list[Place]:
+    """Groups that have something to move."""
+    return [
+        (rank, stage, position)
+        for rank, one in enumerate(tapes)
+        for stage, tape in one.stages.items()
+        for position, group in enumerate(tape.groups)
+        if group.payloads
+    ]
+
+
+def num_groups(tapes: list[RankTapes]) -> int:
+    """How many those are."""
+    return len(places_of(tapes))
+
+
+def all_choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tuple[int, float]]:
+    """The peak and the time of each."""
+    places = places_of(tapes)
+    for bits in product([False, True], repeat=len(places)):
+        kept = {place for place, bit in zip(places, bits, strict=True) if bit}
+        ranks = tuple(_rank_plan(rank, one, kept) for rank, one in enumerate(tapes))
+        config = replace(drawn.config, plan=OffloadPlan("", 0, 0.0, 0.0, ranks))
+        step = predict(drawn.order, tapes, drawn.hardware, config=config, peers=drawn.peers)
+        yield max(rank.peak_bytes for rank in step.ranks), step.seconds
+
+
+def _rank_plan(rank: int, tapes: RankTapes, kept: set[Place]) -> RankPlan:
+    stages = tuple(
+        tuple(
+            PlannedGroup(
+                group.name,
+                sum(tape.payloads[index].nbytes for index in group.payloads),
+                (rank, stage, position) in kept,
+            )
+            for position, group in enumerate(tape.groups)
+        )
+        for stage, tape in sorted(tapes.stages.items())
+    )
+    return RankPlan(stages, 0, 0, 0.0, 0.0)

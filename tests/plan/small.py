@@ -1,0 +1,28 @@
+"""Random pipelines in which options leave to a plan what stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from random_pipelines import Drawn, draw_pipeline
+
+from pp_offload.plan import RankTapes, predict, record
+
+
+def planned(seed: int) -> tuple[Drawn, list[RankTapes]]:
+    """A pipeline, and its tapes."""
+    drawn = draw_pipeline(seed)
+    config = replace(
+        drawn.config, activation_offload_fraction=1.0, delta_offload_bytes_across_pp_ranks=0
+    )
+    drawn = replace(drawn, config=config)
+    return drawn, record(drawn.order, drawn.work, drawn.hardware, config)
+
+
+def limits(drawn: Drawn, tapes: list[RankTapes], num: int) -> list[int]:
+    """From what is needed where all leaves to what is needed where nothing does."""
+    how = drawn.order, tapes, drawn.hardware
+    none = predict(*how, peers=drawn.peers, num_steps=1)
+    least = predict(*how, peers=drawn.peers, config=drawn.config)
+    low, high = (max(rank.peak_bytes for rank in step.ranks) for step in (least, none))
+    return [low + (high - low) * part // (num - 1) for part in range(num)]

@@ -1,0 +1,153 @@
+"""Plans: below their limit, what the engine then does, near the best there is, and refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from every_choice import all_choices
+from random_pipelines import Drawn
+from small import limits, planned
+
+from pp_offload._groups import auto_bounds
+from pp_offload.plan import (
+    InfeasibleError,
+    OffloadPlan,
+    PlannedGroup,
+    RankTapes,
+    choose,
+    predict,
+    search,
+)
+from pp_offload.simulate import RankStep, run_pipeline
+
+
+@pytest.fixture(autouse=True)
+def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These models are small, and the floor would leave nothing to choose."""
+    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
+
+
+@pytest.fixture
+def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a model so large that not all choices can be tried."""
+    monkeypatch.setattr(search, "MAX_EVENTS", 0)
+    monkeypatch.setattr(search, "LEAST_TRIES", 12)
+
+
+def slow(*seeds: int) -> list[Any]:
+    """Pipelines with more ranks and layers."""
+    return [pytest.param(seed, marks=pytest.mark.slow) for seed in seeds]
+
+
+def chosen(drawn: Drawn, tapes: list[RankTapes], limit: int) -> OffloadPlan | None:
+    how = {"config": drawn.config, "peers": drawn.peers}
+    try:
+        return choose(drawn.order, tapes, drawn.hardware, limit, **how)
+    except InfeasibleError as failure:
+        assert failure.least_bytes > limit
+        return None
+
+
+def check_follows(drawn: Drawn, plan: OffloadPlan) -> None:
+    """What the plan says is what the engine itself does."""
+    config = replace(drawn.config, plan=plan)
+    how = drawn.order, drawn.work, drawn.hardware
+    step = run_pipeline(*how, config=config, peers=drawn.peers)
+    first = run_pipeline(*how, config=config, peers=drawn.peers, num_steps=1)
+    assert all(rank.peak_bytes <= plan.limit_bytes for rank in first.ranks)
+    for rank, one in zip(plan.ranks, step.ranks, strict=True):
+        assert rank.peak_bytes == one.peak_bytes <= plan.limit_bytes
+        assert rank.host_peak_bytes == one.host_peak_bytes
+    assert plan.seconds == pytest.approx(step.seconds, rel=1e-9)
+    assert plan.seconds >= plan.least_seconds * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", [9, 22, 51, *slow(0, 7, 11)])
+def test_the_engine_does_what_was_planned(seed: int) -> None:
+    drawn, tapes = planned(seed)
+    for limit in limits(drawn, tapes, 4):
+        plan = chosen(drawn, tapes, limit)
+        if plan is not None:
+            check_follows(drawn, plan)
+
+
+def test_of_a_large_model_a_part_of_all_choices_is_tried(few_tries: None) -> None:
+    num_found = 0
+    for seed in (7, 9, 51):
+        drawn, tapes = planned(seed)
+        for limit in limits(drawn, tapes, 3):
+            plan = chosen(drawn, tapes, limit)
+            if plan is not None:
+                check_follows(drawn, plan)
+                num_found += 1
+    assert num_found > 5
+
+
+def first_step(drawn: Drawn, tapes: list[RankTapes]) -> list[RankStep]:
+    """In which no engine knows a plan."""
+    how = drawn.order, tapes, drawn.hardware
+    return predict(*how, config=drawn.config, peers=drawn.peers, num_steps=1).ranks
+
+
+@pytest.mark.parametrize("seed", [20, 22, 35, 39, 51])
+def test_no_choice_of_groups_is_better(seed: int) -> None:
+    drawn, tapes = planned(seed)
+    every = list(all_choices(drawn, tapes))
+    assert len(every) > 7
+    first = max(rank.peak_bytes for rank in first_step(drawn, tapes))
+    least = max(first, min(peak for peak, _ in every))
+    for limit in (least - 1, least, *limits(drawn, tapes, 4)):
+        best = min((seconds for peak, seconds in every if peak <= limit), default=None)
+        plan = chosen(drawn, tapes, limit)
+        if best is None or limit < first:
+            assert plan is None
+        else:
+            assert plan is not None and plan.seconds <= best * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", [9, *slow(0, 11)])
+def test_more_memory_is_never_slower_and_less_never_has_the_higher_peak(seed: int) -> None:
+    drawn, tapes = planned(seed)
+    found = [chosen(drawn, tapes, limit) for limit in limits(drawn, tapes, 6)]
+    plans = [plan for plan in found if plan is not None]
+    assert len({plan.seconds for plan in plans}) > 2
+    for less, more in zip(plans, plans[1:], strict=False):
+        assert more.seconds <= less.seconds * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", [9, 22, 35])
+def test_the_least_limit_that_is_told_is_one(seed: int) -> None:
+    drawn, tapes = planned(seed)
+    with pytest.raises(InfeasibleError, match=r"limit_bytes is 1 .*, expected at least") as refused:
+        choose(drawn.order, tapes, drawn.hardware, 1, config=drawn.config, peers=drawn.peers)
+    least = refused.value.least_bytes
+    plan = chosen(drawn, tapes, least)
+    assert plan is not None and chosen(drawn, tapes, least - 1) is None
+    peaks = [rank.peak_bytes for rank in (*plan.ranks, *first_step(drawn, tapes))]
+    assert max(peaks) == least
+
+
+def test_with_room_for_all_everything_stays() -> None:
+    drawn, tapes = planned(9)
+    plan = chosen(drawn, tapes, 2**40)
+    assert plan is not None and plan.seconds == pytest.approx(plan.least_seconds, rel=1e-9)
+    groups = [group for rank in plan.ranks for stage in rank.stages for group in stage]
+    assert all(group.keeps for group in groups if group.nbytes)
+    assert all(isinstance(group, PlannedGroup) for group in groups)
+
+
+def test_each_rank_sends_no_more_than_it_needs() -> None:
+    """The first rank of a pipeline has the most in flight."""
+    drawn, tapes = planned(9)
+    none = predict(drawn.order, tapes, drawn.hardware, peers=drawn.peers, num_steps=1)
+    peaks = [rank.peak_bytes for rank in none.ranks]
+    limit = (max(peaks) + sorted(peaks)[-2]) // 2  # one rank alone is above it
+    plan = chosen(drawn, tapes, limit)
+    assert plan is not None
+    sends = [
+        any(group.nbytes and not group.keeps for stage in rank.stages for group in stage)
+        for rank in plan.ranks
+    ]
+    assert sends == [peak > limit for peak in peaks]
