@@ -1,14 +1,15 @@
 """A device in numbers: the clocks of the virtual one, and bytes without tensors.
 
 device = NumberDevice(DEVICES["H100"])
-device.run(1e-3)                    # compute works
+device.run([1e-3])                  # compute works
 event = device.copy([2**20], to_host=True)
 device.memory.add(512)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
 from pp_offload.simulate.hardware import Hardware
@@ -24,7 +25,13 @@ class Bytes:
     def add(self, nbytes: int) -> None:
         """So much more, or less."""
         self.live += nbytes
-        self.peak = max(self.peak, self.live)
+        if self.live > self.peak:
+            self.peak = self.live
+
+    def pass_by(self, nbytes: int, rise: int) -> None:
+        """So much more in the end, and at most ``rise`` more on the way."""
+        self.peak = max(self.peak, self.live + rise)
+        self.live += nbytes
 
 
 class NumberDevice:
@@ -60,9 +67,13 @@ class NumberDevice:
         """Have the host wait for all of it."""
         self.host.wait_until(self.seconds)
 
-    def run(self, seconds: float) -> None:
-        """Launch an operator that takes so long by itself."""
-        self.compute.launch_until(lambda begin_s: self.link.compute(begin_s, seconds))
+    def run(self, operators_s: Sequence[float]) -> None:
+        """Launch operators that take so long by themselves."""
+        if not self.host.hardware.copy_slowdown:
+            self.compute.launch_all(operators_s)
+            return
+        for took_s in operators_s:
+            self.compute.launch_until(partial(self.link.compute, seconds=took_s))
 
     def copy(self, sizes: Iterable[int], *, to_host: bool) -> VirtualEvent:
         """Launch copies of so many bytes, one behind the other; what is behind them."""

@@ -45,9 +45,18 @@ class HostPlaces:
 def pieces(loan: Loan, begin: int, nbytes: int) -> list[int]:
     """The sizes of the pieces in which a payload lies."""
     buffer = loan.buffer
-    if len(buffer.pieces) == 1:
+    if len(buffer.ranges) == 1:
         return [nbytes]
-    return [one.numel() for one in buffer.bytes_at(begin, nbytes)]
+    found: list[int] = []
+    left = buffer.nbytes  # the last range may be longer than what is left for it
+    for one in buffer.ranges:
+        piece = min(left, one.nbytes)
+        left -= piece
+        if begin < piece and nbytes > 0:
+            found.append(min(nbytes, piece - begin))
+            nbytes -= found[-1]
+        begin = max(0, begin - piece)
+    return found
 
 
 def _no_bytes(nbytes: int) -> Tensor:

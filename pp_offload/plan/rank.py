@@ -25,11 +25,10 @@ from pp_offload.plan.tape import (
     Drop,
     Event,
     Gone,
-    Memory,
     Open,
     RankTapes,
     Release,
-    Run,
+    Stretch,
     Tape,
     Use,
 )
@@ -175,10 +174,9 @@ class NumberRank:
     def _play(self, step: _Step, events: Sequence[Event], chunk: ChunkState | None) -> None:
         device = step.device
         for event in events:
-            if isinstance(event, Run):
+            if isinstance(event, Stretch):
                 device.run(event.seconds)
-            elif isinstance(event, Memory):
-                device.memory.add(event.nbytes)
+                device.memory.pass_by(event.nbytes, event.rise)
             else:
                 assert chunk is not None, "nothing is saved when gradients are reduced"
                 self._tell(step.rules, event, chunk)

@@ -10,11 +10,10 @@ what the program had let go of.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 
+from pp_offload._common.garbage import collector_off
 from pp_offload._groups.plan import Plan
 from pp_offload._megatron.current import use_manager
 from pp_offload._megatron.manager import PipelineOffloadManager
@@ -85,7 +84,8 @@ def _record_rank(
                 resident = backend.memory.live_bytes
                 recorder.taken()
                 manager.wiring.transfer.listeners.add(recorder)
-                with _no_garbage():
+                gc.collect()
+                with collector_off():
                     stages = {
                         stage: _record_stage(order, mine, recorder, stage)
                         for stage in order.stages_of(rank)
@@ -168,15 +168,3 @@ def _record_stage(order: PipelineOrder, work: RankWork, recorder: Recorder, stag
         sent_bytes=sent,
         sent_back_bytes=sent_back,
     )
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -28,15 +28,18 @@ from pp_offload.plan.tape import (
     Event,
     Gone,
     GroupTape,
-    Memory,
     Open,
     Payload,
     Release,
-    Run,
+    Stretch,
     Use,
 )
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.memory import ROUNDING_BYTES, DeviceMemory
+
+
+class _Run(NamedTuple):
+    seconds: float
 
 
 class _Allocated(NamedTuple):
@@ -53,7 +56,7 @@ class _Closing(NamedTuple):
     """A group is about to lose its sources; which one is known when it is closed."""
 
 
-Raw = Event | _Allocated | _Freed | _Closing
+Raw = Event | _Run | _Allocated | _Freed | _Closing
 
 
 class ChunkNotes:
@@ -123,23 +126,33 @@ class Recorder(Listener):
 
     def told(self, raw: list[Raw]) -> tuple[Event, ...]:
         """The same by sources and payloads, once these are known: when all backwards are over."""
-        return tuple(event for one in raw if (event := self._event(one)) is not None)
+        events: list[Event] = []
+        for event in map(self._event, raw):
+            last = events[-1] if events else None
+            if isinstance(event, Stretch) and isinstance(last, Stretch):
+                events[-1] = _together(last, event)
+            else:
+                events.append(event)
+        return tuple(events)
 
-    def _event(self, raw: Raw) -> Event | None:
+    def _event(self, raw: Raw) -> Event:
         if isinstance(raw, _Closing):
             raise AssertionError("each group that left was closed")
+        if isinstance(raw, _Run):
+            return Stretch((raw.seconds,), 0, 0)
         if isinstance(raw, _Allocated):
-            return None if raw.number in self._reloads else Memory(raw.nbytes)
+            nbytes = 0 if raw.number in self._reloads else raw.nbytes
+            return Stretch((), nbytes, nbytes)
         if isinstance(raw, _Freed):
             if raw.number in self._reloads:
                 return Release(self._reloads[raw.number])
             if raw.number in self._sources:
                 return Drop(self._sources[raw.number][1])
-            return Memory(-raw.nbytes)
+            return Stretch((), -raw.nbytes, 0)
         return raw
 
     def _ran(self, ready_s: float, begin_s: float, end_s: float) -> None:
-        self._raw.append(Run(end_s - begin_s))
+        self._raw.append(_Run(end_s - begin_s))
 
     def _allocated(self, number: int, nbytes: int) -> None:
         self._raw.append(_Allocated(number, nbytes))
@@ -207,6 +220,14 @@ class Recorder(Listener):
         if index is not None:  # else it is refused
             self._reloads[self.memory.number_of(tensor.untyped_storage())] = index
             self._raw.append(Use(index))
+
+
+def _together(one: Stretch, next_one: Stretch) -> Stretch:
+    return Stretch(
+        one.seconds + next_one.seconds,
+        one.nbytes + next_one.nbytes,
+        max(one.rise, one.nbytes + next_one.rise),
+    )
 
 
 class _Storage(weakref.ref[UntypedStorage]):

@@ -210,12 +210,16 @@ class _Search:
     def _polished(self, best: _Tried, limit_bytes: int) -> _Tried:
         """The shortest that one change after the other leads to."""
         for kept in self._neighbours(best.kept):
-            if len(self._tried) >= self._max_tries:
+            if len(self._tried) >= self._max_tries or self._is_bound(best):
                 break
             found = self._try(kept)
             if found.fits(limit_bytes) and _best([best, found]) is found:
                 return self._polished(found, limit_bytes)
         return best
+
+    def _is_bound(self, one: _Tried) -> bool:
+        """See NOTE [ What is proven ]."""
+        return one.step.seconds <= self.none().seconds * (1 + SAME)
 
     def _neighbours(self, kept: tuple[Kept, ...]) -> Iterator[tuple[Kept, ...]]:
         """One more or one less of a class, or one of another in place of one."""

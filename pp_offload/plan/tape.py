@@ -39,17 +39,17 @@ class GroupTape(NamedTuple):
     """Of the tape's payloads, first saved first."""
 
 
-class Run(NamedTuple):
-    """An operator on the compute stream."""
+class Stretch(NamedTuple):
+    """Operators on the compute stream, and device memory, between what the engine hears of."""
 
-    seconds: float
-
-
-class Memory(NamedTuple):
-    """Device memory that nothing of the engine depends on."""
+    seconds: tuple[float, ...]
+    """Of each operator."""
 
     nbytes: int
-    """More than before; below 0 where it is freed."""
+    """Device memory that there is more in the end; below 0 if there is less."""
+
+    rise: int
+    """The most that there is more on the way; 0 if there never is."""
 
 
 class Open(NamedTuple):
@@ -88,7 +88,7 @@ class Gone(NamedTuple):
     payload: int
 
 
-Event = Run | Memory | Open | Close | Drop | Use | Release | Gone
+Event = Stretch | Open | Close | Drop | Use | Release | Gone
 
 
 @dataclass(frozen=True)

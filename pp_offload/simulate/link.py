@@ -19,8 +19,9 @@ NOTE [ Slower compute ]
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
 from math import inf
+from typing import NamedTuple
 
 from pp_offload.simulate.clocks import HostClock
 
@@ -28,8 +29,7 @@ NOTHING = 1e-9
 """Of what is used: what rounding leaves of a link that is used up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """A part of the rate that a copy has for some time."""
 
     begin_s: float
@@ -54,7 +54,12 @@ class Link:
         self.bytes_to_device = 0
         self._host = host
         self._hardware = host.hardware
+        self._both_rate = host.hardware.both_copies_bytes_per_s
+        self._rate = min(host.hardware.copy_bytes_per_s, self._both_rate)
+        self._are_apart = self._both_rate >= 2 * self._rate
         self._uses: list[Use] = []
+        self._last_ends_s: list[float] = []
+        """By use, when it and all before it are over."""
 
     def copy(self, begin_s: float, nbytes: int, *, to_host: bool) -> float:
         """When a copy that is launched now ends. See NOTE [ First come, first served ].
@@ -74,22 +79,33 @@ class Link:
     def _take(self, now_s: float, nbytes: float, *, to_host: bool) -> float:
         """Use what is left of the rate from now on, until the bytes are over."""
         others = self._uses_after(now_s)
+        if others and self._are_apart:
+            others = [use for use in others if use.to_host == to_host]
+        if not others:  # nearly always
+            end_s = now_s + nbytes / self._rate
+            self._note(Use(now_s, end_s, self._rate, to_host))
+            return end_s
         while True:
             rate, until_s = self._left(others, now_s, to_host=to_host), next_change_s(others, now_s)
             end_s = now_s + nbytes / rate if rate else inf
             if rate and until_s > now_s:
-                self._uses.append(Use(now_s, min(end_s, until_s), rate, to_host))
+                self._note(Use(now_s, min(end_s, until_s), rate, to_host))
             if end_s <= until_s:
                 return end_s
             nbytes -= rate * (until_s - now_s)
             now_s = until_s
 
+    def _note(self, use: Use) -> None:
+        before_s = self._last_ends_s[-1] if self._uses else 0.0
+        self._uses.append(use)
+        self._last_ends_s.append(max(before_s, use.end_s))
+
     def _left(self, others: list[Use], now_s: float, *, to_host: bool) -> float:
         """Of the rate, for one more copy in this direction."""
-        hardware, running = self._hardware, running_at(others, now_s)
+        running = running_at(others, now_s)
         here = sum(use.bytes_per_s for use in running if use.to_host == to_host)
         both = sum(use.bytes_per_s for use in running)
-        left = min(hardware.copy_bytes_per_s - here, hardware.both_copies_bytes_per_s - both)
+        left = min(self._rate - here, self._both_rate - both)
         return left if left > NOTHING * both else 0.0
 
     def compute(self, begin_s: float, seconds: float) -> float:
@@ -111,13 +127,14 @@ class Link:
             now_s = until_s
 
     def _uses_after(self, now_s: float) -> list[Use]:
-        return [use for use in self._uses if use.end_s > now_s]
+        first = bisect_right(self._last_ends_s, now_s)
+        return [use for use in self._uses[first:] if use.end_s > now_s]
 
     def _forget_past(self) -> None:
         """What is over for the host is over for all that it launches from now on."""
-        now_s = self._host.now_s
-        if self._uses and self._uses[0].end_s <= now_s:
-            self._uses = [use for use in self._uses if use.end_s > now_s]
+        num = bisect_right(self._last_ends_s, self._host.now_s)
+        if num:
+            del self._uses[:num], self._last_ends_s[:num]
 
 
 def running_at(uses: list[Use], now_s: float) -> list[Use]:

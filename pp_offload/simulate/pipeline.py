@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from pp_offload._common.checks import check_count, check_kind
+from pp_offload._common.garbage import collector_off
 from pp_offload._megatron.current import use_manager
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
@@ -131,7 +132,8 @@ def _rank(
 
 def _run_step(ranks: list[VirtualRank], tell: Callable[[], None]) -> None:
     begin_s = max(rank.backend.seconds for rank in ranks)
-    with _no_garbage():
+    gc.collect()
+    with collector_off():  # or a peak would depend on when it runs
         for rank in ranks:
             with use_manager(rank.manager):
                 rank.begin_step(begin_s)
@@ -158,16 +160,3 @@ def _told(progress: Progress | None, total: int) -> Iterator[None]:
         if progress is not None:
             progress(number, total)
         yield
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Or a peak would depend on when the collector runs."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
