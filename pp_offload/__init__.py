@@ -27,6 +27,7 @@ from pp_offload.checkpointing import (
     FullACParams,
     SelectiveLayerACParams,
     SelectiveOpACParams,
+    recompute_layers,
 )
 
 # isort: split
@@ -132,6 +133,7 @@ __all__ = [
     "offload_modules",
     "pipelining",
     "print_offload_summary_table",
+    "recompute_layers",
     "summary_table",
     "use_backend",
 ]

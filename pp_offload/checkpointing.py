@@ -7,6 +7,8 @@
         ac_fun_params=FullACParams(offload_inputs=True),
     )
 
+    recompute_layers(model, ["layers.0", "layers.4"])  # these alone, and all that is in them
+
 Layers are wrapped by PyTorch's ``CheckpointWrapper``, so names in the state dict do not change.
 """
 
@@ -33,6 +35,7 @@ from pp_offload._checkpoint.options import (
     params_for,
 )
 from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._checkpoint.recomputed_layers import RecomputedLayers, recompute_layers
 from pp_offload._common.checks import check_kind, said
 from pp_offload._groups.stash import ActivationStash
 from pp_offload.backends import Backend, check_backend
@@ -233,8 +236,10 @@ __all__ = [
     "ActivationCheckpointing",
     "ActivationCheckpointingVariants",
     "FullACParams",
+    "RecomputedLayers",
     "SelectiveLayerACParams",
     "SelectiveOpACParams",
     "apply_activation_checkpointing_fsdp1_inplace",
     "is_module_to_apply_activation_checkpointing",
+    "recompute_layers",
 ]

@@ -28,7 +28,12 @@ from pp_offload._megatron.interface import FineGrainedActivationOffloadingInterf
 from pp_offload._megatron.manager import PipelineOffloadManager
 
 Patterns = Mapping[str, str | Collection[str]]
-"""Group name to pattern or patterns of module names; ``*`` stands for one part between dots."""
+"""Group name to pattern or patterns of module names; ``*`` stands for one part between dots. Names
+are as in a state dict, or as in ``named_modules()``.
+"""
+
+WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module"})
+"""Under these names wrappers of PyTorch keep what they wrap."""
 
 
 class OffloadModulesHandle:
@@ -269,7 +274,16 @@ def _listed(patterns: str | Collection[str]) -> list[str]:
 
 
 def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern is for a name, or for the same without what checkpoints, compilers and
+    parallel wrappers put into it. Of a wrapper and what it wraps, the wrapper has that one.
+    """
     parts, wanted = name.split("."), pattern.split(".")
+    if _fit(parts, wanted):
+        return True
+    return parts[-1] not in WRAPPERS and _fit([one for one in parts if one not in WRAPPERS], wanted)
+
+
+def _fit(parts: Sequence[str], wanted: Sequence[str]) -> bool:
     return len(parts) == len(wanted) and all(
         fnmatch.fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True)
     )

@@ -17,7 +17,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from pp_offload._checkpoint.recomputed_layers import is_recomputed
 from pp_offload._common.checks import said
+from pp_offload._common.offload_plan import RankPlan
 from pp_offload._groups.plan import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._groups.watched_module import WatchedModule
@@ -51,7 +53,7 @@ def attach(
 
     Raises:
         OffloadError: The schedule is attached already, or another one is with other options; or
-            the plan of the options has too few ranks.
+            the plan of the options has too few ranks, or has layers recomputed that are not.
         ValueError: A pattern matches nothing on this rank.
         TypeError: ``schedule`` is no schedule, ``groups`` no mapping of names to patterns, or
             ``config`` no :class:`OffloadConfig`.
@@ -96,7 +98,7 @@ class AttachedSchedule:
         setattr(self._schedule, _ATTACHED, self)
         plan = (config or manager.config).offload_plan
         if plan is not None:
-            plan.rank(_rank_of(self._stages))  # which raises here, not after the first step
+            _check_recomputed(self._stages, plan.rank(_rank_of(self._stages)))
         self._mark_modules(groups)
         if config is not None:
             manager.configure(config)  # after what may fail, for it forgets the old options
@@ -228,6 +230,18 @@ class AttachedSchedule:
 def _rank_of(stages: list[Any]) -> int:
     """The pipeline rank that has these stages."""
     return int(getattr(stages[0], "group_rank", 0))
+
+
+def _check_recomputed(stages: list[Any], plan: RankPlan) -> None:
+    """Raise if a layer is not recomputed that the plan has recomputed."""
+    for vp_stage, stage in enumerate(stages):
+        names = plan.recomputed_in(vp_stage)
+        missing = [name for name in names if not is_recomputed(stage.submod, name)]
+        if missing:
+            raise OffloadError(
+                f"the plan has {missing} of stage {stage.stage_index} recomputed, and they are not;"
+                f" call recompute_layers(module, {list(names)}) with the stage's module before"
+            )
 
 
 def _check_free(stages: list[Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from toy import assert_idle, assert_no_hooks
+from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import (
     ConfigError,
@@ -19,6 +19,7 @@ from pp_offload import (
     OffloadConfig,
     OffloadError,
     PipelineOffloadManager,
+    recompute_layers,
     use_backend,
 )
 from pp_offload import (
@@ -64,6 +65,23 @@ def test_a_plan_for_fewer_ranks_is_refused(schedule: Any) -> None:
     schedule._stage.group_rank = 0
     with attach(schedule, {"layer": "*"}, OffloadConfig(plan=plan)):
         step(schedule)
+
+
+def test_layers_that_a_plan_has_recomputed_have_to_be(schedule: Any) -> None:
+    model, groups = schedule._stage.submod, {"layer": "*"}
+    rank = RankPlan((), 0, 0, 0.0, 0.0, recomputed=(("0", "2"),))
+    config = OffloadConfig(
+        plan=OffloadPlan("a test", 0, 0.0, 0.0, (rank,)), min_offloaded_tensor_size=1
+    )
+    expected = step(schedule)
+    with recompute_layers(model, ["2"]):
+        with pytest.raises(OffloadError, match=r"\['0'\] of stage 0 recomputed, and they are not"):
+            attach(schedule, groups, config)
+        assert not any(name in vars(schedule._stage) for name in WRAPPED)
+        with recompute_layers(model, ["0"]), attach(schedule, groups, config) as handle:
+            for _ in range(3):
+                assert same_bits(step(schedule), expected)
+            assert handle.manager.statistics().bytes_offloaded > 0
 
 
 def test_the_wrapped_methods_are_restored(schedule: Any) -> None:

@@ -25,7 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pp_offload._checkpoint.module_state import BufferMemory
 from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs, OpPolicy
-from pp_offload._groups.checkpoint_regions import Keeping, Saving, is_in_region, is_recomputing
+from pp_offload._groups.checkpoint_regions import (
+    Keeping,
+    Saving,
+    is_in_region,
+    is_recomputing,
+    without_groups,
+)
 from pp_offload._groups.stash import ActivationStash
 from pp_offload._transfer.saved_tensor import Resident, unpack
 
@@ -41,9 +47,11 @@ class Recompute:
         preserve_rng_state: Draw the same random numbers again.
         determinism_check: ``default`` compares shapes, dtypes and devices; ``none`` nothing.
         early_stop: Stop as soon as what backward needs is there; not for the older way.
+        with_groups: Whether groups inside may keep tensors, which are not recomputed then.
 
     Attributes:
         counts: What was done so far.
+        with_groups: See above.
     """
 
     def __init__(
@@ -56,7 +64,9 @@ class Recompute:
         preserve_rng_state: bool = True,
         determinism_check: str = "default",
         early_stop: bool = True,
+        with_groups: bool = True,
     ) -> None:
+        self.with_groups = with_groups
         self.counts = CheckpointCounts()
         self.stash = stash
         self._policy = policy
@@ -143,16 +153,18 @@ class Recompute:
         before = self._buffers.of(function)
         kept = self._kept_outputs()
 
+        groups = nullcontext if self.with_groups else without_groups
+
         @contextmanager
         def first() -> Iterator[None]:
             self._send()
-            with kept.forward() if kept else nullcontext():
+            with groups(), kept.forward() if kept else nullcontext():
                 yield
 
         @contextmanager
         def again() -> Iterator[None]:
             self.counts.recomputed_calls += 1
-            with before.restored(), kept.again() if kept else nullcontext():
+            with groups(), before.restored(), kept.again() if kept else nullcontext():
                 yield
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -1,4 +1,4 @@
-"""Which groups of each pipeline rank leave and which stay, chosen before a run, and the file of it.
+"""What each rank keeps, sends away and recomputes, chosen before a run; and the file of it.
 
     plan = OffloadPlan.load("plan.json")
     plan.ranks[0].stages[0][3].keeps
@@ -55,6 +55,15 @@ class RankPlan:
 
     stalled_s: float
     """Of that, how long compute waits for copies."""
+
+    recomputed: tuple[tuple[str, ...], ...] = ()
+    """Names of layers that backward recomputes whole, by virtual stage; for
+    :func:`pp_offload.recompute_layers`. There are no groups in them.
+    """
+
+    def recomputed_in(self, vp_stage: int) -> tuple[str, ...]:
+        """Names of the layers that one virtual stage recomputes."""
+        return self.recomputed[vp_stage] if vp_stage < len(self.recomputed) else ()
 
 
 @dataclass(frozen=True)
@@ -144,6 +153,7 @@ def _rank_plan(found: Any) -> RankPlan:
         host_peak_bytes=_count(found, "host_peak_bytes"),
         seconds=_seconds(found, "seconds"),
         stalled_s=_seconds(found, "stalled_s"),
+        recomputed=_each(_list(found, "recomputed"), lambda stage: _each(stage, _name)),
     )
 
 
@@ -153,6 +163,12 @@ def _planned_group(found: Any) -> PlannedGroup:
         nbytes=_count(found, "nbytes"),
         keeps=_value(found, "keeps", bool),
     )
+
+
+def _name(found: Any) -> str:
+    if not isinstance(found, str):
+        raise ConfigError(f"found {said(found)} in place of the name of a layer; {HOW}")
+    return found
 
 
 def _each(found: Any, made_of: Callable[[Any], _T]) -> tuple[_T, ...]:

@@ -19,13 +19,20 @@ NOTE [ PyTorch's checkpoint ]
     of autograd's stack: their closures hold the region's frame, which lives as long as its graph,
     and those of a recomputation also its number. Where a version of PyTorch has other hooks, scopes
     inside leave everything to the checkpoint, both times, which is always right.
+
+NOTE [ Recomputed whole ]
+    A group inside a region keeps its tensors from being recomputed. Where all is to be recomputed,
+    :func:`without_groups` is entered in the forward and in the recomputation, on whichever thread
+    that runs, and groups inside do nothing.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,7 +109,7 @@ def takes_again(top: Pack | None, name: str, *, wants: bool) -> bool | None:
     """
     pack = None if top is None else _getter(top)
     if pack is None:  # nearly always
-        return False if is_in_backward() else None
+        return False if is_in_backward() or _here.is_without_groups else None
     if _is_recomputation(pack):
         run = getattr(pack, _RUN, None)
         return run is not None and run.next(name)
@@ -124,13 +131,38 @@ def may_leave_out() -> bool:
 
 def may_take(top: Pack | None) -> bool:
     """Whether groups may be begun and ended here: in a forward, and in no unknown region."""
-    if is_in_backward():
+    if is_in_backward() or _here.is_without_groups:
         return False
     if top is None:  # nearly always
         return True
     pack = _getter(top)
     is_known = not is_checkpoint(pack) or _frame_of(pack) is not None
     return is_known and not _is_again(pack)
+
+
+@contextmanager
+def without_groups() -> Iterator[None]:
+    """Groups that begin inside, on this thread, do nothing. See NOTE [ Recomputed whole ]."""
+    was_without, _here.is_without_groups = _here.is_without_groups, True
+    try:
+        yield
+    finally:
+        _here.is_without_groups = was_without
+
+
+def leave_regions() -> None:
+    """This thread is in no region any more: an interrupt may have left :func:`without_groups`."""
+    _here.is_without_groups = False
+
+
+class _OfThread(threading.local):
+    """The regions that a thread is in."""
+
+    def __init__(self) -> None:
+        self.is_without_groups = False
+
+
+_here = _OfThread()
 
 
 def note(top: Pack, name: str, *, took: bool) -> None:

@@ -31,7 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pp_offload._groups.checkpoint_regions import has_ended, is_checkpoint, top_pack
+from pp_offload._groups.checkpoint_regions import (
+    has_ended,
+    is_checkpoint,
+    leave_regions,
+    top_pack,
+)
 from pp_offload._transfer.saved_tensor import unpack
 
 
@@ -100,6 +105,7 @@ def mark() -> object:
 
 def leave_all() -> bool:
     """Pop hooks left behind, down to a scope that somebody is still in; whether there were any."""
+    leave_regions()
     _here.mark = object()
     scopes = _here.scopes
     num = len(scopes)

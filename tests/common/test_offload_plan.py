@@ -16,7 +16,8 @@ from pp_offload import ConfigError, CpuBackend, OffloadConfig, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 
-RANK = RankPlan(((PlannedGroup("mlp", 64, True), PlannedGroup("attn", 32, False)),), 9, 8, 0.5, 0.1)
+GROUPS = (PlannedGroup("mlp", 64, True), PlannedGroup("attn", 32, False))
+RANK = RankPlan((GROUPS,), 9, 8, 0.5, 0.1, (("layers.1", "layers.3"), ()))
 PLAN = OffloadPlan("a test", 10, 0.5, 0.25, (RANK, RANK))
 
 
@@ -54,6 +55,10 @@ def changed(**values: Any) -> dict[str, Any]:
         (
             changed(ranks=[{"stages": [[{"name": "mlp", "nbytes": 1, "keeps": 1}]]}]),
             "keeps is 1, which cannot be",
+        ),
+        (
+            changed(ranks=[PLAN.to_dict()["ranks"][0] | {"recomputed": [[1]]}]),
+            "found 1 in place of the name of a layer",
         ),
     ],
 )

@@ -802,8 +802,8 @@ MUTANTS = [
     Mutant(
         "buffers as they are now",
         "pp_offload/_checkpoint/recompute.py",
-        "with before.restored(), kept.again()",
-        "with kept.again()",
+        "with groups(), before.restored(), kept.again()",
+        "with groups(), kept.again()",
         "what is recomputed starts from what the first run left",
         ("tests/test_checkpointing.py::test_equal_bit_for_bit",),
     ),
@@ -1600,9 +1600,44 @@ MUTANTS = [
     Mutant(
         "a plan with too few ranks is taken",
         "pp_offload/pipelining.py",
-        "        if plan is not None:\n            plan.rank(_rank_of(self._stages))",
-        "        if False:\n            plan.rank(_rank_of(self._stages))",
+        "        if plan is not None:\n            _check_recomputed(",
+        "        if False:\n            _check_recomputed(",
         "a rank that the plan does not know fails after its first step, not at attach",
         ("tests/test_attach.py::test_a_plan_for_fewer_ranks_is_refused",),
+    ),
+    Mutant(
+        "groups of a recomputed layer take tensors",
+        "pp_offload/_checkpoint/recompute.py",
+        "with groups(), kept.forward() if kept else nullcontext():",
+        "with kept.forward() if kept else nullcontext():",
+        "a layer that a plan has recomputed is sent away in parts",
+        ("tests/checkpoint/test_recomputed_layers.py::test_what_is_saved_inside_is_dropped",),
+    ),
+    Mutant(
+        "an interrupt leaves a thread without groups",
+        "pp_offload/_groups/hook_scopes.py",
+        "    leave_regions()\n",
+        "",
+        "nothing leaves any more, and nobody says so",
+        (
+            "tests/checkpoint/test_recomputed_layers.py::"
+            "test_a_scope_that_an_interrupt_left_behind_ends_with_the_chunk",
+        ),
+    ),
+    Mutant(
+        "layers of a plan that are not recomputed are not told of",
+        "pp_offload/pipelining.py",
+        "if not is_recomputed(stage.submod, name)]",
+        "if False]",
+        "a training by a plan is out of memory, for a line was forgotten",
+        ("tests/test_attach.py::test_layers_that_a_plan_has_recomputed_have_to_be",),
+    ),
+    Mutant(
+        "patterns see wrappers",
+        "pp_offload/modules.py",
+        "        return True\n    return parts[-1] not in WRAPPERS",
+        "        return True\n    return False and parts[-1] not in WRAPPERS",
+        "a pattern as in the state dict matches nothing in layers with checkpoints",
+        ("tests/checkpoint/test_recomputed_layers.py::test_dropout_and_a_module_group",),
     ),
 ]

@@ -1,0 +1,122 @@
+"""Some layers of a model, recomputed whole in backward.
+
+handle = recompute_layers(model, ["layers.0", "layers.4"])
+...
+handle.remove()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.nn import Module
+
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._common.checks import check_flag, check_kind, said
+
+
+class RecomputedLayers:
+    """Undoes :func:`recompute_layers`.
+
+    Args:
+        recompute: What runs the layers.
+        layers: By name, each behind the module that it is a part of.
+
+    Attributes:
+        recompute: See above; its ``counts`` say what was done so far.
+        names: Those of the layers.
+    """
+
+    def __init__(self, recompute: Recompute, layers: Mapping[str, tuple[Module, Module]]) -> None:
+        self.recompute = recompute
+        self.names = tuple(layers)
+        self._layers = dict(layers)
+        for name, (owner, layer) in layers.items():
+            wrapped = CheckpointWrapper(layer, checkpoint_fn=recompute)
+            owner.register_module(_last_part(name), wrapped)
+
+    def remove(self) -> None:
+        """Put the layers back in their places. Twice is fine."""
+        while self._layers:
+            name, (owner, layer) = self._layers.popitem()
+            owner.register_module(_last_part(name), layer)
+
+    def __enter__(self) -> RecomputedLayers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def recompute_layers(
+    model: Module, names: Collection[str], *, preserve_rng_state: bool = True
+) -> RecomputedLayers:
+    """Have backward recompute these layers whole: groups in them do nothing.
+
+    To be called before FSDP2 shards the model, and before a schedule is attached. An offload plan
+    says which layers: ``recompute_layers(stage, plan.rank(0).recomputed[0])``.
+
+    Args:
+        model: In place. Names in its state dict do not change.
+        names: Of modules of it. A group begins and ends inside one of them, or outside.
+        preserve_rng_state: Draw the same random numbers again, for dropout.
+
+    Returns:
+        A handle to undo it; also a context manager.
+
+    Raises:
+        TypeError: ``model`` is no module, ``names`` no names, or the flag neither True nor False.
+        ValueError: There is no such module, it is named twice or is a part of another one, or there
+            are checkpoints already. The model is as before.
+    """
+    check_kind("model", model, Module, "an nn.Module")
+    check_flag("preserve_rng_state", preserve_rng_state)
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise TypeError(f"names is {said(names)}, expected a list of names of modules")
+    layers = {name: _layer(model, name, names) for name in names}
+    if len(layers) != len(names):
+        raise ValueError(f"names is {list(names)}, expected each name once")
+    recompute = Recompute(
+        offload_inputs=False, preserve_rng_state=preserve_rng_state, with_groups=False
+    )
+    return RecomputedLayers(recompute, layers)
+
+
+def is_recomputed(model: Module, name: str) -> bool:
+    """Whether :func:`recompute_layers` was called for this module."""
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError:
+        return False
+    if not _is_checkpoint(layer):
+        return False
+    recompute = getattr(layer.checkpoint_fn, "func", None)  # it is a partial, without options
+    return isinstance(recompute, Recompute) and not recompute.with_groups
+
+
+def _layer(model: Module, name: object, names: Collection[str]) -> tuple[Module, Module]:
+    """A module that is to be wrapped, behind the one that it is a part of."""
+    check_kind("a name of names", name, str, "the name of a module")
+    assert isinstance(name, str)
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(f"there is no module {name!r} in the model: {error}") from error
+    outer = [other for other in names if name.startswith(f"{other}.")]
+    if layer is model or outer:
+        where = f"is a part of {outer[0]!r}" if outer else "is the model itself"
+        raise ValueError(f"{name!r} {where}, expected modules of which none is in another")
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:num])) for num in range(len(parts))]
+    if any(_is_checkpoint(one) for one in (*around, *layer.modules())):
+        raise ValueError(f"{name!r} has a checkpoint already, expected none; choose one of the two")
+    return around[-1], layer
+
+
+def _is_checkpoint(module: Module) -> bool:
+    return isinstance(module, CheckpointWrapper)
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,226 @@
+"""Layers of a list are recomputed whole; groups beside them leave as ever."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from toy import assert_idle, assert_no_hooks, batches, make_model, run_step, same_bits
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import PipelineOffloadManager, offload_modules
+from pp_offload._checkpoint.recomputed_layers import is_recomputed
+from pp_offload.checkpointing import ActivationCheckpointing, FullACParams, recompute_layers
+
+NUM_LAYERS = 4
+
+
+@pytest.fixture
+def model(manager: PipelineOffloadManager) -> nn.Sequential:
+    return make_model(NUM_LAYERS).to(manager.backend.device)
+
+
+def groups_of(manager: PipelineOffloadManager) -> list[str]:
+    """Names of the groups of the forward that was run last."""
+    chunk = manager.cur_forward_chunk()
+    assert chunk is not None and not chunk.open_groups
+    return [group.name for group in chunk.groups]
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("names", [["0"], ["1", "2"], ["0", "1", "2", "3"], ["1.up", "3"]])
+def test_same_bits_and_no_groups_inside(
+    manager: PipelineOffloadManager, model: nn.Sequential, names: list[str], in_flight: int
+) -> None:
+    device = manager.backend.device
+    inputs = [x.to(device) for x in batches(4)]
+    plain = make_model(NUM_LAYERS, groups=()).to(device)
+    expected = run_step(plain, inputs, in_flight=in_flight, offload=False)
+    with recompute_layers(model, names) as handle:
+        for _ in range(3):  # a step without a plan, and two by one
+            found = run_step(model, inputs, in_flight=in_flight)
+            assert same_bits(found, expected)
+        whole = [name for name in names if "." not in name]
+        assert groups_of(manager) == ["mix", "mlp"] * (NUM_LAYERS - len(whole))
+        counts = handle.recompute.counts
+        assert counts.forward_calls == counts.recomputed_calls == 3 * 4 * len(names)
+    manager.reset()
+    assert_idle(manager)
+
+
+def test_what_is_saved_inside_is_dropped(
+    manager: PipelineOffloadManager, model: nn.Sequential
+) -> None:
+    """All that a layer keeps is its input, so nothing that its groups save leaves."""
+    (x,) = (x.to(manager.backend.device) for x in batches(1))
+    with recompute_layers(model, [str(number) for number in range(NUM_LAYERS)]):
+        run_step(model, [x])
+    assert manager.statistics().bytes_offloaded == 0
+
+
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early stop", "to the end"])
+def test_dropout_and_a_module_group(manager: PipelineOffloadManager, early_stop: bool) -> None:
+    """Patterns see through the wrapper; a group around the layer itself is one."""
+    device = manager.backend.device
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(3))
+    ).to(device)
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+
+    def gradients() -> Sequence[Tensor]:
+        torch.manual_seed(7)
+        manager.reset()
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        return torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+
+    expected = gradients()
+    names = list(model.state_dict())
+    with set_checkpoint_early_stop(early_stop), recompute_layers(model, ["0", "2"]):
+        assert list(model.state_dict()) == names
+        with offload_modules(model, {"in": "*.0", "around": "2"}) as handle:
+            assert handle.modules["in"] == [
+                "0._checkpoint_wrapped_module.0",
+                "1.0",
+                "2._checkpoint_wrapped_module.0",
+            ]
+            assert handle.modules["around"] == ["2"]
+            assert same_bits(gradients(), expected)
+            assert groups_of(manager) == ["in", "around"]
+    assert same_bits(gradients(), expected)
+    assert_no_hooks()
+
+
+def test_groups_are_there_again_after_a_layer_that_raises(
+    manager: PipelineOffloadManager, model: nn.Sequential
+) -> None:
+    (x,) = (x.to(manager.backend.device) for x in batches(1))
+
+    def fail(module: nn.Module, args: object) -> None:
+        raise KeyboardInterrupt
+
+    manager.reset()
+    with recompute_layers(model, ["0"]):
+        handle = model[0]._checkpoint_wrapped_module.up.register_forward_pre_hook(fail)
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        handle.remove()
+    manager.reset()
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    model(x)
+    assert groups_of(manager) == ["mix", "mlp"] * NUM_LAYERS
+
+
+def test_a_scope_that_an_interrupt_left_behind_ends_with_the_chunk(
+    manager: PipelineOffloadManager, model: nn.Sequential
+) -> None:
+    """Cut off between two of its lines, a context manager does not end what it began."""
+    from pp_offload._groups import checkpoint_regions
+
+    (x,) = (x.to(manager.backend.device) for x in batches(1))
+    manager.reset()
+    cut_off = checkpoint_regions.without_groups()
+    cut_off.__enter__()
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    model(x)
+    assert groups_of(manager) == ["mix", "mlp"] * NUM_LAYERS
+    del cut_off  # or it would be over at once
+
+
+def test_removed_and_applied_again(manager: PipelineOffloadManager, model: nn.Sequential) -> None:
+    before = list(model)
+    handle = recompute_layers(model, ["1", "2.up"])
+    assert handle.names == ("1", "2.up")
+    assert is_recomputed(model, "1") and is_recomputed(model, "2.up")
+    assert not any(is_recomputed(model, name) for name in ("0", "2", "2.down", "nowhere"))
+    handle.remove()
+    handle.remove()
+    assert list(model) == before and not is_recomputed(model, "1")
+    recompute_layers(model, ["1"]).remove()
+
+
+def _checkpointed(model: nn.Module) -> None:
+    ActivationCheckpointing.apply_activation_checkpointing_(
+        "full_activation_checkpointing", "layers", model, FullACParams()
+    )
+
+
+BAD: list[tuple[Callable[[nn.Module], object], type[Exception], str]] = [
+    (lambda m: recompute_layers(m, "layers.0"), TypeError, "expected a list of names"),
+    (lambda m: recompute_layers(m, [0]), TypeError, "expected the name of a module"),
+    (lambda m: recompute_layers(m, ["layers.9"]), ValueError, "no module 'layers.9'"),
+    (lambda m: recompute_layers(m, [""]), ValueError, "is the model itself"),
+    (lambda m: recompute_layers(m, ["layers.0"] * 2), ValueError, "expected each name once"),
+    (
+        lambda m: recompute_layers(m, ["layers.0", "layers.0.up"]),
+        ValueError,
+        "'layers.0.up' is a part of 'layers.0'",
+    ),
+    (lambda m: recompute_layers("m", ["0"]), TypeError, "expected an nn.Module"),
+    (
+        lambda m: recompute_layers(m, ["layers.0"], preserve_rng_state="no"),
+        ValueError,
+        "preserve_rng_state",
+    ),
+    (
+        lambda m: (_checkpointed(m), recompute_layers(m, ["layers.0"])),
+        ValueError,
+        "has a checkpoint already",
+    ),
+    (
+        lambda m: (recompute_layers(m, ["layers.0"]), recompute_layers(m, ["layers.0.up"])),
+        ValueError,
+        "has a checkpoint already",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), BAD)
+def test_bad_input_is_refused(
+    call: Callable[[nn.Module], object], kind: type[Exception], message: str
+) -> None:
+    model = nn.Module()
+    model.layers = make_model(2)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(kind, match=message):
+        call(model)
+    assert same_bits(list(before.values()), list(model.state_dict().values()))
+
+
+def test_a_group_of_another_thread_is_not_left_out(manager: PipelineOffloadManager) -> None:
+    """A recomputation runs on autograd's thread while another one runs a forward."""
+    import threading
+
+    from pp_offload._groups.checkpoint_regions import may_take, without_groups
+
+    found: list[bool] = []
+    with without_groups():
+        thread = threading.Thread(target=lambda: found.append(may_take(None)))
+        thread.start()
+        thread.join()
+        assert not may_take(None)
+    assert found == [True] and may_take(None)
+
+
+def test_a_group_around_layers_takes_what_they_keep(
+    manager: PipelineOffloadManager, model: nn.Sequential
+) -> None:
+    """Which is their inputs: recomputed from what comes back from the host."""
+    device = manager.backend.device
+    (leaf,) = (x.to(device).requires_grad_() for x in batches(1))
+    plain = make_model(NUM_LAYERS, groups=()).to(device)
+    expected = torch.autograd.grad(plain(leaf).sum(), [leaf, *plain.parameters()])
+    manager.reset()
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    with recompute_layers(model, ["1", "2"]):
+        x = model[0](leaf)
+        with off_interface(True, x, "inputs") as x:
+            x = model[2](model[1](x))
+        x = model[3](off_interface.group_commit(x, name="inputs"))
+        nbytes = sum(group.counts.nbytes for group in manager.cur_forward_chunk().groups[2:3])
+        assert nbytes == 2 * leaf.nbytes
+        assert same_bits(torch.autograd.grad(x.sum(), [leaf, *model.parameters()]), expected)
