@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from pp_offload._transfer.tensors import flat_bytes
-from pp_offload._transfer.ticket import Arrival, Reload, Ticket
+from pp_offload._transfer.ticket import Arrival, Reload, Shared, Ticket
 from pp_offload.backends import Event, Stream
 from pp_offload.errors import TierError
 
@@ -61,9 +61,8 @@ class PendingReloads:
             reload = ticket.reload
             if reload is None:
                 reload = Reload(ticket, self._gone.append)
-                reload.arrival = reload.tensor = reload.lead = reload.version = None
+                reload.arrival = reload.tensor = reload.shared = reload.version = None
                 reload.is_used = False
-                reload.num_users = 1
                 reload.nbytes = ticket.nbytes
                 self._alive.add(reload)
                 ticket.reload = reload
@@ -95,9 +94,9 @@ class PendingReloads:
         if other is None:
             return False
         (reload,) = self.expect([ticket])
-        reload.lead = lead = other.lead or other
-        reload.tensor, reload.arrival = lead.tensor, lead.arrival
-        lead.num_users += 1
+        other.shared = reload.shared = shared = other.shared or Shared(other)
+        reload.tensor, reload.arrival = other.tensor, other.arrival
+        shared.num_users += 1
         self.nbytes -= reload.nbytes
         return True
 
@@ -124,14 +123,14 @@ class PendingReloads:
         Returns:
             None if another use has changed it in place.
         """
-        lead, tensor = reload.lead or reload, reload.tensor
+        shared, tensor = reload.shared, reload.tensor
         if tensor is None:
             return None
-        version = tensor._version
-        if lead.version != version:
-            if lead.version is not None:
+        version, given_as = tensor._version, shared or reload
+        if given_as.version != version:
+            if given_as.version is not None:
                 return None
-            lead.version = version
+            given_as.version = version
         reload.is_used = True
         left = ticket.num_waiting
         ticket.num_waiting = left = (left if left > 0 else ticket.num_members) - 1  # NOTE [ Uses ]
@@ -139,22 +138,23 @@ class PendingReloads:
             if ticket.block.shared:
                 self._pass_on(ticket, live)
             self.give_up(reload)
-        return tensor if lead is reload else shaped_for(ticket, tensor)
+        return tensor if shared is None else shaped_for(ticket, tensor)
 
     def give_up(self, reload: Reload) -> None:
         """Forget what nobody will use any more; its memory stays until the copy into it has run."""
         if reload not in self._alive:
             return
-        ticket, lead = reload(), reload.lead or reload
+        ticket, shared = reload(), reload.shared
         if ticket is not None and ticket.reload is reload:
             ticket.reload = None
-        if lead.num_users <= 1:
+        if shared is None or shared.num_users <= 1:
             arrival, tensor = reload.arrival, reload.tensor
             if arrival is not None and tensor is not None and not arrival.is_there:
                 event = arrival.reloaded or self._h2d.record_event()  # NOTE [ Torn bookkeeping ]
                 self._abandoned.append((tensor, event, arrival.stream))
             self.nbytes -= reload.nbytes
-        lead.num_users -= 1
+        if shared is not None:
+            shared.num_users -= 1
         self._alive.discard(reload)
 
     def poll(self) -> None:
@@ -191,7 +191,7 @@ class PendingReloads:
 
     def count(self) -> None:
         """Count :attr:`nbytes` anew. See NOTE [ Torn bookkeeping ]."""
-        self.nbytes = sum(one.nbytes for one in {one.lead or one for one in self._alive})
+        self.nbytes = sum(one.nbytes for one in {one.shared or one for one in self._alive})
 
 
 def _others_of(ticket: Ticket) -> Iterator[Ticket]:

@@ -216,6 +216,24 @@ class Arrival:
         self.is_there = False
 
 
+class Shared:
+    """What reloads with the same memory have in common.
+
+    It is no reload of theirs: one whose ticket is gone would keep the memory until somebody polls.
+
+    Args:
+        first: The one that has the memory until now.
+    """
+
+    __slots__ = ("nbytes", "num_users", "version")
+
+    def __init__(self, first: Reload) -> None:
+        self.nbytes = first.nbytes
+        self.version = first.version
+        self.num_users = 1
+        """Reloads that use it, each until it is given up."""
+
+
 class Reload(weakref.ref[Ticket]):
     """A payload that is on the device or on its way there, until its ticket is used up or gone.
 
@@ -223,7 +241,7 @@ class Reload(weakref.ref[Ticket]):
     ticket does not. See NOTE [ Nobody is called ].
     """
 
-    __slots__ = ("arrival", "is_used", "lead", "nbytes", "num_users", "tensor", "version")
+    __slots__ = ("arrival", "is_used", "nbytes", "shared", "tensor", "version")
 
     # By identity: a ticket has one after the other, and references to the same object are equal.
     __eq__ = object.__eq__
@@ -235,14 +253,11 @@ class Reload(weakref.ref[Ticket]):
     tensor: Tensor | None
     """The memory, shaped as the payload of the ticket it was allocated for."""
 
-    lead: Reload | None
-    """That of another ticket with the same bytes, whose memory this one uses."""
-
-    num_users: int
-    """Reloads that use its memory, counting itself until it is given up."""
+    shared: Shared | None
+    """Where tickets with the same bytes use the same memory."""
 
     version: int | None
-    """Of the memory when it was first given out."""
+    """Of the memory when it was first given out, where it is not shared."""
 
     nbytes: int
 
@@ -261,7 +276,7 @@ class Reload(weakref.ref[Ticket]):
     @property
     def is_as_it_came(self) -> bool:
         """Whether nobody who was given the memory changed it in place."""
-        version, tensor = (self.lead or self).version, self.tensor
+        version, tensor = (self.shared or self).version, self.tensor
         return version is None or tensor is None or version == tensor._version
 
 

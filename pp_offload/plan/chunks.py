@@ -228,6 +228,10 @@ class BackwardQueue:
             elif key not in self.begun:
                 return
 
+    def skip(self, key: ChunkKey) -> None:
+        """As ``ChunkQueue.skip``: its forward had no groups."""
+        self.begun.add(key)
+
     def begin(self, key: ChunkKey) -> None:
         """Its backward begins."""
         self.queued.pop(key, None)

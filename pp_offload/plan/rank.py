@@ -159,6 +159,8 @@ class NumberRank:
         key = self._key(action)
         chunk = step.chunks[key] = ChunkState(tape, key)
         self._play(step, tape.forward, chunk)
+        if not tape.groups:
+            step.rules.queue.skip(key)
         step.most_in_flight = max(step.most_in_flight, len(step.chunks))
         return tape.sent_bytes
 

@@ -226,7 +226,13 @@ class Rules:
             self._device.memory.add(-held.nbytes)
 
     def _deliver(self, one: Saved) -> None:
-        """As ``TransferEngine.deliver``."""
+        """As ``TransferEngine.deliver``.
+
+        A tape has one release for all uses, for they had the same memory. Where this one has
+        another, the operators that had the last one are over.
+        """
+        if one.memory not in one.given:
+            self.release(one)
         if one.arrival is None:
             source = one.source_in_flight
             if source is not None:

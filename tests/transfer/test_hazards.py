@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -692,6 +693,19 @@ def test_what_is_shared_counts_as_long_as_somebody_waits_for_it() -> None:
         del first, second
         engine.poll()
         assert engine.reloads.nbytes == 400
+
+
+def test_what_is_shared_is_free_when_the_last_has_used_it() -> None:
+    """Also where the ticket that brought it is gone by then, and nobody polls any more."""
+    backend = SimulatedBackend("eager")
+    engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
+    with backend.activate():
+        first, second = sharing(engine)
+        engine.reload([first, second])
+        memory = weakref.ref(engine.deliver(first).untyped_storage())
+        del first
+        engine.deliver(second)
+        assert memory() is None
 
 
 def test_a_copy_forgets_tickets_that_are_gone() -> None:

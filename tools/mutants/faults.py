@@ -970,7 +970,7 @@ MUTANTS = [
     Mutant(
         "who shares does not count",
         "pp_offload/_transfer/pending_reloads.py",
-        "        lead.num_users += 1\n        self.nbytes -= reload.nbytes",
+        "        shared.num_users += 1\n        self.nbytes -= reload.nbytes",
         "        self.nbytes -= reload.nbytes",
         "the window holds more than it knows",
         (
@@ -980,8 +980,8 @@ MUTANTS = [
     Mutant(
         "what is shared counts twice",
         "pp_offload/_transfer/pending_reloads.py",
-        "        lead.num_users += 1\n        self.nbytes -= reload.nbytes",
-        "        lead.num_users += 1",
+        "        shared.num_users += 1\n        self.nbytes -= reload.nbytes",
+        "        shared.num_users += 1",
         "the window is full of what is not there",
         (
             "tests/transfer/test_hazards.py::test_what_is_shared_counts_as_long_as_somebody_waits_for_it",
@@ -1639,5 +1639,14 @@ MUTANTS = [
         "        return True\n    return False and parts[-1] not in WRAPPERS",
         "a pattern as in the state dict matches nothing in layers with checkpoints",
         ("tests/checkpoint/test_recomputed_layers.py::test_dropout_and_a_module_group",),
+    ),
+    Mutant(
+        "who shares keeps the first reload",
+        "pp_offload/_transfer/ticket.py",
+        '("nbytes", "num_users", "version")\n\n    def __init__(self, first: Reload) -> None:\n',
+        '("nbytes", "num_users", "version", "first")\n\n'
+        "    def __init__(self, first: Reload) -> None:\n        self.first = first\n",
+        "what all have used stays on the device until somebody polls",
+        ("tests/transfer/test_hazards.py::test_what_is_shared_is_free_when_the_last_has_used_it",),
     ),
 ]
