@@ -174,6 +174,10 @@ class Modules:
                 self.samples.append(_leaves(stage(*self.samples[-1])))
 
     def on(self, order: PipelineOrder, rank: int, backend: VirtualBackend) -> RankWork:
+        for stage in order.stages_of(rank):
+            module = self.stages[stage]
+            for one in (*module.parameters(), *module.buffers()):  # there before they are used
+                backend.memory.see(one.untyped_storage())
         return _ModuleWork(self, order, rank)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -15,7 +17,7 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import functional as F
 
-from pp_offload import OffloadConfig
+from pp_offload import OffloadConfig, recompute_layers
 from pp_offload.simulate import DEVICES, Hardware, Modules, PeerLink, PipelineOrder
 
 KIB = 2**10
@@ -170,3 +172,19 @@ def draw_pipeline(seed: int) -> Drawn:
         schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
     )
     return Drawn(order, work, hardware, peers, config, num_steps=draw.choice([1, 2, 3, 4]))
+
+
+@contextmanager
+def some_recomputed(drawn: Drawn, seed: int) -> Iterator[int]:
+    """Meanwhile backward recomputes about half of the layers; how many."""
+    draw = Random(seed)
+    with ExitStack() as stack:
+        handles = [
+            recompute_layers(
+                stage, [name for name, _ in stage.named_children() if draw.random() < 0.5]
+            )
+            for stage in drawn.work.stages
+        ]
+        for handle in handles:
+            stack.enter_context(handle)
+        yield sum(len(handle.names) for handle in handles)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from random_pipelines import Drawn, draw_pipeline
+from random_pipelines import Drawn, draw_pipeline, some_recomputed
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 
@@ -91,8 +91,12 @@ def noting(moved: list[Moved]) -> Callable[[NumberRank], RankStep]:
 
 
 def ran(seed: int, **hardware: Any) -> Found:
-    drawn, managers = draw_pipeline(seed), Managers()
-    drawn = replace(drawn, hardware=replace(drawn.hardware, **hardware))
+    drawn = draw_pipeline(seed)
+    return run_and_recorded(replace(drawn, hardware=replace(drawn.hardware, **hardware)))
+
+
+def run_and_recorded(drawn: Drawn) -> Found:
+    managers = Managers()
     step = run_pipeline(
         drawn.order,
         drawn.work,
@@ -106,7 +110,13 @@ def ran(seed: int, **hardware: Any) -> Found:
     return Found(drawn, step.ranks, managers.moved, tapes)
 
 
-def compare(seeds: range) -> None:
+def ran_with_recomputed(seed: int) -> Found:
+    drawn = draw_pipeline(seed)
+    with some_recomputed(drawn, seed):
+        return run_and_recorded(drawn)
+
+
+def compare(seeds: range, ran: Callable[[int], Found] = ran) -> None:
     num_offloading = 0
     for seed in seeds:
         found = ran(seed)
@@ -127,6 +137,22 @@ def test_more_of_them() -> None:
 @pytest.mark.exhaustive
 def test_two_thousand_of_them() -> None:
     compare(range(1000, 3000))
+
+
+def test_with_layers_that_are_recomputed() -> None:
+    compare(range(30, 45), ran_with_recomputed)
+
+
+@pytest.mark.slow
+def test_more_with_layers_that_are_recomputed() -> None:
+    compare(range(60, 120), ran_with_recomputed)
+
+
+def test_parameters_that_are_not_used_yet_count() -> None:
+    """All forwards of a stage come before the first one of the next one on that rank, and the peak
+    of the only step comes before that.
+    """
+    compare(range(1066, 1067))
 
 
 def test_without_offload() -> None:
