@@ -4,6 +4,9 @@ For each pipeline with few groups every choice is predicted; a plan is made for 
 memory. The gap is how much longer a step is by the plan than by the best choice that fits.
 
     python benchmarks/plan_search.py --pipelines 500 --json plans.json
+    python benchmarks/plan_search.py --pipelines 200 --recompute --most-groups 6
+
+With ``--recompute``, layers may be recomputed, and every number of them is predicted, too.
 
 Figures
     mean_gap, p95_gap, worst_gap   parts of a step, over all plans
@@ -20,18 +23,23 @@ import json
 import logging
 import sys
 import time
+from math import prod
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
-from every_choice import all_choices, num_groups
+from every_choice import all_choices, every_number_and_choice, num_groups
 from small import limits, planned
 
 from pp_offload._groups import auto_bounds
 from pp_offload.plan import InfeasibleError, choose
 
 NUM_LIMITS = 5
+
+MAX_NUMBERS = 64
+"""Of recomputed layers, of all ranks together."""
+
 SAME = 1e-6
 
 
@@ -42,6 +50,7 @@ def main() -> None:
     )
     parser.add_argument("--pipelines", type=int, default=100, help="default: 100")
     parser.add_argument("--most-groups", type=int, default=8, help="of a pipeline; default: 8")
+    parser.add_argument("--recompute", action="store_true", help="layers may be recomputed")
     parser.add_argument("--seed", type=int, default=0, help="of the first; default: 0")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
@@ -52,12 +61,13 @@ def main() -> None:
     num_above = num_unmonotone = num_done = 0
     seed = options.seed
     while num_done < options.pipelines:
-        drawn, tapes = planned(seed)
+        drawn, tapes = planned(seed, layers="*" if options.recompute else None)
         seed += 1
-        if not 2 <= num_groups(tapes) <= options.most_groups:
+        num_numbers = prod(one.num_layers + 1 for one in tapes)
+        if not 2 <= num_groups(tapes) <= options.most_groups or num_numbers > MAX_NUMBERS:
             continue
         num_done += 1
-        every = list(all_choices(drawn, tapes))
+        every = list((every_number_and_choice if options.recompute else all_choices)(drawn, tapes))
         fastest = float("inf")
         for limit in limits(drawn, tapes, NUM_LIMITS):
             begin = time.perf_counter()

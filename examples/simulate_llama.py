@@ -95,7 +95,12 @@ def model_of(options: argparse.Namespace) -> Modules:
     stages = [Stage(config, i, num, length=length, groups=groups) for i in range(num)]
     tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
     targets = torch.empty_like(tokens)
-    return Modules(stages, example=tokens, loss_fn=lambda logits: loss_fn(logits, targets))
+    return Modules(
+        stages,
+        example=tokens,
+        loss_fn=lambda logits: loss_fn(logits, targets),
+        layers="layers.*",
+    )
 
 
 def order_of(options: argparse.Namespace) -> PipelineOrder:

@@ -90,12 +90,12 @@ def offload_modules(
     check_kind("model", model, Module, "an nn.Module")
     check_patterns(groups)
     check_flag("missing_ok", missing_ok)
-    found = {group: _matching(model, patterns) for group, patterns in groups.items()}
+    found = {group: matching(model, patterns) for group, patterns in groups.items()}
     missing = [
         pattern
         for patterns in groups.values()
         for pattern in _listed(patterns)
-        if not _matching(model, pattern)
+        if not matching(model, pattern)
     ]
     if missing and not missing_ok:
         raise ValueError(_no_match(model, missing))
@@ -260,7 +260,8 @@ def _group_of(module: Module) -> str | None:
     return None
 
 
-def _matching(model: Module, patterns: str | Collection[str]) -> list[str]:
+def matching(model: Module, patterns: str | Collection[str]) -> list[str]:
+    """Names of the modules that one of the patterns is for."""
     wanted = _listed(patterns)
     return [
         name

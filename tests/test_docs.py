@@ -46,7 +46,7 @@ EXAMPLES = {
     "simulate": 3,
     "trace": 3,
     "cli": 1,
-    "planning": 2,
+    "planning": 3,
 }
 """How many blocks of Python a page has; each is run below."""
 
@@ -308,7 +308,8 @@ def test_a_plan_is_made_and_followed(
         {"attach": lambda schedule, groups, config: given.append(config), "schedule": None},
     )
     assert given[0].offload_plan is not None and len(given[0].offload_plan.ranks) == 4
-    exec(blocks("planning")[1], {})
+    exec(blocks("planning")[1], {"pipeline_rank": 3, "stage_modules": [nn.Linear(1, 1)]})
+    exec(blocks("planning")[2], {})
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 

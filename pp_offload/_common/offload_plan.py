@@ -99,6 +99,20 @@ class OffloadPlan:
             " a plan for this pipeline: make one with as many ranks"
         )
 
+    def recomputed_by_stage(
+        self, stages_of: Callable[[int], Sequence[int]]
+    ) -> dict[int, tuple[str, ...]]:
+        """Names of the layers that are recomputed, by stage of the pipeline.
+
+        Args:
+            stages_of: Numbers of the stages of a rank, in the order of its virtual stages.
+        """
+        return {
+            stage: rank.recomputed_in(vp_stage)
+            for number, rank in enumerate(self.ranks)
+            for vp_stage, stage in enumerate(stages_of(number))
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it; :meth:`from_dict` makes an equal one of it."""
         return {"format": FORMAT, **asdict(self)}

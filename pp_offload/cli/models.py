@@ -111,7 +111,13 @@ def from_hugging_face(config: str, *, num_stages: int, length: int) -> Modules:
     def loss_fn(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.float().flatten(0, 1), torch.empty_like(tokens).flatten())
 
-    return Modules(stages, example=tokens, loss_fn=loss_fn, groups=groups_of(stages[0]))
+    return Modules(
+        stages,
+        example=tokens,
+        loss_fn=loss_fn,
+        groups=groups_of(stages[0]),
+        layers="layers.*",
+    )
 
 
 def _first_line(failure: Exception) -> str:

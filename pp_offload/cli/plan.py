@@ -1,4 +1,4 @@
-"""``pp-offload plan``: what each rank keeps and what leaves, below a limit of memory."""
+"""``pp-offload plan``: what each rank keeps, sends away and recomputes, below a limit."""
 
 from __future__ import annotations
 
@@ -49,11 +49,14 @@ def plan(
     gib: GibOption = None,
     min_numel: MinNumelOption = MIN_NUMEL,
     network_gb: NetworkOption = 50.0,
+    recompute: Annotated[
+        bool, typer.Option(help="Layers may be recomputed, where the link has too much to do.")
+    ] = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here: plan.json.")
     ] = None,
 ) -> None:
-    """What each rank keeps on its device and what leaves.
+    """What each rank keeps, sends away and recomputes.
 
     So that no device holds more than the limit, and a step is as short as was found. The file is
     for OffloadConfig(plan="plan.json").
@@ -79,6 +82,8 @@ def plan(
         groups=groups,
         network_gb=network_gb,
     )
+    if not recompute:
+        pipeline.work.layers = None
     ahead: Any = "auto" if gib is None else int(gib * GIB)
     config = OffloadConfig(
         max_in_flight_bytes=ahead, prefetch_bytes=ahead, min_offloaded_tensor_size=min_numel
@@ -109,3 +114,8 @@ def plan(
     typer.echo(table(found, none))
     if output is not None:
         typer.echo(f'\nwritten to {output}; follow it with OffloadConfig(plan="{output}")')
+        if any(names for rank in found.ranks for names in rank.recomputed):
+            typer.echo(
+                "before that, for each stage of a rank: recompute_layers(module, "
+                "plan.rank(rank).recomputed[number])"
+            )

@@ -12,12 +12,14 @@ The engine itself, on :mod:`pp_offload.simulate`, says the same, and takes longe
 from __future__ import annotations
 
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
+from pp_offload.plan.chooser import Chooser, choose
 from pp_offload.plan.pipeline import predict
 from pp_offload.plan.record import record
-from pp_offload.plan.search import InfeasibleError, choose
+from pp_offload.plan.search import InfeasibleError
 from pp_offload.plan.tape import RankTapes, Tape
 
 __all__ = [
+    "Chooser",
     "InfeasibleError",
     "OffloadPlan",
     "PlannedGroup",

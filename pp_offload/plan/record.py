@@ -10,8 +10,11 @@ what the program had let go of.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
+from typing import TypeVar
 
 from pp_offload._common.garbage import collector_off
 from pp_offload._groups.plan import Plan
@@ -27,7 +30,9 @@ from pp_offload.simulate.clocks import VirtualStream
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.orders import PipelineOrder
-from pp_offload.simulate.stages import RankWork, Work
+from pp_offload.simulate.stages import Modules, RankWork, Work
+
+_T = TypeVar("_T")
 
 
 def record(
@@ -56,10 +61,61 @@ def record(
         launch_s=0.0,
     )
     options = replace(
-        config or OffloadConfig(), host_budget_bytes=UNLIMITED, tiers=("host",), verify=False
+        config or OffloadConfig(),
+        host_budget_bytes=UNLIMITED,
+        tiers=("host",),
+        verify=False,
+        plan=None,
     )
     work.prepare(order, VirtualBackend(hardware))
-    return [_record_rank(order, work, still, options, rank) for rank in range(order.num_ranks)]
+    ranks = range(order.num_ranks)
+    return [_Variants(order, work, still, options, rank)(0) for rank in ranks]
+
+
+class _Variants:
+    """Records a rank with more or fewer layers recomputed, each once, when it is asked for."""
+
+    def __init__(
+        self,
+        order: PipelineOrder,
+        work: Work,
+        hardware: Hardware,
+        config: OffloadConfig,
+        rank: int,
+    ) -> None:
+        self._what = order, work, hardware, config, rank
+        self._layers = _layers_of(work, order.stages_of(rank))
+        self._recorded: dict[int, RankTapes] = {}
+
+    def __call__(self, num: int) -> RankTapes:
+        if num not in self._recorded:
+            chosen = spread(self._layers, num)
+            order, work, *_, rank = self._what
+            names = {
+                stage: tuple(name for other, name in chosen if other == stage)
+                for stage in order.stages_of(rank)
+            }
+            with work.recomputing(names) if isinstance(work, Modules) else nullcontext():
+                tapes = _record_rank(*self._what)
+            self._recorded[num] = replace(
+                tapes,
+                recomputed=tuple(names.values()),
+                num_layers=len(self._layers),
+                variant=self,
+            )
+        return self._recorded[num]
+
+
+def _layers_of(work: Work, stages: Sequence[int]) -> list[tuple[int, str]]:
+    """Stages and names of the layers that may be recomputed, in forward order."""
+    if not isinstance(work, Modules):
+        return []
+    return [(stage, name) for stage in stages for name in work.layers_of(stage)]
+
+
+def spread(layers: Sequence[_T], num: int) -> list[_T]:
+    """So many of them, as evenly as possible: what is sent away in between has more time."""
+    return [layers[index * len(layers) // num] for index in range(num)]
 
 
 def _record_rank(

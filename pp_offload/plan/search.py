@@ -1,7 +1,8 @@
-"""Which groups each rank keeps, so that no device's peak is above a limit and a step is short.
+"""Which groups each rank keeps, where it is settled which layers are recomputed.
 
-    plan = choose(order, tapes, DEVICES["H100"], 40 * 2**30)
-    plan.save("plan.json")
+    search = Search(steps, tapes)
+    tried = search.best(limit_bytes)
+    search.stages(tried.kept), tried.step.seconds
 
 Offload costs nothing until compute waits for copies, and never helps a step. So each rank keeps as
 much as the limit lets it, and sends away what a forward saves first, which is needed last.
@@ -17,15 +18,15 @@ NOTE [ What is proven ]
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations, product
+from functools import cached_property
+from itertools import permutations, product
 from math import prod
-from typing import NamedTuple
 
-from pp_offload._common.checks import check_count
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 from pp_offload.config import OffloadConfig
+from pp_offload.plan.filling import Class, Filling, Kept, with_num
 from pp_offload.plan.pipeline import predict
 from pp_offload.plan.tape import GroupTape, RankTapes, Tape
 from pp_offload.simulate.hardware import Hardware
@@ -35,7 +36,7 @@ from pp_offload.simulate.rank import PipelineStep
 
 GIB = 2**30
 
-MAX_EVENTS = 10_000_000
+MAX_EVENTS = 3_000_000
 """How many events of tapes are played in a search, about: some seconds of a core."""
 
 MAX_TRIES = 512
@@ -60,62 +61,47 @@ class InfeasibleError(ValueError):
         self.least_bytes = least_bytes
 
 
-def choose(
-    order: PipelineOrder,
-    tapes: Sequence[RankTapes],
-    hardware: Hardware,
-    limit_bytes: int,
-    *,
-    config: OffloadConfig | None = None,
-    peers: PeerLink | None = None,
-    made_for: str = "",
-    progress: Callable[[int], None] | None = None,
-) -> OffloadPlan:
-    """A plan whose peak is below the limit on each rank.
+@dataclass
+class Steps:
+    """Predicts steps of one pipeline, and tells how many."""
 
-    Args:
-        order, tapes, hardware, peers: As for :func:`predict`.
-        limit_bytes: For each device. Parameters and gradients are part of the peak; the optimizer,
-            and what an allocator cannot use, are not.
-        config: The options beside the plan, such as bounds.
-        made_for: Model, schedule and device, in words, for who reads the file.
-        progress: Called before each step that is predicted, with how many were.
+    order: PipelineOrder
+    hardware: Hardware
+    config: OffloadConfig
+    """The options beside the plan."""
 
-    Raises:
-        InfeasibleError: The limit is too low even where all groups leave.
-        ValueError: The options say what stays, or :func:`predict` does not know something.
-    """
-    check_count("limit_bytes", limit_bytes, unit="bytes")
-    search = _Search(order, tapes, hardware, config or OffloadConfig(), peers, progress)
-    none = search.none()
-    best = search.best(limit_bytes)
-    ranks = [
-        RankPlan(
-            stages=stages,
-            peak_bytes=one.peak_bytes,
-            host_peak_bytes=one.host_peak_bytes,
-            seconds=one.seconds,
-            stalled_s=one.stalled_s,
+    peers: PeerLink | None
+    progress: Callable[[int], None] | None
+    num: int = 0
+
+    def without_offload(self, tapes: Sequence[RankTapes]) -> PipelineStep:
+        """The step in which all stays."""
+        return self._predicted(tapes, None, num_steps=1)
+
+    def first(self, tapes: Sequence[RankTapes]) -> PipelineStep:
+        """The first step, in which no engine knows a plan, and all groups leave."""
+        return self._predicted(tapes, replace(self.config, plan=None), num_steps=1)
+
+    def planned(self, tapes: Sequence[RankTapes], ranks: Sequence[RankPlan]) -> PipelineStep:
+        """A step by a plan."""
+        plan = OffloadPlan("", 0, 0.0, 0.0, tuple(ranks))
+        return self._predicted(tapes, replace(self.config, plan=plan), num_steps=2)
+
+    def _predicted(
+        self, tapes: Sequence[RankTapes], config: OffloadConfig | None, num_steps: int
+    ) -> PipelineStep:
+        if self.progress is not None:
+            self.progress(self.num)
+        self.num += 1
+        return predict(
+            self.order, tapes, self.hardware, config=config, peers=self.peers, num_steps=num_steps
         )
-        for stages, one in zip(search.stages(best.kept), best.step.ranks, strict=True)
-    ]
-    return OffloadPlan(made_for, limit_bytes, best.step.seconds, none.seconds, tuple(ranks))
-
-
-Kept = tuple[int, ...]
-"""How many groups of each class stay on a rank: of equal ones those that are saved last."""
-
-
-class _Class(NamedTuple):
-    """Groups of a rank that are equal."""
-
-    nbytes: int
-    places: tuple[tuple[int, int], ...]
-    """By stage and position, last saved first."""
 
 
 @dataclass(frozen=True)
-class _Tried:
+class Tried:
+    """A choice, and what it costs."""
+
     kept: tuple[Kept, ...]
     step: PipelineStep
 
@@ -124,41 +110,37 @@ class _Tried:
         return all(rank.peak_bytes <= limit_bytes for rank in self.step.ranks)
 
 
-class _Search:
-    """Tries how much each rank keeps."""
+class Search:
+    """Tries how much each rank keeps.
 
-    def __init__(
-        self,
-        order: PipelineOrder,
-        tapes: Sequence[RankTapes],
-        hardware: Hardware,
-        config: OffloadConfig,
-        peers: PeerLink | None,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        self._order = order
-        self._tapes = tapes
-        self._hardware = hardware
-        self._config = replace(config, plan=None)
-        self._peers = peers
-        self._progress = progress
+    Args:
+        steps: Predicts them.
+        tapes: Of all ranks.
+
+    Attributes:
+        tapes: See above.
+    """
+
+    def __init__(self, steps: Steps, tapes: Sequence[RankTapes]) -> None:
+        self._steps = steps
+        self.tapes = tapes
         self._classes = [_classes(one) for one in tapes]
-        self._tried: dict[tuple[Kept, ...], _Tried] = {}
-        self._none: PipelineStep | None = None
-        num = MAX_EVENTS // _num_events(order, tapes)
+        self._tried: dict[tuple[Kept, ...], Tried] = {}
+        num = MAX_EVENTS // _num_events(steps.order, tapes)
         self._max_tries = max(LEAST_TRIES, min(num, MAX_TRIES))
 
-    def none(self) -> PipelineStep:
-        """The step without offload."""
-        if self._none is None:
-            self._say()
-            self._none = predict(
-                self._order, self._tapes, self._hardware, peers=self._peers, num_steps=1
-            )
-        return self._none
+    @cached_property
+    def without_offload(self) -> PipelineStep:
+        """The step in which all stays; see NOTE [ What is proven ]."""
+        return self._steps.without_offload(self.tapes)
 
-    def best(self, limit_bytes: int) -> _Tried:
-        """The shortest step that fits, of all that were tried.
+    @cached_property
+    def first_peaks(self) -> list[int]:
+        """Of each rank in the first step, in which all groups leave whatever is planned."""
+        return [rank.peak_bytes for rank in self._steps.first(self.tapes).ranks]
+
+    def found(self, limit_bytes: int) -> Tried:
+        """A short step that fits: the shortest, where there are few choices.
 
         Raises:
             InfeasibleError: None fits.
@@ -170,25 +152,33 @@ class _Search:
         else:
             self._fill(limit_bytes)
         fitting = [one for one in self._tried.values() if one.fits(limit_bytes)]
-        if not fitting or max(self._first_peaks()) > limit_bytes:
+        if not fitting or max(self.first_peaks) > limit_bytes:
             raise self._infeasible(limit_bytes)
-        return self._polished(_best(fitting), limit_bytes)
+        return best_of(fitting)
 
-    def _first_peaks(self) -> list[int]:
-        """Those of the first step, in which no engine knows a plan, and all groups leave."""
-        step = predict(
-            self._order,
-            self._tapes,
-            self._hardware,
-            config=self._config,
-            peers=self._peers,
-            num_steps=1,
-        )
-        return [rank.peak_bytes for rank in step.ranks]
+    def polished(self, best: Tried, limit_bytes: int) -> Tried:
+        """The shortest that one change after the other leads to, for as long as there is time."""
+        most = len(self._tried) + self._max_tries
+        while (better := self._better(best, limit_bytes, most)) is not None:
+            best = better
+        return best
+
+    def _better(self, best: Tried, limit_bytes: int, most: int) -> Tried | None:
+        for kept in self._neighbours(best.kept):
+            if len(self._tried) >= most or self.is_bound(best):
+                return None
+            found = self._try(kept)
+            if found.fits(limit_bytes) and best_of([best, found]) is found:
+                return found
+        return None
+
+    def is_bound(self, one: Tried) -> bool:
+        """Whether no choice is faster, with the same layers recomputed."""
+        return one.step.seconds <= self.without_offload.seconds * (1 + SAME)
 
     def _infeasible(self, limit_bytes: int) -> InfeasibleError:
         tried = [[rank.peak_bytes for rank in one.step.ranks] for one in self._tried.values()]
-        peaks = [max(both) for both in zip(min(tried, key=max), self._first_peaks(), strict=True)]
+        peaks = [max(both) for both in zip(min(tried, key=max), self.first_peaks, strict=True)]
         least = max(peaks)
         return InfeasibleError(
             f"limit_bytes is {limit_bytes} ({limit_bytes / GIB:.2f} GiB), expected at least "
@@ -200,26 +190,12 @@ class _Search:
 
     def _fill(self, limit_bytes: int) -> None:
         """Fill each rank up to the limit, all at once."""
-        ranks = [_Filling(classes, limit_bytes) for classes in self._classes]
+        ranks = [Filling(classes, limit_bytes) for classes in self._classes]
         while any(rank.is_trying for rank in ranks):
             found = self._try([rank.proposal for rank in ranks])
             for rank, one in zip(ranks, found.step.ranks, strict=True):
                 rank.told(one.peak_bytes)
         self._settle([rank.proposal for rank in ranks], limit_bytes)
-
-    def _polished(self, best: _Tried, limit_bytes: int) -> _Tried:
-        """The shortest that one change after the other leads to."""
-        for kept in self._neighbours(best.kept):
-            if len(self._tried) >= self._max_tries or self._is_bound(best):
-                break
-            found = self._try(kept)
-            if found.fits(limit_bytes) and _best([best, found]) is found:
-                return self._polished(found, limit_bytes)
-        return best
-
-    def _is_bound(self, one: _Tried) -> bool:
-        """See NOTE [ What is proven ]."""
-        return one.step.seconds <= self.none().seconds * (1 + SAME)
 
     def _neighbours(self, kept: tuple[Kept, ...]) -> Iterator[tuple[Kept, ...]]:
         """One more or one less of a class, or one of another in place of one."""
@@ -245,21 +221,19 @@ class _Search:
                 return
             kept = less
 
-    def _try(self, kept: Sequence[Kept]) -> _Tried:
+    def _try(self, kept: Sequence[Kept]) -> Tried:
         known = self._tried.get(tuple(kept))
         if known is not None:
             return known
-        self._say()
-        ranks = tuple(RankPlan(one, 0, 0, 0.0, 0.0) for one in self.stages(kept))
-        config = replace(self._config, plan=OffloadPlan("", 0, 0.0, 0.0, ranks))
-        step = predict(self._order, self._tapes, self._hardware, config=config, peers=self._peers)
-        found = self._tried[tuple(kept)] = _Tried(tuple(kept), step)
+        ranks = [RankPlan(one, 0, 0, 0.0, 0.0) for one in self.stages(kept)]
+        step = self._steps.planned(self.tapes, ranks)
+        found = self._tried[tuple(kept)] = Tried(tuple(kept), step)
         return found
 
     def stages(self, kept: Sequence[Kept]) -> list[tuple[tuple[PlannedGroup, ...], ...]]:
         """The groups of each rank where it keeps so many of each class."""
         found = []
-        for tapes, classes, nums in zip(self._tapes, self._classes, kept, strict=True):
+        for tapes, classes, nums in zip(self.tapes, self._classes, kept, strict=True):
             stay = {
                 place for one, num in zip(classes, nums, strict=True) for place in one.places[:num]
             }
@@ -274,89 +248,8 @@ class _Search:
             )
         return found
 
-    def _say(self) -> None:
-        if self._progress is not None:
-            self._progress(len(self._tried))
 
-
-class _Filling:
-    """Fills one rank, a proposal after the other.
-
-    Args:
-        classes: Of its groups.
-        limit_bytes: Its peak may be so high.
-
-    Attributes:
-        proposal: What to try next; when nothing is left to try, what was found.
-        is_trying: Whether something is left.
-    """
-
-    def __init__(self, classes: Sequence[_Class], limit_bytes: int) -> None:
-        self._classes = classes
-        self._limit_bytes = limit_bytes
-        self._proposals = self._search()
-        self.proposal: Kept = next(self._proposals)
-        self.is_trying = True
-
-    def told(self, peak_bytes: int) -> None:
-        """The peak of the proposal."""
-        if not self.is_trying:
-            return
-        try:
-            self.proposal = self._proposals.send(peak_bytes)
-        except StopIteration as end:
-            self.proposal, self.is_trying = end.value, False
-
-    def _search(self) -> Generator[Kept, int, Kept]:
-        kept: Kept = (0,) * len(self._classes)
-        peak = yield kept
-        while peak > self._limit_bytes:
-            lower = yield from self._lower(kept, peak)
-            if lower is None:
-                return kept
-            kept, peak = lower
-        for number in range(len(self._classes)):
-            kept = yield from self._most(kept, number)
-        return (yield from self._swapped(kept))
-
-    def _lower(self, kept: Kept, peak: int) -> Generator[Kept, int, tuple[Kept, int] | None]:
-        """A lower peak by keeping more: what comes back needs room, too, where little is kept."""
-        best: tuple[Kept, int] | None = None
-        for number, one in enumerate(self._classes):
-            for num in {kept[number] + 1, len(one.places)} - {kept[number]}:
-                if num <= len(one.places):
-                    more = _with(kept, number, num)
-                    found = yield more
-                    if found < (peak if best is None else best[1]):
-                        best = more, found
-        return best
-
-    def _most(self, kept: Kept, number: int) -> Generator[Kept, int, Kept]:
-        """As many of a class as fit, by halving."""
-        fits, too_many = kept[number], len(self._classes[number].places) + 1
-        trial = too_many - 1  # all, to begin with
-        while trial > fits:
-            found = yield _with(kept, number, trial)
-            if found <= self._limit_bytes:
-                fits = trial
-            else:
-                too_many = trial
-            trial = (fits + too_many) // 2
-        return _with(kept, number, fits)
-
-    def _swapped(self, kept: Kept) -> Generator[Kept, int, Kept]:
-        """A larger group in place of a smaller one, where that fits."""
-        for large, small in combinations(range(len(self._classes)), 2):
-            has_room = kept[large] < len(self._classes[large].places) and kept[small] > 0
-            if has_room and self._classes[large].nbytes > self._classes[small].nbytes:
-                other = _with(_with(kept, large, kept[large] + 1), small, kept[small] - 1)
-                found = yield other
-                if found <= self._limit_bytes:
-                    kept = yield from self._most(other, small)
-        return kept
-
-
-def _choices(classes: Sequence[_Class]) -> Iterator[Kept]:
+def _choices(classes: Sequence[Class]) -> Iterator[Kept]:
     return product(*(range(len(one.places) + 1) for one in classes))
 
 
@@ -368,37 +261,33 @@ def _num_events(order: PipelineOrder, tapes: Sequence[RankTapes]) -> int:
     return max(1, sum(of_each) * order.num_microbatches)
 
 
-def _best(tried: Sequence[_Tried]) -> _Tried:
+def best_of(tried: Sequence[Tried]) -> Tried:
     """The shortest; of those that are as short, one that sends least away, and keeps most."""
     shortest_s = min(one.step.seconds for one in tried)
     short = [one for one in tried if one.step.seconds <= shortest_s * (1 + SAME)]
     return min(short, key=lambda one: (_bytes_sent(one), -sum(map(sum, one.kept))))
 
 
-def _bytes_sent(tried: _Tried) -> int:
+def _bytes_sent(tried: Tried) -> int:
     return sum(rank.bytes_offloaded for rank in tried.step.ranks)
-
-
-def _with(kept: Kept, number: int, num: int) -> Kept:
-    return (*kept[:number], num, *kept[number + 1 :])
 
 
 def _one_less(kept: Kept) -> Kept:
     """One less of the smallest class of which some stay."""
     for number in range(len(kept) - 1, -1, -1):
         if kept[number]:
-            return _with(kept, number, kept[number] - 1)
+            return with_num(kept, number, kept[number] - 1)
     return kept
 
 
-def _classes(tapes: RankTapes) -> list[_Class]:
+def _classes(tapes: RankTapes) -> list[Class]:
     """Of a rank's groups that have something to move, largest first."""
     places: defaultdict[tuple[int, int, str], list[tuple[int, int]]] = defaultdict(list)
     for stage, tape in tapes.stages.items():
         for position, group in enumerate(tape.groups):
             if group.payloads:
                 places[_nbytes(tape, group), stage, group.name].append((stage, position))
-    return [_Class(key[0], tuple(places[key][::-1])) for key in sorted(places, reverse=True)]
+    return [Class(key[0], tuple(places[key][::-1])) for key in sorted(places, reverse=True)]
 
 
 def _nbytes(tape: Tape, group: GroupTape) -> int:

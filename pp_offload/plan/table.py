@@ -13,12 +13,13 @@ from pp_offload.simulate.rank import PipelineStep, RankStep
 
 GIB = 2**30
 
-HEAD = ("rank", "peak GiB", "with", "host GiB", "stalled ms", "leave", "stay")
+HEAD = ("rank", "peak GiB", "with", "host GiB", "stalled ms", "leave", "stay", "recompute")
 
 NOTE = """\
 The first peak is that without offload, all else is with it. stalled: ms of a step in which compute
-stands still for copies. Groups that leave do so from the second step on but for the last of each
-name, for which there is no time; in the first step all leave."""
+stands still for copies. recompute: layers that backward computes anew; only groups of the others
+leave or stay. Groups that leave do so from the second step on but for the last of each name, for
+which there is no time; in the first step all leave."""
 
 
 def table(plan: OffloadPlan, none: PipelineStep) -> str:
@@ -57,7 +58,13 @@ def _row(number: int, ours: RankPlan, none: RankStep) -> tuple[str, ...]:
         f"{ours.stalled_s * 1e3:.1f}",
         _named(ours, keeps=False),
         _named(ours, keeps=True),
+        _num_recomputed(ours),
     )
+
+
+def _num_recomputed(rank: RankPlan) -> str:
+    num = sum(map(len, rank.recomputed))
+    return f"{num} layer{'s' * (num > 1)}" if num else "-"
 
 
 def _named(rank: RankPlan, *, keeps: bool) -> str:

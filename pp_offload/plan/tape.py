@@ -6,7 +6,8 @@ decides: whether a group leaves, when its sources go and when its payloads come 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -122,3 +123,25 @@ class RankTapes:
     stages: dict[int, Tape]
     resident_bytes: int
     """Device memory at the begin of a step: parameters, and what the schedule allocates."""
+
+    recomputed: tuple[tuple[str, ...], ...] = ()
+    """Names of the layers that backward recomputes, by virtual stage."""
+
+    num_layers: int = 0
+    """How many it could recompute, with these."""
+
+    variant: Callable[[int], RankTapes] | None = field(default=None, compare=False, repr=False)
+    """Records the rank anew with so many of its layers recomputed; None where it has none."""
+
+    def recomputing(self, num: int) -> RankTapes:
+        """The same rank where backward recomputes ``num`` of its layers, spread evenly.
+
+        Raises:
+            ValueError: It has fewer that may be recomputed.
+        """
+        if not 0 <= num <= self.num_layers:
+            raise ValueError(
+                f"{num} layers are to be recomputed, expected 0 to {self.num_layers}; name them "
+                'with Modules(layers="layers.*")'
+            )
+        return self if self.variant is None else self.variant(num)

@@ -30,7 +30,7 @@ from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
 from pp_offload.simulate.orders import PipelineOrder
 from pp_offload.simulate.rank import PipelineStep, VirtualRank
-from pp_offload.simulate.stages import Work
+from pp_offload.simulate.stages import Modules, Work
 
 Progress = Callable[[int, int], None]
 """Told how many actions are over, and of how many."""
@@ -85,6 +85,9 @@ def run_pipeline(
     if config is not None:
         check_config(config)
     with ExitStack() as stack:
+        if config is not None and config.offload_plan is not None and isinstance(work, Modules):
+            names = config.offload_plan.recomputed_by_stage(order.stages_of)
+            stack.enter_context(work.recomputing(names))
         work.prepare(order, VirtualBackend(hardware))
         messages = Messages(order, peers or PeerLink())
         ranks = [

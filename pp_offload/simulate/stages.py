@@ -6,8 +6,8 @@ work = Times(forward_s=1.0, input_s=1.0, weight_s=1.0)   # closed forms
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any, Protocol
@@ -20,7 +20,8 @@ from torch.distributed.pipelining._utils import InferenceMode
 
 from pp_offload._common.checks import check_kind, said
 from pp_offload._megatron.current import use_backend
-from pp_offload.modules import Patterns
+from pp_offload.checkpointing import recompute_layers
+from pp_offload.modules import Patterns, matching
 from pp_offload.pipelining import attach
 from pp_offload.simulate.costs import tensors_in
 from pp_offload.simulate.device import VirtualBackend
@@ -133,10 +134,12 @@ class Modules:
         loss_fn: The loss of what the last one returns for a microbatch.
         groups: Module name patterns by group name, as for :func:`pp_offload.attach`; None where
             the modules mark their groups themselves.
+        layers: Pattern of the names of modules that a plan may have recomputed, such as
+            ``"layers.*"``; None where all are to be computed once.
 
     Raises:
         TypeError: ``stages`` are not modules.
-        ValueError: A parameter is not on ``meta``.
+        ValueError: A parameter is not on ``meta``, or no stage has a module for ``layers``.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class Modules:
         example: Tensor | tuple[Tensor, ...],
         loss_fn: Callable[[Any], Tensor],
         groups: Patterns | None = None,
+        layers: str | None = None,
     ) -> None:
         for index, stage in enumerate(stages):
             check_kind(f"stages[{index}]", stage, nn.Module, "a module")
@@ -158,8 +162,30 @@ class Modules:
         self.stages = list(stages)
         self.loss_fn = loss_fn
         self.groups = groups
+        self.layers = layers
+        if layers is not None and not any(map(self.layers_of, range(len(stages)))):
+            raise ValueError(
+                f"layers is {layers!r}, which fits no name of a module in any stage; expected a "
+                "pattern of names as in named_modules(), with * for one part"
+            )
         self.samples = [example if isinstance(example, tuple) else (example,)]
         """What each stage takes, and what the last one returns; of all when prepared."""
+
+    def layers_of(self, stage: int) -> list[str]:
+        """Names of the modules of a stage that a plan may have recomputed."""
+        return [] if self.layers is None else matching(self.stages[stage], self.layers)
+
+    @contextmanager
+    def recomputing(self, names: Mapping[int, Collection[str]]) -> Iterator[None]:
+        """Meanwhile backward recomputes these modules whole.
+
+        Args:
+            names: Of modules, by stage.
+        """
+        with ExitStack() as stack:
+            for stage, layers in names.items():
+                stack.enter_context(recompute_layers(self.stages[stage], layers))
+            yield
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:
         if len(self.stages) != order.num_stages:

@@ -1,4 +1,4 @@
-"""Every choice of groups of a small pipeline, without a thought of which are equal."""
+"""Every choice of groups and layers of a small pipeline, whichever of them are equal."""
 
 from __future__ import annotations
 
@@ -39,6 +39,17 @@ def all_choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tuple[int, flo
         config = replace(drawn.config, plan=OffloadPlan("", 0, 0.0, 0.0, ranks))
         step = predict(drawn.order, tapes, drawn.hardware, config=config, peers=drawn.peers)
         yield max(rank.peak_bytes for rank in step.ranks), step.seconds
+
+
+def every_number_and_choice(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tuple[int, float]]:
+    """The same for each number of recomputed layers. The first step, where all leaves, counts."""
+    for nums in product(*(range(one.num_layers + 1) for one in tapes)):
+        some = [one.recomputing(num) for one, num in zip(tapes, nums, strict=True)]
+        how = drawn.order, some, drawn.hardware
+        step = predict(*how, config=drawn.config, peers=drawn.peers, num_steps=1)
+        first = max(rank.peak_bytes for rank in step.ranks)
+        for peak, seconds in all_choices(drawn, some):
+            yield max(peak, first), seconds
 
 
 def _rank_plan(rank: int, tapes: RankTapes, kept: set[Place]) -> RankPlan:

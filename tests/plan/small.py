@@ -9,9 +9,14 @@ from random_pipelines import Drawn, draw_pipeline
 from pp_offload.plan import RankTapes, predict, record
 
 
-def planned(seed: int) -> tuple[Drawn, list[RankTapes]]:
-    """A pipeline, and its tapes."""
+def planned(seed: int, *, layers: str | None = None) -> tuple[Drawn, list[RankTapes]]:
+    """A pipeline, and its tapes.
+
+    Args:
+        layers: Pattern of what may be recomputed.
+    """
     drawn = draw_pipeline(seed)
+    drawn.work.layers = layers
     config = replace(
         drawn.config, activation_offload_fraction=1.0, delta_offload_bytes_across_pp_ranks=0
     )

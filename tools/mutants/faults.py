@@ -1584,7 +1584,7 @@ MUTANTS = [
     Mutant(
         "plans forget the first step",
         "pp_offload/plan/search.py",
-        "if not fitting or max(self._first_peaks()) > limit_bytes:",
+        "if not fitting or max(self.first_peaks) > limit_bytes:",
         "if not fitting:",
         "a training by a plan is out of memory in its first step",
         ("tests/plan/test_choose.py::test_the_least_limit_that_is_told_is_one",),
@@ -1592,7 +1592,7 @@ MUTANTS = [
     Mutant(
         "plans are not changed for the better",
         "pp_offload/plan/search.py",
-        "        return self._polished(_best(fitting), limit_bytes)",
+        "        return best_of(fitting)",
         "        return fitting[0]",
         "a step by a plan is longer than it has to be",
         ("tests/plan/test_choose.py::test_no_choice_of_groups_is_better",),

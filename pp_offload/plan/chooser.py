@@ -1,0 +1,227 @@
+"""What each rank keeps, sends away and recomputes, so that no device's peak is above a limit.
+
+    plan = choose(order, tapes, DEVICES["H100"], 40 * 2**30)
+    plan.save("plan.json")
+
+    chooser = Chooser(order, tapes, DEVICES["H100"])
+    chooser.plan(40 * 2**30), chooser.plan(30 * 2**30)  # the second one takes less time
+
+NOTE [ When to recompute ]
+    What is recomputed takes time in any case, and what leaves only where the link has too much to
+    do. So all is planned without recomputation first, and no more where that is as fast as without
+    any offload. Else the ranks that are above the limit without it recompute a quarter of their
+    layers, a half, and so on, and what was the best of these is changed rank by rank. A number of
+    layers is passed over where the step is too long even if everything stayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pp_offload._common.checks import check_count
+from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload.config import OffloadConfig
+from pp_offload.plan.search import SAME, InfeasibleError, Search, Steps, Tried
+from pp_offload.plan.tape import RankTapes
+from pp_offload.simulate.hardware import Hardware
+from pp_offload.simulate.messages import PeerLink
+from pp_offload.simulate.orders import PipelineOrder
+
+MAX_NUMBERS = 16
+"""So many numbers of recomputed layers are tried for a limit."""
+
+PARTS = 4
+
+Nums = tuple[int, ...]
+"""How many layers each rank recomputes."""
+
+
+def choose(
+    order: PipelineOrder,
+    tapes: Sequence[RankTapes],
+    hardware: Hardware,
+    limit_bytes: int,
+    *,
+    config: OffloadConfig | None = None,
+    peers: PeerLink | None = None,
+    made_for: str = "",
+    progress: Callable[[int], None] | None = None,
+) -> OffloadPlan:
+    """A plan whose peak is below the limit on each rank.
+
+    Args:
+        order, tapes, hardware, peers: As for :func:`predict`.
+        limit_bytes: For each device. Parameters and gradients are part of the peak; the optimizer,
+            and what an allocator cannot use, are not.
+        config: The options beside the plan, such as bounds.
+        made_for: Model, schedule and device, in words, for who reads the file.
+        progress: Called before each step that is predicted, with how many were.
+
+    Raises:
+        InfeasibleError: The limit is too low even where all groups leave, and what may be
+            recomputed is.
+        ValueError: The options say what stays, or :func:`predict` does not know something.
+    """
+    chooser = Chooser(order, tapes, hardware, config=config, peers=peers, progress=progress)
+    return chooser.plan(limit_bytes, made_for=made_for)
+
+
+class Chooser:
+    """Makes plans for one pipeline. What was predicted for one limit is known for the next.
+
+    Args:
+        order, tapes, hardware, config, peers, progress: As for :func:`choose`.
+    """
+
+    def __init__(
+        self,
+        order: PipelineOrder,
+        tapes: Sequence[RankTapes],
+        hardware: Hardware,
+        *,
+        config: OffloadConfig | None = None,
+        peers: PeerLink | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._tapes = tapes
+        self._steps = Steps(order, hardware, config or OffloadConfig(), peers, progress)
+        self._searches: dict[Nums, Search] = {}
+
+    def plan(self, limit_bytes: int, *, made_for: str = "") -> OffloadPlan:
+        """See :func:`choose`."""
+        check_count("limit_bytes", limit_bytes, unit="bytes")
+        best = self._best(limit_bytes)
+        search, tried = self._search(best.nums), best.tried
+        ranks = [
+            RankPlan(
+                stages=stages,
+                peak_bytes=one.peak_bytes,
+                host_peak_bytes=one.host_peak_bytes,
+                seconds=one.seconds,
+                stalled_s=one.stalled_s,
+                recomputed=tapes.recomputed,
+            )
+            for stages, one, tapes in zip(
+                search.stages(tried.kept), tried.step.ranks, search.tapes, strict=True
+            )
+        ]
+        none = self._search(self._nothing).without_offload
+        return OffloadPlan(made_for, limit_bytes, best.seconds, none.seconds, tuple(ranks))
+
+    @property
+    def _nothing(self) -> Nums:
+        return (0,) * len(self._tapes)
+
+    def _best(self, limit_bytes: int) -> _Found:
+        trial = _Trial(self._search, limit_bytes)
+        trial.take(self._nothing)
+        needy = self._needy(limit_bytes)
+        if needy and not trial.is_bound:
+            ranks = range(len(self._tapes))
+            for part in range(1, PARTS + 1):
+                trial.take(tuple(-(-needy.get(rank, 0) * part // PARTS) for rank in ranks))
+            trial.descend(needy)
+        return trial.polished()
+
+    def _needy(self, limit_bytes: int) -> dict[int, int]:
+        """Ranks that are above the limit where all stays, or where all leaves, as in the first
+        step; and how many layers they have.
+        """
+        search = self._search(self._nothing)
+        stays = [rank.peak_bytes for rank in search.without_offload.ranks]
+        return {
+            rank: self._tapes[rank].num_layers
+            for rank, peaks in enumerate(zip(stays, search.first_peaks, strict=True))
+            if max(peaks) > limit_bytes and self._tapes[rank].num_layers
+        }
+
+    def _search(self, nums: Nums) -> Search:
+        if nums not in self._searches:
+            tapes = [one.recomputing(num) for one, num in zip(self._tapes, nums, strict=True)]
+            self._searches[nums] = Search(self._steps, tapes)
+        return self._searches[nums]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A choice that fits."""
+
+    nums: Nums
+    tried: Tried
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.tried.step.seconds
+
+
+class _Trial:
+    """Numbers of layers that are tried for one limit, and the best of them. See NOTE [ When to
+    recompute ].
+    """
+
+    def __init__(self, search_of: Callable[[Nums], Search], limit_bytes: int) -> None:
+        self._search_of = search_of
+        self._limit_bytes = limit_bytes
+        self._taken: set[Nums] = set()
+        self._refused: list[InfeasibleError] = []
+        self._best: _Found | None = None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether no plan at all is faster than the best of those with so many layers."""
+        best = self._best
+        return best is not None and self._search_of(best.nums).is_bound(best.tried)
+
+    def take(self, nums: Nums) -> bool:
+        """Try them; whether they are better than all others."""
+        if nums in self._taken or len(self._taken) >= MAX_NUMBERS:
+            return False
+        self._taken.add(nums)
+        search, best = self._search_of(nums), self._best
+        if best is not None and not _is_shorter(search.without_offload.seconds, best.seconds):
+            return False
+        try:
+            found = _Found(nums, search.found(self._limit_bytes))
+        except InfeasibleError as refused:
+            self._refused.append(refused)
+            return False
+        if best is None or _is_shorter(found.seconds, best.seconds):
+            self._best = found
+            return True
+        return False
+
+    def descend(self, layers: Mapping[int, int]) -> None:
+        """Change the best rank by rank, less and less, for as long as that helps.
+
+        Args:
+            layers: How many each rank has, of those that may have some recomputed.
+        """
+        step = max(layers.values())
+        while self._best is not None and step:
+            if not any(self.take(nums) for nums in _near(self._best.nums, layers, step)):
+                step //= 2
+
+    def polished(self) -> _Found:
+        """The best, with other groups that leave where that helps.
+
+        Raises:
+            InfeasibleError: There is none.
+        """
+        best = self._best
+        if best is None:
+            raise min(self._refused, key=lambda one: one.least_bytes)
+        tried = self._search_of(best.nums).polished(best.tried, self._limit_bytes)
+        return _Found(best.nums, tried)
+
+
+def _near(nums: Nums, layers: Mapping[int, int], step: int) -> Iterator[Nums]:
+    """One rank recomputes so many more or fewer; fewer first."""
+    for rank, most in layers.items():
+        for num in (max(0, nums[rank] - step), min(most, nums[rank] + step)):
+            yield (*nums[:rank], num, *nums[rank + 1 :])
+
+
+def _is_shorter(one_s: float, other_s: float) -> bool:
+    return one_s < other_s * (1 - SAME)

@@ -1,0 +1,94 @@
+"""Plans that have layers recomputed: what the engine then does, beside every choice there is."""
+
+from __future__ import annotations
+
+import pytest
+from every_choice import every_number_and_choice
+from small import limits, planned
+from test_choose import check_follows, chosen, slow, small_bounds
+
+from pp_offload import OffloadError
+from pp_offload.plan import Chooser, InfeasibleError, record
+from pp_offload.simulate import run_pipeline
+
+_ = small_bounds  # a fixture, for each test here
+
+
+@pytest.mark.parametrize("seed", [8, 35, *slow(2, 5, 12, 20, 31, 46, 51, 78)])
+def test_no_choice_of_layers_and_groups_is_better(seed: int) -> None:
+    drawn, tapes = planned(seed, layers="*")
+    every = list(every_number_and_choice(drawn, tapes))
+    low, high = min(peak for peak, _ in every), limits(drawn, tapes, 2)[1]
+    num_recomputed = 0
+    for limit in (low - 1, low, low + (high - low) // 3, low + (high - low) * 2 // 3):
+        plan = chosen(drawn, tapes, limit)
+        best = min((seconds for peak, seconds in every if peak <= limit), default=None)
+        if best is None:
+            assert plan is None
+            continue
+        assert plan is not None and plan.seconds <= best * (1 + 1e-6)
+        num_recomputed += sum(len(names) for rank in plan.ranks for names in rank.recomputed)
+        check_follows(drawn, plan)
+    assert num_recomputed > 0
+
+
+def test_nothing_is_recomputed_where_offload_costs_nothing() -> None:
+    drawn, tapes = planned(9, layers="*")
+    low, high = limits(drawn, tapes, 2)
+    plan = chosen(drawn, tapes, low + (high - low) * 9 // 10)
+    without = chosen(*planned(9), low + (high - low) * 9 // 10)
+    assert plan is not None and without is not None
+    if without.seconds <= without.least_seconds * (1 + 1e-9):
+        assert not any(names for rank in plan.ranks for names in rank.recomputed)
+    assert plan.seconds <= without.seconds * (1 + 1e-9)
+
+
+def test_a_chooser_knows_what_it_has_tried() -> None:
+    drawn, tapes = planned(8, layers="*")
+    num: list[int] = []
+    how = {"config": drawn.config, "peers": drawn.peers, "progress": num.append}
+    chooser = Chooser(drawn.order, tapes, drawn.hardware, **how)
+    low, high = limits(drawn, tapes, 2)
+    first = chooser.plan((low + high) // 2)
+    before = len(num)
+    assert chooser.plan((low + high) // 2) == first and len(num) == before
+    with pytest.raises(InfeasibleError):
+        chooser.plan(1)
+
+
+def test_layers_are_spread_and_named() -> None:
+    drawn, tapes = planned(3, layers="*")
+    assert [one.num_layers for one in tapes] == [6, 4]
+    assert tapes[0].recomputing(3).recomputed == (("0", "2"), ("1",))
+    assert tapes[0].recomputing(0) == tapes[0] and tapes[0].recomputed == ((), ())
+    assert tapes[0].recomputing(3) is tapes[0].recomputing(3), "it is recorded once"
+    assert drawn.work.stages[0][0].__class__.__name__ == "Layer", "the model is as it was"
+    with pytest.raises(ValueError, match="7 layers are to be recomputed, expected 0 to 6"):
+        tapes[0].recomputing(7)
+    plain = record(drawn.order, planned(3)[0].work, drawn.hardware)
+    with pytest.raises(ValueError, match='expected 0 to 0; name them with Modules.layers="'):
+        plain[0].recomputing(1)
+
+
+def test_a_pattern_that_fits_nothing_is_refused() -> None:
+    from pp_offload.simulate import Modules
+
+    work = planned(3)[0].work
+    with pytest.raises(ValueError, match=r"layers is 'layer.\*', which fits no name of a module"):
+        Modules(work.stages, example=work.samples[0], loss_fn=work.loss_fn, layers="layer.*")
+
+
+def test_a_plan_of_layers_needs_them_recomputed() -> None:
+    """The virtual pipeline does so by itself; a training calls recompute_layers."""
+    drawn, tapes = planned(8, layers="*")
+    plan = chosen(drawn, tapes, limits(drawn, tapes, 2)[0])
+    assert plan is not None and any(names for rank in plan.ranks for names in rank.recomputed)
+    config = drawn.config.__class__(plan=plan)
+
+    class Plain:
+        """Work whose modules nobody wraps."""
+
+        prepare, on = drawn.work.prepare, drawn.work.on
+
+    with pytest.raises(OffloadError, match="recomputed, and they are not"):
+        run_pipeline(drawn.order, Plain(), drawn.hardware, config=config, peers=drawn.peers)
