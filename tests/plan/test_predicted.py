@@ -110,9 +110,9 @@ def run_and_recorded(drawn: Drawn) -> Found:
     return Found(drawn, step.ranks, managers.moved, tapes)
 
 
-def ran_with_recomputed(seed: int) -> Found:
+def ran_with_recomputed(seed: int, layers_seed: int | None = None) -> Found:
     drawn = draw_pipeline(seed)
-    with some_recomputed(drawn, seed):
+    with some_recomputed(drawn, seed if layers_seed is None else layers_seed):
         return run_and_recorded(drawn)
 
 
@@ -140,12 +140,17 @@ def test_two_thousand_of_them() -> None:
 
 
 def test_with_layers_that_are_recomputed() -> None:
-    compare(range(30, 45), ran_with_recomputed)
+    compare(range(45, 60), ran_with_recomputed)
 
 
 @pytest.mark.slow
 def test_more_with_layers_that_are_recomputed() -> None:
     compare(range(60, 120), ran_with_recomputed)
+
+
+def test_a_payload_that_is_taken_back_and_then_brought() -> None:
+    """Its first memory is free before it has another."""
+    assert ran_with_recomputed(75, layers_seed=526).differences() == []
 
 
 def test_parameters_that_are_not_used_yet_count() -> None:
