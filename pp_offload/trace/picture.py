@@ -11,9 +11,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pp_offload._common.pictures import (
+    BLACK,
+    BLUE,
+    FAINT,
+    FORMATS,
+    GREEN,
+    GREY,
+    NEEDS,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    WHITE,
+    YELLOW,
+    check_format,
+    new_figure,
+    save,
+)
 from pp_offload.trace.events import COUNTERS, DEVICE, HOST, IN_FLIGHT, RELOADED, Timeline
 from pp_offload.trace.figures import checked_step, steps_of
 from pp_offload.trace.intervals import Interval
@@ -24,22 +41,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = ["FORMATS", "NEEDS", "draw", "picture"]
+
 MIB, GIB = 2**20, 2**30
-
-FORMATS = (".png", ".svg", ".pdf")
-
-WIDTH_INCHES, DOTS_PER_INCH = 8.0, 150
-"""As wide as a page of a code host shows it, with dots enough for a screen that has more."""
 
 SEEN = 1 / 500
 """Of the width: a shorter wait is not pointed at."""
 
 DASHES = (0, (4, 2))
-
-# The colours of Okabe and Ito, which colour-blind people tell apart.
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, VERMILION, PURPLE, YELLOW = "#0072B2", "#D55E00", "#CC79A7", "#F0E442"
-GREY, WHITE = "#BBBBBB", "#FFFFFF"
 
 FILL = {
     Kind.FORWARD: SKY,
@@ -68,8 +77,6 @@ ROWS = {
 }
 LINES = {DEVICE: BLACK, HOST: ORANGE, IN_FLIGHT: GREEN, RELOADED: PURPLE}
 
-NEEDS = "a picture needs matplotlib, which is not installed; pip install 'pp_offload[plots]'"
-
 
 def draw(
     timeline: Timeline,
@@ -94,10 +101,8 @@ def draw(
         ValueError: The trace has no such step or rank, or the file's name ends otherwise.
         OSError: The file cannot be written.
     """
-    if Path(path).suffix not in FORMATS:
-        raise ValueError(f"{path} ends otherwise than pictures do, expected {', '.join(FORMATS)}")
-    figure = picture(timeline, ranks=ranks, step=step, predicted=predicted)
-    figure.savefig(path, dpi=DOTS_PER_INCH, metadata=_unchanging(Path(path)))
+    check_format(path)
+    save(picture(timeline, ranks=ranks, step=step, predicted=predicted), path)
 
 
 def picture(
@@ -124,21 +129,10 @@ def picture(
         raise ValueError(
             f"rank {missing[0]} has no step {number} in the trace, expected some of {[*by_rank]}"
         )
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as failure:
-        raise ImportError(NEEDS) from failure
     panels = panels_of(timeline, number, chosen, predicted)
-    figure = Figure(figsize=(WIDTH_INCHES, 1.1 + 2.1 * len(panels)), dpi=DOTS_PER_INCH)
+    figure = new_figure(1.1 + 2.1 * len(panels))
     _draw(figure, panels, number)
     return figure
-
-
-def _unchanging(path: Path) -> dict[str, Any]:
-    """Or the same picture would be another file each time."""
-    return {".png": {"Software": None}, ".svg": {"Date": None}}.get(
-        path.suffix, {"CreationDate": None}
-    )
 
 
 def _draw(figure: Figure, panels: Sequence[Panel], step: int) -> None:
@@ -239,7 +233,7 @@ def _draw_bytes(axes: Axes, panel: Panel) -> None:
     axes.set_ylim(bottom=0)
     axes.margins(y=0.1)
     axes.tick_params(axis="both", labelsize=8)
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
