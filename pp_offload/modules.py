@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind, said
 from pp_offload._groups.hook_scopes import leave_all, mark
 from pp_offload._megatron.interface import FineGrainedActivationOffloadingInterface
@@ -42,21 +43,25 @@ class OffloadModulesHandle:
     Args:
         hooks: What was registered.
         modules: Names of the modules of each group.
+        running: Groups that are to come in every step.
     """
 
-    def __init__(self, hooks: list[RemovableHandle], modules: dict[str, list[str]]) -> None:
+    def __init__(
+        self,
+        hooks: list[RemovableHandle],
+        modules: dict[str, list[str]],
+        running: Sequence[str] = (),
+    ) -> None:
         self._hooks = hooks
         self.modules = modules
+        self._running = running
         self._idle_groups = PipelineOffloadManager.get_instance().idle_groups
-        self._idle_groups.expect(self._names())
-
-    def _names(self) -> list[str]:
-        return [group for group, names in self.modules.items() if names]
+        self._idle_groups.expect(running)
 
     def remove(self) -> None:
         """Take the groups off the model. Twice is fine."""
         if self._hooks:
-            self._idle_groups.forget(self._names())
+            self._idle_groups.forget(self._running)
         while self._hooks:
             self._hooks.pop().remove()
         leave_all()
@@ -108,7 +113,12 @@ def offload_modules(
             module = model.get_submodule(name)
             hooks.append(module.register_forward_pre_hook(scope.start, with_kwargs=True))
             hooks.append(module.register_forward_hook(scope.commit, always_call=True))
-    return OffloadModulesHandle(hooks, found)
+    running = [
+        group
+        for group, names in found.items()
+        if not all(is_inside_recomputed(model, name) for name in names)
+    ]
+    return OffloadModulesHandle(hooks, found, running)
 
 
 def check_patterns(groups: object) -> None:

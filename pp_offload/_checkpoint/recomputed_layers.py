@@ -95,6 +95,12 @@ def is_recomputed(model: Module, name: str) -> bool:
     return isinstance(recompute, Recompute) and not recompute.with_groups
 
 
+def is_inside_recomputed(model: Module, name: str) -> bool:
+    """Whether a module is one of those layers, or in one, so that no group of it ever runs."""
+    parts = name.split(".")
+    return any(is_recomputed(model, ".".join(parts[:num])) for num in range(1, len(parts) + 1))
+
+
 def _layer(model: Module, name: object, names: Collection[str]) -> tuple[Module, Module]:
     """A module that is to be wrapped, behind the one that it is a part of."""
     check_kind("a name of names", name, str, "the name of a module")
