@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeVar
 
 from pp_offload._common.checks import said
@@ -98,6 +98,10 @@ class OffloadPlan:
             f"the plan is for {len(self.ranks)} pipeline ranks, and this is rank {number}; expected"
             " a plan for this pipeline: make one with as many ranks"
         )
+
+    def with_limit(self, limit_bytes: int) -> Self:
+        """The same for a larger limit."""
+        return replace(self, limit_bytes=limit_bytes)
 
     def recomputed_by_stage(
         self, stages_of: Callable[[int], Sequence[int]]

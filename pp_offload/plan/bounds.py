@@ -7,6 +7,7 @@ bounds.choose(rules.watch, kept=plan.kept, unused_bytes=2**33)
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 
 from pp_offload._groups.auto_bounds import NUM_TIMED, is_wanted, least_bounds, within
@@ -81,6 +82,12 @@ class Bounds:
             most = left // max(1, given.count(AUTO))
             self.cap.limit(max(1, most))
             self.window.limit(most)
+
+    def copied(self) -> Bounds:
+        """Others that are the same so far."""
+        other = copy.copy(self)
+        other.cap, other.window = copy.copy(self.cap), copy.copy(self.window)
+        return other
 
     def choose(self, watch: Watch, *, kept: Collection[GroupKey], unused_bytes: int | None) -> None:
         """Choose from the times of a step, if it is one of those that are timed.

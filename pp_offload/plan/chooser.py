@@ -8,30 +8,35 @@
 
 NOTE [ When to recompute ]
     What is recomputed takes time in any case, and what leaves only where the link has too much to
-    do. So all is planned without recomputation first, and no more where that is as fast as without
-    any offload. Else the ranks that are above the limit without it recompute a quarter of their
-    layers, a half, and so on, and what was the best of these is changed rank by rank. A number of
-    layers is passed over where the step is too long even if everything stayed.
+    do. So all is planned without recomputation first, and no more where that is about as fast as
+    without any offload. Else the ranks that are above the limit without it recompute a quarter of
+    their layers, a half, and so on, and what was the best of these is changed rank by rank. A
+    number of layers is passed over where the step is too long even if everything stayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pp_offload._common.checks import check_count
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload.config import OffloadConfig
-from pp_offload.plan.search import SAME, InfeasibleError, Search, Steps, Tried
+from pp_offload.plan.search import SAME, InfeasibleError, Search, Steps, Tried, most_tries
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
 from pp_offload.simulate.orders import PipelineOrder
+from pp_offload.simulate.rank import PipelineStep
 
 MAX_NUMBERS = 16
 """So many numbers of recomputed layers are tried for a limit."""
 
 PARTS = 4
+
+WORTH_IT = 1e-3
+"""Other numbers are tried where they could save such a part of a step."""
 
 Nums = tuple[int, ...]
 """How many layers each rank recomputes."""
@@ -85,7 +90,9 @@ class Chooser:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._tapes = tapes
-        self._steps = Steps(order, hardware, config or OffloadConfig(), peers, progress)
+        self._steps = Steps(
+            order, hardware, config or OffloadConfig(), peers, progress, most_tries(order, tapes)
+        )
         self._searches: dict[Nums, Search] = {}
 
     def plan(self, limit_bytes: int, *, made_for: str = "") -> OffloadPlan:
@@ -106,23 +113,35 @@ class Chooser:
                 search.stages(tried.kept), tried.step.ranks, search.tapes, strict=True
             )
         ]
-        none = self._search(self._nothing).without_offload
-        return OffloadPlan(made_for, limit_bytes, best.seconds, none.seconds, tuple(ranks))
+        least_s = self.without_offload().seconds
+        return OffloadPlan(made_for, limit_bytes, best.seconds, least_s, tuple(ranks))
+
+    def without_offload(self) -> PipelineStep:
+        """The step in which all stays and nothing is recomputed."""
+        return self._search(self._nothing).without_offload
+
+    def recomputed(self) -> PipelineStep | None:
+        """The step in which all layers are recomputed and nothing leaves; None without layers."""
+        nums = tuple(one.num_layers for one in self._tapes)
+        return self._search(nums).without_offload if any(nums) else None
 
     @property
     def _nothing(self) -> Nums:
         return (0,) * len(self._tapes)
 
     def _best(self, limit_bytes: int) -> _Found:
-        trial = _Trial(self._search, limit_bytes)
+        most_steps = self._steps.num + self._steps.max_tries
+        trial = _Trial(self._steps, self._search, limit_bytes, most_steps)
         trial.take(self._nothing)
         needy = self._needy(limit_bytes)
-        if needy and not trial.is_bound:
+        if needy and not trial.is_good:
             ranks = range(len(self._tapes))
             for part in range(1, PARTS + 1):
                 trial.take(tuple(-(-needy.get(rank, 0) * part // PARTS) for rank in ranks))
             trial.descend(needy)
-        return trial.polished()
+        best = trial.best()
+        tried = self._search(best.nums).polished(best.tried, limit_bytes, most_steps)
+        return _Found(best.nums, tried)
 
     def _needy(self, limit_bytes: int) -> dict[int, int]:
         """Ranks that are above the limit where all stays, or where all leaves, as in the first
@@ -161,18 +180,28 @@ class _Trial:
     recompute ].
     """
 
-    def __init__(self, search_of: Callable[[Nums], Search], limit_bytes: int) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        search_of: Callable[[Nums], Search],
+        limit_bytes: int,
+        most_steps: int,
+    ) -> None:
+        self._steps = steps
         self._search_of = search_of
         self._limit_bytes = limit_bytes
+        self._most_steps = most_steps
         self._taken: set[Nums] = set()
-        self._refused: list[InfeasibleError] = []
+        self._refused: list[Search] = []
         self._best: _Found | None = None
 
     @property
-    def is_bound(self) -> bool:
-        """Whether no plan at all is faster than the best of those with so many layers."""
+    def is_good(self) -> bool:
+        """Whether the best is about as fast as its number of layers could be."""
         best = self._best
-        return best is not None and self._search_of(best.nums).is_bound(best.tried)
+        if best is None:
+            return False
+        return not _is_worth(self._search_of(best.nums).without_offload.seconds, best.seconds)
 
     def take(self, nums: Nums) -> bool:
         """Try them; whether they are better than all others."""
@@ -180,12 +209,15 @@ class _Trial:
             return False
         self._taken.add(nums)
         search, best = self._search_of(nums), self._best
-        if best is not None and not _is_shorter(search.without_offload.seconds, best.seconds):
+        if best is not None and not _is_worth(search.without_offload.seconds, best.seconds):
+            return False
+        if max(search.first_peaks) > self._limit_bytes:
+            self._refused.append(search)
             return False
         try:
-            found = _Found(nums, search.found(self._limit_bytes))
-        except InfeasibleError as refused:
-            self._refused.append(refused)
+            found = _Found(nums, search.found(self._limit_bytes, self._most_steps))
+        except InfeasibleError:
+            self._refused.append(search)
             return False
         if best is None or _is_shorter(found.seconds, best.seconds):
             self._best = found
@@ -193,27 +225,41 @@ class _Trial:
         return False
 
     def descend(self, layers: Mapping[int, int]) -> None:
-        """Change the best rank by rank, less and less, for as long as that helps.
+        """Change the best rank by rank, less and less, for as long as that helps and there is time.
 
         Args:
             layers: How many each rank has, of those that may have some recomputed.
         """
         step = max(layers.values())
-        while self._best is not None and step:
-            if not any(self.take(nums) for nums in _near(self._best.nums, layers, step)):
+        while self._best is not None and step and self._has_time():
+            near = _near(self._best.nums, layers, step)
+            if not any(self.take(nums) for nums in takewhile(lambda _: self._has_time(), near)):
                 step //= 2
 
-    def polished(self) -> _Found:
-        """The best, with other groups that leave where that helps.
+    def _has_time(self) -> bool:
+        return self._steps.num < self._most_steps
+
+    def best(self) -> _Found:
+        """The best so far.
 
         Raises:
             InfeasibleError: There is none.
         """
-        best = self._best
-        if best is None:
-            raise min(self._refused, key=lambda one: one.least_bytes)
-        tried = self._search_of(best.nums).polished(best.tried, self._limit_bytes)
-        return _Found(best.nums, tried)
+        if self._best is None:
+            raise self._infeasible()
+        return self._best
+
+    def _infeasible(self) -> InfeasibleError:
+        """With the least limit that any of those that were tried can meet."""
+        least: InfeasibleError | None = None
+        for search in sorted(self._refused, key=lambda one: max(one.first_peaks)):
+            if least is not None and max(search.first_peaks) >= least.least_bytes:
+                break  # nor can the others, whose first step needs as much
+            found = search.infeasible(self._limit_bytes)
+            if least is None or found.least_bytes < least.least_bytes:
+                least = found
+        assert least is not None, "all that were tried are refused"
+        return least
 
 
 def _near(nums: Nums, layers: Mapping[int, int], step: int) -> Iterator[Nums]:
@@ -225,3 +271,8 @@ def _near(nums: Nums, layers: Mapping[int, int], step: int) -> Iterator[Nums]:
 
 def _is_shorter(one_s: float, other_s: float) -> bool:
     return one_s < other_s * (1 - SAME)
+
+
+def _is_worth(least_s: float, found_s: float) -> bool:
+    """Whether what takes so long at least may be enough shorter than what was found."""
+    return least_s < found_s * (1 - WORTH_IT)

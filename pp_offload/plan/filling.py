@@ -53,6 +53,9 @@ class Filling:
             self.proposal, self.is_trying = end.value, False
 
     def _search(self) -> Generator[Kept, int, Kept]:
+        everything = tuple(len(one.places) for one in self._classes)
+        if (yield everything) <= self._limit_bytes:
+            return everything
         kept: Kept = (0,) * len(self._classes)
         peak = yield kept
         while peak > self._limit_bytes:
@@ -61,7 +64,7 @@ class Filling:
                 return kept
             kept, peak = lower
         for number in range(len(self._classes)):
-            kept = yield from self._most(kept, number)
+            kept, peak = yield from self._most(kept, peak, number)
         return (yield from self._swapped(kept))
 
     def _lower(self, kept: Kept, peak: int) -> Generator[Kept, int, tuple[Kept, int] | None]:
@@ -76,18 +79,28 @@ class Filling:
                         best = more, found
         return best
 
-    def _most(self, kept: Kept, number: int) -> Generator[Kept, int, Kept]:
-        """As many of a class as fit, by halving."""
+    def _most(self, kept: Kept, peak: int, number: int) -> Generator[Kept, int, tuple[Kept, int]]:
+        """As many of a class as fit, and the peak then.
+
+        Each adds about as much, so the next one to try is where the peak would be at the limit. As
+        that may be wrong from one side again and again, every other time it is in the middle.
+        """
+        limit_bytes, halves = self._limit_bytes, False
         fits, too_many = kept[number], len(self._classes[number].places) + 1
         trial = too_many - 1  # all, to begin with
+        high = 0
         while trial > fits:
             found = yield with_num(kept, number, trial)
-            if found <= self._limit_bytes:
-                fits = trial
+            if found <= limit_bytes:
+                fits, peak = trial, found
             else:
-                too_many = trial
-            trial = (fits + too_many) // 2
-        return with_num(kept, number, fits)
+                too_many, high = trial, found
+            part = 0.5 if halves or not high else (limit_bytes - peak) / (high - peak)
+            if too_many - fits == 1:
+                break
+            trial = min(max(fits + int(part * (too_many - fits)), fits + 1), too_many - 1)
+            halves = not halves
+        return with_num(kept, number, fits), peak
 
     def _swapped(self, kept: Kept) -> Generator[Kept, int, Kept]:
         """A larger group in place of a smaller one, where that fits."""
@@ -97,7 +110,7 @@ class Filling:
                 other = with_num(with_num(kept, large, kept[large] + 1), small, kept[small] - 1)
                 found = yield other
                 if found <= self._limit_bytes:
-                    kept = yield from self._most(other, small)
+                    kept, _ = yield from self._most(other, found, small)
         return kept
 
 

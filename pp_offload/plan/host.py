@@ -9,6 +9,7 @@ Where no range is long enough, a payload lies in several pieces, and is copied i
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import torch
@@ -35,6 +36,13 @@ class HostPlaces:
         """Between steps; see :meth:`HostMemory.compact`. All that nobody has is free then."""
         when_finished(nullcontext(), self._memory.compact)
         self._memory.bytes_in_use()  # as for a rank whose statistics are asked for
+
+    def copied(self) -> HostPlaces:
+        """Another one in the same state. To be called between steps, when nobody has anything."""
+        other, budget = HostPlaces(), self._memory.source.budget
+        # A budget has a lock, which cannot be copied. This one has no end, so both may draw on it.
+        other._memory = copy.deepcopy(self._memory, {id(budget): budget})
+        return other
 
     @property
     def peak_bytes(self) -> int:

@@ -44,27 +44,74 @@ def predict(
         ValueError: There is not a tape for each rank and stage, the config has a disk or a limit
             on host memory, or backwards come in two parts.
     """
+    check_count("num_steps", num_steps, least=1)
+    ranks = _ranks(order, tapes, hardware, config)
+    for _ in range(num_steps):
+        _run_step(ranks, Messages(order, peers or PeerLink()))
+    return _ended(ranks)
+
+
+class FirstStep:
+    """A step of engines that know no plan yet. Whichever they follow, the second one begins there.
+
+    Args:
+        order, tapes, hardware, config, peers: As for :func:`predict`. A plan of the config is not
+            looked at.
+
+    Attributes:
+        step: What it costs.
+
+    Raises:
+        TypeError, ValueError: As for :func:`predict`.
+    """
+
+    def __init__(
+        self,
+        order: PipelineOrder,
+        tapes: Sequence[RankTapes],
+        hardware: Hardware,
+        config: OffloadConfig,
+        peers: PeerLink | None = None,
+    ) -> None:
+        self._order = order
+        self._peers = peers or PeerLink()
+        self._ranks = _ranks(order, tapes, hardware, config)
+        _run_step(self._ranks, Messages(order, self._peers))
+        self.step = _ended(self._ranks)
+
+    def second(self, config: OffloadConfig) -> PipelineStep:
+        """The step after this one, by the plan of ``config``. Its other options are the same."""
+        ranks = [rank.following(config) for rank in self._ranks]
+        _run_step(ranks, Messages(self._order, self._peers))
+        return _ended(ranks)
+
+
+def _ranks(
+    order: PipelineOrder,
+    tapes: Sequence[RankTapes],
+    hardware: Hardware,
+    config: OffloadConfig | None,
+) -> list[NumberRank]:
     check_kind("order", order, PipelineOrder, "a PipelineOrder")
     check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
-    check_count("num_steps", num_steps, least=1)
     if config is not None:
         check_config(config)
         _check_known(config)
     _check_tapes(order, tapes)
-    link = peers or PeerLink()
-    ranks = [NumberRank(order, number, one, hardware, config) for number, one in enumerate(tapes)]
-    with collector_off():  # it would look for garbage among all that ranks keep, for half the time
-        for _ in range(num_steps):
-            _run_step(ranks, Messages(order, link))
-    return PipelineStep([rank.ended() for rank in ranks])
+    return [NumberRank(order, number, one, hardware, config) for number, one in enumerate(tapes)]
 
 
 def _run_step(ranks: Sequence[NumberRank], messages: Messages) -> None:
-    for rank in ranks:
-        rank.begin_step(messages)
-    while any(rank.has_more for rank in ranks):
-        num = sum([rank.run_what_can() for rank in ranks])
-        assert num, "a schedule is looked at for circles when it is made"
+    with collector_off():  # it would look for garbage among all that ranks keep, for half the time
+        for rank in ranks:
+            rank.begin_step(messages)
+        while any(rank.has_more for rank in ranks):
+            num = sum([rank.run_what_can() for rank in ranks])
+            assert num, "a schedule is looked at for circles when it is made"
+
+
+def _ended(ranks: Sequence[NumberRank]) -> PipelineStep:
+    return PipelineStep([rank.ended() for rank in ranks])
 
 
 def _check_known(config: OffloadConfig) -> None:

@@ -9,6 +9,7 @@ rank.ended().peak_bytes
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -73,6 +74,16 @@ class NumberRank:
         self._plan: Plan | None = None
         self._step: _Step | None = None
         self._next = len(self._actions)
+
+    def following(self, config: OffloadConfig) -> NumberRank:
+        """The same rank after its first step, in which it knew no plan, with the plan of
+        ``config``. This one stays as it is, so others may follow it.
+        """
+        assert self._plan is None and not self.has_more, "it has had one whole step"
+        other = copy.copy(self)
+        other.moved, other._config = copy.copy(self.moved), config
+        other._bounds, other._host = self._bounds.copied(), self._host.copied()
+        return other
 
     def begin_step(self, messages: Messages) -> None:
         """From the first action again, with the plan and the bounds that the last step taught."""

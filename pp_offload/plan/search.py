@@ -27,7 +27,7 @@ from math import prod
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 from pp_offload.config import OffloadConfig
 from pp_offload.plan.filling import Class, Filling, Kept, with_num
-from pp_offload.plan.pipeline import predict
+from pp_offload.plan.pipeline import FirstStep, predict
 from pp_offload.plan.tape import GroupTape, RankTapes, Tape
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
@@ -36,17 +36,17 @@ from pp_offload.simulate.rank import PipelineStep
 
 GIB = 2**30
 
-MAX_EVENTS = 3_000_000
-"""How many events of tapes are played in a search, about: some seconds of a core."""
+MAX_EVENTS = 2_000_000
+"""How many events of tapes are played for a plan, about: some seconds of a core."""
 
 MAX_TRIES = 512
-"""No more steps are tried, however short they are."""
+"""No more steps are tried for a plan, however short they are."""
+
+PART_FOR_ALL = 2
+"""All choices are tried where that is no more than one in so many of the tries that are left."""
 
 SAME = 1e-6
 """Steps are as short as each other up to this part of them."""
-
-LEAST_TRIES = 24
-"""So many steps are tried at least, however long they are."""
 
 
 class InfeasibleError(ValueError):
@@ -72,30 +72,34 @@ class Steps:
 
     peers: PeerLink | None
     progress: Callable[[int], None] | None
+    max_tries: int
+    """For a plan, where they are not needed to find one at all."""
+
     num: int = 0
+    """Predicted so far."""
 
     def without_offload(self, tapes: Sequence[RankTapes]) -> PipelineStep:
         """The step in which all stays."""
-        return self._predicted(tapes, None, num_steps=1)
+        self._count()
+        return predict(self.order, tapes, self.hardware, peers=self.peers, num_steps=1)
 
-    def first(self, tapes: Sequence[RankTapes]) -> PipelineStep:
+    def first(self, tapes: Sequence[RankTapes]) -> FirstStep:
         """The first step, in which no engine knows a plan, and all groups leave."""
-        return self._predicted(tapes, replace(self.config, plan=None), num_steps=1)
+        self._count()
+        return FirstStep(
+            self.order, tapes, self.hardware, replace(self.config, plan=None), self.peers
+        )
 
-    def planned(self, tapes: Sequence[RankTapes], ranks: Sequence[RankPlan]) -> PipelineStep:
+    def planned(self, first: FirstStep, ranks: Sequence[RankPlan]) -> PipelineStep:
         """A step by a plan."""
+        self._count()
         plan = OffloadPlan("", 0, 0.0, 0.0, tuple(ranks))
-        return self._predicted(tapes, replace(self.config, plan=plan), num_steps=2)
+        return first.second(replace(self.config, plan=plan))
 
-    def _predicted(
-        self, tapes: Sequence[RankTapes], config: OffloadConfig | None, num_steps: int
-    ) -> PipelineStep:
+    def _count(self) -> None:
         if self.progress is not None:
             self.progress(self.num)
         self.num += 1
-        return predict(
-            self.order, tapes, self.hardware, config=config, peers=self.peers, num_steps=num_steps
-        )
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,6 @@ class Search:
         self.tapes = tapes
         self._classes = [_classes(one) for one in tapes]
         self._tried: dict[tuple[Kept, ...], Tried] = {}
-        num = MAX_EVENTS // _num_events(steps.order, tapes)
-        self._max_tries = max(LEAST_TRIES, min(num, MAX_TRIES))
 
     @cached_property
     def without_offload(self) -> PipelineStep:
@@ -137,35 +139,50 @@ class Search:
     @cached_property
     def first_peaks(self) -> list[int]:
         """Of each rank in the first step, in which all groups leave whatever is planned."""
-        return [rank.peak_bytes for rank in self._steps.first(self.tapes).ranks]
+        return [rank.peak_bytes for rank in self._first.step.ranks]
 
-    def found(self, limit_bytes: int) -> Tried:
+    @cached_property
+    def _first(self) -> FirstStep:
+        return self._steps.first(self.tapes)
+
+    def found(self, limit_bytes: int, most_steps: int) -> Tried:
         """A short step that fits: the shortest, where there are few choices.
+
+        Args:
+            limit_bytes: For each rank.
+            most_steps: There is time until so many are predicted.
 
         Raises:
             InfeasibleError: None fits.
         """
-        num_choices = prod(len(one.places) + 1 for classes in self._classes for one in classes)
-        if num_choices <= self._max_tries:
-            for kept in product(*map(_choices, self._classes)):
-                self._try(kept)
-        else:
-            self._fill(limit_bytes)
+        self._look(limit_bytes, most_steps)
         fitting = [one for one in self._tried.values() if one.fits(limit_bytes)]
         if not fitting or max(self.first_peaks) > limit_bytes:
             raise self._infeasible(limit_bytes)
         return best_of(fitting)
 
-    def polished(self, best: Tried, limit_bytes: int) -> Tried:
-        """The shortest that one change after the other leads to, for as long as there is time."""
-        most = len(self._tried) + self._max_tries
-        while (better := self._better(best, limit_bytes, most)) is not None:
+    def infeasible(self, limit_bytes: int) -> InfeasibleError:
+        """Says the least limit that can be met, of one that cannot."""
+        self._look(limit_bytes, self._steps.num)
+        return self._infeasible(limit_bytes)
+
+    def _look(self, limit_bytes: int, most_steps: int) -> None:
+        num_choices = prod(len(one.places) + 1 for classes in self._classes for one in classes)
+        if num_choices <= (most_steps - self._steps.num) // PART_FOR_ALL:
+            for kept in product(*map(_choices, self._classes)):
+                self._try(kept)
+        else:
+            self._fill(limit_bytes)
+
+    def polished(self, best: Tried, limit_bytes: int, most_steps: int) -> Tried:
+        """The shortest that one change after the other leads to, until so many are predicted."""
+        while (better := self._better(best, limit_bytes, most_steps)) is not None:
             best = better
         return best
 
-    def _better(self, best: Tried, limit_bytes: int, most: int) -> Tried | None:
-        for kept in self._neighbours(best.kept):
-            if len(self._tried) >= most or self.is_bound(best):
+    def _better(self, best: Tried, limit_bytes: int, most_steps: int) -> Tried | None:
+        for kept in self._neighbours(best):
+            if self._steps.num >= most_steps or self.is_bound(best):
                 return None
             found = self._try(kept)
             if found.fits(limit_bytes) and best_of([best, found]) is found:
@@ -197,16 +214,12 @@ class Search:
                 rank.told(one.peak_bytes)
         self._settle([rank.proposal for rank in ranks], limit_bytes)
 
-    def _neighbours(self, kept: tuple[Kept, ...]) -> Iterator[tuple[Kept, ...]]:
-        """One more or one less of a class, or one of another in place of one."""
-        for rank, classes in enumerate(self._classes):
-            numbers = range(len(classes))
-            changes = [{a: 1} for a in numbers] + [{a: -1} for a in numbers]
-            changes += [{a: 1, b: -1} for a, b in permutations(numbers, 2)]
-            for change in changes:
-                mine = tuple(num + change.get(number, 0) for number, num in enumerate(kept[rank]))
-                if all(0 <= n <= len(one.places) for n, one in zip(mine, classes, strict=True)):
-                    yield (*kept[:rank], mine, *kept[rank + 1 :])
+    def _neighbours(self, tried: Tried) -> Iterator[tuple[Kept, ...]]:
+        """Each with a change on one rank; first on those that stand still longest for copies."""
+        kept, ranks = tried.kept, tried.step.ranks
+        for rank in sorted(range(len(ranks)), key=lambda rank: -ranks[rank].stalled_s):
+            for mine in _changed(kept[rank], [len(one.places) for one in self._classes[rank]]):
+                yield (*kept[:rank], mine, *kept[rank + 1 :])
 
     def _settle(self, kept: list[Kept], limit_bytes: int) -> None:
         """Try together what was found for each rank: what one keeps changes when others wait, and
@@ -226,7 +239,7 @@ class Search:
         if known is not None:
             return known
         ranks = [RankPlan(one, 0, 0, 0.0, 0.0) for one in self.stages(kept)]
-        step = self._steps.planned(self.tapes, ranks)
+        step = self._steps.planned(self._first, ranks)
         found = self._tried[tuple(kept)] = Tried(tuple(kept), step)
         return found
 
@@ -249,16 +262,28 @@ class Search:
         return found
 
 
+def _changed(kept: Kept, most: Sequence[int]) -> Iterator[Kept]:
+    """All or none of a class, one more or one less of it, or one of another in place of one."""
+    numbers = range(len(most))
+    for number in numbers:
+        for num in sorted({most[number], 0, kept[number] + 1, kept[number] - 1}, reverse=True):
+            if num != kept[number] and 0 <= num <= most[number]:
+                yield with_num(kept, number, num)
+    for more, less in permutations(numbers, 2):
+        if kept[more] < most[more] and kept[less]:
+            yield with_num(with_num(kept, more, kept[more] + 1), less, kept[less] - 1)
+
+
 def _choices(classes: Sequence[Class]) -> Iterator[Kept]:
     return product(*(range(len(one.places) + 1) for one in classes))
 
 
-def _num_events(order: PipelineOrder, tapes: Sequence[RankTapes]) -> int:
-    """How many events a predicted step has, about."""
+def most_tries(order: PipelineOrder, tapes: Sequence[RankTapes]) -> int:
+    """How many steps there is time for, for a plan."""
     of_each = [
         len(tape.forward) + len(tape.backward) for one in tapes for tape in one.stages.values()
     ]
-    return max(1, sum(of_each) * order.num_microbatches)
+    return min(MAX_TRIES, MAX_EVENTS // max(1, sum(of_each) * order.num_microbatches))
 
 
 def best_of(tried: Sequence[Tried]) -> Tried:

@@ -32,8 +32,8 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a model so large that not all choices can be tried."""
+    monkeypatch.setattr(search, "MAX_TRIES", 24)
     monkeypatch.setattr(search, "MAX_EVENTS", 0)
-    monkeypatch.setattr(search, "LEAST_TRIES", 12)
 
 
 def slow(*seeds: int) -> list[Any]:

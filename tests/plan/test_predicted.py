@@ -22,6 +22,7 @@ from pp_offload.plan import rank as plan_rank
 from pp_offload.plan import rules as plan_rules
 from pp_offload.plan.bounds import Bounds
 from pp_offload.plan.chunks import CopyIndex
+from pp_offload.plan.pipeline import FirstStep
 from pp_offload.plan.rank import NumberRank
 from pp_offload.plan.rules import Moved, Rules
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, RankStep, run_pipeline
@@ -77,6 +78,12 @@ class Found:
                 a, b = getattr(one, name), getattr(other, name)
                 if abs(a - b) > (0 if name in SAME else 1e-9 * one.seconds):
                     found.append(f"{name} of rank {number}: ran {a}, predicted {b}")
+        if drawn.num_steps == 2 and drawn.config is not None:
+            given = drawn.order, self.tapes, drawn.hardware, replace(drawn.config, plan=None)
+            first = FirstStep(*given, drawn.peers)
+            for _ in range(2):  # the first step is as it was when another has followed it
+                if first.second(drawn.config) != predicted:
+                    found.append("another second step after the same first one")
         return found
 
 
