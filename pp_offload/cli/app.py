@@ -16,6 +16,7 @@ from pp_offload import __version__
 from pp_offload.cli.doctor import doctor
 from pp_offload.cli.plan import plan
 from pp_offload.cli.simulate import simulate
+from pp_offload.cli.sweep import sweep
 from pp_offload.cli.trace import trace
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(simulate)
 app.command()(plan)
+app.command()(sweep)
 app.command()(trace)
 app.command()(doctor)
 

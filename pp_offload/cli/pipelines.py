@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -53,6 +53,9 @@ GibOption = Annotated[
     typer.Option(min=0, help="May be on its way, each way; the engine chooses if not given."),
 ]
 MinNumelOption = Annotated[int, typer.Option(min=0, help="Tensors of fewer elements stay.")]
+RecomputeOption = Annotated[
+    bool, typer.Option(help="Layers may be recomputed, where the link has too much to do.")
+]
 NetworkOption = Annotated[float, typer.Option(help="GB/s from rank to rank.")]
 
 
@@ -117,6 +120,15 @@ def pipeline_of(
         f"{names} may leave"
     )
     return Pipeline(order, work, DEVICES[device], PeerLink(bytes_per_s=network_gb * GB), title)
+
+
+def config_of(gib: float | None, min_numel: int) -> OffloadConfig:
+    """The options of the engine beside a plan."""
+    check_finite("--gib", gib)
+    ahead: Any = "auto" if gib is None else int(gib * GIB)
+    return OffloadConfig(
+        max_in_flight_bytes=ahead, prefetch_bytes=ahead, min_offloaded_tensor_size=min_numel
+    )
 
 
 def check_finite(option: str, number: float | None) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from pp_offload._common.option_sources import UNITS, parse_size
 from pp_offload.cli.pipelines import (
-    GIB,
     MIN_NUMEL,
     DeviceOption,
     GibOption,
@@ -21,14 +20,14 @@ from pp_offload.cli.pipelines import (
     ModelArgument,
     NetworkOption,
     RanksOption,
+    RecomputeOption,
     ScheduleOption,
     StagesOption,
-    check_finite,
+    config_of,
     pipeline_of,
     progress_bar,
 )
 from pp_offload.cli.wrong import check_target, told, wrong
-from pp_offload.config import OffloadConfig
 from pp_offload.plan import InfeasibleError, choose, predict, record
 from pp_offload.plan.table import table
 
@@ -49,9 +48,7 @@ def plan(
     gib: GibOption = None,
     min_numel: MinNumelOption = MIN_NUMEL,
     network_gb: NetworkOption = 50.0,
-    recompute: Annotated[
-        bool, typer.Option(help="Layers may be recomputed, where the link has too much to do.")
-    ] = True,
+    recompute: RecomputeOption = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here: plan.json.")
     ] = None,
@@ -63,7 +60,7 @@ def plan(
 
     Parameters, gradients and activations count. No GPU is needed, and no time is measured.
     """
-    check_finite("--gib", gib)
+    config = config_of(gib, min_numel)
     check_target("--output", output)
     limit_bytes = parse_size(limit)
     if limit_bytes is None:
@@ -84,10 +81,6 @@ def plan(
     )
     if not recompute:
         pipeline.work.layers = None
-    ahead: Any = "auto" if gib is None else int(gib * GIB)
-    config = OffloadConfig(
-        max_in_flight_bytes=ahead, prefetch_bytes=ahead, min_offloaded_tensor_size=min_numel
-    )
     played = pipeline.order, pipeline.work, pipeline.hardware
     with progress_bar() as bar:
         say = None if bar is None else bar("one microbatch of each stage")

@@ -17,9 +17,11 @@ from pp_offload.plan.pipeline import predict
 from pp_offload.plan.record import record
 from pp_offload.plan.search import InfeasibleError
 from pp_offload.plan.tape import RankTapes, Tape
+from pp_offload.plan.trade_off import Front, front
 
 __all__ = [
     "Chooser",
+    "Front",
     "InfeasibleError",
     "OffloadPlan",
     "PlannedGroup",
@@ -27,6 +29,7 @@ __all__ = [
     "RankTapes",
     "Tape",
     "choose",
+    "front",
     "predict",
     "record",
 ]

@@ -22,6 +22,16 @@ def good(num_stages: int, length: int) -> Modules:
     return modules(num_stages, length, groups={"linear": "0", "gelu": "1"})
 
 
+def deep(num_stages: int, length: int) -> Modules:
+    """Stages whose groups hold more than may be on its way at once."""
+    stages = [
+        nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, **KIND), nn.GELU()) for _ in range(12)))
+        for _ in range(num_stages)
+    ]
+    example = torch.empty(length, 1024, **KIND)
+    return Modules(stages, example=example, loss_fn=lambda y: y.sum(), groups={"layer": "*"})
+
+
 def unmarked(num_stages: int, length: int) -> Modules:
     return modules(num_stages, length)
 

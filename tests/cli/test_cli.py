@@ -27,10 +27,13 @@ def test_the_version_is_that_of_a_bug_report() -> None:
     assert "Python 3." in done.output
 
 
+COMMANDS = ("simulate", "plan", "sweep", "trace", "doctor")
+
+
 def test_help_names_every_command() -> None:
     done = CliRunner().invoke(app, ["--help"])
     assert done.exit_code == 0
-    assert all(f"  {name} " in done.output for name in ("simulate", "trace", "doctor"))
+    assert all(f"  {name} " in done.output for name in COMMANDS)
     assert "..." not in done.output.split("Commands:")[1], "each is said in a line"
 
 

@@ -1,0 +1,125 @@
+"""How much longer a step is for less memory: plans for limits from the least to the most.
+
+    found = front(chooser, num=8)
+    print(front_table(found))
+
+Beside them stand two ways that need no plan: all stays, and all layers are recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pp_offload._common.checks import check_count
+from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload._common.tables import format_table
+from pp_offload.plan.chooser import Chooser
+from pp_offload.plan.search import GIB, InfeasibleError
+from pp_offload.simulate.rank import PipelineStep
+
+HEAD = ("", "limit GiB", "peak GiB", "step ms", "longer", "host GiB", "recompute")
+
+NOTE = """\
+peak, host: of the fullest rank. longer: than without offload, which no plan is below. recompute:
+layers of all ranks that backward computes anew."""
+
+
+@dataclass(frozen=True)
+class Front:
+    """What was found."""
+
+    plans: tuple[OffloadPlan, ...]
+    """Least limit first. A larger limit is never slower."""
+
+    without_offload: PipelineStep
+    recomputed: PipelineStep | None
+    """The step in which all layers are recomputed, and nothing leaves; None without layers."""
+
+
+def front(chooser: Chooser, *, num: int = 8, made_for: str = "") -> Front:
+    """Plans for limits as far from each other as can be.
+
+    Args:
+        chooser: Makes them.
+        num: How many; the least limit is that which can just be met, the most what a step needs
+            without offload.
+        made_for: As for :func:`choose`.
+
+    Raises:
+        ValueError: There is no number of at least 2, or what :func:`choose` raises.
+    """
+    check_count("num", num, least=2)
+    without = chooser.without_offload()
+    low, high = least_limit(chooser), peak_of(without)
+    if low >= high:
+        limits = [low]  # offload lowers no peak; its first step may even have a higher one
+    else:
+        limits = [low + (high - low) * part // (num - 1) for part in range(num)]
+    plans = [chooser.plan(limit, made_for=made_for) for limit in limits]
+    return Front(tuple(_monotone(plans)), without, chooser.recomputed())
+
+
+def least_limit(chooser: Chooser) -> int:
+    """The least limit in bytes that a plan was found for."""
+    try:
+        chooser.plan(1)
+    except InfeasibleError as refused:
+        return refused.least_bytes
+    return 1
+
+
+def _monotone(plans: Sequence[OffloadPlan]) -> list[OffloadPlan]:
+    """For each limit the fastest of all that were made for this one or less."""
+    best: list[OffloadPlan] = []
+    for plan in plans:
+        is_slower = bool(best) and best[-1].seconds < plan.seconds
+        best.append(best[-1].with_limit(plan.limit_bytes) if is_slower else plan)
+    return best
+
+
+def peak_of(step: PipelineStep | OffloadPlan) -> int:
+    """Of the fullest rank."""
+    return max(rank.peak_bytes for rank in step.ranks)
+
+
+def front_table(found: Front) -> str:
+    """A row for each limit, and for each way without a plan."""
+    none = found.without_offload
+    rows = [_planned(number, plan) for number, plan in enumerate(found.plans)]
+    if found.recomputed is not None:
+        rows.append(_unplanned("all recomputed", found.recomputed, none, recomputed="all"))
+    rows.append(_unplanned("without offload", none, none, recomputed="-"))
+    return "\n".join([format_table([HEAD, *rows]), NOTE])
+
+
+def _planned(number: int, plan: OffloadPlan) -> tuple[str, ...]:
+    num = sum(len(names) for rank in plan.ranks for names in rank.recomputed)
+    host = max(rank.host_peak_bytes for rank in plan.ranks)
+    return (
+        f"plan {number}",
+        f"{plan.limit_bytes / GIB:.2f}",
+        f"{peak_of(plan) / GIB:.2f}",
+        f"{plan.seconds * 1e3:.1f}",
+        _longer(plan.seconds, plan.least_seconds),
+        f"{host / GIB:.2f}",
+        str(num) if num else "-",
+    )
+
+
+def _unplanned(
+    name: str, step: PipelineStep, none: PipelineStep, *, recomputed: str
+) -> tuple[str, ...]:
+    return (
+        name,
+        "-",
+        f"{peak_of(step) / GIB:.2f}",
+        f"{step.seconds * 1e3:.1f}",
+        _longer(step.seconds, none.seconds),
+        "-",
+        recomputed,
+    )
+
+
+def _longer(seconds: float, least: float) -> str:
+    return f"{seconds / least - 1:.1%}" if least else "-"

@@ -1,0 +1,73 @@
+"""Plans from the least limit to the most: none slower for more memory, and the ends are right."""
+
+from __future__ import annotations
+
+import pytest
+from small import planned
+
+from pp_offload._groups import auto_bounds
+from pp_offload.plan import Chooser, InfeasibleError, OffloadPlan, front
+from pp_offload.plan.trade_off import front_table, peak_of
+
+
+@pytest.fixture(autouse=True)
+def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These models are small, and the floor would leave nothing to choose."""
+    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
+
+
+def chooser_of(seed: int, layers: str | None = None) -> Chooser:
+    drawn, tapes = planned(seed, layers=layers)
+    return Chooser(drawn.order, tapes, drawn.hardware, config=drawn.config, peers=drawn.peers)
+
+
+@pytest.mark.parametrize("layers", [None, "*"])
+@pytest.mark.parametrize("seed", range(12))
+def test_more_memory_is_never_slower(seed: int, layers: str | None) -> None:
+    chooser = chooser_of(seed, layers)
+    found = front(chooser, num=4)
+    plans = found.plans
+    for less, more in zip(plans, plans[1:], strict=False):
+        assert less.limit_bytes < more.limit_bytes and less.seconds >= more.seconds
+    assert all(peak_of(plan) <= plan.limit_bytes for plan in plans)
+    assert plans[-1].seconds == found.without_offload.seconds, "all may stay"
+    assert plans[-1].limit_bytes == peak_of(found.without_offload)
+    assert (found.recomputed is None) is (layers is None)
+    if len(plans) > 1:
+        with pytest.raises(InfeasibleError, match="expected at least"):
+            chooser.plan(plans[0].limit_bytes - 1)
+
+
+def test_a_table_of_them() -> None:
+    found = front(chooser_of(3, "*"), num=3)
+    rows = front_table(found).splitlines()
+    names = [row.split("  ")[0].strip() for row in rows]
+    assert [name for name in names if name.startswith("plan")] == [
+        f"plan {number}" for number in range(len(found.plans))
+    ]
+    assert "all recomputed" in names and "without offload" in names
+
+
+def test_what_a_slower_plan_for_more_memory_is_replaced_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search that ran out of tries may be the worse for more memory; the front is not."""
+    chooser = chooser_of(2)
+    made: list[OffloadPlan] = []
+    plan_of = Chooser.plan
+
+    def slower_and_slower(self: Chooser, limit_bytes: int, **how: str) -> OffloadPlan:
+        plan = plan_of(self, limit_bytes, **how)
+        made.append(plan)
+        return OffloadPlan.from_dict({**plan.to_dict(), "seconds": plan.seconds + len(made)})
+
+    monkeypatch.setattr(Chooser, "plan", slower_and_slower)
+    plans = front(chooser, num=3).plans
+    assert len({plan.seconds for plan in plans}) == 1, "the first is the fastest"
+    assert len({plan.limit_bytes for plan in plans}) == len(plans) == 3
+    assert len({peak_of(plan) for plan in plans}) == 1, "it is one plan, by other limits"
+
+
+def test_a_front_has_two_ends() -> None:
+    with pytest.raises(ValueError, match="num is 1"):
+        front(chooser_of(3), num=1)
