@@ -58,7 +58,7 @@ def step(schedule: Any) -> list[Tensor]:
 
 def test_a_plan_for_fewer_ranks_is_refused(schedule: Any) -> None:
     schedule._stage.group_rank = 1
-    plan = OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((), 0, 0, 0.0, 0.0),))
+    plan = OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan(()),))
     with pytest.raises(ConfigError, match="for 1 pipeline ranks, and this is rank 1"):
         attach(schedule, {"layer": "*"}, OffloadConfig(plan=plan))
     assert not any(name in vars(schedule._stage) for name in WRAPPED)
@@ -69,7 +69,7 @@ def test_a_plan_for_fewer_ranks_is_refused(schedule: Any) -> None:
 
 def test_layers_that_a_plan_has_recomputed_have_to_be(schedule: Any) -> None:
     model, groups = schedule._stage.submod, {"layer": "*"}
-    rank = RankPlan((), 0, 0, 0.0, 0.0, recomputed=(("0", "2"),))
+    rank = RankPlan((), recomputed=(("0", "2"),))
     config = OffloadConfig(
         plan=OffloadPlan("a test", 0, 0.0, 0.0, (rank,)), min_offloaded_tensor_size=1
     )

@@ -46,7 +46,7 @@ EXAMPLES = {
     "simulate": 3,
     "trace": 3,
     "cli": 1,
-    "planning": 3,
+    "planning": 4,
 }
 """How many blocks of Python a page has; each is run below."""
 
@@ -290,6 +290,11 @@ def test_the_model_of_the_command_line_runs(
     assert all(0 < float(with_it) < float(without) for _, without, with_it, *_ in rows[:3])
 
 
+def steps_of_another_model() -> None:
+    for _ in range(5):
+        PipelineOffloadManager.get_instance().reset()
+
+
 def test_a_plan_is_made_and_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,7 +314,9 @@ def test_a_plan_is_made_and_followed(
     )
     assert given[0].offload_plan is not None and len(given[0].offload_plan.ranks) == 4
     exec(blocks("planning")[1], {"pipeline_rank": 3, "stage_modules": [nn.Linear(1, 1)]})
-    exec(blocks("planning")[2], {})
+    exec(blocks("planning")[2], {"train": steps_of_another_model})
+    assert "0.000 GiB left, planned" in capsys.readouterr().out
+    exec(blocks("planning")[3], {})
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 

@@ -64,7 +64,7 @@ VALUES: dict[str, Any] = {
     "min_offloaded_tensor_size": 3,
     "delta_offload_bytes_across_pp_ranks": 96,
     "activation_offload_fraction": 0.5,
-    "plan": OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((), 0, 0, 0.0, 0.0),)),
+    "plan": OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan(()),)),
     "max_in_flight_bytes": 12345,
     "prefetch_bytes": 54321,
     "device_budget_bytes": 2**20 + 2,

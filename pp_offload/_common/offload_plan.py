@@ -45,21 +45,30 @@ class RankPlan:
     stages: tuple[tuple[PlannedGroup, ...], ...]
     """Groups in forward order, by virtual stage."""
 
-    peak_bytes: int
-    """Of its device; parameters and gradients count, the optimizer does not."""
-
-    host_peak_bytes: int
-
-    seconds: float
-    """Until its compute has ended."""
-
-    stalled_s: float
-    """Of that, how long compute waits for copies."""
-
     recomputed: tuple[tuple[str, ...], ...] = ()
     """Names of layers that backward recomputes whole, by virtual stage; for
     :func:`pp_offload.recompute_layers`. There are no groups in them.
     """
+
+    peak_bytes: int = 0
+    """Of its device; parameters and gradients count, the optimizer does not."""
+
+    host_peak_bytes: int = 0
+
+    seconds: float = 0.0
+    """Until its compute has ended."""
+
+    busy_s: float = 0.0
+    """Of that, how long compute works."""
+
+    stalled_s: float = 0.0
+    """How long it waits for copies."""
+
+    bytes_offloaded: int = 0
+    """Copied to the host."""
+
+    offload_s: float = 0.0
+    """How long these copies take."""
 
     def recomputed_in(self, vp_stage: int) -> tuple[str, ...]:
         """Names of the layers that one virtual stage recomputes."""
@@ -167,11 +176,14 @@ class OffloadPlan:
 def _rank_plan(found: Any) -> RankPlan:
     return RankPlan(
         stages=_each(_list(found, "stages"), lambda stage: _each(stage, _planned_group)),
+        recomputed=_each(_list(found, "recomputed"), lambda stage: _each(stage, _name)),
         peak_bytes=_count(found, "peak_bytes"),
         host_peak_bytes=_count(found, "host_peak_bytes"),
         seconds=_seconds(found, "seconds"),
+        busy_s=_seconds(found, "busy_s"),
         stalled_s=_seconds(found, "stalled_s"),
-        recomputed=_each(_list(found, "recomputed"), lambda stage: _each(stage, _name)),
+        bytes_offloaded=_count(found, "bytes_offloaded"),
+        offload_s=_seconds(found, "offload_s"),
     )
 
 

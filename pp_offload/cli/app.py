@@ -13,6 +13,7 @@ import torch
 import typer
 
 from pp_offload import __version__
+from pp_offload.cli.compare import compare
 from pp_offload.cli.doctor import doctor
 from pp_offload.cli.plan import plan
 from pp_offload.cli.simulate import simulate
@@ -30,6 +31,7 @@ app.command()(simulate)
 app.command()(plan)
 app.command()(sweep)
 app.command()(trace)
+app.command()(compare)
 app.command()(doctor)
 
 

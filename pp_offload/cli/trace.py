@@ -54,7 +54,7 @@ def trace(
     ] = False,
 ) -> None:
     """What happened in a step, as a table or as a picture."""
-    timeline = _timeline("FILE", file)
+    timeline = timeline_of("FILE", file)
     with told("--step"):
         number = checked_step(timeline, step)
     there = list(steps_of(timeline)[number])
@@ -76,7 +76,8 @@ def trace(
     typer.echo(table(timeline, number, chosen))
 
 
-def _timeline(option: str, path: Path) -> Timeline:
+def timeline_of(option: str, path: Path) -> Timeline:
+    """That of a file, or an error that names the option which gave it."""
     if not path.is_file():
         raise wrong(option, f"found no file {path}, expected one that a Trace has written")
     try:
@@ -96,7 +97,7 @@ def _draw(
     from pp_offload.trace.picture import draw
 
     check_target("--png", png)
-    other = None if predicted is None else _timeline("--predicted", predicted)
+    other = None if predicted is None else timeline_of("--predicted", predicted)
     if other is not None:
         with told("--predicted"):
             checked_step(other, None)

@@ -103,11 +103,14 @@ class Chooser:
         ranks = [
             RankPlan(
                 stages=stages,
+                recomputed=tapes.recomputed,
                 peak_bytes=one.peak_bytes,
                 host_peak_bytes=one.host_peak_bytes,
                 seconds=one.seconds,
+                busy_s=one.busy_s,
                 stalled_s=one.stalled_s,
-                recomputed=tapes.recomputed,
+                bytes_offloaded=one.bytes_offloaded,
+                offload_s=one.offload_s,
             )
             for stages, one, tapes in zip(
                 search.stages(tried.kept), tried.step.ranks, search.tapes, strict=True

@@ -234,6 +234,7 @@ class NumberRank:
             peak_bytes=step.device.memory.peak,
             host_peak_bytes=self._host.peak_bytes,
             bytes_offloaded=self.moved.bytes_offloaded - step.sent_before,
+            offload_s=step.device.d2h.busy_s,
             num_in_flight=step.most_in_flight,
         )
 

@@ -238,7 +238,7 @@ class Search:
         known = self._tried.get(tuple(kept))
         if known is not None:
             return known
-        ranks = [RankPlan(one, 0, 0, 0.0, 0.0) for one in self.stages(kept)]
+        ranks = [RankPlan(one) for one in self.stages(kept)]
         step = self._steps.planned(self._first, ranks)
         found = self._tried[tuple(kept)] = Tried(tuple(kept), step)
         return found

@@ -97,6 +97,12 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         """When all that was launched so far has ended."""
         return max(self.host.now_s, *(one.free_at_s for one in self._streams))
 
+    @property
+    def offload_s(self) -> float:
+        """How long the engine's copies to the host took so far, without what they waited for."""
+        assert isinstance(self.d2h, VirtualStream)
+        return self.d2h.busy_s
+
     def new_stream(self, name: str = "") -> VirtualStream:
         """Another stream, ordered with nothing. Its name is not used."""
         self._streams.append(VirtualStream(self.host))

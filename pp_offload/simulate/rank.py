@@ -44,6 +44,9 @@ class RankStep:
     bytes_offloaded: int
     """Copied to the host."""
 
+    offload_s: float
+    """How long these copies took, without what they waited for."""
+
     num_in_flight: int
     """The most forwards whose backward, or its last part, was to come."""
 
@@ -174,6 +177,7 @@ class _Count:
         self._begin_s = backend.host.now_s
         self._busy_s = backend.compute.busy_s
         self._stalled_s = backend.compute.stalled_s
+        self._copied_s = backend.offload_s
         self._offloaded = manager.statistics().bytes_offloaded
         self._in_flight = self._most_in_flight = 0
         backend.memory.take_peak()
@@ -196,5 +200,6 @@ class _Count:
             peak_bytes=self._backend.memory.peak_bytes,
             host_peak_bytes=statistics.host_bytes_peak,
             bytes_offloaded=statistics.bytes_offloaded - self._offloaded,
+            offload_s=self._backend.offload_s - self._copied_s,
             num_in_flight=self._most_in_flight,
         )

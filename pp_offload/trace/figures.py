@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pp_offload.trace.events import COUNTERS, OPERATORS, STEPS, Span, Timeline
+from pp_offload.trace.events import COUNTERS, DEVICE, OPERATORS, STEPS, Span, Timeline
 from pp_offload.trace.intervals import Interval, common, total, without
 from pp_offload.trace.kinds import WAITS, Kind, kind_of
 
@@ -43,7 +43,9 @@ class RankFigures:
     """To the disk and from there."""
 
     peak_bytes: Mapping[str, int]
-    """The most of each counter that the trace has."""
+    """The most of each counter that the trace has. Of the device's, also between the times at which
+    counters were read, where the device has told.
+    """
 
     @property
     def offload_bytes_per_s(self) -> float | None:
@@ -140,7 +142,7 @@ def _figures(timeline: Timeline, rank: int, window: Interval, spans: Sequence[Sp
         reload_s=back[1],
         written_bytes=_copied(spans, Kind.WRITE, window)[0],
         read_bytes=_copied(spans, Kind.READ, window)[0],
-        peak_bytes=_peaks(timeline, rank, window),
+        peak_bytes=_peaks(timeline, rank, window, spans),
     )
 
 
@@ -152,7 +154,9 @@ def _copied(spans: Sequence[Span], kind: Kind, window: Interval) -> tuple[int, f
     return nbytes, sum(one.args.get("busy_s", one.end_s - one.begin_s) for one in copies)
 
 
-def _peaks(timeline: Timeline, rank: int, window: Interval) -> dict[str, int]:
+def _peaks(
+    timeline: Timeline, rank: int, window: Interval, spans: Sequence[Span]
+) -> dict[str, int]:
     """The most in a window; what was said last before it holds at its begin."""
     found: dict[str, int] = {}
     for counter in COUNTERS:
@@ -161,4 +165,7 @@ def _peaks(timeline: Timeline, rank: int, window: Interval) -> dict[str, int]:
         inside = [one.nbytes for one in samples if window[0] < one.time_s < window[1]]
         if before or inside:
             found[counter] = max(before + inside)
+    for span in spans:
+        if span.track == STEPS and span.begin_s == window[0] and "device_peak_bytes" in span.args:
+            found[DEVICE] = max(found.get(DEVICE, 0), int(span.args["device_peak_bytes"]))
     return found

@@ -110,11 +110,14 @@ class Mark(NamedTuple):
     group: Known
 
 
-class StepNote(NamedTuple):
+@dataclass(slots=True)
+class StepNote:
     """Where a step begins."""
 
     number: int
     at: TimedEvent
+    peak_bytes: int | None = None
+    """The most that was allocated in it, where that is known."""
 
 
 class Sampled(NamedTuple):

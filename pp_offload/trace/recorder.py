@@ -90,14 +90,22 @@ class Recorder(Listener):
     def step(self, number: int) -> None:
         """A step begins here."""
         at = self._now()
+        self._ends_step()
         values = self._counters.read()
         if at is not None and self._takes(1 + len(values)):
             self.steps.append(StepNote(number, at))
             self.samples.append(Sampled(at, values))
             self._mark("over", at, -1, None)
 
+    def _ends_step(self) -> None:
+        peak_bytes = self._counters.step_peak()
+        if self.steps:
+            self.steps[-1].peak_bytes = peak_bytes
+
     def end(self) -> None:
         """Record no more, and wait until all that was noted has ended. Not in a capture."""
+        if not self._room.is_full:
+            self._ends_step()
         self.stop()
         at = self._now_after()
         if at is None or self.clock is None or self.notes is None:

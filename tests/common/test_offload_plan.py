@@ -17,7 +17,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 
 GROUPS = (PlannedGroup("mlp", 64, True), PlannedGroup("attn", 32, False))
-RANK = RankPlan((GROUPS,), 9, 8, 0.5, 0.1, (("layers.1", "layers.3"), ()))
+RANK = RankPlan((GROUPS,), (("layers.1", "layers.3"), ()), 9, 8, 0.5, 0.3, 0.1, 7, 0.2)
 PLAN = OffloadPlan("a test", 10, 0.5, 0.25, (RANK, RANK))
 
 
@@ -128,7 +128,7 @@ def plan_of(keeps: bool, *, wrong_bytes: int = 0) -> OffloadPlan:
         PlannedGroup(name, nbytes + wrong_bytes, keeps)
         for name, nbytes in zip(record.shape.names, record.shape.sizes, strict=True)
     ]
-    return OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((tuple(groups),), 0, 0, 0.0, 0.0),))
+    return OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((tuple(groups),)),))
 
 
 def test_what_is_planned_stays_from_the_second_step_on() -> None:

@@ -64,4 +64,4 @@ def _rank_plan(rank: int, tapes: RankTapes, kept: set[Place]) -> RankPlan:
         )
         for stage, tape in sorted(tapes.stages.items())
     )
-    return RankPlan(stages, 0, 0, 0.0, 0.0)
+    return RankPlan(stages)

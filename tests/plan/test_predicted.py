@@ -28,7 +28,7 @@ from pp_offload.plan.rules import Moved, Rules
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, RankStep, run_pipeline
 
 SAME = ("peak_bytes", "host_peak_bytes", "bytes_offloaded", "num_in_flight")
-NEARLY = ("seconds", "busy_s", "stalled_s")
+NEARLY = ("seconds", "busy_s", "stalled_s", "offload_s")
 """To one part in 1e9 of the step: the same times are added up in another order."""
 
 

@@ -1,0 +1,45 @@
+"""``pp-offload compare``: what a plan has said beside what a run has done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload.cli.trace import timeline_of
+from pp_offload.cli.wrong import told, wrong
+from pp_offload.errors import ConfigError
+from pp_offload.trace import compare_with_plan
+
+
+def compare(
+    plan: Annotated[Path, typer.Argument(help="As pp-offload plan has written it: plan.json.")],
+    file: Annotated[Path, typer.Argument(help="Which a Trace of a run by it has written.")],
+    step: Annotated[
+        int | None, typer.Option(help="The last one of the trace if not given.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print figures in JSON instead of a table.")
+    ] = False,
+) -> None:
+    """What a plan has said beside what a run has done.
+
+    A row for each rank, and where they differ by more than 2 %, which input of the plan was wrong.
+    """
+    with told("PLAN", ConfigError, OSError):
+        planned = OffloadPlan.load(plan)
+    timeline = timeline_of("FILE", file)
+    try:
+        found = compare_with_plan(planned, timeline, step=step)
+    except ConfigError as failure:
+        raise wrong("PLAN", str(failure)) from failure
+    except ValueError as failure:
+        raise wrong("--step", str(failure)) from failure
+    if as_json:
+        typer.echo(json.dumps(found.figures(), indent=2))
+        return
+    typer.echo(f"{planned.made_for}\n")
+    typer.echo(found.table())
