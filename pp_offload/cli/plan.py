@@ -28,8 +28,9 @@ from pp_offload.cli.pipelines import (
     progress_bar,
 )
 from pp_offload.cli.wrong import check_target, told, wrong
-from pp_offload.plan import InfeasibleError, choose, predict, record
+from pp_offload.plan import Chooser, InfeasibleError, OffloadPlan, record
 from pp_offload.plan.table import table
+from pp_offload.simulate.rank import PipelineStep
 
 
 def plan(
@@ -52,6 +53,7 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here: plan.json.")
     ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw it as well: PNG, SVG or PDF.")] = None,
 ) -> None:
     """What each rank keeps, sends away and recomputes.
 
@@ -62,6 +64,7 @@ def plan(
     """
     config = config_of(gib, min_numel)
     check_target("--output", output)
+    check_target("--png", png)
     limit_bytes = parse_size(limit)
     if limit_bytes is None:
         raise wrong(
@@ -87,24 +90,26 @@ def plan(
         with told(f"{'MODEL' if hf is None else '--hf'} or --schedule"):
             tapes = record(*played, config)
         with told("--schedule"):
+            chooser = Chooser(
+                pipeline.order,
+                tapes,
+                pipeline.hardware,
+                config=config,
+                peers=pipeline.peers,
+                progress=None if say is None else lambda num: say(num, None),
+            )
             try:
-                found = choose(
-                    pipeline.order,
-                    tapes,
-                    pipeline.hardware,
-                    limit_bytes,
-                    config=config,
-                    peers=pipeline.peers,
-                    made_for=pipeline.title,
-                    progress=None if say is None else lambda num: say(num, None),
-                )
+                found = chooser.plan(limit_bytes, made_for=pipeline.title)
             except InfeasibleError as failure:
                 raise wrong("--limit", str(failure)) from failure
     if output is not None:
         found.save(output)
-    none = predict(pipeline.order, tapes, pipeline.hardware, peers=pipeline.peers, num_steps=1)
+    none = chooser.without_offload()
     typer.echo(f"{pipeline.title}\n")
     typer.echo(table(found, none))
+    if png is not None:
+        _draw(found, none, png)
+        typer.echo(f"\nthe picture is in {png}")
     if output is not None:
         typer.echo(f'\nwritten to {output}; follow it with OffloadConfig(plan="{output}")')
         if any(names for rank in found.ranks for names in rank.recomputed):
@@ -112,3 +117,10 @@ def plan(
                 "before that, for each stage of a rank: recompute_layers(module, "
                 "plan.rank(rank).recomputed[number])"
             )
+
+
+def _draw(found: OffloadPlan, none: PipelineStep, png: Path) -> None:
+    from pp_offload.plan.plan_picture import draw_plan
+
+    with told("--png", ImportError, OSError):
+        draw_plan(found, none, png)

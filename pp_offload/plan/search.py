@@ -36,6 +36,9 @@ from pp_offload.simulate.rank import PipelineStep
 
 GIB = 2**30
 
+TRIES_FILLED_UP = 4
+"""At least so many for sending less away in a step that is as short."""
+
 MAX_EVENTS = 2_000_000
 """How many events of tapes are played for a plan, about: some seconds of a core."""
 
@@ -130,6 +133,8 @@ class Search:
         self.tapes = tapes
         self._classes = [_classes(one) for one in tapes]
         self._tried: dict[tuple[Kept, ...], Tried] = {}
+        self._filled: dict[int, list[Kept]] = {}
+        """By limit, as much as fits on each rank, however long a step is."""
 
     @cached_property
     def without_offload(self) -> PipelineStep:
@@ -176,8 +181,28 @@ class Search:
 
     def polished(self, best: Tried, limit_bytes: int, most_steps: int) -> Tried:
         """The shortest that one change after the other leads to, until so many are predicted."""
+        filled = self._filled.get(limit_bytes, list(best.kept))
+        differ = [rank for rank, kept in enumerate(filled) if kept != best.kept[rank]]
+        until = max(most_steps, self._steps.num + TRIES_FILLED_UP)
+        best = self._filled_up(best, filled, differ, limit_bytes, until)
         while (better := self._better(best, limit_bytes, most_steps)) is not None:
             best = better
+        return best
+
+    def _filled_up(
+        self, best: Tried, filled: list[Kept], ranks: list[int], limit_bytes: int, most_steps: int
+    ) -> Tried:
+        """The same with as many of these ranks filled as can be in a step that is as short."""
+        if not ranks or self._steps.num >= most_steps:
+            return best
+        kept = [filled[rank] if rank in ranks else one for rank, one in enumerate(best.kept)]
+        found = self._try(kept)
+        if found.fits(limit_bytes) and best_of([best, found]) is found:
+            return found
+        if len(ranks) > 1:
+            middle = len(ranks) // 2
+            for half in (ranks[:middle], ranks[middle:]):
+                best = self._filled_up(best, filled, half, limit_bytes, most_steps)
         return best
 
     def _better(self, best: Tried, limit_bytes: int, most_steps: int) -> Tried | None:
@@ -212,7 +237,8 @@ class Search:
             found = self._try([rank.proposal for rank in ranks])
             for rank, one in zip(ranks, found.step.ranks, strict=True):
                 rank.told(one.peak_bytes)
-        self._settle([rank.proposal for rank in ranks], limit_bytes)
+        self._filled[limit_bytes] = [rank.proposal for rank in ranks]
+        self._settle(self._filled[limit_bytes], limit_bytes)
 
     def _neighbours(self, tried: Tried) -> Iterator[tuple[Kept, ...]]:
         """Each with a change on one rank; first on those that stand still longest for copies."""

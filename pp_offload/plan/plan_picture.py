@@ -1,0 +1,106 @@
+"""A plan as a picture: what each rank's device holds at the peak, and what its groups do.
+
+    draw_plan(plan, predict(order, tapes, hardware, num_steps=1), "plan.png")
+
+It takes matplotlib: the extra ``plots``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._common.pictures import (
+    BLACK,
+    BLUE,
+    FAINT,
+    GREY,
+    ORANGE,
+    VERMILION,
+    check_format,
+    new_figure,
+    save,
+)
+from pp_offload.simulate.rank import PipelineStep
+
+GIB = 2**30
+HEIGHT_INCHES = 5.0
+BAR_WIDTH = 0.38
+
+
+def draw_plan(plan: OffloadPlan, none: PipelineStep, path: str | os.PathLike[str]) -> None:
+    """Draw it.
+
+    Args:
+        plan: What :func:`choose` gave.
+        none: The step without offload.
+        path: A file, whose end says the format.
+
+    Raises:
+        ImportError: Matplotlib is not installed.
+        OSError: The file cannot be written.
+        ValueError: Its name ends otherwise than pictures do.
+    """
+    check_format(path)
+    figure = new_figure(HEIGHT_INCHES, layout="constrained")
+    peaks, groups = figure.subplots(2, 1, sharex=True)
+    _draw_peaks(peaks, plan, none)
+    _draw_groups(groups, plan.ranks)
+    for axes in (peaks, groups):
+        axes.grid(axis="y", color=FAINT, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.legend(fontsize=8, loc="upper right")
+    groups.set_xticks(range(len(plan.ranks)))
+    groups.set_xlabel("pipeline rank")
+    peaks.set_title(_title(plan), fontsize=9, loc="left", wrap=True)
+    save(figure, path)
+
+
+def _title(plan: OffloadPlan) -> str:
+    slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
+    times = f"{plan.seconds * 1e3:.1f} ms a step, {slower:.1%} more than without offload"
+    return f"{plan.made_for}\n{times}" if plan.made_for else times
+
+
+def _draw_peaks(axes: Any, plan: OffloadPlan, none: PipelineStep) -> None:
+    ranks = range(len(plan.ranks))
+    left = [rank - BAR_WIDTH / 2 for rank in ranks]
+    right = [rank + BAR_WIDTH / 2 for rank in ranks]
+    without = [one.peak_bytes / GIB for one in none.ranks]
+    planned = [one.peak_bytes / GIB for one in plan.ranks]
+    host = [one.host_peak_bytes / GIB for one in plan.ranks]
+    axes.bar(left, without, BAR_WIDTH, color=GREY, label="device, without offload")
+    axes.bar(right, planned, BAR_WIDTH, color=BLUE, label="device, by the plan")
+    axes.plot(ranks, host, color=ORANGE, marker="o", linestyle="", label="host memory")
+    axes.axhline(plan.limit_bytes / GIB, color=BLACK, linestyle="--", linewidth=0.8, label="limit")
+    axes.set_ylim(top=1.25 * max(*without, *planned, *host, plan.limit_bytes / GIB))  # the legend's
+    axes.set_ylabel("peak, GiB")
+
+
+def _draw_groups(axes: Any, ranks: Sequence[RankPlan]) -> None:
+    """By bytes: numbers of groups would have a large one look like a small one."""
+    bottom = [0.0] * len(ranks)
+    for name, colour, keeps in (("leave", BLUE, False), ("stay", GREY, True)):
+        heights = [_planned_bytes(one, keeps=keeps) / GIB for one in ranks]
+        axes.bar(range(len(ranks)), heights, color=colour, bottom=bottom, label=name)
+        bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
+    for number, (top, one) in enumerate(zip(bottom, ranks, strict=True)):
+        num = sum(map(len, one.recomputed))
+        if num:
+            axes.annotate(
+                f"{num} recomputed",
+                (number, top),
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                color=VERMILION,
+            )
+    axes.set_ylim(top=1.25 * max(bottom) or 1.0)
+    axes.set_ylabel("groups of a microbatch, GiB")
+
+
+def _planned_bytes(rank: RankPlan, *, keeps: bool) -> int:
+    groups = [group for stage in rank.stages for group in stage if group.keeps is keeps]
+    return sum(group.nbytes for group in groups)
