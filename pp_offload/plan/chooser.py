@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from pp_offload._common.checks import check_count
+from pp_offload._common.garbage import collector_off
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload.config import OffloadConfig
 from pp_offload.plan.search import SAME, InfeasibleError, Search, Steps, Tried, most_tries
@@ -98,7 +99,10 @@ class Chooser:
     def plan(self, limit_bytes: int, *, made_for: str = "") -> OffloadPlan:
         """See :func:`choose`."""
         check_count("limit_bytes", limit_bytes, unit="bytes")
-        best = self._best(limit_bytes)
+        # Each step leaves a few MB in cycles. To look for them after each one takes long, for that
+        # looks at all that is kept of first steps too; and where steps are large, few are tried.
+        with collector_off():
+            best = self._best(limit_bytes)
         search, tried = self._search(best.nums), best.tried
         ranks = [
             RankPlan(

@@ -81,6 +81,7 @@ class NumberRank:
         """
         assert self._plan is None and not self.has_more, "it has had one whole step"
         self._running.device.synchronize()  # or host memory is copied while its events are to come
+        self._host.compact()  # as the next step begins with; then there is little to copy
         other = copy.copy(self)
         other.moved, other._config = copy.copy(self.moved), config
         other._bounds, other._host = self._bounds.copied(), self._host.copied()

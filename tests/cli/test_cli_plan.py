@@ -29,9 +29,11 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 def test_a_table_and_a_file_that_the_engine_follows(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    code, output = run("plan", "cli_models:good", *SMALL, "--limit", "560kB", "-o", str(path))
+    path, png = tmp_path / "plan.json", tmp_path / "plan.png"
+    where = ["-o", str(path), "--png", str(png)]
+    code, output = run("plan", "cli_models:good", *SMALL, "--limit", "560kB", *where)
     assert code == 0, output
+    assert png.read_bytes()[:4] == b"\x89PNG" and f"the picture is in {png}" in output
     assert "cli_models:good on 2 virtual H100, 1f1b" in output
     assert "at most 0.00 GiB" in output and "of a step in which compute" in output
     assert f'written to {path}; follow it with OffloadConfig(plan="{path}")' in output
@@ -62,6 +64,7 @@ WRONG = {
     f"{GOOD} --limit many": "found 'many', expected bytes with a unit of B, kB",
     f"{GOOD} --limit 1GiB --gib inf": "found inf, expected a finite number",
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "expected a file in a directory that is there",
+    f"{GOOD} --limit 1GiB --png plan.gif": "ends otherwise than pictures do",
     f"{GOOD} --limit 1GiB --schedule zbv": "expected ranks whose stages are not next to each other",
     f"{GOOD} --limit 1GiB --schedule interleavedzerobubble": "expected whole backwards",
     "simulate cli_models:good --ranks 2 --plan nowhere.json": "No such file or directory",

@@ -1,0 +1,42 @@
+"""The example of a plan: a table that says what each rank does, a file to follow, and a picture."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from test_example import ROOT, run_command
+
+from pp_offload.plan import OffloadPlan
+
+SCRIPT = str(ROOT / "examples" / "plan_llama.py")
+QUICK = ["--quick", "--microbatches", "6"]
+
+
+def test_a_row_for_each_rank(tmp_path: Path) -> None:
+    path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    flags = [*QUICK, "--limit-gib", "0.04", "-o", str(path), "--picture", str(picture)]
+    done = run_command([sys.executable, SCRIPT, *flags])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == "", "no bar where nobody looks"
+    plan = OffloadPlan.load(path)
+    assert plan.limit_bytes == int(0.04 * 2**30)
+    assert all(rank.peak_bytes <= plan.limit_bytes for rank in plan.ranks)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert [row[2] for row in rows] == [f"{rank.peak_bytes / 2**30:.2f}" for rank in plan.ranks]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--limit-gib", "0.001"], "--limit-gib: limit_bytes is 1073741 (0.00 GiB), expected at"),
+        (["--limit-gib", "nan"], "--limit-gib is nan, expected a number above 0"),
+        (["-o", "/nowhere/plan.json"], "expected a file in a directory that is there"),
+        (["--groups", "all"], "--groups is 'all', expected attn, mlp or attn,mlp"),
+    ],
+)
+def test_what_cannot_be(flags: list[str], said: str) -> None:
+    done = run_command([sys.executable, SCRIPT, *QUICK, *flags])
+    assert done.returncode != 0 and said in done.stderr, done.stderr
