@@ -6,6 +6,7 @@ python examples/train_gpt.py --schedule zbv                   # backward in two 
 python examples/train_gpt.py --schedule order.csv             # actions of your own
 python examples/train_gpt.py --tier disk --disk-dir /scratch  # to disk instead of host memory
 python examples/train_gpt.py --stages 1 --device emulated     # one process, no GPU, real streams
+python examples/train_gpt.py --plan auto --device-budget-mib 60   # what must leave, and no more
 python examples/train_gpt.py --trace out.json.gz --picture out.png  # what happened when
 torchrun --nproc-per-node 2 examples/train_gpt.py             # the same under torchrun
 """
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from auto_plan import shared_plan
 from gpt import GPTConfig, Stage, loss_fn
 from live_bytes import LiveBytes
 from picture_flag import check_picture
@@ -38,6 +40,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, print_offload_summary_table
 from pp_offload.pipelining import attach
+from pp_offload.plan import OffloadPlan
 from pp_offload.trace import Trace, merge_ranks, part_of, read
 from pp_offload.trace.picture import draw
 
@@ -61,6 +64,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--min-numel", type=int, default=1024, help="smaller tensors stay on the device")
     add("--tier", choices=["host", "disk", "host+disk"], default="host", help="where they go")
     add("--host-budget-mib", type=int, help="host memory a rank may take for them")
+    add("--plan", choices=["auto"], help="have no more leave than --device-budget-mib takes")
+    add("--device-budget-mib", type=int, help="for parameters, gradients and activations of a rank")
     add("--disk-dir", type=Path, help="for the disk's file; default: that of temporary files")
     add("--layers", type=int, default=8)
     add("--width", type=int, default=128)
@@ -81,6 +86,12 @@ def parse_arguments() -> argparse.Namespace:
     check_schedule(parser, options)
     if options.device == "emulated" and options.stages != 1:
         parser.error("--device emulated needs --stages 1: nothing sends its tensors to a process")
+    if (options.plan is None) is not (options.device_budget_mib is None):
+        parser.error("--plan auto and --device-budget-mib go together")
+    if options.plan and options.device_budget_mib < 1:
+        parser.error(f"--device-budget-mib is {options.device_budget_mib}, expected at least 1")
+    if options.plan and (options.tier != "host" or options.mark == "markers"):
+        parser.error("--plan auto needs --tier host and --mark modules")
     if options.disk_dir and "disk" not in options.tier:
         parser.error(f"--disk-dir needs --tier disk or host+disk, not {options.tier}")
     if options.text and not options.text.is_file():
@@ -122,6 +133,7 @@ class Run:
     parameters: list[Tensor] = field(default_factory=list)
     step_ms: float = 0.0
     device_bytes_peak: int = 0
+    parameter_bytes: int = 0
     offloaded_bytes: int = 0
     host_peak_bytes: int = 0
     disk_peak_bytes: int = 0
@@ -146,7 +158,9 @@ def build(options: argparse.Namespace, is_marked: bool) -> tuple[Any, list[Stage
     return make_schedule(options, stages, loss_fn), modules
 
 
-def train(options: argparse.Namespace, data: Bytes, *, offload: bool) -> Run:
+def train(
+    options: argparse.Namespace, data: Bytes, *, offload: bool, plan: OffloadPlan | None = None
+) -> Run:
     """One run from the same seed; with ``offload`` the engine is attached."""
     schedule, modules = build(options, offload and options.mark == "markers")
     patterns = {name: f"layers.*.{name}" for name in options.groups}
@@ -155,7 +169,7 @@ def train(options: argparse.Namespace, data: Bytes, *, offload: bool) -> Run:
         handle = attach(
             schedule,
             groups=patterns if options.mark == "modules" else None,
-            config=offload_config(options),
+            config=offload_config(options, plan),
         )
     optimizer = torch.optim.AdamW([p for m in modules for p in m.parameters()], lr=1e-3)
     run = Run()
@@ -173,7 +187,8 @@ def train(options: argparse.Namespace, data: Bytes, *, offload: bool) -> Run:
                 print_summary()
         run.resident_peak_bytes = resident_peak_bytes()
         # Forward and backward once more, not timed, under an observer that is too slow to leave on.
-        optimizer.zero_grad(set_to_none=False)
+        # A plan counts gradients, which are made in a step then.
+        optimizer.zero_grad(set_to_none=options.plan is not None)
         manager = PipelineOffloadManager.get_instance()
         bytes_before = manager.statistics().bytes_offloaded
         with LiveBytes(options.device) as live:
@@ -184,6 +199,7 @@ def train(options: argparse.Namespace, data: Bytes, *, offload: bool) -> Run:
         run.host_peak_bytes = statistics.host_bytes_peak
         run.disk_peak_bytes = statistics.disk_bytes_peak
     run.step_ms = sorted(times)[len(times) // 2]
+    run.parameter_bytes = sum(p.nbytes for m in modules for p in m.parameters())
     run.parameters = [p.detach().clone() for m in modules for p in m.parameters()]
     return run
 
@@ -196,9 +212,17 @@ def traced(options: argparse.Namespace, offload: bool) -> Any:
     return Trace(options.trace, steps=range(max(0, last - 1), last + 1))
 
 
-def offload_config(options: argparse.Namespace) -> OffloadConfig:
+def offload_config(options: argparse.Namespace, plan: OffloadPlan | None = None) -> OffloadConfig:
     """The engine's options."""
     has_disk = "disk" in options.tier
+    if options.plan:
+        ahead = max(1, options.device_budget_mib * MIB // 16)  # as planned, on any machine
+        return OffloadConfig(
+            plan=plan,
+            min_offloaded_tensor_size=options.min_numel,
+            max_in_flight_bytes=ahead,
+            prefetch_bytes=ahead,
+        )
     return OffloadConfig(
         min_offloaded_tensor_size=options.min_numel,
         tiers=tuple(options.tier.split("+")),
@@ -291,6 +315,9 @@ def figures(without: Run | None, with_offload: Run, loss_rank: int) -> dict[str,
         "loss_last": ranks[loss_rank]["on"]["loss_last"],
         "step_ms_on": max(rank["on"]["step_ms"] for rank in ranks),
         "device_bytes_peak_on": [rank["on"]["device_bytes_peak"] for rank in ranks],
+        "device_bytes_peak_all": [
+            rank["on"]["device_bytes_peak"] + rank["on"]["parameter_bytes"] for rank in ranks
+        ],
         "offloaded_bytes": [rank["on"]["offloaded_bytes"] for rank in ranks],
         "host_peak_bytes": [rank["on"]["host_peak_bytes"] for rank in ranks],
         "disk_peak_bytes": [rank["on"]["disk_peak_bytes"] for rank in ranks],
@@ -303,6 +330,18 @@ def figures(without: Run | None, with_offload: Run, loss_rank: int) -> dict[str,
         found["device_bytes_peak_off"] = [rank["off"]["device_bytes_peak"] for rank in ranks]
         found["resident_peak_bytes_off"] = [rank["off"]["resident_peak_bytes"] for rank in ranks]
     return found
+
+
+def beside_the_plan(found: dict[str, Any], plan: OffloadPlan) -> str:
+    """Planned and found, rank by rank; parameters, gradients and activations count."""
+    rows = [("rank", "peak MiB planned", "found", "sent MiB planned", "found")]
+    for number, rank in enumerate(plan.ranks):
+        both = rank.peak_bytes, found["device_bytes_peak_all"][number]
+        sent = rank.bytes_offloaded, found["offloaded_bytes"][number]
+        rows.append((str(number), *(f"{nbytes / MIB:.1f}" for nbytes in (*both, *sent))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    return "\n".join([f"at most {plan.limit_bytes / MIB:.0f} MiB by the plan", "", *lines])
 
 
 def asdict_numbers(run: Run) -> dict[str, Any]:
@@ -368,13 +407,16 @@ def work(options: argparse.Namespace) -> int:
         loss_rank = next(
             rank for rank in range(options.stages) if last_stage in stage_indices(options, rank)
         )
-        found = figures(without, train(options, data, offload=True), loss_rank)
+        plan = shared_plan(options, offload_config(options)) if options.plan else None
+        found = figures(without, train(options, data, offload=True, plan=plan), loss_rank)
         merge_traces(options)
         if options.picture and dist.get_rank() == 0:
             draw(read(options.trace), options.picture)
         if found is None:
             return 0
         print("\n" + format_figures(found), flush=True)
+        if plan is not None:
+            print("\n" + beside_the_plan(found, plan), flush=True)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
         return 1 if found["bitwise_equal"] is False else 0

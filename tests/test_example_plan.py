@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -40,3 +41,26 @@ def test_a_row_for_each_rank(tmp_path: Path) -> None:
 def test_what_cannot_be(flags: list[str], said: str) -> None:
     done = run_command([sys.executable, SCRIPT, *QUICK, *flags])
     assert done.returncode != 0 and said in done.stderr, done.stderr
+
+
+def test_a_training_by_a_plan_of_its_own(tmp_path: Path) -> None:
+    """Under the limit, bit for bit equal, and each rank sends what was planned, to the byte."""
+    flags = "--steps 2 --microbatches 6 --plan auto --device-budget-mib 18 --json".split()
+    out = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *flags, str(out)]
+    done = run_command(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal bit for bit" in done.stdout
+    found = json.loads(out.read_text())
+    assert max(found["device_bytes_peak_all"]) <= 18 * 2**20
+    assert found["offloaded_bytes"][0] > found["offloaded_bytes"][1]
+    rows = done.stdout.partition("at most 18 MiB by the plan")[2].splitlines()[3:]
+    sent = [row.split()[3:] for row in rows if row]
+    assert len(sent) == 2 and all(planned == found for planned, found in sent)
+
+
+def test_a_budget_that_cannot_be_met() -> None:
+    flags = "--plan auto --device-budget-mib 1".split()
+    done = run_command([sys.executable, str(ROOT / "examples" / "train_gpt.py"), *flags])
+    assert done.returncode != 0
+    assert done.stderr.count("--plan auto: limit_bytes is 1048576 (0.00 GiB), expected at") == 1

@@ -133,6 +133,26 @@ def _backward(
     return _attention(query, key, 5, is_causal=is_causal)
 
 
+def _efficient_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **more: Any,
+) -> float:
+    return _attention(query, key, 2, is_causal=is_causal)
+
+
+def _efficient_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, *rest: Any, **more: Any
+) -> float:
+    is_causal = rest[8] if len(rest) > 8 else more.get("is_causal", False)
+    return _attention(query, key, 5, is_causal=is_causal)
+
+
 def _grouped(left: Tensor, right: Tensor, *rest: Any, **more: Any) -> float:
     """Each row, or each column, meets the matrix of its group alone."""
     num_matrices = left.shape[0] if left.dim() == right.dim() == 3 else 1
@@ -141,6 +161,8 @@ def _grouped(left: Tensor, right: Tensor, *rest: Any, **more: Any) -> float:
 
 COUNTED: dict[Any, Callable[..., float]] = {
     aten._grouped_mm: _grouped,
+    aten._scaled_dot_product_efficient_attention: _efficient_forward,
+    aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     aten._scaled_dot_product_flash_attention: _forward,
     aten._scaled_dot_product_flash_attention_backward: _backward,
 }

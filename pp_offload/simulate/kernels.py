@@ -2,8 +2,8 @@
 
 On ``meta`` PyTorch computes attention from matrix products, which saves the scores, saves the mask
 of a dropout as numbers, and an RMS norm's input in float32. Accelerators do neither. So while this
-is entered, attention that the flash kernel can compute takes that there, dropout the fused one, and
-an RMS norm what a layer norm takes; in recomputations, too.
+is entered, attention takes the flash kernel there or the memory-efficient one, where they can
+compute it, dropout the fused one, and an RMS norm what a layer norm takes; in recomputations, too.
 
 NOTE [ Below functions ]
     A mode for functions is not active while autograd recomputes a checkpoint. So the operators
@@ -22,6 +22,9 @@ aten = torch.ops.aten
 
 MAX_HEAD_WIDTH = 256
 """The flash kernel takes no wider heads."""
+
+ALIGNMENT_BYTES = 16
+"""The memory-efficient kernel takes heads of so many bytes, or a multiple."""
 
 
 _entered: list[torch.library.Library] = []
@@ -66,6 +69,13 @@ def _attention(
         found = aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
+    elif attn_mask is None and _is_for_efficient(query, key, value, enable_gqa=enable_gqa):
+        is_needed = torch.is_grad_enabled() and any(
+            one.requires_grad for one in (query, key, value)
+        )
+        found = aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, is_needed, dropout_p, is_causal, scale=scale
+        )
     else:
         found = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -81,6 +91,19 @@ def _is_for_flash(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool
         return False
     has_heads = enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
     return has_heads and query.shape[-1] == key.shape[-1] == value.shape[-1]
+
+
+def _is_for_efficient(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
+    """The same of CUDA's memory-efficient kernel, which takes float32, too."""
+    if not query.dim() == key.dim() == value.dim() == 4 or enable_gqa:
+        return False
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    has_widths = query.shape[-1] == key.shape[-1]
+    is_aligned = all(
+        one.shape[-1] * one.element_size() % ALIGNMENT_BYTES == 0 for one in (query, value)
+    )
+    return has_widths and is_aligned and query.shape[1] == key.shape[1] == value.shape[1]
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import fields, replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -122,6 +123,27 @@ def test_attention_saves_what_the_flash_kernel_saves() -> None:
     saved = saved_bytes(lambda x: F.scaled_dot_product_attention(x, x, x), q)
     more = saved - (2 * rows * 64 * 2 + rows * 4)
     assert 0 <= more < 64, "in, out, a number for each row, and seeds"
+
+
+def test_in_float32_it_saves_what_the_memory_efficient_kernel_saves() -> None:
+    q = torch.empty(2, 8, 1024, 64, device="meta", requires_grad=True)
+    rows = 2 * 8 * 1024
+    saved = saved_bytes(lambda x: F.scaled_dot_product_attention(x, x, x), q)
+    more = saved - (2 * rows * 64 * 4 + rows * 4)
+    assert 0 <= more < 64, "in, out, a number for each row, and seeds"
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_both_kernels_compute_as_much(is_causal: bool) -> None:
+    flops = []
+    for dtype in (torch.bfloat16, torch.float32):
+        q = torch.empty(1, 2, 4096, 64, device="meta", dtype=dtype, requires_grad=True)
+        backend = VirtualBackend(replace(EVEN, memory_bytes_per_s=inf))
+        with backend.activate():
+            y = F.scaled_dot_product_attention(q, q, q, is_causal=is_causal)
+            y.backward(torch.empty_like(y))
+        flops.append(backend.compute.busy_s)
+    assert flops[0] == pytest.approx(flops[1]) and flops[0] > 0
 
 
 def test_so_it_does_where_a_checkpoint_recomputes_it() -> None:
