@@ -1689,4 +1689,39 @@ MUTANTS = [
         "predicted peaks are too high where a source is taken back, and then brought",
         ("tests/plan/test_predicted.py::test_a_payload_that_is_taken_back_and_then_brought",),
     ),
+    Mutant(
+        "a slower rank keeps all others from being filled",
+        "pp_offload/plan/search.py",
+        "        if len(ranks) > 1:\n            middle",
+        "        if False:\n            middle",
+        "ranks send away what could stay",
+        ("tests/plan/test_filled_up.py::test_all_that_cost_nothing_are_filled",),
+    ),
+    Mutant(
+        "a trace takes the peak of all steps for that of one",
+        "pp_offload/trace/sampled.py",
+        "            self._least_peak = min(self._least_peak, peak)\n",
+        "",
+        "a step of a run beside its plan has no peak of its own",
+        ("tests/trace/test_trace_figures.py::test_figures_are_those_of_the_run",),
+    ),
+    Mutant(
+        "other bytes than planned are as planned",
+        "pp_offload/trace/against_plan.py",
+        '        if _differ(planned, found):\n            yield (\n                f"{_gib(found)} GiB left',
+        '        if False:\n            yield (\n                f"{_gib(found)} GiB left',
+        "a plan for another model is not told of",
+        ("tests/trace/test_against_plan.py::test_another_length",),
+    ),
+    Mutant(
+        "virtual devices save scores in float32",
+        "pp_offload/simulate/kernels.py",
+        "    elif attn_mask is None and _is_for_efficient(query, key, value, enable_gqa=enable_gqa):",
+        "    elif False:",
+        "a plan for a float32 model has other bytes than its groups",
+        (
+            "tests/simulate/test_costs.py"
+            "::test_in_float32_it_saves_what_the_memory_efficient_kernel_saves",
+        ),
+    ),
 ]
