@@ -69,7 +69,7 @@ def main() -> None:
         num_done += 1
         every = list((every_number_and_choice if options.recompute else all_choices)(drawn, tapes))
         fastest = float("inf")
-        for limit in limits(drawn, tapes, NUM_LIMITS):
+        for limit in sorted(limits(drawn, tapes, NUM_LIMITS)):  # all that leaves may need more
             begin = time.perf_counter()
             try:
                 plan = choose(
