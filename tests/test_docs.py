@@ -351,6 +351,20 @@ def test_every_link_leads_to_a_file(page: str) -> None:
         assert "://" in link or (PATHS[page].parent / link).is_file(), link
 
 
+@pytest.mark.parametrize(
+    "page", [name for name, path in PATHS.items() if DOCS in path.parents and name != "index"]
+)
+def test_every_page_is_in_one_table_of_contents(page: str) -> None:
+    holders = [
+        name
+        for name, path in PATHS.items()
+        for listed in re.findall(r"```{toctree}\n(.*?)```", PAGES[name], flags=re.DOTALL)
+        for entry in listed.split()
+        if (path.parent / f"{entry}.md") == PATHS[page]
+    ]
+    assert len(holders) == 1, f"{page} is listed in {holders or 'no table'}"
+
+
 def test_the_picture_is_what_its_script_draws() -> None:
     assert (DOCS / "one_f_one_b.svg").read_text() == script("one_f_one_b").draw()
 
