@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from pp_offload.cli.models import from_function, from_hugging_face, with_groups
 from pp_offload.cli.wrong import told, wrong
 from pp_offload.config import OffloadConfig
+from pp_offload.plan import Chooser, record
 from pp_offload.simulate import DEVICES, Hardware, Modules, PeerLink, PipelineOrder
 from pp_offload.simulate.schedules import SCHEDULES, checked_stages, order_of
 
@@ -71,6 +72,9 @@ class Pipeline:
     title: str
     """In words."""
 
+    option: str
+    """Which has said where its stages are from."""
+
 
 def pipeline_of(
     model: str | None,
@@ -106,6 +110,7 @@ def pipeline_of(
             stages_per_rank=num_stages,
             num_microbatches=microbatches,
         )
+    option = "MODEL" if hf is None else "--hf"
     sizes = {"num_stages": ranks * num_stages, "length": length}
     if hf is not None:
         work = from_hugging_face(hf, **sizes)
@@ -119,7 +124,8 @@ def pipeline_of(
         f"stage{'s' * (num_stages > 1)} each, {microbatches} microbatches of {length} tokens; "
         f"{names} may leave"
     )
-    return Pipeline(order, work, DEVICES[device], PeerLink(bytes_per_s=network_gb * GB), title)
+    peers = PeerLink(bytes_per_s=network_gb * GB)
+    return Pipeline(order, work, DEVICES[device], peers, title, option)
 
 
 def config_of(gib: float | None, min_numel: int) -> OffloadConfig:
@@ -139,6 +145,35 @@ def check_finite(option: str, number: float | None) -> None:
     """
     if number is not None and not isfinite(number):
         raise wrong(option, f"found {number}, expected a finite number")
+
+
+@contextmanager
+def chooser_of(pipeline: Pipeline, config: OffloadConfig, *, recompute: bool) -> Iterator[Chooser]:
+    """What makes plans for a pipeline, with a bar for as long as it is at work.
+
+    Args:
+        config: The options beside the plan.
+        recompute: Whether layers may be recomputed.
+
+    Raises:
+        typer.BadParameter: The model or the schedule cannot be planned for.
+    """
+    if not recompute:
+        pipeline.work.layers = None
+    order, hardware = pipeline.order, pipeline.hardware
+    with progress_bar() as bar:
+        say = None if bar is None else bar("steps predicted")
+        with told(f"{pipeline.option} or --schedule"):
+            chooser = Chooser(
+                order,
+                record(order, pipeline.work, hardware, config),
+                hardware,
+                config=config,
+                peers=pipeline.peers,
+                progress=None if say is None else lambda num: say(num, None),
+            )
+        with told("--schedule"):
+            yield chooser
 
 
 Told = Callable[[int, int | None], None]

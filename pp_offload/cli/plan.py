@@ -23,12 +23,12 @@ from pp_offload.cli.pipelines import (
     RecomputeOption,
     ScheduleOption,
     StagesOption,
+    chooser_of,
     config_of,
     pipeline_of,
-    progress_bar,
 )
 from pp_offload.cli.wrong import check_target, told, wrong
-from pp_offload.plan import Chooser, InfeasibleError, OffloadPlan, record
+from pp_offload.plan import InfeasibleError, OffloadPlan
 from pp_offload.plan.table import table
 from pp_offload.simulate.rank import PipelineStep
 
@@ -82,26 +82,11 @@ def plan(
         groups=groups,
         network_gb=network_gb,
     )
-    if not recompute:
-        pipeline.work.layers = None
-    played = pipeline.order, pipeline.work, pipeline.hardware
-    with progress_bar() as bar:
-        say = None if bar is None else bar("one microbatch of each stage")
-        with told(f"{'MODEL' if hf is None else '--hf'} or --schedule"):
-            tapes = record(*played, config)
-        with told("--schedule"):
-            chooser = Chooser(
-                pipeline.order,
-                tapes,
-                pipeline.hardware,
-                config=config,
-                peers=pipeline.peers,
-                progress=None if say is None else lambda num: say(num, None),
-            )
-            try:
-                found = chooser.plan(limit_bytes, made_for=pipeline.title)
-            except InfeasibleError as failure:
-                raise wrong("--limit", str(failure)) from failure
+    with chooser_of(pipeline, config, recompute=recompute) as chooser:
+        try:
+            found = chooser.plan(limit_bytes, made_for=pipeline.title)
+        except InfeasibleError as failure:
+            raise wrong("--limit", str(failure)) from failure
     if output is not None:
         found.save(output)
     none = chooser.without_offload()

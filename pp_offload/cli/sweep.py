@@ -23,12 +23,12 @@ from pp_offload.cli.pipelines import (
     RecomputeOption,
     ScheduleOption,
     StagesOption,
+    chooser_of,
     config_of,
     pipeline_of,
-    progress_bar,
 )
 from pp_offload.cli.wrong import check_target, told
-from pp_offload.plan import Chooser, Front, front, record
+from pp_offload.plan import Front, front
 from pp_offload.plan.trade_off import front_table
 from pp_offload.simulate.rank import PipelineStep
 
@@ -74,23 +74,8 @@ def sweep(
         groups=groups,
         network_gb=network_gb,
     )
-    if not recompute:
-        pipeline.work.layers = None
-    played = pipeline.order, pipeline.work, pipeline.hardware
-    with progress_bar() as bar:
-        say = None if bar is None else bar("steps predicted")
-        with told(f"{'MODEL' if hf is None else '--hf'} or --schedule"):
-            tapes = record(*played, config)
-        with told("--schedule"):
-            chooser = Chooser(
-                pipeline.order,
-                tapes,
-                pipeline.hardware,
-                config=config,
-                peers=pipeline.peers,
-                progress=None if say is None else lambda num: say(num, None),
-            )
-            found = front(chooser, num=limits, made_for=pipeline.title)
+    with chooser_of(pipeline, config, recompute=recompute) as chooser:
+        found = front(chooser, num=limits, made_for=pipeline.title)
     if png is not None:
         _draw(found, png, pipeline.title)
     if as_json:
