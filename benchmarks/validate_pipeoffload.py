@@ -32,7 +32,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from torch.nn import functional as F
 
 from pp_offload import OffloadConfig
-from pp_offload.plan import OffloadPlan, PlannedGroup, RankPlan, RankTapes, predict, record
+from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, predict, record
 from pp_offload.simulate import Hardware, Modules, PipelineOrder
 
 GB = 10**9
@@ -100,22 +100,10 @@ class Case:
 
 def all_leave(tapes: Sequence[RankTapes]) -> OffloadPlan:
     """From all ranks but the last."""
-    ranks = []
-    for number, mine in enumerate(tapes):
-        keeps = number == len(tapes) - 1
-        ranks.append(
-            RankPlan(
-                tuple(
-                    tuple(
-                        PlannedGroup(
-                            group.name, sum(tape.payloads[i].nbytes for i in group.payloads), keeps
-                        )
-                        for group in tape.groups
-                    )
-                    for tape in mine.stages.values()
-                )
-            )
-        )
+    *others, last = tapes
+    ranks = [RankPlan(one.planned(stay=())) for one in others]
+    places = [(stage, i) for stage, tape in last.stages.items() for i in range(len(tape.groups))]
+    ranks.append(RankPlan(last.planned(stay=places)))
     return OffloadPlan("all leave", 0, 0.0, 0.0, tuple(ranks))
 
 

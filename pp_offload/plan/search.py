@@ -28,7 +28,7 @@ from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 from pp_offload.config import OffloadConfig
 from pp_offload.plan.filling import Class, Filling, Kept, with_num
 from pp_offload.plan.pipeline import FirstStep, predict
-from pp_offload.plan.tape import GroupTape, RankTapes, Tape
+from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
 from pp_offload.simulate.orders import PipelineOrder
@@ -276,15 +276,7 @@ class Search:
             stay = {
                 place for one, num in zip(classes, nums, strict=True) for place in one.places[:num]
             }
-            found.append(
-                tuple(
-                    tuple(
-                        PlannedGroup(group.name, _nbytes(tape, group), (stage, position) in stay)
-                        for position, group in enumerate(tape.groups)
-                    )
-                    for stage, tape in sorted(tapes.stages.items())
-                )
-            )
+            found.append(tapes.planned(stay))
         return found
 
 
@@ -337,9 +329,5 @@ def _classes(tapes: RankTapes) -> list[Class]:
     for stage, tape in tapes.stages.items():
         for position, group in enumerate(tape.groups):
             if group.payloads:
-                places[_nbytes(tape, group), stage, group.name].append((stage, position))
+                places[tape.nbytes(group), stage, group.name].append((stage, position))
     return [Class(key[0], tuple(places[key][::-1])) for key in sorted(places, reverse=True)]
-
-
-def _nbytes(tape: Tape, group: GroupTape) -> int:
-    return sum(tape.payloads[index].nbytes for index in group.payloads)

@@ -6,9 +6,11 @@ decides: whether a group leaves, when its sources go and when its payloads come 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from pp_offload._common.offload_plan import PlannedGroup
 
 
 class Payload(NamedTuple):
@@ -115,6 +117,10 @@ class Tape:
     sent_back_bytes: int
     """What the stage before gets."""
 
+    def nbytes(self, group: GroupTape) -> int:
+        """What a group of it saves."""
+        return sum(self.payloads[index].nbytes for index in group.payloads)
+
 
 @dataclass(frozen=True)
 class RankTapes:
@@ -132,6 +138,20 @@ class RankTapes:
 
     variant: Callable[[int], RankTapes] | None = field(default=None, compare=False, repr=False)
     """Records the rank anew with so many of its layers recomputed; None where it has none."""
+
+    def planned(self, stay: Container[tuple[int, int]]) -> tuple[tuple[PlannedGroup, ...], ...]:
+        """Its groups, where those at these places stay and all others leave.
+
+        Args:
+            stay: Number of a stage and position in it, of each.
+        """
+        return tuple(
+            tuple(
+                PlannedGroup(group.name, tape.nbytes(group), (stage, position) in stay)
+                for position, group in enumerate(tape.groups)
+            )
+            for stage, tape in sorted(self.stages.items())
+        )
 
     def recomputing(self, num: int) -> RankTapes:
         """The same rank where backward recomputes ``num`` of its layers, spread evenly.

@@ -8,7 +8,7 @@ from itertools import product
 
 from random_pipelines import Drawn
 
-from pp_offload.plan import OffloadPlan, PlannedGroup, RankPlan, RankTapes, predict
+from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, predict
 
 Place = tuple[int, int, int]
 """Rank, stage and position."""
@@ -34,8 +34,11 @@ def all_choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tuple[int, flo
     """The peak and the time of each."""
     places = places_of(tapes)
     for bits in product([False, True], repeat=len(places)):
-        kept = {place for place, bit in zip(places, bits, strict=True) if bit}
-        ranks = tuple(_rank_plan(rank, one, kept) for rank, one in enumerate(tapes))
+        kept = [place for place, bit in zip(places, bits, strict=True) if bit]
+        ranks = tuple(
+            RankPlan(one.planned([(stage, position) for at, stage, position in kept if at == rank]))
+            for rank, one in enumerate(tapes)
+        )
         config = replace(drawn.config, plan=OffloadPlan("", 0, 0.0, 0.0, ranks))
         step = predict(drawn.order, tapes, drawn.hardware, config=config, peers=drawn.peers)
         yield max(rank.peak_bytes for rank in step.ranks), step.seconds
@@ -50,18 +53,3 @@ def every_number_and_choice(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tu
         first = max(rank.peak_bytes for rank in step.ranks)
         for peak, seconds in all_choices(drawn, some):
             yield max(peak, first), seconds
-
-
-def _rank_plan(rank: int, tapes: RankTapes, kept: set[Place]) -> RankPlan:
-    stages = tuple(
-        tuple(
-            PlannedGroup(
-                group.name,
-                sum(tape.payloads[index].nbytes for index in group.payloads),
-                (rank, stage, position) in kept,
-            )
-            for position, group in enumerate(tape.groups)
-        )
-        for stage, tape in sorted(tapes.stages.items())
-    )
-    return RankPlan(stages)
