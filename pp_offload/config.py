@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
 from pp_offload._common.checks import (
@@ -43,6 +43,7 @@ COUNTS = (
     "max_in_flight_bytes",
     "prefetch_bytes",
     "device_budget_bytes",
+    "device_limit_bytes",
     "host_budget_bytes",
 )
 """Options that are integers of at least zero."""
@@ -50,7 +51,7 @@ COUNTS = (
 AUTO_COUNTS = ("max_in_flight_bytes", "prefetch_bytes")
 """Those of them that may be :data:`AUTO`."""
 
-OPTIONAL_COUNTS = ("device_budget_bytes", "host_budget_bytes")
+OPTIONAL_COUNTS = ("device_budget_bytes", "device_limit_bytes", "host_budget_bytes")
 """Those of them that may be None."""
 
 INSTEAD_OF_PLAN = ("activation_offload_fraction", "delta_offload_bytes_across_pp_ranks")
@@ -114,11 +115,20 @@ class OffloadConfig:
 
     plan: OffloadPlan | str | os.PathLike[str] | None = None
     """Which groups stay, from the second step on: a plan that `pp-offload plan` has written, or one
-    of :func:`pp_offload.plan.choose`. In place of ``activation_offload_fraction``
-    and ``delta_offload_bytes_across_pp_ranks``.
+    of :func:`pp_offload.plan.choose`; or ``"auto"``: as many as ``device_limit_bytes`` has room
+    for, as the first step shows it, each rank on its own. In place of
+    ``activation_offload_fraction`` and ``delta_offload_bytes_across_pp_ranks``.
 
-    A group that the plan does not know, or that has other bytes than there, leaves, with one line
-    in the log.
+    A group that a plan does not know, or that has other bytes than there, leaves, with one line in
+    the log.
+    """
+
+    device_limit_bytes: int | None = None
+    """With ``plan="auto"``: what tensors may take of the device together, at most. None means what
+    the first step takes, and 80 % of what is unused then.
+
+    A limit that is kept by having groups leave, not by refusing memory: where the device needs more
+    although all leave, one warning says how much.
     """
 
     split_backward: str = "reload"
@@ -210,7 +220,7 @@ class OffloadConfig:
         """All options as JSON can hold them; :meth:`from_dict` makes an equal record of them."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         found["tiers"] = list(self.tiers)
-        found["plan"] = self.plan.to_dict() if isinstance(self.plan, OffloadPlan) else None
+        found["plan"] = self.plan.to_dict() if isinstance(self.plan, OffloadPlan) else self.plan
         found["disk_dir"] = None if self.disk_dir is None else os.fspath(self.disk_dir)
         return found
 
@@ -226,10 +236,13 @@ class OffloadConfig:
 
     def _read_plan(self) -> Iterator[str]:
         plan = self.plan
-        if plan is None or isinstance(plan, OffloadPlan):
+        if plan is None or plan == AUTO or isinstance(plan, OffloadPlan):
             return
         if not isinstance(plan, str | os.PathLike):
-            yield f"plan is {said(plan)}, expected an OffloadPlan, the path of its file, or None"
+            yield (
+                f"plan is {said(plan)}, expected an OffloadPlan, the path of its file, {AUTO!r} or "
+                "None"
+            )
             return
         try:
             object.__setattr__(self, "plan", OffloadPlan.load(plan))
@@ -253,6 +266,11 @@ class OffloadConfig:
             yield (
                 f"plan is given and {' or '.join(INSTEAD_OF_PLAN)}, too, expected one way to say "
                 "what stays"
+            )
+        if self.device_limit_bytes is not None and self.plan != AUTO:
+            yield (
+                f"device_limit_bytes is {said(self.device_limit_bytes)} and plan is not {AUTO!r}, "
+                "expected both or neither; other plans have their limit"
             )
         if not isinstance(self.split_backward, str) or self.split_backward not in SPLIT_BACKWARD:
             known = " or ".join(map(repr, SPLIT_BACKWARD))
@@ -336,6 +354,11 @@ def _has_no_defaults(config: OffloadConfig, names: tuple[str, ...]) -> bool:
 def _is_fraction(value: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and 0 <= value <= 1  # type: ignore[operator]
+
+
+def without_plan(config: OffloadConfig) -> OffloadConfig:
+    """The same options, without a plan and without what only an automatic one has."""
+    return replace(config, plan=None, device_limit_bytes=None)
 
 
 def check_config(config: object) -> None:

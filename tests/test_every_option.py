@@ -37,6 +37,7 @@ from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._groups import step
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.prefetch import Prefetcher
+from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk import DiskFile
@@ -68,6 +69,7 @@ VALUES: dict[str, Any] = {
     "max_in_flight_bytes": 12345,
     "prefetch_bytes": 54321,
     "device_budget_bytes": 2**20 + 2,
+    "device_limit_bytes": 2**20 + 3,
     "split_backward": "keep",
     "host_budget_bytes": 2**27 + 1,
     "tiers": ("host", "disk"),
@@ -87,6 +89,9 @@ LISTENED = {
     "max_in_flight_bytes": Listened(Copies, "__init__", "max_in_flight_bytes", 12345),
     "prefetch_bytes": Listened(Prefetcher, "__init__", "window_bytes", 54321),
     "device_budget_bytes": Listened(Prefetcher, "limit", "most_bytes", 2**19 + 1),
+    "device_limit_bytes": Listened(
+        DeviceRoom, "__init__", "config", lambda config: config.device_limit_bytes == 2**20 + 3
+    ),
     "split_backward": Listened(SplitBackward, "__init__", "is_keeping", True),
     "host_budget_bytes": Listened(HostBudget, "__init__", "limit_bytes", 2**27 + 1),
     "tiers": Listened(DiskFile, "__init__", "self", lambda disk: True),
@@ -96,7 +101,12 @@ LISTENED = {
 
 ENGINE = {"max_in_flight_bytes", "host_budget_bytes", "verify"}
 STASH = ENGINE | {"prefetch_bytes", "device_budget_bytes", "tiers", "disk_dir"}
-GROUPS = STASH | {"delta_offload_bytes_across_pp_ranks", "activation_offload_fraction", "plan"}
+GROUPS = STASH | {
+    "delta_offload_bytes_across_pp_ranks",
+    "activation_offload_fraction",
+    "plan",
+    "device_limit_bytes",
+}
 
 
 def run_groups() -> None:
@@ -209,6 +219,8 @@ def test_an_option_reaches_what_acts_on_it(
     to, options = LISTENED[name], {name: VALUES[name]}
     if name in ("tiers", "disk_dir"):
         options = {"tiers": VALUES["tiers"], "disk_dir": tmp_path / "here"}
+    if name == "device_limit_bytes":
+        options["plan"] = "auto"
     found = listen(monkeypatch, to)
     product(OffloadConfig(**options))
     is_right = to.expected if callable(to.expected) else lambda value: value == to.expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -65,8 +66,10 @@ def in_env(**options: str) -> dict[str, str]:
 
 
 def options() -> list[Any]:
-    """All but the plan, which stands for two of them: see ``test_offload_plan.py``."""
-    return [one for one in fields(OffloadConfig) if one.name != "plan"]
+    """All but the plan, which stands for two of them, and its limit: see ``test_offload_plan.py``
+    and below.
+    """
+    return [one for one in fields(OffloadConfig) if one.name not in ("plan", "device_limit_bytes")]
 
 
 def test_these_are_all_options() -> None:
@@ -215,3 +218,23 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_what_is_no_mapping(wrong: Any) -> None:
     with pytest.raises(TypeError, match="options is .*, expected options by name"):
         OffloadConfig.from_dict(wrong)
+
+
+def test_an_automatic_plan_and_its_limit() -> None:
+    expected = OffloadConfig(plan="auto", device_limit_bytes=70 * 2**30)
+    assert OffloadConfig.from_env(in_env(plan="auto", device_limit_bytes="70GiB")) == expected
+    assert OffloadConfig.from_dict(expected.to_dict()) == expected
+    assert expected.offload_plan is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"device_limit_bytes": 1}, "device_limit_bytes is 1 and plan is not 'auto'"),
+        ({"plan": "auto", "device_limit_bytes": -1}, "device_limit_bytes is -1, expected"),
+        ({"plan": "auto", "activation_offload_fraction": 0.5}, "expected one way to say"),
+    ],
+)
+def test_what_does_not_go_with_an_automatic_plan(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        OffloadConfig(**options)

@@ -12,7 +12,7 @@ that was timed has ended, when a later step begins; so nobody waits for them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import groupby
 
@@ -60,14 +60,20 @@ class AutoBounds:
         transfer: Has the cap on bytes in flight.
         prefetcher: Has the window.
         config: Says what is to be chosen.
+        unused_bytes: Of the device, that bounds may grow into; None where there is no end.
     """
 
     def __init__(
-        self, transfer: TransferEngine, prefetcher: Prefetcher, config: OffloadConfig
+        self,
+        transfer: TransferEngine,
+        prefetcher: Prefetcher,
+        config: OffloadConfig,
+        unused_bytes: Callable[[], int | None],
     ) -> None:
         self._transfer = transfer
         self._prefetcher = prefetcher
         self._config = config
+        self._unused_bytes = unused_bytes
         self._num_left = NUM_TIMED if is_wanted(config) else 0
         self._plan = Plan()
         self._running: tuple[StepTimes, Laps] | None = None
@@ -127,8 +133,7 @@ class AutoBounds:
         least = least_bounds(times, laps, self._plan.kept)
         if least is None:
             return
-        unused_bytes = self._transfer.backend.unused_bytes()
-        cap_bytes, ahead_bytes = within(self._config, self.bounds, least, unused_bytes)
+        cap_bytes, ahead_bytes = within(self._config, self.bounds, least, self._unused_bytes())
         self._transfer.copies.in_flight.bound.choose(cap_bytes)
         self._prefetcher.choose(ahead_bytes)
         logger.log(

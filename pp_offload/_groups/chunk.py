@@ -27,7 +27,7 @@ from pp_offload._groups.prefetch import Visit
 from pp_offload._groups.wiring import Wiring
 from pp_offload._transfer.saved_tensor import Packed, Resident, SavedWrapper
 from pp_offload._transfer.subclasses import is_wrapper
-from pp_offload._transfer.ticket import SavedActivation
+from pp_offload._transfer.ticket import SavedActivation, Ticket
 from pp_offload.errors import GroupStateError
 
 
@@ -154,10 +154,10 @@ class Chunk:
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
         """Offload a group that is open no more, or keep it; then release what the user named."""
-        if self.may_leave(group):
-            self.send(group)
+        tickets = self.wiring.offloader.tickets(group)
+        if self.may_leave(group) or self._has_no_room(group):
+            self._send(group, tickets)
         else:
-            self.wiring.offloader.tickets(group)
             self._keep(group)
         for heard in self.wiring.transfer.listeners.group_closed:
             heard(group)
@@ -186,10 +186,18 @@ class Chunk:
             return True
         return not wiring.step.is_next(self)
 
+    def _has_no_room(self, group: Group) -> bool:
+        """Whether a group was to stay, but is larger than what a limit has room for."""
+        if group.key is None or group.is_used or not self.wiring.is_enabled:
+            return False
+        return self.wiring.plan.has_no_room(group.key, group.counts.nbytes)
+
     def send(self, group: Group) -> None:
         """Queue the copies of a group being committed. With no room on the host it is kept."""
+        self._send(group, self.wiring.offloader.tickets(group))
+
+    def _send(self, group: Group, tickets: list[Ticket]) -> None:
         wiring = self.wiring
-        tickets = wiring.offloader.tickets(group)
         wiring.step.change()
         wiring.prefetcher.expect(group.counts.nbytes)
         try:

@@ -92,6 +92,10 @@ class ChunkQueue:
             if chunk in chunks:
                 chunks.remove(chunk)
 
+    def has_begun(self, key: Key) -> bool:
+        """Whether the backward of a chunk of this step, or a part of it, has begun."""
+        return key in self._begun
+
     def forget(self, chunk: QueuedChunk) -> None:
         """Forget a chunk of which nothing is left, in a step that never ends."""
         self.remove(chunk)

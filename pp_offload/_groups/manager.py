@@ -26,6 +26,7 @@ from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.hook_scopes import leave_all
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.plan import ChunkKey
+from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.step import StepRecord
 from pp_offload._groups.wiring import Wiring
@@ -76,7 +77,10 @@ class Manager:
         self._was_disabled = False
         self._has_warned_of_no_reset = False
         self.forward = Forward()
-        self._bounds = AutoBounds(self.wiring.transfer, self.wiring.prefetcher, self.config)
+        self._room = DeviceRoom(self.wiring, self.config, self.step.in_flight)
+        self._bounds = AutoBounds(
+            self.wiring.transfer, self.wiring.prefetcher, self.config, self._room.unused_bytes
+        )
 
     def take_over(self, old: Manager) -> None:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
@@ -102,10 +106,12 @@ class Manager:
         step = StepRecord(ChunkQueue())
         wiring = Wiring.made(self.backend, config, step)  # first: without a disk it raises
         wiring.go_on_as(self.wiring)
-        bounds = AutoBounds(wiring.transfer, wiring.prefetcher, config)
+        room = DeviceRoom(wiring, config, step.in_flight)
+        bounds = AutoBounds(wiring.transfer, wiring.prefetcher, config, room.unused_bytes)
         listeners = self.wiring.transfer.listeners
         self.retire()
-        self.config, self.step, self.wiring, self._bounds = config, step, wiring, bounds
+        self.config, self.step, self.wiring = config, step, wiring
+        self._room, self._bounds = room, bounds
         self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
         for heard in listeners.replaced:
             heard()
@@ -271,6 +277,7 @@ class Manager:
             self._check_not_busy_elsewhere()  # again: nobody begins between this and the end
             forgotten = self.step.forgotten()
             is_complete = self.step.is_complete()
+            self._room.end_step(self.step.shapes() if is_complete else None)
             if is_complete:
                 self.learn()
             self._bounds.end_step(self.wiring.plan, is_complete=is_complete)
@@ -279,6 +286,7 @@ class Manager:
                 self._look_for_idle_groups()
             self._end_step()
             self._bounds.begin_step()
+            self._room.begin_step()
         self.wiring.transfer.compact()
         for heard in self.wiring.transfer.listeners.step_begun:
             heard()
@@ -306,6 +314,7 @@ class Manager:
         leave_all()
         with self.wiring.lock:
             self._bounds.end_step(self.wiring.plan, is_complete=False)
+            self._room.end_step(None)
         self._end_step()
         self.wiring.transfer.compact()
 
@@ -331,7 +340,7 @@ class Manager:
     def learn(self) -> None:
         """Derive the plan, and the step's summary, from a step that is complete."""
         old = self.wiring.plan
-        self.wiring.plan = plan = self.step.make_plan(self.config)
+        self.wiring.plan = plan = self.step.make_plan(self.config, self._room.stay)
         if not self.step.is_warmup and plan != old:
             logger.info(
                 "the step changed: it had %d chunks, the plan was for %d; the plan is derived anew "

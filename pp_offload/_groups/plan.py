@@ -7,8 +7,8 @@ here touches a tensor, a stream or a clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
@@ -39,6 +39,13 @@ class GroupKey(NamedTuple):
     chunk: ChunkKey
     position: int
     """Its position in the chunk's forward, from 0."""
+
+
+class Place(NamedTuple):
+    """Where a group is in the forward of a stage, the same for all microbatches."""
+
+    vp_stage: int
+    position: int
 
 
 class GroupShape(NamedTuple):
@@ -86,9 +93,20 @@ class Plan:
     num_unplanned: int = 0
     """Groups that the plan of the options does not know, or knows with other bytes."""
 
+    stay: Mapping[Place, int] = field(default_factory=dict)
+    """Places whose groups stay below a limit, and the most bytes that they may have for that."""
+
     def keeps(self, key: GroupKey, name: str) -> bool:
         """Whether the plan knows this very group and keeps it."""
         return key in self.kept and self.names[key.chunk][key.position] == name
+
+    def without_room(self) -> Plan:
+        """The same, with no room for what was to stay below a limit."""
+        return replace(self, stay=dict.fromkeys(self.stay, 0))
+
+    def has_no_room(self, key: GroupKey, nbytes: int) -> bool:
+        """Whether a group was to stay below a limit, and is larger than it was then."""
+        return nbytes > self.stay.get(Place(key.chunk.vp_stage, key.position), nbytes)
 
     def is_last_of_its_name(self, key: GroupKey, name: str) -> bool:
         """Whether the plan knows this very group, and no later one of its chunk has the name."""
@@ -96,13 +114,26 @@ class Plan:
 
 
 @lru_cache(maxsize=8)
-def make_plan(chunks: tuple[ChunkShape, ...], config: OffloadConfig, pipeline_rank: int) -> Plan:
-    """The plan after a step whose chunks went backward in this order. Cached, for steps repeat."""
-    kept = groups_to_keep(chunks, config, pipeline_rank)
+def make_plan(
+    chunks: tuple[ChunkShape, ...],
+    config: OffloadConfig,
+    pipeline_rank: int,
+    stay: frozenset[tuple[Place, int]] = frozenset(),
+) -> Plan:
+    """The plan after a step whose chunks went backward in this order. Cached, for steps repeat.
+
+    Args:
+        chunks: What the step was like.
+        config: The options.
+        pipeline_rank: Of this process.
+        stay: Places of groups that stay below a limit, and the most bytes of each.
+    """
+    places = dict(stay)
+    kept = groups_to_keep(chunks, config, pipeline_rank) | groups_at(chunks, places)
     names = {chunk.key: chunk.names for chunk in chunks}
     last = (key for chunk in chunks for key in last_of_each_name(chunk).values())
     num = sum(planned is None for _, planned in planned_groups(chunks, config, pipeline_rank))
-    return Plan(kept, names, frozenset(last), num)
+    return Plan(kept, names, frozenset(last), num, places)
 
 
 def groups_to_keep(
@@ -118,6 +149,12 @@ def groups_to_keep(
     kept |= first_bytes(chunks, share, kept)
     kept |= beyond_fraction(chunks, config.activation_offload_fraction, kept)
     return frozenset(kept)
+
+
+def groups_at(chunks: Sequence[ChunkShape], places: Collection[Place]) -> frozenset[GroupKey]:
+    """The groups of all microbatches that are there."""
+    keys = (GroupKey(chunk.key, at) for chunk in chunks for at in range(len(chunk.names)))
+    return frozenset(key for key in keys if (key.chunk.vp_stage, key.position) in places)
 
 
 def planned_groups(

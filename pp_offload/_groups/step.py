@@ -12,9 +12,18 @@ from collections.abc import Iterator
 
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
+from pp_offload._groups.fitting import InFlight
 from pp_offload._groups.group import Group
 from pp_offload._groups.idle_groups import GroupUse
-from pp_offload._groups.plan import ChunkKey, ChunkRecord, Plan, make_plan
+from pp_offload._groups.plan import (
+    ChunkKey,
+    ChunkRecord,
+    ChunkShape,
+    Place,
+    Plan,
+    WeightPassKey,
+    make_plan,
+)
 from pp_offload._groups.prefetch import Step, Visit
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
 from pp_offload.config import OffloadConfig
@@ -169,14 +178,35 @@ class StepRecord(Step):
         groups = (group for chunk in self._forward.values() for group in chunk.open_groups)
         return [group.name for group in groups if group.is_forgotten]
 
-    def make_plan(self, config: OffloadConfig) -> Plan:
-        """Learn from the step: the plan, the summary, and the backward order."""
+    def in_flight(self) -> InFlight:
+        """How many chunks of each virtual stage there are whose backward is not over."""
+        nums = Counter(key.vp_stage for key in self._forward if self._is_in_flight(key))
+        return tuple(sorted(nums.items()))
+
+    def _is_in_flight(self, key: ChunkKey) -> bool:
+        if key not in self._backward or not _is_finished(self._forward[key]):
+            return True
+        return key in self._weight_passes and not self.queue.has_begun(WeightPassKey(key))
+
+    def shapes(self) -> tuple[ChunkShape, ...]:
+        """Its chunks, in backward order."""
+        return tuple([_record(key, chunk).shape for key, chunk in self._backward.items()])
+
+    def make_plan(
+        self, config: OffloadConfig, stay: frozenset[tuple[Place, int]] = frozenset()
+    ) -> Plan:
+        """Learn from the step: the plan, the summary, and the backward order.
+
+        Args:
+            config: The options.
+            stay: As for :func:`pp_offload._groups.plan.make_plan`.
+        """
         records = [_record(key, chunk) for key, chunk in self._backward.items()]
         if not self.queue.is_told:
             self.queue.know_order(self._backward)
         at_peak = [one.copied_bytes for one in records if one.shape.key in self._live_at_peak]
         self.summary = dict(sum(at_peak, Counter()))  # which leaves out names with none
-        return make_plan(tuple(one.shape for one in records), config, self.pipeline_rank)
+        return make_plan(tuple(one.shape for one in records), config, self.pipeline_rank, stay)
 
     def group_uses(self) -> dict[str, GroupUse]:
         """What the step did, by group name."""

@@ -6,12 +6,13 @@ import torch
 
 from pp_offload._common.checks import said
 from pp_offload.backends.accelerator import AcceleratorBackend
-from pp_offload.backends.base import Backend, Event, Stream, TimedEvent
+from pp_offload.backends.base import Allocated, Backend, Event, Stream, TimedEvent
 from pp_offload.backends.cpu import CpuBackend
 from pp_offload.backends.graph_capture import GraphSafeBackend, bare
 
 __all__ = [
     "AcceleratorBackend",
+    "Allocated",
     "Backend",
     "CpuBackend",
     "Event",

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind
-from pp_offload.backends.base import Stream, TimedEvent
+from pp_offload.backends.base import Allocated, Stream, TimedEvent
+
+ALLOCATED = "allocated_bytes.all"
+"""As torch calls it."""
 
 
 class AcceleratorBackend:
@@ -89,6 +92,16 @@ class AcceleratorBackend:
             share = int(total * module.get_per_process_memory_fraction(self.device))
             free = min(free, share - module.memory_reserved(self.device))
         return max(0, free)
+
+    def allocated(self) -> Allocated | None:
+        """What the allocator says; None where PyTorch cannot ask the one of this device."""
+        try:
+            found = torch.accelerator.memory_stats(self.device)  # once, for it is slow
+        except (RuntimeError, NotImplementedError, AssertionError):
+            return None
+        return Allocated(
+            int(found.get(f"{ALLOCATED}.current", 0)), int(found.get(f"{ALLOCATED}.peak", 0))
+        )
 
     def open_disk(self, directory: object) -> None:
         """The system's disks are used."""

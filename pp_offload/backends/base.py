@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -49,6 +49,16 @@ class Stream(Protocol):
         ...
 
 
+class Allocated(NamedTuple):
+    """Device memory that tensors have."""
+
+    nbytes: int
+    """Now."""
+
+    peak_bytes: int
+    """The most since somebody last reset that, who may be anybody."""
+
+
 @runtime_checkable
 class Backend(Protocol):
     """One device: its live compute stream, two copy streams, and host memory for them."""
@@ -83,6 +93,10 @@ class Backend(Protocol):
 
     def unused_bytes(self) -> int | None:
         """Device memory that nothing has needed yet; None where nobody can tell."""
+        ...
+
+    def allocated(self) -> Allocated | None:
+        """Device memory that tensors have; None where nobody can tell. Takes tens of us."""
         ...
 
     def open_disk(self, directory: str | os.PathLike[str] | None) -> Any:

@@ -192,6 +192,9 @@ class CpuBackend:
     def unused_bytes(self) -> None:
         """The device is the host, whose memory others use, too."""
 
+    def allocated(self) -> None:
+        """Nobody counts it."""
+
     def open_disk(self, directory: object) -> None:
         """The system's disks are used."""
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from pp_offload.backends.base import Backend, Event, Stream, TimedEvent
+from pp_offload.backends.base import Allocated, Backend, Event, Stream, TimedEvent
 from pp_offload.errors import NotWhileCapturingError
 
 
@@ -128,6 +128,10 @@ class GraphSafeBackend:
     def unused_bytes(self) -> int | None:
         """Device memory that nothing has needed yet."""
         return self.inner.unused_bytes()
+
+    def allocated(self) -> Allocated | None:
+        """Device memory that tensors have."""
+        return self.inner.allocated()
 
     def open_disk(self, directory: str | os.PathLike[str] | None) -> Any:
         """A disk that the device has."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._common.garbage import collector_off
-from pp_offload.config import OffloadConfig, check_config
+from pp_offload.config import AUTO, OffloadConfig, check_config
 from pp_offload.plan.rank import NumberRank
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
@@ -41,8 +41,8 @@ def predict(
 
     Raises:
         TypeError: An argument is of another kind.
-        ValueError: There is not a tape for each rank and stage, the config has a disk or a limit
-            on host memory, or backwards come in two parts.
+        ValueError: There is not a tape for each rank and stage, the config has a disk, a limit on
+            host memory or an automatic plan, or backwards come in two parts.
     """
     check_count("num_steps", num_steps, least=1)
     ranks = _ranks(order, tapes, hardware, config)
@@ -115,6 +115,11 @@ def _ended(ranks: Sequence[NumberRank]) -> PipelineStep:
 
 
 def _check_known(config: OffloadConfig) -> None:
+    if config.plan == AUTO:
+        raise ValueError(
+            f"plan is {AUTO!r}, which an engine makes from what its device tells; expected a plan "
+            "of choose(), or none: see what that costs with run_pipeline"
+        )
     if config.tiers != ("host",) or config.host_budget_bytes is not None:
         raise ValueError(
             f"tiers is {config.tiers} and host_budget_bytes is {config.host_budget_bytes}, "

@@ -23,7 +23,7 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload._transfer.deduplication import CopyIndex
 from pp_offload._transfer.ticket import Ticket
-from pp_offload.config import OffloadConfig
+from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.recorder import Recorder
 from pp_offload.plan.tape import RankTapes, Tape
 from pp_offload.simulate.clocks import VirtualStream
@@ -61,11 +61,10 @@ def record(
         launch_s=0.0,
     )
     options = replace(
-        config or OffloadConfig(),
+        without_plan(config or OffloadConfig()),
         host_budget_bytes=UNLIMITED,
         tiers=("host",),
         verify=False,
-        plan=None,
     )
     work.prepare(order, VirtualBackend(hardware))
     ranks = range(order.num_ranks)

@@ -25,7 +25,7 @@ from itertools import permutations, product
 from math import prod
 
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
-from pp_offload.config import OffloadConfig
+from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.filling import Class, Filling, Kept, with_num
 from pp_offload.plan.pipeline import FirstStep, predict
 from pp_offload.plan.tape import RankTapes
@@ -89,15 +89,13 @@ class Steps:
     def first(self, tapes: Sequence[RankTapes]) -> FirstStep:
         """The first step, in which no engine knows a plan, and all groups leave."""
         self._count()
-        return FirstStep(
-            self.order, tapes, self.hardware, replace(self.config, plan=None), self.peers
-        )
+        return FirstStep(self.order, tapes, self.hardware, without_plan(self.config), self.peers)
 
     def planned(self, first: FirstStep, ranks: Sequence[RankPlan]) -> PipelineStep:
         """A step by a plan."""
         self._count()
         plan = OffloadPlan("", 0, 0.0, 0.0, tuple(ranks))
-        return first.second(replace(self.config, plan=plan))
+        return first.second(replace(without_plan(self.config), plan=plan))
 
     def _count(self) -> None:
         if self.progress is not None:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pp_offload._common.checks import check_kind
 from pp_offload._common.operators import operator
 from pp_offload._memory.storages import has_storage
-from pp_offload.backends.base import Stream
+from pp_offload.backends.base import Allocated, Stream
 from pp_offload.backends.live_stream import HasLiveStream
 from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
 from pp_offload.simulate.costs import OperatorCosts, tensors_in
@@ -117,6 +117,10 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         """What the device has beyond the peak; None where it has no end."""
         left = self.hardware.memory_bytes - self.memory.peak_bytes
         return None if left == inf else max(0, left)
+
+    def allocated(self) -> Allocated:
+        """Of the tensors seen."""
+        return Allocated(self.memory.live_bytes, self.memory.peak_bytes)
 
     def open_disk(self, directory: str | os.PathLike[str] | None) -> VirtualDisk:
         """A file that stays empty, on the device's disk."""

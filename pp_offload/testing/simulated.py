@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import said
-from pp_offload.backends.base import Stream
+from pp_offload.backends.base import Allocated, Stream
 from pp_offload.backends.live_stream import HasLiveStream
 from pp_offload.testing.copies import POISON, QueuedCopy, WeakTensor, unwatched
 from pp_offload.testing.operators import Watch
@@ -110,6 +110,11 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
 
     def unused_bytes(self) -> None:
         """There is no end of it."""
+
+    def allocated(self) -> Allocated:
+        """What :attr:`device_bytes` is and was."""
+        detector = self._timeline.detector
+        return Allocated(detector.device_bytes, detector.device_bytes_peak)
 
     def open_disk(self, directory: object) -> None:
         """The system's disks are used."""

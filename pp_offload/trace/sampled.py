@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Any
-
-import torch
-
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload.backends import Backend
 from pp_offload.trace.events import DEVICE, HOST, IN_FLIGHT, RELOADED
-
-logger = logging.getLogger(__name__)
-
-ALLOCATED = "allocated_bytes.all"
-"""As torch calls it."""
 
 
 class Counters:
@@ -27,7 +15,7 @@ class Counters:
 
     def __init__(self, transfer: TransferEngine) -> None:
         self._transfer = transfer
-        self._device_bytes = device_bytes(transfer.backend)
+        self._is_told = transfer.backend.allocated() is not None
         self._least_peak = 0
 
     def read(self) -> dict[str, int]:
@@ -39,9 +27,10 @@ class Counters:
                 IN_FLIGHT: transfer.copies.in_flight.nbytes,
                 RELOADED: transfer.reloads.nbytes,
             }
-        if self._device_bytes is not None:
-            found[DEVICE], peak = self._device_bytes()
-            self._least_peak = min(self._least_peak, peak)
+        allocated = transfer.backend.allocated() if self._is_told else None
+        if allocated is not None:
+            found[DEVICE] = allocated.nbytes
+            self._least_peak = min(self._least_peak, allocated.peak_bytes)
         return found
 
     def step_peak(self) -> int | None:
@@ -50,28 +39,8 @@ class Counters:
         A device tells its peak since that was last reset, which others do. It is this step's where
         it has risen since any of the times at which counters were read.
         """
-        if self._device_bytes is None:
+        allocated = self._transfer.backend.allocated() if self._is_told else None
+        if allocated is None:
             return None
-        least, (_, self._least_peak) = self._least_peak, self._device_bytes()
+        least, self._least_peak = self._least_peak, allocated.peak_bytes
         return self._least_peak if self._least_peak > least else None
-
-
-def device_bytes(backend: Backend) -> Callable[[], tuple[int, int]] | None:
-    """Says how much device memory is allocated, and the peak of that; None where nobody knows."""
-    memory: Any = getattr(backend, "memory", None)
-    if hasattr(memory, "live_bytes"):  # of a virtual device
-        return lambda: (int(memory.live_bytes), int(memory.peak_bytes))
-    if backend.is_host or backend.device.type in ("cpu", "meta"):
-        return None  # the device's memory is the host's, which others use, too
-    device = backend.device
-    try:
-        torch.accelerator.memory_stats(device)
-    except (RuntimeError, NotImplementedError, AssertionError) as failure:
-        logger.debug("%s does not say what is allocated: %s", backend.name, failure)
-        return None
-
-    def allocated() -> tuple[int, int]:
-        found = torch.accelerator.memory_stats(device)  # once, for it is slow
-        return int(found.get(f"{ALLOCATED}.current", 0)), int(found.get(f"{ALLOCATED}.peak", 0))
-
-    return allocated

@@ -86,7 +86,8 @@ def test_what_is_taken_back_is_no_use() -> None:
 
 def chosen(plan: Plan, offloads: list[Mark], uses: list[Mark], laps: Laps) -> tuple[int, int]:
     wiring = Wiring.made(CpuBackend(), OffloadConfig(), Wiring.alone().step)
-    bounds = AutoBounds(wiring.transfer, wiring.prefetcher, OffloadConfig())
+    unused_bytes = wiring.transfer.backend.unused_bytes
+    bounds = AutoBounds(wiring.transfer, wiring.prefetcher, OffloadConfig(), unused_bytes)
     bounds.end_step(plan, is_complete=True)
     times = StepTimes(stands_still)
     times.offloads, times.uses = offloads, uses

@@ -1700,7 +1700,7 @@ MUTANTS = [
     Mutant(
         "a trace takes the peak of all steps for that of one",
         "pp_offload/trace/sampled.py",
-        "            self._least_peak = min(self._least_peak, peak)\n",
+        "            self._least_peak = min(self._least_peak, allocated.peak_bytes)\n",
         "",
         "a step of a run beside its plan has no peak of its own",
         ("tests/trace/test_trace_figures.py::test_figures_are_those_of_the_run",),
@@ -1723,5 +1723,51 @@ MUTANTS = [
             "tests/simulate/test_costs.py"
             "::test_in_float32_it_saves_what_the_memory_efficient_kernel_saves",
         ),
+    ),
+    Mutant(
+        "no room is left for what moves",
+        "pp_offload/_groups/fitting.py",
+        "<= room_bytes - moving_bytes:",
+        "<= room_bytes:",
+        "a device takes more than the limit of an automatic plan",
+        (
+            "tests/groups/test_fitting.py::test_what_stays_fits",
+            "tests/simulate/test_auto_plan.py::test_no_rank_takes_more_than_the_limit",
+        ),
+    ),
+    Mutant(
+        "with more chunks in flight as many groups stay",
+        "pp_offload/_groups/room.py",
+        "            if self._stay and not self._demand.covers(now):",
+        "            if False:",
+        "the first step with more microbatches in flight takes more than the limit",
+        ("tests/simulate/test_auto_plan.py::test_steps_that_ask_for_more_begin_anew",),
+    ),
+    Mutant(
+        "larger groups stay as well",
+        "pp_offload/_groups/chunk.py",
+        "if self.may_leave(group) or self._has_no_room(group):",
+        "if self.may_leave(group):",
+        "the first longer step takes more than the limit",
+        ("tests/simulate/test_auto_plan.py::test_steps_that_ask_for_more_begin_anew",),
+    ),
+    Mutant(
+        "a peak is asked for at the end of a step alone",
+        "pp_offload/_groups/room.py",
+        "            seen.peak_bytes = max(seen.peak_bytes, self._peak_now())\n",
+        "",
+        "a program that resets peaks between steps has more stay than fits",
+        (
+            "tests/simulate/test_auto_plan.py"
+            "::test_peaks_that_somebody_resets_between_steps_are_seen",
+        ),
+    ),
+    Mutant(
+        "the first step says what all need",
+        "pp_offload/_groups/room.py",
+        "        elif self._num_left:\n",
+        "        if self._num_left:\n",
+        "an optimizer's states have no room beside what stays",
+        ("tests/simulate/test_auto_plan.py::test_states_that_an_optimizer_makes_have_their_room",),
     ),
 ]

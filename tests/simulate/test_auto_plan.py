@@ -1,0 +1,229 @@
+"""``plan="auto"``: as many groups stay as a limit has room for, as the device itself tells."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from random_pipelines import Drawn
+from small import planned
+from test_device import ROWS, SAVED_BYTES, WIDTH, Layers, hardware
+from torch import Tensor
+
+from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._groups import auto_bounds, room
+from pp_offload.plan import RankTapes, predict
+from pp_offload.simulate import PipelineStep, VirtualBackend, run_pipeline
+
+NUM_LAYERS = 24
+MIB = 2**20
+
+
+class Training:
+    """Steps of microbatches in turn, as on a stage of 1F1B, and what the device took in each."""
+
+    def __init__(self, limit_bytes: int | None, *, resets: bool = False) -> None:
+        self.config = OffloadConfig(
+            plan="auto",
+            device_limit_bytes=limit_bytes,
+            min_offloaded_tensor_size=1,
+            max_in_flight_bytes=2 * SAVED_BYTES,
+            prefetch_bytes=2 * SAVED_BYTES,
+        )
+        self.backend = VirtualBackend(hardware(1.0))
+        self.model = Layers(NUM_LAYERS, WIDTH)
+        self.resets = resets
+        self.states: list[Tensor] = []
+        self.rows = ROWS
+
+    def forward(self) -> Tensor:
+        off_interface.init_chunk_handler(None, None, 1)
+        x = torch.empty(self.rows, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        return self.model(x, offload=True)  # type: ignore[no-any-return]
+
+    def step(self, in_flight: int = 3, num: int = 6) -> int:
+        """The peak of its forwards and backwards."""
+        if self.resets:  # as by a program that logs peaks
+            self.backend.memory.take_peak()
+        off_interface.reset()
+        own = self.backend.memory.take_peak() if not self.resets else 0
+        waiting: deque[Tensor] = deque()
+        for number in range(num + in_flight):
+            if number < num:
+                waiting.append(self.forward())
+            if number >= in_flight - 1 and waiting:
+                y = waiting.popleft()
+                y.backward(torch.empty_like(y))
+                del y
+        peak = self.backend.memory.peak_bytes
+        self.backend.memory._peak_bytes = max(own, peak)  # what the device would tell
+        return peak
+
+    def optimizer_step(self, nbytes: int) -> None:
+        """The first one makes states, which stay."""
+        if not self.states:
+            self.states = [torch.empty(nbytes, dtype=torch.uint8, device="meta")]
+
+    def run(self, num_steps: int, **how: Any) -> list[int]:
+        return [self.step(**how) for _ in range(num_steps)]
+
+    @property
+    def sent(self) -> int:
+        return PipelineOffloadManager.get_instance().statistics().bytes_offloaded
+
+    def sent_by_a_step(self, **how: Any) -> int:
+        before = self.sent
+        self.step(**how)
+        return self.sent - before
+
+
+@pytest.fixture
+def training(request: pytest.FixtureRequest) -> Iterator[Training]:
+    one = Training(**request.param)
+    with use_backend(one.backend, config=one.config):
+        yield one
+
+
+def with_limit(num_saved: float | None, **how: Any) -> Any:
+    """A training whose limit is as much as so many layers save beside what is there anyway."""
+    limit = None if num_saved is None else int(num_saved * SAVED_BYTES) + NUM_LAYERS * WIDTH**2 * 4
+    return pytest.mark.parametrize("training", [{"limit_bytes": limit, **how}], indirect=True)
+
+
+@with_limit(40)
+def test_the_limit_is_filled_and_kept(training: Training) -> None:
+    limit = training.config.device_limit_bytes
+    assert limit is not None
+    first = training.sent_by_a_step()
+    peaks = training.run(10)
+    sent = training.sent_by_a_step()
+    assert 0 < sent < first * 0.75
+    moving = 4 * SAVED_BYTES
+    assert all(peak <= limit for peak in peaks)
+    assert limit - moving - 3 * SAVED_BYTES < peaks[-1]  # another layer of three in flight
+    assert peaks[0] < peaks[-1] - 10 * SAVED_BYTES
+
+
+@with_limit(200)
+def test_with_room_for_all_nothing_leaves(training: Training) -> None:
+    training.run(4)
+    assert training.sent_by_a_step() == 0
+
+
+@with_limit(2)
+def test_where_all_that_leaves_is_too_little_one_warning_says_so(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        first = training.sent_by_a_step()
+        training.run(6)
+    assert training.sent_by_a_step() == pytest.approx(first, rel=0.05)  # but for the margin
+    told = [one.getMessage() for one in caplog.records if "device_limit_bytes" in one.getMessage()]
+    assert len(told) == 1 and "all groups leave; have more of the model in groups" in told[0]
+
+
+@with_limit(40, resets=True)
+def test_peaks_that_somebody_resets_between_steps_are_seen(training: Training) -> None:
+    limit = training.config.device_limit_bytes
+    assert limit is not None
+    assert all(peak <= limit for peak in training.run(10))
+    assert training.sent_by_a_step() > 0
+
+
+@with_limit(40)
+def test_states_that_an_optimizer_makes_have_their_room(training: Training) -> None:
+    """After the first step, so that one does not say what the second one needs."""
+    limit = training.config.device_limit_bytes
+    assert limit is not None
+    peaks = []
+    for _ in range(8):
+        peaks.append(training.step())
+        training.optimizer_step(16 * SAVED_BYTES)
+    assert all(peak <= limit for peak in peaks)
+    assert peaks[-1] > limit - 8 * SAVED_BYTES
+
+
+@with_limit(60)
+def test_steps_that_ask_for_more_begin_anew(training: Training) -> None:
+    """With more microbatches in flight, and with longer ones: also the first such step fits."""
+    limit = training.config.device_limit_bytes
+    assert limit is not None
+    training.run(6)
+    few = training.sent_by_a_step()
+    more = training.run(7, in_flight=5, num=6)
+    training.rows = ROWS * 3 // 2
+    longer = training.run(7, in_flight=5, num=6)
+    training.rows = ROWS
+    again = training.run(3, in_flight=5, num=6)
+    assert all(peak <= limit for peak in more + longer + again)
+    assert few < training.sent_by_a_step(in_flight=5, num=6) < NUM_LAYERS * 6 * SAVED_BYTES
+
+
+@with_limit(None)
+def test_without_a_limit_it_is_that_of_the_device(training: Training) -> None:
+    training.run(4)
+    assert training.sent_by_a_step() == 0  # of 80 GB
+
+
+def test_a_device_that_tells_nothing_has_all_groups_leave(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = OffloadConfig(plan="auto", device_limit_bytes=1, min_offloaded_tensor_size=1)
+    with use_backend(CpuBackend(), config=config), caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            off_interface.reset()
+            off_interface.init_chunk_handler(None, None, 1)
+            x = torch.ones(4, requires_grad=True)
+            with off_interface(True, x, "a") as x:
+                y = off_interface.group_commit(x.sin(), name="a")
+            y.sum().backward()
+        manager = PipelineOffloadManager.get_instance()
+        assert manager.statistics().bytes_offloaded > 0
+    told = [one for one in caplog.records if "does not tell what is allocated" in one.message]
+    assert len(told) == 1
+
+
+# Pipelines: each rank on its own
+
+
+def after(drawn: Drawn, num_steps: int, limit: int | None) -> PipelineStep:
+    config = replace(drawn.config, plan="auto", device_limit_bytes=limit)
+    how = drawn.order, drawn.work, drawn.hardware
+    return run_pipeline(*how, config=config, peers=drawn.peers, num_steps=num_steps)
+
+
+def peaks_of(drawn: Drawn, tapes: list[RankTapes], **how: Any) -> list[int]:
+    step = predict(drawn.order, tapes, drawn.hardware, peers=drawn.peers, **how)
+    return [rank.peak_bytes for rank in step.ranks]
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [2, 7, 11, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5, 9, 12, 20, 22, 35, 51))],
+)
+def test_no_rank_takes_more_than_the_limit(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one step is below it in which all groups leave, and one with the margin."""
+    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
+    drawn, tapes = planned(seed)
+    none = max(peaks_of(drawn, tapes, num_steps=1))
+    least = max(max(peaks_of(drawn, tapes, config=drawn.config, num_steps=num)) for num in (1, 2))
+    for part in (0.0, 0.7, 1.5):
+        limit = int(least + (max(none, least) - least) * part)
+        for num_steps in (3, 5):
+            step = after(drawn, num_steps, limit)
+            assert all(rank.peak_bytes <= limit for rank in step.ranks)
+
+
+def test_each_rank_sends_what_it_must_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
+    drawn, tapes = planned(11)
+    none = peaks_of(drawn, tapes, num_steps=1)
+    step = after(drawn, 6, max(none) * 2)
+    assert [rank.bytes_offloaded for rank in step.ranks] == [0] * len(none)
+    assert room.NUM_FILLED > 4
