@@ -9,6 +9,9 @@
 
     recompute_layers(model, ["layers.0", "layers.4"])  # these alone, and all that is in them
 
+    block = checkpoint_wrapper(block, offload_inputs=True)  # one module
+    y = checkpoint(function, x, offload_inputs=True)  # one call
+
 Layers are wrapped by PyTorch's ``CheckpointWrapper``, so names in the state dict do not change.
 """
 
@@ -21,10 +24,10 @@ from typing import Any
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
-    checkpoint_wrapper,
 )
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
+from pp_offload._checkpoint.functional import checkpoint
 from pp_offload._checkpoint.options import (
     SAVE_DICT,
     ActivationCheckpointedModelConfig,
@@ -36,9 +39,10 @@ from pp_offload._checkpoint.options import (
 )
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._checkpoint.recomputed_layers import RecomputedLayers, recompute_layers
+from pp_offload._checkpoint.shared import checkpoint_function, make_recompute
+from pp_offload._checkpoint.wrapped_module import CheckpointedModule, checkpoint_wrapper
 from pp_offload._common.checks import check_kind, said
-from pp_offload._groups.stash import ActivationStash
-from pp_offload.backends import Backend, check_backend
+from pp_offload.backends import Backend
 
 CONTAINERS = (ModuleDict, ModuleList, Sequential)
 
@@ -83,7 +87,7 @@ class ActivationCheckpointing:
         """
         params = params_for(ac_variant, ac_fun_params)
         layers = _container(model, layers_fqn)
-        recompute = _recompute(params, backend)
+        recompute = make_recompute(params, backend)
         every = params.ac_freq if isinstance(params, SelectiveLayerACParams) else 1
         if every > len(layers._modules):
             raise ValueError(
@@ -154,10 +158,10 @@ def apply_activation_checkpointing_fsdp1_inplace(
     if isinstance(ac_fun_params, SelectiveOpACParams):
         variant = variants.SELECTIVE_OP_ACTIVATION_CHECKPOINTING
     params = params_for(variant, FullACParams() if ac_fun_params is None else ac_fun_params)
-    recompute = _recompute(params, backend)
+    recompute = make_recompute(params, backend)
     apply_activation_checkpointing(
         model,
-        checkpoint_wrapper_fn=partial(checkpoint_wrapper, checkpoint_fn=recompute),
+        checkpoint_wrapper_fn=partial(CheckpointWrapper, checkpoint_fn=recompute),
         check_fn=partial(
             is_module_to_apply_activation_checkpointing, activation_checkpointing_modules=wanted
         ),
@@ -198,26 +202,6 @@ def _container(model: Module, layers_fqn: str) -> Module:
     return layers
 
 
-def _recompute(params: FullACParams, backend: Backend | None) -> Recompute:
-    if backend is not None:
-        check_backend(backend)
-    policy = params.policy()
-    stash = None
-    if params.offload_inputs or (policy is not None and policy.offload):
-        stash = ActivationStash(
-            "checkpoints", params.config, min_offload_size=params.min_offload_size, backend=backend
-        )
-    return Recompute(
-        stash,
-        policy=policy,
-        offload_inputs=params.offload_inputs,
-        use_reentrant=params.use_reentrant,
-        preserve_rng_state=params.preserve_rng_state,
-        determinism_check=params.determinism_check,
-        early_stop=params.early_stop,
-    )
-
-
 def _follow(model: Module, recompute: Recompute) -> None:
     """Make each forward of ``model`` a microbatch; keep its parameters and buffers in place."""
     if recompute.stash is None:
@@ -235,11 +219,15 @@ __all__ = [
     "ActivationCheckpointedModelConfig",
     "ActivationCheckpointing",
     "ActivationCheckpointingVariants",
+    "CheckpointedModule",
     "FullACParams",
     "RecomputedLayers",
     "SelectiveLayerACParams",
     "SelectiveOpACParams",
     "apply_activation_checkpointing_fsdp1_inplace",
+    "checkpoint",
+    "checkpoint_function",
+    "checkpoint_wrapper",
     "is_module_to_apply_activation_checkpointing",
     "recompute_layers",
 ]

@@ -100,9 +100,15 @@ class ActivationStash:
 
     @property
     def is_over(self) -> bool:
-        """Whether no forward has begun, or the backward of the last one has."""
+        """Whether no forward has begun, or the last one's backward has, or its graph is gone.
+
+        Else a chunk would grow with graphs that are dropped, where nobody says that one begins.
+        """
         chunk = self._forward.chunk
-        return chunk is None or bool(chunk.groups and chunk.groups[-1].is_used)
+        if chunk is None or not chunk.groups:
+            return chunk is None
+        last = chunk.groups[-1]
+        return last.is_used or (last.counts.num_tensors > 0 and not last.is_alive)
 
     def keep_module(self, model: Module) -> None:
         """Leave parameters and buffers where they are, whichever view of them is saved."""

@@ -1,0 +1,208 @@
+"""``checkpoint`` does to one call what the checkpoints of a model do to its layers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import MM, ORDERS, Model, results
+from conftest import BACKENDS, make_backend
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from toy import assert_no_hooks, same_bits
+
+from pp_offload import OffloadConfig, checkpoint, checkpoint_function
+from pp_offload.backends import Backend, CpuBackend
+from pp_offload.testing import SimulatedBackend
+
+OFFLOAD = {"offload_inputs": True, "min_offload_size": 1}
+WAYS: dict[str, dict[str, Any]] = {
+    "as PyTorch's": {},
+    "offload": OFFLOAD,
+    "reentrant": {**OFFLOAD, "use_reentrant": True},
+    "unchecked": {**OFFLOAD, "determinism_check": "none", "early_stop": False},
+    "disk": {**OFFLOAD, "config": OffloadConfig(tiers=("disk",))},
+}
+
+
+class Calls(Model):
+    """The model, whose blocks run under ``checkpoint``: one argument is a dict, one by name."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, x: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(
+                block, x, {"mask": mask, "name": "a"}, scales=(scale, 0.5), **self.options
+            )
+        return x
+
+
+def make(kind: Callable[..., Model], backend: Backend, *args: Any) -> Model:
+    torch.manual_seed(3)
+    return kind(*args).to(backend.device)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_equal_bit_for_bit(kind: str, way: str, order) -> None:
+    backend = make_backend(kind)
+    options = {**WAYS[way], "backend": backend}
+    with backend.activate():
+        plain, model = make(Model, backend), make(Calls, backend, options)
+        for step in range(3):
+            expected = results(plain, order, step, backend.device)
+            assert same_bits(results(model, order, step, backend.device), expected), step
+            assert_no_hooks()
+        stash = checkpoint_function(**options).stash
+        assert (stash is None) == (way == "as PyTorch's")
+        if stash is not None:
+            gc.collect()
+            statistics = stash.statistics()
+            assert statistics.bytes_offloaded > 0
+            assert statistics.host_bytes_in_use == statistics.live_tensors == 0
+
+
+def test_inputs_leave_and_nothing_else() -> None:
+    """To the byte: each call's input, its mask and its scale, shared ones once per forward."""
+    backend = CpuBackend()
+    run = checkpoint_function(**OFFLOAD, backend=backend)
+    assert run.stash is not None
+    block, x = nn.Linear(8, 8), torch.randn(6, 8)
+    y = checkpoint(block, x, **OFFLOAD, backend=backend)
+    y = checkpoint(lambda a, b: torch.tanh(a["x"]) * b, {"x": y}, b=y, **OFFLOAD, backend=backend)
+    assert run.stash.statistics().bytes_offloaded == 2 * x.nbytes, "x, and y once"
+    y.sum().backward()
+    assert run.counts.recomputed_calls == run.counts.forward_calls == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_call_written_for_pytorch(use_reentrant: bool) -> None:
+    def run(call: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(1)
+        layer, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), torch.randn(3, 8)
+        x.requires_grad_()
+        options = {"use_reentrant": use_reentrant, "preserve_rng_state": True}
+        y = call(layer, x, **options)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+    assert same_bits(run(checkpoint), run(torch_checkpoint))
+
+
+def test_random_numbers_are_drawn_anew_if_so_wanted() -> None:
+    x = torch.ones(64, requires_grad=True)
+    y = checkpoint(lambda x: nn.functional.dropout(x, 0.5), x, preserve_rng_state=False)
+    torch.manual_seed(9)
+    y.sum().backward()
+    assert not torch.equal(x.grad, y.detach())
+
+
+def test_what_is_not_deterministic_is_found() -> None:
+    sizes = iter((3, 4))
+    x = torch.ones(8, requires_grad=True)
+    y = checkpoint(lambda x: x[: next(sizes)].sin(), x, **OFFLOAD)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError):
+        y.sum().backward()
+
+
+def test_without_grad_the_function_is_only_called() -> None:
+    run = checkpoint_function(offload_inputs=True)
+    before = run.counts.forward_calls
+    with torch.no_grad():
+        assert checkpoint(torch.sin, torch.ones(2), offload_inputs=True).shape == (2,)
+    assert run.counts.forward_calls == before
+
+
+def test_equal_options_share_one_engine() -> None:
+    one = checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
+    assert one is checkpoint_function(offload_inputs=True, config=OffloadConfig(prefetch_bytes=7))
+    assert one is not checkpoint_function(offload_inputs=True)
+    assert one is not checkpoint_function(
+        offload_inputs=True, config=OffloadConfig(prefetch_bytes=7), backend=CpuBackend()
+    )
+    assert checkpoint_function().stash is None
+
+
+def test_operators_may_be_named() -> None:
+    backend = CpuBackend()
+    run = checkpoint_function(
+        offload_ops_keys=[MM], recompute_every={}, min_offload_size=1, backend=backend
+    )
+    x = torch.randn(4, 4, requires_grad=True)
+    run(lambda x: (x @ x).sin(), x).sum().backward()
+    assert run.counts.offloaded_outputs == 1 and run.stash is not None
+    assert run.stash.statistics().bytes_offloaded == run.counts.offloaded_bytes == x.nbytes
+
+
+def test_graphs_that_are_dropped_do_not_gather() -> None:
+    """Nobody says that a forward begins, and there is no backward to tell either."""
+    options = {**OFFLOAD, "backend": CpuBackend()}
+    layer, x = nn.Linear(8, 8), torch.randn(6, 8)
+    for _ in range(50):
+        checkpoint(layer, checkpoint(layer, x, **options), **options)
+    stash = checkpoint_function(**options).stash
+    assert stash is not None
+    assert len(stash._forward.chunk.groups) <= 2
+    assert stash._step.num_chunks <= 2
+    assert stash.statistics().live_tensors == 0
+
+
+def one_by_one(layers: nn.ModuleList, x: Tensor, options: dict[str, Any]) -> Tensor:
+    for layer in layers:
+        x = checkpoint(layer, x, **options)
+    return x.sum()
+
+
+def test_peak_bytes_are_those_of_one_layer() -> None:
+    """With offload the device holds no input of a layer that is over."""
+    held = {}
+    for offload in ({}, OFFLOAD):
+        backend = SimulatedBackend("eager")
+        with backend.activate():
+            torch.manual_seed(3)
+            layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+            x = torch.ones(5, 8, requires_grad=True)
+            one_by_one(layers, x, {**offload, "backend": backend}).backward()
+            layers.zero_grad(set_to_none=False)
+            before = backend.device_bytes
+            loss = one_by_one(layers, x, {**offload, "backend": backend})
+            held[bool(offload)] = backend.device_bytes - before - loss.nbytes
+            loss.backward()
+    assert held == {False: 5 * x.nbytes, True: 0}, "the first input is the caller's"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"context_fn": None}, ValueError, "no context_fn.*offload_ops_keys"),
+        ({"debug": True}, ValueError, "no debug.*torch.utils.checkpoint.checkpoint"),
+        ({"use_reentrant": None}, ValueError, "use_reentrant is None"),
+        ({"use_reentrant": True, "early_stop": False}, ValueError, "one or the other"),
+        ({"determinism_check": "all"}, ValueError, 'expected "default" or "none"'),
+        ({"min_offload_size": -1}, ValueError, "min_offload_size is -1.*bytes"),
+        ({"config": {}}, TypeError, "config is.*OffloadConfig"),
+        ({"backend": "cuda"}, TypeError, "backend is 'cuda'"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_options(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        checkpoint(torch.sin, torch.ones(2), **options)
+
+
+def test_bad_function() -> None:
+    with pytest.raises(TypeError, match="function is .*, expected a module or another callable"):
+        checkpoint(torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_an_option_that_does_not_exist_names_a_near_one() -> None:
+    with pytest.raises(ValueError, match=r"offload_input .did you mean offload_inputs"):
+        checkpoint_function(offload_input=True)

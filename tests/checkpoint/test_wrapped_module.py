@@ -1,0 +1,152 @@
+"""``checkpoint_wrapper`` makes a module that is computed again, and changes no bit and no name."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from conftest import on_two_backends
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from toy import make_model, same_bits
+
+from pp_offload import checkpoint_wrapper, offload_modules, recompute_layers
+from pp_offload.backends import Backend, CpuBackend
+
+OFFLOAD = {"offload_inputs": True, "min_offload_size": 1}
+
+
+def wrapped(backend: Backend | None, **options: object) -> nn.Sequential:
+    """A model whose layers are wrapped one by one."""
+    model = make_model(groups=())
+    if backend is not None:
+        model = model.to(backend.device)
+    for name, layer in list(model.named_children()):
+        model.register_module(name, checkpoint_wrapper(layer, backend=backend, **options))  # type: ignore[arg-type]
+    return model
+
+
+def step(model: nn.Module, device: torch.device | str = "cpu") -> list[Tensor]:
+    x = torch.linspace(-1, 1, 40).view(5, 8).to(device).requires_grad_()
+    loss = model(x).square().sum()
+    loss.backward()
+    assert x.grad is not None
+    found = [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]  # type: ignore[union-attr]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, OFFLOAD, {**OFFLOAD, "use_reentrant": True}], ids=str)
+@on_two_backends
+def test_equal_bit_for_bit(backend, options) -> None:
+    with backend.activate():
+        expected = step(make_model(groups=()).to(backend.device), backend.device)
+        model = wrapped(backend, **options)
+        for _ in range(3):
+            assert same_bits(step(model, backend.device), expected)
+        recompute = model[0].recompute
+        assert recompute.counts.recomputed_calls == 9
+        if options:
+            gc.collect()
+            statistics = recompute.stash.statistics()
+            assert statistics.bytes_offloaded == 3 * 3 * 160, "of each step, a layer's input"
+            assert statistics.live_tensors == statistics.host_bytes_in_use == 0
+
+
+def test_layers_with_equal_options_share_one_engine() -> None:
+    model = wrapped(CpuBackend(), **OFFLOAD)
+    assert model[0].recompute is model[1].recompute is model[2].recompute
+
+
+def test_names_in_the_state_dict_are_those_of_the_module() -> None:
+    plain, model = make_model(groups=()), wrapped(None)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+    layer = checkpoint_wrapper(nn.Linear(2, 2))
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+    assert list(layer.state_dict()) == ["weight", "bias"]
+
+
+def test_it_is_what_other_libraries_look_for() -> None:
+    assert all(isinstance(layer, CheckpointWrapper) for layer in wrapped(None))
+
+
+def test_attributes_and_items_are_found_through_it() -> None:
+    inner = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    assert checkpoint_wrapper(inner)[1].out_features == 4
+    assert checkpoint_wrapper(nn.Linear(2, 3)).out_features == 3
+    assert isinstance(checkpoint_wrapper(nn.Linear(2, 3)).weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("pattern", ["*.up", "*._checkpoint_wrapped_module.up"])
+def test_patterns_see_through_it(pattern: str) -> None:
+    with offload_modules(wrapped(None), {"up": pattern}) as handle:
+        assert handle.modules == {"up": [f"{n}._checkpoint_wrapped_module.up" for n in range(3)]}
+
+
+def test_it_says_what_it_does() -> None:
+    assert "offload_inputs=True\n" in str(checkpoint_wrapper(nn.Linear(2, 3), offload_inputs=True))
+    text = str(checkpoint_wrapper(nn.Linear(2, 3), offload_inputs=True, use_reentrant=True))
+    assert "offload_inputs=True, use_reentrant=True" in text
+    assert "Linear(in_features=2" in text
+    assert "True" not in str(checkpoint_wrapper(nn.Linear(2, 3, bias=False))).replace("bias=F", "")
+
+
+def test_a_call_written_for_fairscale() -> None:
+    layer = checkpoint_wrapper(nn.Linear(2, 3), True)
+    assert layer.recompute.params.offload_inputs
+    assert layer.recompute is checkpoint_wrapper(nn.Linear(2, 3), offload_to_cpu=True).recompute
+    assert layer.recompute is checkpoint_wrapper(nn.Linear(2, 3), offload_inputs=True).recompute
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
+def test_a_copy_trains_alike(make_copy) -> None:
+    model = wrapped(None, **OFFLOAD)
+    other = make_copy(model)
+    assert other[0].recompute is model[0].recompute
+    assert other[0].up.weight is not model[0].up.weight
+    before = model[0].recompute.stash.statistics().bytes_offloaded
+    assert same_bits(step(other), step(make_model(groups=())))
+    assert model[0].recompute.stash.statistics().bytes_offloaded > before
+
+
+def test_one_with_a_device_of_its_own_is_copied_and_not_pickled() -> None:
+    model = wrapped(CpuBackend())
+    assert copy.deepcopy(model)[0].recompute is model[0].recompute
+    with pytest.raises(TypeError, match=r"cannot be pickled.*save model.state_dict\(\)"):
+        pickle.dumps(model)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(TypeError, match="module is 7, expected an nn.Module"):
+        checkpoint_wrapper(7)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="offload_to_cpu is 'yes'"):
+        checkpoint_wrapper(nn.Linear(2, 2), "yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"no option offload_input .did you mean offload_inputs"):
+        checkpoint_wrapper(nn.Linear(2, 2), offload_input=True)
+    with pytest.raises(ValueError, match="computed again already; expected a module without"):
+        checkpoint_wrapper(checkpoint_wrapper(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="has a checkpoint already"):
+        recompute_layers(wrapped(None), ["0"])
+
+
+def test_a_wrapper_in_a_wrapper_changes_no_bit() -> None:
+    inner = wrapped(None, **OFFLOAD)
+    outer = nn.Sequential(checkpoint_wrapper(inner, **OFFLOAD))
+    assert same_bits(step(outer), step(make_model(groups=())))
