@@ -14,6 +14,7 @@ from pp_offload.pipelining import attach
 from pp_offload.activations import (
     NoOpManager,
     OffloadActivations,
+    OffloadHiddenStates,
     get_act_offloading_ctx_manager,
     get_lora_act_offloading_ctx_manager,
 )
@@ -118,6 +119,7 @@ __all__ = [
     "OffloadActivations",
     "OffloadConfig",
     "OffloadError",
+    "OffloadHiddenStates",
     "OffloadModel",
     "OffloadStatistics",
     "OffloadTensorGroup",

@@ -437,3 +437,20 @@ def test_sizes_without_a_name_are_refused(make: Callable[..., object]) -> None:
     """torchtune has the stash before the smallest size, TRL behind it."""
     with pytest.raises(TypeError, match="positional arguments but"):
         make(5, 1024)
+
+
+def test_what_a_context_was_given_can_be_read_and_not_changed() -> None:
+    """Under the names that users of TRL and torchtune print."""
+    given = {
+        "use_pin_memory": False,
+        "use_streams": False,
+        "min_offload_size": 7,
+        "max_fwd_stash_size": 3,
+    }
+    offload = OffloadActivations(**given)
+    assert {name: getattr(offload, name) for name in given} == given
+    assert offload.min_tensor_size_bytes == 7
+    assert OffloadActivations().use_streams and OffloadActivations().use_pin_memory
+    for name in (*given, "min_tensor_size_bytes"):
+        with pytest.raises(AttributeError):
+            setattr(offload, name, 1)

@@ -40,7 +40,7 @@ EXAMPLES = {
     "README": 1,
     "pipelining": 3,
     "activations": 2,
-    "checkpointing": 1,
+    "checkpointing": 2,
     "offload-model": 1,
     "testing": 1,
     "simulate": 3,
@@ -179,6 +179,17 @@ def test_checkpoints_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "offloaded_outputs=12, offloaded_bytes=" in capsys.readouterr().out
     statistics = names["recompute"].stash.statistics()
     assert statistics.bytes_offloaded > 0 and statistics.live_tensors == 0
+
+
+def test_one_call_and_one_module_run(capsys: pytest.CaptureFixture[str]) -> None:
+    x = torch.randn(64, 1024, requires_grad=True)
+    names: dict[str, Any] = {"block": nn.Linear(1024, 1024), "x": x * 1}
+    exec(blocks("checkpointing")[1], names)
+    assert "CheckpointCounts(" in capsys.readouterr().out
+    assert names["block"].recompute is names["recompute"]
+    before = names["recompute"].counts.recomputed_calls
+    names["block"](names["y"]).sum().backward()
+    assert names["recompute"].counts.recomputed_calls == before + 2
 
 
 def test_the_trainer_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,9 +91,36 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             backend=backend,
         )
         self._say_if_nothing_leaves(config)
+        self._use_pin_memory, self._use_streams = use_pin_memory, use_streams
         self._knows_model = False
         self._here = _OfThread()
         super().__init__(_unless_excluded(self.stash.pack), unpack)
+
+    @property
+    def use_pin_memory(self) -> bool:
+        """Whether tensors are offloaded to pinned memory."""
+        return self._use_pin_memory
+
+    @property
+    def use_streams(self) -> bool:
+        """Whether copies run beside compute."""
+        return self._use_streams
+
+    @property
+    def min_offload_size(self) -> int:
+        """Smaller tensors stay on the device. In bytes."""
+        return self.stash.min_offload_size
+
+    @property
+    def min_tensor_size_bytes(self) -> int:
+        """:attr:`min_offload_size`, as TRL and torchtune name it."""
+        return self.stash.min_offload_size
+
+    @property
+    def max_fwd_stash_size(self) -> int:
+        """How many tensors may be on the device before they leave together."""
+        assert self.stash.max_tensors is not None
+        return self.stash.max_tensors
 
     has_said_that_it_copies = False
 
@@ -114,7 +141,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         """Begin the forward of a microbatch; in a recomputation, tensors stay on the device."""
         while self._here.entered and self._here.entered[-1].is_over:
             self._leave()
-        entered = _Entered(HookScope(Caller.of(1)))
+        entered = Entered(HookScope(Caller.of(1)))
         self._here.entered.append(entered)  # first, or an interrupt would have it forgotten
         try:
             self._enter(entered)
@@ -123,7 +150,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             raise
         return self
 
-    def _enter(self, entered: _Entered) -> None:
+    def _enter(self, entered: Entered) -> None:
         if is_recomputing():
             entered.scope.enter(Keeping(Resident))
             return
@@ -174,7 +201,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
                 self.stash.keep(buffer)
 
 
-class _Entered:
+class Entered:
     """What one ``with`` has put in place.
 
     Args:
@@ -204,7 +231,7 @@ class _OfThread(threading.local):
     """What a thread has entered of a context: autograd's hooks are per thread."""
 
     def __init__(self) -> None:
-        self.entered: list[_Entered] = []
+        self.entered: list[Entered] = []
 
 
 def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:

@@ -26,21 +26,27 @@ from torch.nn import Module
 
 from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
-from pp_offload._common.checks import near, said
+from pp_offload._checkpoint.hidden_states import OffloadHiddenStates
+from pp_offload._common.checks import check_flag, near, said
 from pp_offload.backends import CpuBackend, default_backend
 from pp_offload.config import OffloadConfig
 
-OPTIONS = tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)[1:]
+ONLY = "hidden_states"
+"""The option by which only the hidden states that checkpointed layers are given leave."""
+
+OPTIONS = (*tuple(inspect.signature(get_lora_act_offloading_ctx_manager).parameters)[1:], ONLY)
 """What ``activation_offloading`` may contain."""
+
+OF_HEADS = ("head", "warn_if_no_head")
+"""Options of these that say nothing about hidden states."""
 
 MODES: dict[str, Mapping[str, Any] | bool] = {
     "off": False,
     "disk": {"config": OffloadConfig(tiers=("disk",))},
+    "hidden_states": {ONLY: True},
+    "legacy": {ONLY: True, "use_streams": False},
 }
 """Words that other trainers have for ``activation_offloading``, and what they mean here."""
-
-OF_CHECKPOINTS = ("legacy", "hidden_states")
-"""Their words for offloading only the inputs of checkpoints, which is not up to a trainer here."""
 
 CONTEXT = "compute_loss_context_manager"
 """A class that has it is a trainer."""
@@ -56,7 +62,9 @@ class ActivationOffloadingMixin:
             model. Where the ``TrainingArguments`` have an ``activation_offloading`` of their own,
             that one says whether anything is offloaded; options, True or False here override it.
             TRL's trainers begin an offload of their own where theirs is True: leave that False, and
-            set this one. axolotl's ``"disk"`` and ``"off"`` are understood, here and there.
+            set this one. axolotl's words are understood, here and there: ``"hidden_states"``
+            offloads only what checkpointed layers are given, as the option of that name does;
+            ``"legacy"`` the same without streams; ``"disk"`` all to disk; ``"off"`` nothing.
         kwargs: The trainer's.
 
     Raises:
@@ -150,8 +158,7 @@ class _Offloading:
         if trainer.model is not self.model:
             on_cpu = trainer.args.device.type == "cpu"
             backend = self.options.get("backend") or (CpuBackend() if on_cpu else default_backend())
-            options = {**self.options, "backend": backend}
-            self.offload = get_lora_act_offloading_ctx_manager(trainer.model, **options)
+            self.offload = _made(trainer.model, {**self.options, "backend": backend})
             self.model = trainer.model
         return self.offload
 
@@ -161,14 +168,33 @@ class _Offloading:
             return
         self.is_checked = True
         if self.offload.statistics().bytes_offloaded == 0:
+            offload = self.offload
+            saved = f"it saved no {offload.max_fwd_stash_size} tensors of at least"
+            if isinstance(offload, OffloadHiddenStates):
+                saved = (
+                    "no layer was checkpointed (gradient_checkpointing=True in the arguments does "
+                    "that), or compiled ones were, or none was given hidden states of at least"
+                )
             warnings.warn(
                 "activation offload is on, but the first training step offloaded nothing: either "
-                f"it saved no {self.offload.stash.max_tensors} tensors of at least "
-                f"{self.offload.stash.min_offload_size} bytes on the device, or its forward did "
+                f"{saved} {offload.min_offload_size} bytes on the device, or its forward did "
                 "not run inside compute_loss_context_manager(), or on other threads "
                 "(DataParallel); pass activation_offloading=False to do without",
                 stacklevel=3,
             )
+
+
+def _made(model: Module, options: dict[str, Any]) -> OffloadActivations:
+    """The context of a model."""
+    check_flag(ONLY, options.setdefault(ONLY, False))
+    if not options.pop(ONLY):
+        return get_lora_act_offloading_ctx_manager(model, **options)
+    if of_head := [one for one in OF_HEADS if one in options]:
+        raise ValueError(
+            f"activation_offloading has {ONLY} and {' and '.join(of_head)}, expected one of them: "
+            "the output head is no checkpointed layer, so it stays"
+        )
+    return OffloadHiddenStates(model, **options)
 
 
 def _meant(name: str, wanted: object) -> Mapping[str, Any] | bool | None:
@@ -181,13 +207,6 @@ def _meant(name: str, wanted: object) -> Mapping[str, Any] | bool | None:
         return MODES[wanted]
     if isinstance(wanted, Mapping | bool | None):
         return wanted
-    if isinstance(wanted, str) and wanted in OF_CHECKPOINTS:
-        raise ValueError(
-            f"{name} is {wanted!r}, which offloads the inputs of checkpointed layers; that is done "
-            "to the model, by ActivationCheckpointing.apply_activation_checkpointing_, or with "
-            f"'off' here; expected True, False, {', '.join(map(repr, MODES))} or a mapping of "
-            "options"
-        )
     raise ValueError(
         f"{name} is {said(wanted)}, expected True, False, {', '.join(map(repr, MODES))} or a "
         "mapping of options; leave it out to follow the trainer's arguments"

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 from toy import assert_no_hooks, repeated, same_bits
 
-from pp_offload import ActivationOffloadingMixin, OffloadConfig
+from pp_offload import ActivationOffloadingMixin, OffloadConfig, OffloadHiddenStates
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import transformers
 from tiny_llama import (
+    CHECKPOINTING,
+    LENGTH,
     OffloadTrainer,
     assert_nothing_left,
     imports_frozen,
@@ -280,10 +282,8 @@ def test_words_of_other_trainers_mean_what_they_mean_there(
 @pytest.mark.parametrize(
     ("word", "advice"),
     [
-        ("legacy", "inputs of checkpointed layers.*ActivationCheckpointing"),
-        ("hidden_states", "inputs of checkpointed layers.*ActivationCheckpointing"),
-        ("yes", "expected True, False, 'off', 'disk' or a mapping"),
-        (1, "expected True, False, 'off', 'disk' or a mapping"),
+        ("yes", "expected True, False, 'off', 'disk', 'hidden_states', 'legacy' or a mapping"),
+        (1, "expected True, False, 'off', 'disk', 'hidden_states', 'legacy' or a mapping"),
     ],
 )
 def test_a_word_that_means_nothing_here_is_refused(
@@ -297,6 +297,75 @@ def test_a_word_that_means_nothing_here_is_refused(
             trainer={"activation_offloading": word if place == "trainer" else None},
             activation_offloading=word if place == "arguments" else False,
         )
+
+
+HIDDEN_BYTES = 2 * LENGTH * 16 * 4
+"""Of a layer's hidden states: rows, tokens, width, and four bytes each."""
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("place", ["trainer", "arguments", "option"])
+@pytest.mark.parametrize("lora", [None, {}], ids=["full", "lora"])
+def test_hidden_states_alone(
+    lora: dict[str, Any] | None, place: str, use_reentrant: bool, tmp_path: Path
+) -> None:
+    """Layers times bytes, for each microbatch of each step; evaluation offloads nothing."""
+    checkpoints = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": use_reentrant}}
+    word = "hidden_states"
+    trainer = make_trainer(
+        make_llama(lora=lora),
+        tmp_path,
+        arguments=Modes,
+        trainer={
+            "activation_offloading": {"trainer": word, "arguments": None, "option": {word: True}}[
+                place
+            ]
+        },
+        activation_offloading=word if place == "arguments" else False,
+        **checkpoints,
+    )
+    got = train(trainer)
+    assert same_bits(got, plain(lambda: make_llama(lora=lora), tmp_path, **checkpoints))
+    assert trainer.activation_offload.statistics().bytes_offloaded == 4 * 2 * HIDDEN_BYTES
+    assert_nothing_left(trainer)
+
+
+@pytest.mark.parametrize("name", ["encoder and decoder", "experts", "masked"])
+def test_hidden_states_of_other_models(name: str, tmp_path: Path) -> None:
+    def make_model() -> Any:
+        kind = getattr(transformers, MODELS[name][0])
+        torch.manual_seed(5)
+        return kind(kind.config_class(**MODELS[name][1], decoder_start_token_id=0))
+
+    checkpoints = {CHECKPOINTING: True}
+    options = {"hidden_states": True, "min_offload_size": 1}
+    trainer = make_trainer(
+        make_model(), tmp_path, trainer={"activation_offloading": options}, **checkpoints
+    )
+    got = train(trainer)
+    layers = 2 if name == "encoder and decoder" else 1
+    assert trainer.activation_offload.statistics().bytes_offloaded == 4 * layers * HIDDEN_BYTES
+    assert same_bits(got, plain(make_model, tmp_path, **checkpoints))
+    assert_nothing_left(trainer)
+
+
+def test_legacy_is_hidden_states_without_streams(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        make_llama(), tmp_path, trainer={"activation_offloading": "legacy"}, **{CHECKPOINTING: True}
+    )
+    got = train(trainer)
+    assert same_bits(got, plain(make_llama, tmp_path, **{CHECKPOINTING: True}))
+    offload = trainer.activation_offload
+    assert isinstance(offload, OffloadHiddenStates) and not offload.use_streams
+    assert offload.statistics().bytes_offloaded == 4 * 2 * HIDDEN_BYTES
+
+
+def test_hidden_states_without_checkpoints_are_warned_of(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        make_llama(), tmp_path, trainer={"activation_offloading": "hidden_states"}
+    )
+    with pytest.warns(UserWarning, match="no layer was checkpointed .gradient_checkpointing=True"):
+        trainer.train()
 
 
 SILENT: dict[str, Callable[[Path], Any]] = {
@@ -345,6 +414,8 @@ def test_a_step_that_offloads_is_not_warned_of(tmp_path: Path) -> None:
         ({"model": None}, "unknown options 'model'"),
         ({"max_fwd_stash_size": 0}, "max_fwd_stash_size is 0, expected an integer of at least 1"),
         ({"head": "tail"}, "head is 'tail', but the model has no module of that name"),
+        ({"hidden_states": "yes"}, "hidden_states is 'yes', expected True or False"),
+        ({"hidden_states": True, "head": "lm_head"}, "hidden_states and head, expected one"),
     ],
     ids=str,
 )

@@ -1,0 +1,141 @@
+"""Only what checkpointed layers are given leaves: one tensor per layer, whoever checkpoints them.
+
+    model.gradient_checkpointing_enable()
+    with OffloadHiddenStates(model):
+        loss = model(**batch).loss
+    loss.backward()
+
+A checkpoint keeps its layer's inputs and computes the rest again, so for long sequences hidden
+states are most of what a device holds. Masks and positions, which layers share, stay.
+
+The checkpoint function of a layer is put behind one that notes the first tensor it is given. The
+checkpoint then saves that very tensor, before or behind its layer's forward, and the pack hook
+knows it. What else is saved stays. Functions stay in place: without a context they only note.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.nn import Module
+
+from pp_offload._activations.context import Entered, OffloadActivations
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._common.checks import check_kind
+from pp_offload._transfer.saved_tensor import Packed, Resident
+from pp_offload.backends import Backend
+from pp_offload.config import OffloadConfig
+
+
+class OffloadHiddenStates(OffloadActivations):
+    """Offload the hidden states that checkpointed layers are given, and nothing else.
+
+    Layers are those of Hugging Face with gradient checkpointing, reentrant or not, and those in
+    PyTorch's ``CheckpointWrapper``. Checkpoints of this package are left alone: they have
+    ``offload_inputs``. In a compiled region nothing leaves.
+
+    Args:
+        model: Its checkpoints may be enabled later. Its parameters and buffers stay on the device.
+        use_pin_memory: See :class:`pp_offload._activations.context.OffloadActivations`.
+        use_streams: Likewise.
+        min_offload_size: Likewise.
+        max_fwd_stash_size: How many may be on the device before they leave together. Each leaves
+            when its layer begins, if 1; those of an unfinished stash stay.
+        config: Which tiers, and how much of them. Options about groups have no effect.
+        backend: Device to work on; the accelerator where there is one, else the CPU.
+
+    Raises:
+        ValueError: A number or flag cannot be right.
+        TypeError: ``model`` is no module, ``config`` no :class:`OffloadConfig`, or ``backend`` no
+            backend.
+
+    Source: axolotl ``activation_offloading: hidden_states``.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        use_pin_memory: bool = True,
+        use_streams: bool = True,
+        *,
+        min_offload_size: int = 1024,
+        max_fwd_stash_size: int = 1,
+        config: OffloadConfig | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        check_kind("model", model, Module, "an nn.Module")
+        super().__init__(
+            use_pin_memory,
+            use_streams,
+            min_offload_size=min_offload_size,
+            max_fwd_stash_size=max_fwd_stash_size,
+            config=config,
+            backend=backend,
+        )
+        self.keep_module(model)
+        self.pack_hook = _only_noted(self.stash.pack)
+        self._model = weakref.ref(model)
+
+    def _enter(self, entered: Entered) -> None:
+        model = self._model()
+        if model is not None:  # each time, for a trainer enables checkpoints when it begins
+            for layer, name in _checkpointed(model):
+                function = getattr(layer, name)
+                if not isinstance(function, _Noting):
+                    setattr(layer, name, _Noting(function))
+        super()._enter(entered)
+
+
+class _Noting(partial):  # type: ignore[type-arg]
+    """A checkpoint function that notes which tensor it is about to keep."""
+
+    def __call__(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().__call__(run, *args, **kwargs)
+        first = next((one for one in args if isinstance(one, Tensor)), None)
+        outer, _here.noted = _here.noted, first
+        try:
+            return super().__call__(run, *args, **kwargs)
+        finally:
+            _here.noted = outer
+
+
+class _OfThread(threading.local):
+    """What the checkpoint that runs on a thread was given, until that is saved."""
+
+    def __init__(self) -> None:
+        self.noted: Tensor | None = None
+
+
+_here = _OfThread()
+
+
+def _only_noted(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:
+    def hook(tensor: Tensor) -> Packed:
+        if tensor is not _here.noted:
+            return Resident(tensor)
+        _here.noted = None
+        return pack(tensor)
+
+    return hook
+
+
+def _checkpointed(model: Module) -> Iterator[tuple[Module, str]]:
+    """Modules that call a checkpoint function, and the attribute that has it."""
+    for module in model.modules():
+        if isinstance(module, CheckpointWrapper):
+            name = "checkpoint_fn"
+        elif getattr(module, "gradient_checkpointing", False):
+            name = "_gradient_checkpointing_func"
+        else:
+            continue
+        function = getattr(module, name, None)
+        if callable(function) and not isinstance(getattr(function, "func", None), Recompute):
+            yield module, name
