@@ -1,97 +1,99 @@
 """Activation offload for pipeline-parallel training: no changed numbers, less device memory.
 
-Public names by task. Nothing is computed here.
+Public names by task. Nothing is computed here, and what a name needs is imported when it is first
+asked for: importing the package costs nearly nothing.
 """
 
-# Groups: in a schedule of torch.distributed.pipelining, by module name, or marked in a forward.
-from pp_offload import pipelining
-from pp_offload.config import OffloadConfig
-from pp_offload.modules import offload_modules
-from pp_offload.pipelining import attach
+from __future__ import annotations
 
-# isort: split
-# All activations of a model on one device.
-from pp_offload.activations import (
-    NoOpManager,
-    OffloadActivations,
-    OffloadHiddenStates,
-    get_act_offloading_ctx_manager,
-    get_lora_act_offloading_ctx_manager,
-)
-from pp_offload.integrations.huggingface import ActivationOffloadingMixin
+from typing import TYPE_CHECKING
 
-# isort: split
-# Layers that are recomputed.
-from pp_offload.checkpointing import (
-    ActivationCheckpointing,
-    ActivationCheckpointingVariants,
-    FullACParams,
-    SelectiveLayerACParams,
-    SelectiveOpACParams,
-    checkpoint,
-    checkpoint_function,
-    checkpoint_wrapper,
-    recompute_layers,
-)
+if TYPE_CHECKING:
+    # Groups: in a schedule of torch.distributed.pipelining, by module name, or marked in a forward.
+    from pp_offload import pipelining
+    from pp_offload.config import OffloadConfig
+    from pp_offload.modules import offload_modules
+    from pp_offload.pipelining import attach
 
-# isort: split
-# Parameters on the host.
-from pp_offload.offload_model import OffloadModel
+    # isort: split
+    # All activations of a model on one device.
+    from pp_offload.activations import (
+        NoOpManager,
+        OffloadActivations,
+        OffloadHiddenStates,
+        get_act_offloading_ctx_manager,
+        get_lora_act_offloading_ctx_manager,
+    )
+    from pp_offload.integrations.huggingface import ActivationOffloadingMixin
 
-# isort: split
-# Options, devices, and what happened.
-from pp_offload._megatron.current import configure, use_backend
-from pp_offload._transfer.statistics import OffloadStatistics
-from pp_offload.backends import AcceleratorBackend, CpuBackend
-from pp_offload.summary import summary_table
+    # isort: split
+    # Layers that are recomputed.
+    from pp_offload.checkpointing import (
+        ActivationCheckpointing,
+        ActivationCheckpointingVariants,
+        FullACParams,
+        SelectiveLayerACParams,
+        SelectiveOpACParams,
+        checkpoint,
+        checkpoint_function,
+        checkpoint_wrapper,
+        recompute_layers,
+    )
 
-# isort: split
-# What may go wrong.
-from pp_offload.errors import (
-    CaptureError,
-    ClosedError,
-    ConfigError,
-    DiskTierError,
-    ForkedError,
-    GroupStateError,
-    NotWhileCapturingError,
-    OffloadError,
-    OptionError,
-    RaceError,
-    SavedTensorModifiedError,
-    TierError,
-    VerifyError,
-)
+    # isort: split
+    # Parameters on the host.
+    from pp_offload.offload_model import OffloadModel
 
-# isort: split
-# Megatron's names.
-from pp_offload.fine_grained_activation_offload import (
-    DEBUG,
-    DEBUG_RANK,
-    ChunkOffloadHandler,
-    FineGrainedActivationOffloadingInterface,
-    FineGrainedOffloadingBackwardRecordFunction,
-    FineGrainedOffloadingGroupCommitFunction,
-    FineGrainedOffloadingGroupStartFunction,
-    GPUTensorPool,
-    OffloadTensorGroup,
-    PipelineOffloadManager,
-    debug_rank,
-    fine_grained_offloading_backward_record,
-    fine_grained_offloading_disable_offload,
-    fine_grained_offloading_enable_offload,
-    fine_grained_offloading_forward_record,
-    fine_grained_offloading_group_commit,
-    fine_grained_offloading_group_flush_delayed_groups,
-    fine_grained_offloading_group_start,
-    print_offload_summary_table,
-)
+    # isort: split
+    # Options, devices, and what happened.
+    from pp_offload._megatron.current import configure, use_backend
+    from pp_offload._transfer.statistics import OffloadStatistics
+    from pp_offload.backends import AcceleratorBackend, CpuBackend
+    from pp_offload.summary import summary_table
 
-# isort: split
-# A forked process: registers what it does when it is imported.
-from pp_offload._megatron import forked as forked
+    # isort: split
+    # What may go wrong.
+    from pp_offload.errors import (
+        CaptureError,
+        ClosedError,
+        ConfigError,
+        DiskTierError,
+        ForkedError,
+        GroupStateError,
+        NotWhileCapturingError,
+        OffloadError,
+        OptionError,
+        RaceError,
+        SavedTensorModifiedError,
+        TierError,
+        VerifyError,
+    )
 
-__version__ = "0.1.0"
+    # isort: split
+    # Megatron's names.
+    from pp_offload.fine_grained_activation_offload import (
+        DEBUG,
+        DEBUG_RANK,
+        ChunkOffloadHandler,
+        FineGrainedActivationOffloadingInterface,
+        FineGrainedOffloadingBackwardRecordFunction,
+        FineGrainedOffloadingGroupCommitFunction,
+        FineGrainedOffloadingGroupStartFunction,
+        GPUTensorPool,
+        OffloadTensorGroup,
+        PipelineOffloadManager,
+        debug_rank,
+        fine_grained_offloading_backward_record,
+        fine_grained_offloading_disable_offload,
+        fine_grained_offloading_enable_offload,
+        fine_grained_offloading_forward_record,
+        fine_grained_offloading_group_commit,
+        fine_grained_offloading_group_flush_delayed_groups,
+        fine_grained_offloading_group_start,
+        print_offload_summary_table,
+    )
+
+__version__ = "0.2.0"
 
 __all__ = [
     "DEBUG",
@@ -153,3 +155,97 @@ __all__ = [
     "summary_table",
     "use_backend",
 ]
+
+_MODULES = {
+    "pp_offload": ("pipelining",),
+    "pp_offload.config": ("OffloadConfig",),
+    "pp_offload.modules": ("offload_modules",),
+    "pp_offload.pipelining": ("attach",),
+    "pp_offload.activations": (
+        "NoOpManager",
+        "OffloadActivations",
+        "OffloadHiddenStates",
+        "get_act_offloading_ctx_manager",
+        "get_lora_act_offloading_ctx_manager",
+    ),
+    "pp_offload.integrations.huggingface": ("ActivationOffloadingMixin",),
+    "pp_offload.checkpointing": (
+        "ActivationCheckpointing",
+        "ActivationCheckpointingVariants",
+        "FullACParams",
+        "SelectiveLayerACParams",
+        "SelectiveOpACParams",
+        "checkpoint",
+        "checkpoint_function",
+        "checkpoint_wrapper",
+        "recompute_layers",
+    ),
+    "pp_offload.offload_model": ("OffloadModel",),
+    "pp_offload._megatron.current": (
+        "configure",
+        "use_backend",
+    ),
+    "pp_offload._transfer.statistics": ("OffloadStatistics",),
+    "pp_offload.backends": (
+        "AcceleratorBackend",
+        "CpuBackend",
+    ),
+    "pp_offload.summary": ("summary_table",),
+    "pp_offload.errors": (
+        "CaptureError",
+        "ClosedError",
+        "ConfigError",
+        "DiskTierError",
+        "ForkedError",
+        "GroupStateError",
+        "NotWhileCapturingError",
+        "OffloadError",
+        "OptionError",
+        "RaceError",
+        "SavedTensorModifiedError",
+        "TierError",
+        "VerifyError",
+    ),
+    "pp_offload.fine_grained_activation_offload": (
+        "DEBUG",
+        "DEBUG_RANK",
+        "ChunkOffloadHandler",
+        "FineGrainedActivationOffloadingInterface",
+        "FineGrainedOffloadingBackwardRecordFunction",
+        "FineGrainedOffloadingGroupCommitFunction",
+        "FineGrainedOffloadingGroupStartFunction",
+        "GPUTensorPool",
+        "OffloadTensorGroup",
+        "PipelineOffloadManager",
+        "debug_rank",
+        "fine_grained_offloading_backward_record",
+        "fine_grained_offloading_disable_offload",
+        "fine_grained_offloading_enable_offload",
+        "fine_grained_offloading_forward_record",
+        "fine_grained_offloading_group_commit",
+        "fine_grained_offloading_group_flush_delayed_groups",
+        "fine_grained_offloading_group_start",
+        "print_offload_summary_table",
+    ),
+}
+"""Where each name is, for who is no type checker."""
+
+_WHERE = {name: module for module, names in _MODULES.items() for name in names}
+
+if not TYPE_CHECKING:  # or a name that does not exist would be taken for one that may be anything
+
+    def __getattr__(name: str) -> object:
+        """Import a public name, which is an attribute from then on."""
+        import importlib
+
+        if name not in _WHERE:
+            from pp_offload._common.checks import near
+
+            known = near(name, __all__)
+            raise AttributeError(f"module 'pp_offload' has no attribute {name!r}{known}")
+        module = importlib.import_module(_WHERE[name])
+        globals()[name] = found = getattr(module, name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -49,6 +48,8 @@ def read_table(path: str | os.PathLike[str], table: str) -> dict[str, Any]:
         ConfigError: There is no such table, or the file is no TOML.
         OSError: The file cannot be read.
     """
+    import tomllib  # its regular expressions take longer than any module of this package
+
     name_of_file = os.fspath(path)
     with open(path, "rb") as file:
         try:

@@ -1,0 +1,99 @@
+"""Importing the package costs next to nothing, and nothing that is imported later is heavy.
+
+Modules are counted, for times depend on who else uses the machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pp_offload
+
+ROOT = Path(pp_offload.__file__).parents[1]
+
+
+def modules_after(code: str) -> set[str]:
+    """What a new process has imported after this code."""
+    code += "\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_the_package_alone_imports_no_other_module_of_it() -> None:
+    found = modules_after("import pp_offload")
+    assert {one for one in found if one.split(".")[0] == "pp_offload"} == {"pp_offload"}
+    assert "torch" not in found
+
+
+def test_all_its_names_import_nothing_that_is_heavy() -> None:
+    """Beside what ``import torch`` does. Pipelining of PyTorch alone would take a tenth of that."""
+    names = "import pp_offload\nfor name in pp_offload.__all__: getattr(pp_offload, name)"
+    found = modules_after(names) - modules_after("import torch, decimal, numpy.typing, statistics")
+    others = {one for one in found if one.split(".")[0] != "pp_offload"}
+    assert others <= {
+        "fractions",
+        "torch.distributed.algorithms._checkpoint",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    }
+    unwanted = ("cli", "plan", "simulate", "testing", "trace")
+    assert not {one for one in found if one.startswith(tuple(f"pp_offload.{n}" for n in unwanted))}
+
+
+def test_names_are_where_the_table_says() -> None:
+    """And type checkers are told the same."""
+    assert sorted(pp_offload._WHERE) == sorted(pp_offload.__all__) != []
+    tree = ast.parse(Path(pp_offload.__file__).read_text())
+    told = {
+        alias.name: node.module if node.module != "pp_offload" else f"pp_offload.{alias.name}"
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert told == {
+        name: f"pp_offload.{name}" if module == "pp_offload" else module
+        for name, module in pp_offload._WHERE.items()
+    }
+    assert len(pp_offload._WHERE) == sum(map(len, pp_offload._MODULES.values())), "in two modules"
+
+
+def test_every_name_is_there_and_listed() -> None:
+    assert set(pp_offload.__all__) <= set(dir(pp_offload))
+    for name in pp_offload.__all__:
+        assert getattr(pp_offload, name) is vars(pp_offload)[name]
+    names: dict[str, object] = {}
+    exec("from pp_offload import *", names)
+    assert set(pp_offload.__all__) <= set(names)
+
+
+def test_every_error_can_be_imported_from_the_top() -> None:
+    from pp_offload import errors
+
+    found = {name for name, one in vars(errors).items() if isinstance(one, type)}
+    assert found <= set(pp_offload.__all__)
+
+
+def test_a_name_that_does_not_exist_names_a_near_one() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'atach' .did you mean attach"):
+        pp_offload.atach  # noqa: B018
+    with pytest.raises(ImportError, match="OffloadActivation"):
+        exec("from pp_offload import OffloadActivation")
+
+
+def test_versions_agree() -> None:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        version = tomllib.load(file)["project"]["version"]
+    assert pp_offload.__version__ == version
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## [{version}] - " in changes
+    assert changes.index("\n## [Unreleased]") < changes.index(f"\n## [{version}]")
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert f'\nversion: "{version}"\n' in cited
