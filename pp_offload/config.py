@@ -48,6 +48,9 @@ COUNTS = (
 )
 """Options that are integers of at least zero."""
 
+UNIT_OF_NAME = {"min_offloaded_tensor_size": "elements"}
+"""Units of those of them whose names do not end with theirs."""
+
 AUTO_COUNTS = ("max_in_flight_bytes", "prefetch_bytes")
 """Those of them that may be :data:`AUTO`."""
 
@@ -71,7 +74,8 @@ class OffloadConfig:
     """
 
     min_offloaded_tensor_size: int = 1024 * 1024
-    """Tensors with fewer elements stay on the device. In elements, as in the reference.
+    """Tensors with fewer elements stay on the device. In elements, as in the reference: the default
+    is 4 MiB of float32. ``min_offload_size`` of contexts and checkpoints is in bytes.
 
     Where a step offloads nothing of a group for that reason, one warning says so.
     """
@@ -82,7 +86,8 @@ class OffloadConfig:
     """
 
     activation_offload_fraction: float = 1.0
-    """Of the groups of a chunk that may be offloaded, the share that is, from the second step on.
+    """Of the groups of a chunk that may be offloaded, the share that is, 0 to 1, from the second
+    step on. A share of their number, not of their bytes.
 
     The last ones in forward order stay, for backward uses them first.
     """
@@ -101,16 +106,17 @@ class OffloadConfig:
     """
 
     prefetch_bytes: int | Literal["auto"] = "auto"
-    """How far reloads run ahead of their use. One tensor may always be ahead, however large.
+    """Device bytes that may be reloaded ahead of their use. One tensor may always be so, however
+    large.
 
     ``"auto"`` means twice the largest group, at least 256 KiB, until times say how little is
     enough, as for ``max_in_flight_bytes``.
     """
 
     device_budget_bytes: int | None = None
-    """The most that ``"auto"`` may choose for ``max_in_flight_bytes`` and ``prefetch_bytes``
-    together, less what is given for one of them. None means no limit. With too little, compute
-    waits.
+    """Device bytes: the most that ``"auto"`` may choose for ``max_in_flight_bytes`` and
+    ``prefetch_bytes`` together, less what is given for one of them. None means no limit. With too
+    little, compute waits.
     """
 
     plan: OffloadPlan | str | os.PathLike[str] | None = None
@@ -137,7 +143,7 @@ class OffloadConfig:
     """
 
     host_budget_bytes: int | None = None
-    """Host memory that all managers of this process may take together. None means this rank's part
+    """Host bytes that all managers of this process may take together. None means this rank's part
     of 80 % of what the kernel and the cgroups would still give.
 
     Over it a group goes to the next tier, or stays on the device, with one warning.
@@ -252,7 +258,7 @@ class OffloadConfig:
     def _violations(self) -> Iterator[str]:
         for name in COUNTS:
             value = getattr(self, name)
-            problem = count_problem(name, value)
+            problem = count_problem(name, value, unit=UNIT_OF_NAME.get(name, "bytes"))
             if value is None and name in OPTIONAL_COUNTS:
                 continue
             if name in AUTO_COUNTS and (isinstance(value, str) and value == AUTO):

@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_docs import PAGES
+from torch import nn
 
-from pp_offload import OffloadConfig
+from pp_offload import (
+    OffloadActivations,
+    OffloadConfig,
+    OffloadHiddenStates,
+    checkpoint,
+    get_lora_act_offloading_ctx_manager,
+)
 from pp_offload._common.option_sources import parse_size
+from pp_offload.config import COUNTS
 from pp_offload.errors import ConfigError, OptionError
 
 OTHERS: dict[str, Any] = {
@@ -238,3 +247,41 @@ def test_an_automatic_plan_and_its_limit() -> None:
 def test_what_does_not_go_with_an_automatic_plan(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         OffloadConfig(**options)
+
+
+UNITS = {
+    "min_offloaded_tensor_size": "In elements",
+    "activation_offload_fraction": "0 to 1",
+}
+"""Of options whose names do not end with theirs."""
+
+
+@pytest.mark.parametrize("name", [*COUNTS, "activation_offload_fraction"])
+def test_every_option_says_its_unit(name: str) -> None:
+    """In its documentation, and in the error for a value that cannot be right."""
+    page = PAGES["options"].split(f"\n## {name}\n")[1].split("\n## ")[0]
+    first = page.split("\n\n")[1]
+    unit = UNITS.get(name, "bytes")
+    assert unit.lower() in first.lower()
+    assert (name in UNITS) == ("bytes" not in name)
+    with pytest.raises(ConfigError, match=unit.removeprefix("In ")):
+        OffloadConfig(**{name: -1})
+
+
+def test_the_two_smallest_sizes_name_each_other_and_their_units() -> None:
+    """One is in elements, as in the reference, and one in bytes, as in TRL and torchtune."""
+    page = PAGES["options"].split("\n## min_offloaded_tensor_size\n")[1].split("\n## ")[0]
+    assert (
+        "In elements" in page
+        and "`min_offload_size` of contexts and checkpoints is in bytes" in page
+    )
+    model = nn.Linear(2, 2)
+    calls: list[Callable[..., Any]] = [
+        OffloadActivations,
+        lambda **options: OffloadHiddenStates(model, **options),
+        lambda **options: get_lora_act_offloading_ctx_manager(model, **options),
+        lambda **options: checkpoint(model, **options),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"min_offload_size is -1.*\(bytes\)"):
+            call(min_offload_size=-1)
