@@ -8,15 +8,23 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from toy import assert_no_hooks, repeated, same_bits
 
-from pp_offload import ActivationOffloadingMixin, OffloadConfig, OffloadHiddenStates
+from pp_offload import (
+    ActivationOffloadingMixin,
+    CpuBackend,
+    OffloadConfig,
+    OffloadHiddenStates,
+    checkpoint_function,
+)
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -28,6 +36,7 @@ from tiny_llama import (
     OffloadTrainer,
     assert_nothing_left,
     imports_frozen,
+    make_data,
     make_llama,
     make_trainer,
     plain,
@@ -347,6 +356,24 @@ def test_hidden_states_of_other_models(name: str, tmp_path: Path) -> None:
     assert trainer.activation_offload.statistics().bytes_offloaded == 4 * layers * HIDDEN_BYTES
     assert same_bits(got, plain(make_model, tmp_path, **checkpoints))
     assert_nothing_left(trainer)
+
+
+def test_checkpoint_function_in_the_place_of_pytorch() -> None:
+    """Whatever takes a checkpoint function takes this one; here layers are given one tensor."""
+
+    def run(function: Callable[..., Any]) -> list[Tensor]:
+        model = make_llama().train()
+        model._set_gradient_checkpointing(True, function)
+        rows = torch.stack([row["input_ids"] for row in make_data(2)])
+        torch.manual_seed(1)
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    ours = checkpoint_function(offload_inputs=True, backend=CpuBackend())
+    assert same_bits(run(ours), run(partial(torch_checkpoint, use_reentrant=False)))
+    assert ours.stash is not None
+    assert ours.stash.statistics().bytes_offloaded == 2 * HIDDEN_BYTES
 
 
 def test_legacy_is_hidden_states_without_streams(tmp_path: Path) -> None:
