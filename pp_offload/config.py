@@ -130,8 +130,8 @@ class OffloadConfig:
     """
 
     device_limit_bytes: int | None = None
-    """With ``plan="auto"``: what tensors may take of the device together, at most. None means what
-    the first step takes, and 80 % of what is unused then.
+    """With ``plan="auto"``: device bytes that tensors may take together. None means what the first
+    steps take, and 80 % of what is unused then.
 
     A limit that is kept by having groups leave, not by refusing memory: where the device needs more
     although all leave, one warning says how much.
