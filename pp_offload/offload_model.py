@@ -43,6 +43,7 @@ from pp_offload._slices.gradients import GradientPath, gated, on_device
 from pp_offload._slices.layers import RecomputedLayers, SliceLayers
 from pp_offload._slices.microbatches import join, split
 from pp_offload._slices.saved_parameters import SlicedRun
+from pp_offload._slices.sharded import sharded_problem
 from pp_offload._slices.slices import partition
 from pp_offload._slices.to_host import move_to_host
 from pp_offload._transfer.plain_copies import PlainCopies
@@ -263,6 +264,8 @@ class OffloadModel(nn.Module):
                     module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
 
     def _check_places(self) -> None:
+        if problem := sharded_problem(self):
+            raise OffloadError(problem)
         device = self._cache.copies.transfer.backend.device
         wrong = [
             f"parameter {name!r} is on {tensor.device}, expected {HOST}"
@@ -348,6 +351,8 @@ def _check_model(model: nn.Module) -> None:
             "a layer is, or has, an OffloadModel; expected plain layers; put its layers into the "
             f"{kind} instead"
         )
+    if problem := sharded_problem(model):
+        raise ValueError(problem)
     _check_memory(dict(model.named_parameters()))
 
 

@@ -1,0 +1,154 @@
+"""One rank of each product in models that are replicated or sharded; for ``test_data_parallel``.
+
+A case is ``wrapper:product``, such as ``ddp:groups``: three steps of four microbatches.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from fsdp_worker import BF16, Leaving, draw
+from pipeline_worker import Stage
+from products import PRODUCTS, Product
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload.backends import Backend, CpuBackend
+from pp_offload.testing import SimulatedBackend
+
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+NUM_STEPS, NUM_MICROBATCHES = 3, 4
+
+
+class Wrapper(NamedTuple):
+    """Another model's owner, and when it moves gradients between ranks."""
+
+    wrap: Callable[[nn.Module], nn.Module]
+
+    syncs_each: bool = True
+    """After every microbatch; else after the last one of a step."""
+
+    num_in_flight: int = 1
+
+
+def replicated(model: nn.Module, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, **options)
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+WRAPPERS = {
+    "ddp": Wrapper(replicated),
+    "ddp, accumulated": Wrapper(replicated, syncs_each=False),
+    "ddp, static graph": Wrapper(
+        lambda model: replicated(model, static_graph=True, gradient_as_bucket_view=True)
+    ),
+    "ddp, unused": Wrapper(lambda model: replicated(model, find_unused_parameters=True)),
+    "fsdp2": Wrapper(sharded, num_in_flight=2),
+    "fsdp2, accumulated": Wrapper(sharded, syncs_each=False, num_in_flight=2),
+    "fsdp2, bf16": Wrapper(lambda model: sharded(model, mp_policy=BF16)),
+    "fsdp2, kept": Wrapper(lambda model: sharded(model, reshard_after_forward=False)),
+}
+
+
+def train(wrapper: Wrapper, product: Product, leaving: Leaving) -> list[Tensor]:
+    """Losses, and this rank's gradients and parameters."""
+    torch.manual_seed(1)
+    model = wrapper.wrap(product.inside(Stage()))
+    product.outside(model)
+    product.listen(leaving)
+    for module in model.modules():
+        module.register_forward_pre_hook(Leaving.note)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    for step in range(NUM_STEPS):
+        product.begin_step()
+        waiting: list[Tensor] = []
+        for number, x in enumerate(draw(step, NUM_MICROBATCHES)):
+            is_last = number == NUM_MICROBATCHES - 1
+            with not_synced(model, wrapper.syncs_each or is_last):
+                with product.forward():
+                    waiting.append(model(x).square().mean())
+                while len(waiting) >= (1 if is_last else wrapper.num_in_flight):
+                    waiting[0].backward()
+                    seen.append(waiting.pop(0).detach())
+        optimizer.step()
+        seen += [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+        seen += [local(p.detach()).clone() for p in model.parameters()]
+        optimizer.zero_grad()
+    return seen
+
+
+def not_synced(model: nn.Module, syncs: bool) -> AbstractContextManager[Any]:
+    """What each wrapper has for microbatches whose gradients stay on their rank."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(syncs)
+    elif isinstance(model, DistributedDataParallel) and not syncs:
+        return model.no_sync()
+    return nullcontext()
+
+
+def local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def backends() -> Iterator[Backend]:
+    yield CpuBackend()
+    yield SimulatedBackend("late")
+
+
+def compare(case: str) -> dict[str, Any]:
+    """One case, without and with offload."""
+    name, _, kind = case.partition(":")
+    wrapper = WRAPPERS[name]
+    expected = train(wrapper, Product(CpuBackend()), Leaving())
+    facts: dict[str, list[Any]] = {}
+    for backend in backends():
+        leaving = Leaving()
+        with use_backend(backend, config=CONFIG):
+            product = PRODUCTS[kind](backend)
+            got = train(wrapper, product, leaving)
+            statistics = product.statistics()
+        for fact, value in {
+            "equal": len(got) == len(expected) > 0 and all(map(torch.equal, got, expected)),
+            "offloaded": statistics.bytes_offloaded,
+            "live": statistics.live_tensors,
+            "parameters left": leaving.num_whole,
+            "left": leaving.num,
+        }.items():
+            facts.setdefault(fact, []).append(value)
+    return facts
+
+
+def main() -> None:
+    """Compare the cases named, and write what came of them."""
+    out, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for case in cases:
+        print(case, flush=True)  # a sign of life
+        found[case] = compare(case)
+    PipelineOffloadManager.reset_instance()
+    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
