@@ -1,10 +1,10 @@
 """Each product as something that is done to a model in training, so that tests can go through all.
 
-    product = PRODUCTS["groups"](backend)
-    model = wrap(product.inside(model))   # before others wrap it
-    product.outside(model)                # and after
-    with product.forward():               # a microbatch
-        loss = model(x)
+product = PRODUCTS["groups"](backend)
+model = wrap(product.inside(model))   # before others wrap it
+product.outside(model)                # and after
+with product.forward():               # a microbatch
+    loss = model(x)
 """
 
 from __future__ import annotations

@@ -1,0 +1,33 @@
+"""Stages of a pipeline that are replicated, sharded, or checkpointed by operator: same bits.
+
+On two ranks, replicas are of a pipeline of one rank, whose stages are all there; on four, of two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_pipelining import run_ranks
+
+WORKER = Path(__file__).with_name("parallel_stage_worker.py")
+CASES = {
+    2: ["ddp:1f1b", "fsdp2:1f1b", "blocks:1f1b", "blocks:interleaved1f1b"],
+    4: [
+        "ddp:1f1b",
+        *("fsdp2:gpipe", "fsdp2:interleaved1f1b", "fsdp2:interleavedzerobubble", "fsdp2:zbv"),
+    ],
+}
+"""By number of ranks. With DDP, other schedules fail in its reducer without offload, too."""
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("world", CASES)
+def test_every_stage_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(world, CASES[world], tmp_path, WORKER)):
+        assert list(found) == CASES[world]
+        for case, facts in found.items():
+            where = f"{case}, rank {rank} of {world}: {facts}"
+            assert facts["equal"] == [True, True], where
+            assert all(nbytes > 0 for nbytes in facts["offloaded"]), where
+            assert facts["live"] == [0, 0], where
