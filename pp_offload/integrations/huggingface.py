@@ -6,6 +6,7 @@
     trainer.train()
     trainer.activation_offload.statistics()
 
+What is logged with each loss has figures of offload, so TensorBoard, wandb and the like have them.
 The trainer computes its loss inside ``compute_loss_context_manager``, whatever a subclass makes of
 ``compute_loss``; there offload begins and ends. Backward comes after, so no hook meets what a
 reentrant checkpoint computes again. An evaluation computes its loss there as well, without grad,
@@ -28,6 +29,7 @@ from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._checkpoint.hidden_states import OffloadHiddenStates
 from pp_offload._common.checks import check_flag, near, said
+from pp_offload._transfer.statistics import OffloadStatistics
 from pp_offload.backends import CpuBackend, default_backend
 from pp_offload.config import OffloadConfig
 
@@ -47,6 +49,11 @@ MODES: dict[str, Mapping[str, Any] | bool] = {
     "legacy": {ONLY: True, "use_streams": False},
 }
 """Words that other trainers have for ``activation_offloading``, and what they mean here."""
+
+PREFIX = "offload/"
+LOGGED = ("bytes_offloaded", "bytes_reloaded", "host_bytes_peak", "on_demand_reloads", "stalled_ms")
+LOGGED_OF_DISK = ("disk_bytes_written", "disk_bytes_read", "disk_bytes_peak")
+"""Fields of :class:`OffloadStatistics` that are logged; those of a disk where there is one."""
 
 CONTEXT = "compute_loss_context_manager"
 """A class that has it is a trainer."""
@@ -118,6 +125,17 @@ class ActivationOffloadingMixin:
         self._offloading.check()
         return loss
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The trainer's; where the loss of training is logged, with figures of this process.
+
+        ``offload/bytes_offloaded`` and others, named as in
+        :class:`~pp_offload._transfer.statistics.OffloadStatistics`: what was moved since the loss
+        before, and the most there ever was. Evaluation and summaries are logged as they are.
+        """
+        if "loss" in logs:
+            logs.update(self._offloading.figures())
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
 
 class _Offloading:
     """The offload of one trainer.
@@ -127,6 +145,7 @@ class _Offloading:
         options: Of the context.
         model: What was trained last.
         offload: Its context.
+        logged: Its statistics when they were logged last, or when it was made.
         is_checked: Whether :meth:`check` has looked at a step.
     """
 
@@ -142,6 +161,7 @@ class _Offloading:
         self.options = dict(options)
         self.model: Module | None = None
         self.offload: OffloadActivations | None = None
+        self.logged: OffloadStatistics | None = None
         self.is_checked = False
 
     def prepare(self, trainer: Any) -> OffloadActivations | None:
@@ -159,8 +179,18 @@ class _Offloading:
             on_cpu = trainer.args.device.type == "cpu"
             backend = self.options.get("backend") or (CpuBackend() if on_cpu else default_backend())
             self.offload = _made(trainer.model, {**self.options, "backend": backend})
+            self.logged = self.offload.statistics()
             self.model = trainer.model
         return self.offload
+
+    def figures(self) -> dict[str, int | float]:
+        """For a logger: what was done since they were asked for last; none without offload."""
+        if self.offload is None or self.logged is None:
+            return {}
+        before, self.logged = self.logged, self.offload.statistics()
+        found = self.logged.since(before).as_dict()
+        names = LOGGED + (LOGGED_OF_DISK if self.logged.disk_bytes_peak else ())
+        return {PREFIX + name: found[name] for name in names if name in found}
 
     def check(self) -> None:
         """Warn, once, of a step in which nothing was offloaded."""
