@@ -44,6 +44,9 @@ class OffloadModulesHandle:
         hooks: What was registered.
         modules: Names of the modules of each group.
         running: Groups that are to come in every step.
+
+    Attributes:
+        manager: Whose groups they are.
     """
 
     def __init__(
@@ -55,7 +58,8 @@ class OffloadModulesHandle:
         self._hooks = hooks
         self.modules = modules
         self._running = running
-        self._idle_groups = PipelineOffloadManager.get_instance().idle_groups
+        self.manager = PipelineOffloadManager.get_instance()
+        self._idle_groups = self.manager.idle_groups
         self._idle_groups.expect(running)
 
     def remove(self) -> None:

@@ -63,7 +63,8 @@ class Manager:
         wiring: What its chunks share.
         forward: The forward of the thread that asks.
         idle_groups: Which names are to have groups.
-        num_attached: Schedules that begin its chunks. With none, a group without a chunk raises.
+        num_attached: Schedules, and loops, that begin its chunks. With none, a group without a
+            chunk raises.
     """
 
     def __init__(

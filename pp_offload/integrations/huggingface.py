@@ -29,9 +29,9 @@ from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._checkpoint.hidden_states import OffloadHiddenStates
 from pp_offload._common.checks import check_flag, near, said
-from pp_offload._transfer.statistics import OffloadStatistics
 from pp_offload.backends import CpuBackend, default_backend
 from pp_offload.config import OffloadConfig
+from pp_offload.integrations.figures import Figures
 
 ONLY = "hidden_states"
 """The option by which only the hidden states that checkpointed layers are given leave."""
@@ -49,11 +49,6 @@ MODES: dict[str, Mapping[str, Any] | bool] = {
     "legacy": {ONLY: True, "use_streams": False},
 }
 """Words that other trainers have for ``activation_offloading``, and what they mean here."""
-
-PREFIX = "offload/"
-LOGGED = ("bytes_offloaded", "bytes_reloaded", "host_bytes_peak", "on_demand_reloads", "stalled_ms")
-LOGGED_OF_DISK = ("disk_bytes_written", "disk_bytes_read", "disk_bytes_peak")
-"""Fields of :class:`OffloadStatistics` that are logged; those of a disk where there is one."""
 
 CONTEXT = "compute_loss_context_manager"
 """A class that has it is a trainer."""
@@ -128,12 +123,11 @@ class ActivationOffloadingMixin:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """The trainer's; where the loss of training is logged, with figures of this process.
 
-        ``offload/bytes_offloaded`` and others, named as in
-        :class:`~pp_offload._transfer.statistics.OffloadStatistics`: what was moved since the loss
-        before, and the most there ever was. Evaluation and summaries are logged as they are.
+        ``offload/bytes_offloaded`` and others: what was moved since the loss before; see
+        :mod:`pp_offload.integrations.figures`. Evaluation and summaries are logged as they are.
         """
-        if "loss" in logs:
-            logs.update(self._offloading.figures())
+        if "loss" in logs and self._offloading.figures is not None:
+            logs.update(self._offloading.figures.since_last())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -145,7 +139,7 @@ class _Offloading:
         options: Of the context.
         model: What was trained last.
         offload: Its context.
-        logged: Its statistics when they were logged last, or when it was made.
+        figures: Of that, for logs.
         is_checked: Whether :meth:`check` has looked at a step.
     """
 
@@ -161,7 +155,7 @@ class _Offloading:
         self.options = dict(options)
         self.model: Module | None = None
         self.offload: OffloadActivations | None = None
-        self.logged: OffloadStatistics | None = None
+        self.figures: Figures | None = None
         self.is_checked = False
 
     def prepare(self, trainer: Any) -> OffloadActivations | None:
@@ -179,18 +173,9 @@ class _Offloading:
             on_cpu = trainer.args.device.type == "cpu"
             backend = self.options.get("backend") or (CpuBackend() if on_cpu else default_backend())
             self.offload = _made(trainer.model, {**self.options, "backend": backend})
-            self.logged = self.offload.statistics()
+            self.figures = Figures(self.offload.statistics)
             self.model = trainer.model
         return self.offload
-
-    def figures(self) -> dict[str, int | float]:
-        """For a logger: what was done since they were asked for last; none without offload."""
-        if self.offload is None or self.logged is None:
-            return {}
-        before, self.logged = self.logged, self.offload.statistics()
-        found = self.logged.since(before).as_dict()
-        names = LOGGED + (LOGGED_OF_DISK if self.logged.disk_bytes_peak else ())
-        return {PREFIX + name: found[name] for name in names if name in found}
 
     def check(self) -> None:
         """Warn, once, of a step in which nothing was offloaded."""

@@ -1,0 +1,100 @@
+"""Offload in a loop with an ``Accelerator`` of Hugging Face.
+
+    offload = ActivationOffload(accelerator, model)  # after prepare
+    for batch in data:
+        with accelerator.accumulate(model):
+            with offload:
+                loss = model(batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    offload.close()
+
+The accelerator knows which microbatch is the last of a step, which groups learn from; under
+``no_grad`` nothing is offloaded. Nothing of accelerate is imported here.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from pp_offload._common.checks import said
+from pp_offload._transfer.statistics import OffloadStatistics
+from pp_offload.config import OffloadConfig
+from pp_offload.integrations.figures import Figures
+from pp_offload.integrations.forwards import offload_of
+from pp_offload.modules import Patterns
+
+
+class ActivationOffload:
+    """A context for each training forward of a model, which offloads what is saved for backward.
+
+    Args:
+        accelerator: An ``accelerate.Accelerator``.
+        model: As its ``prepare`` returned it, so that what it was wrapped in or sharded by is
+            there.
+        groups: Group name to patterns of module names, as of
+            :func:`pp_offload.offload_modules`; None for all activations but the output head's.
+        config: Options of the engine; those of the current manager, or the defaults, when None.
+        options: Without groups, those of
+            :func:`pp_offload.get_lora_act_offloading_ctx_manager`, such as ``head``.
+
+    Raises:
+        ValueError: A pattern matches nothing, or an option is unknown, cannot be right, or goes
+            with no groups.
+        TypeError: ``accelerator`` or ``model`` is none, ``groups`` is no mapping, or ``config`` no
+            :class:`OffloadConfig`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        model: Module,
+        groups: Patterns | None = None,
+        config: OffloadConfig | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(getattr(accelerator, "sync_gradients", None), bool):
+            raise TypeError(
+                f"accelerator is {said(accelerator)}, expected an accelerate.Accelerator, which "
+                "says when gradients are synced; pip install 'pp_offload[hf]' if it is not there"
+            )
+        self._accelerator = accelerator
+        self._offload = offload_of(model, groups, config, options)
+        self._figures = Figures(self._offload.statistics)
+        self._entered: list[ExitStack] = []
+        self._step = 0
+        self._was_last = True
+
+    def __enter__(self) -> ActivationOffload:
+        """Begin the forward of a microbatch."""
+        stack = ExitStack()
+        if torch.is_grad_enabled():
+            self._step += self._was_last
+            self._was_last = self._accelerator.sync_gradients
+            stack.enter_context(self._offload.forward(self._step))
+        self._entered.append(stack)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """The forward is over."""
+        self._entered.pop().__exit__(*error)
+
+    def statistics(self) -> OffloadStatistics:
+        """What was moved and what is in use."""
+        return self._offload.statistics()
+
+    def figures(self) -> dict[str, int | float]:
+        """What was moved since they were asked for last, for ``accelerator.log``.
+
+        See :mod:`pp_offload.integrations.figures`.
+        """
+        return self._figures.since_last()
+
+    def close(self) -> None:
+        """Take groups off the model. Twice is fine."""
+        self._offload.close()

@@ -1,0 +1,167 @@
+"""Offload of the training forwards of one model, in a loop that belongs to another library.
+
+    offload = offload_of(model, groups, config, options)
+    with offload.forward(step):       # each microbatch; what it raises ends the step
+        loss = model(batch)
+    loss.backward()
+    ...
+    offload.close()
+
+Either all activations leave, or groups by name. A loop only has to say which microbatches are of
+the same step of the optimizer, for that is what groups learn from. What runs outside, such as an
+evaluation, is left alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+from torch.nn import Module
+
+from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
+from pp_offload._common.checks import check_kind, near
+from pp_offload._transfer.statistics import OffloadStatistics
+from pp_offload.backends import Backend, CpuBackend, default_backend
+from pp_offload.config import OffloadConfig, check_config
+from pp_offload.modules import Patterns, offload_modules
+
+OPTIONS = tuple(
+    name
+    for name in inspect.signature(get_lora_act_offloading_ctx_manager).parameters
+    if name not in ("model", "config")
+)
+"""Of all activations, besides the model and a config."""
+
+
+class ForwardOffload(Protocol):
+    """What is offloaded of one model's forwards."""
+
+    def forward(self, step: int) -> AbstractContextManager[object]:
+        """To be entered around the forward of a microbatch.
+
+        Args:
+            step: Another number than that of the microbatch before begins a step.
+        """
+
+    def statistics(self) -> OffloadStatistics:
+        """What was moved and what is in use."""
+
+    def close(self) -> None:
+        """Take it off the model. Twice is fine."""
+
+
+def offload_of(
+    model: Module,
+    groups: Patterns | None,
+    config: OffloadConfig | None,
+    options: Mapping[str, Any],
+) -> ForwardOffload:
+    """The offload that a user has asked for.
+
+    Args:
+        model: As it is trained: wrapped, sharded, on its device.
+        groups: As of :func:`pp_offload.offload_modules`; None for all activations.
+        config: Options of the engine; those of the current manager, or the defaults, when None.
+        options: Of :func:`pp_offload.get_lora_act_offloading_ctx_manager`, without groups.
+    """
+    check_kind("model", model, Module, "an nn.Module")
+    check_choice(groups, config, options)
+    if groups is not None:
+        return GroupForwards(model, groups, config)
+    return ActivationForwards(model, config, options)
+
+
+def check_choice(
+    groups: Patterns | None, config: OffloadConfig | None, options: Mapping[str, Any]
+) -> None:
+    """Check what can be checked before there is a model.
+
+    Raises:
+        ValueError: An option is unknown, or is for all activations where there are groups.
+        TypeError: ``config`` is no :class:`OffloadConfig`.
+    """
+    if config is not None:
+        check_config(config)
+    if unknown := [f"{one!r}{near(one, OPTIONS)}" for one in options if one not in OPTIONS]:
+        raise ValueError(
+            f"unknown options {', '.join(unknown)}; expected some of {', '.join(OPTIONS)}"
+        )
+    if groups is not None and options:
+        raise ValueError(
+            f"groups are given, and {', '.join(options)} too, which only all activations have; "
+            "expected one or the other; say how groups are offloaded with config="
+        )
+
+
+class ActivationForwards:
+    """All activations, but for those of the output head."""
+
+    def __init__(
+        self, model: Module, config: OffloadConfig | None, options: Mapping[str, Any]
+    ) -> None:
+        backend = options.get("backend") or _backend_of(model)
+        self._context = get_lora_act_offloading_ctx_manager(
+            model, config=config, **{**options, "backend": backend}
+        )
+
+    def forward(self, step: int) -> AbstractContextManager[object]:
+        return self._context
+
+    def statistics(self) -> OffloadStatistics:
+        return self._context.statistics()
+
+    def close(self) -> None:
+        """A context is in place only while it is entered."""
+
+
+class GroupForwards:
+    """Groups by name, of the manager of the process; outside its forwards they do nothing."""
+
+    def __init__(self, model: Module, groups: Patterns, config: OffloadConfig | None) -> None:
+        self._handle = offload_modules(model, groups)
+        self._manager = self._handle.manager
+        self._step: int | None = None
+        try:
+            if config is not None:
+                self._manager.configure(config)
+        except BaseException:
+            self._handle.remove()
+            raise
+        self._manager.num_attached += 1
+        self._is_open = True
+
+    @contextmanager
+    def forward(self, step: int) -> Iterator[None]:
+        manager = self._manager
+        try:
+            if step != self._step:
+                manager.reset()
+                self._step = step
+            manager.begin_chunk(None, None, manager.config.min_offloaded_tensor_size)
+            yield
+        except BaseException:
+            self._step = None  # or a step that is tried again would be part of this one
+            manager.abort()
+            raise
+        finally:
+            manager.end_chunk()
+
+    def statistics(self) -> OffloadStatistics:
+        return self._manager.statistics()
+
+    def close(self) -> None:
+        self._handle.remove()
+        if self._is_open:
+            self._is_open = False
+            self._manager.num_attached -= 1
+            self._manager.abort()
+            self._manager.release_idle_memory()
+
+
+def _backend_of(model: Module) -> Backend:
+    """Of the device of its parameters: beside an accelerator, a model may train on the CPU."""
+    devices = {parameter.device.type for parameter in model.parameters()}
+    return CpuBackend() if devices == {"cpu"} else default_backend()

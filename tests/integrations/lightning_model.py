@@ -1,0 +1,113 @@
+"""A small module of Lightning, and its trainer without anything around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning import pytorch as pl
+from torch import Tensor, nn
+
+WIDTH, BATCHES = 12, 8
+
+
+class Block(nn.Module):
+    """Residual, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.mlp(x))
+
+
+class Model(pl.LightningModule):
+    """Trains by itself; notes its losses and gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, target = batch
+        return nn.functional.cross_entropy(self(x), target)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.seen.append(loss.detach().clone())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen += [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class ByHand(Model):
+    """Two forwards with their backwards in a step, and no other loop to run them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for part in zip(*(tensor.chunk(2) for tensor in batch), strict=True):
+            optimizer.zero_grad()
+            loss = self.loss(part)
+            self.manual_backward(loss)
+            optimizer.step()
+            self.seen.append(loss.detach().clone())
+
+
+class WithClosures(Model):
+    """Its optimizer runs several forwards a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def batches(num: int = BATCHES) -> Any:
+    """The same each time."""
+    drawn = torch.Generator().manual_seed(5)
+    x = torch.randn(num * 4, WIDTH, generator=drawn)
+    target = torch.randint(4, (num * 4,), generator=drawn)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, target), batch_size=4)
+
+
+def make_trainer(*callbacks: Any, kind: Any = pl.Trainer, **options: Any) -> Any:
+    """Quiet, on the CPU; two epochs with a sanity check and validations in the middle of each."""
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    defaults = {"max_epochs": 2, "val_check_interval": 4, "log_every_n_steps": 1}
+    return kind(callbacks=list(callbacks), **{**quiet, **defaults, **options})
+
+
+def fit(model: Model, trainer: Any) -> list[Tensor]:
+    """Losses, gradients of each step, and parameters after."""
+    torch.manual_seed(17)
+    trainer.fit(model, batches(), batches(2))
+    return [*model.seen, *(p.detach().clone() for p in model.parameters())]

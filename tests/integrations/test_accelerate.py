@@ -1,0 +1,160 @@
+"""Offload in a loop with an ``Accelerator``: same bits, and steps as it counts them."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toy import assert_no_hooks, same_bits
+
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload.backends import CpuBackend
+from pp_offload.integrations.accelerate import ActivationOffload
+from pp_offload.testing import SimulatedBackend
+
+pytest.importorskip("accelerate")
+
+from accelerate_loop import Model, make_accelerator, nothing, train
+
+GROUPS = {"mlp": "layers.*.mlp"}
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+MAKE: dict[str, Any] = {
+    "activations": partial(ActivationOffload, min_offload_size=1, max_fwd_stash_size=2),
+    "groups": partial(ActivationOffload, groups=GROUPS, config=CONFIG),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 4},
+    "bf16": {"mixed_precision": "bf16"},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with use_backend(CpuBackend()):
+        yield
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_same_bits_with_the_options_of_an_accelerator(name: str, options: dict[str, Any]) -> None:
+    got, offload = train(MAKE[name], **options)
+    assert same_bits(got, train(nothing, **options)[0])
+    gc.collect()
+    statistics = offload.statistics()
+    assert statistics.bytes_offloaded > 0 and statistics.live_tensors == 0
+    offload.close()
+    offload.close()
+    assert_no_hooks()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_copies_may_be_late(name: str) -> None:
+    with use_backend(SimulatedBackend("late")) as manager:
+        more = {"backend": manager.backend} if name == "activations" else {}
+        got, offload = train(partial(MAKE[name], **more), gradient_accumulation_steps=2)
+        assert offload.statistics().bytes_offloaded > 0
+        offload.close()
+    assert same_bits(got, train(nothing, gradient_accumulation_steps=2)[0])
+
+
+def test_groups_learn_from_steps_of_the_accelerator() -> None:
+    """Nine microbatches in fours: two steps, and one of what is left at the end of the data."""
+    lengths = []
+
+    class Asks(ActivationOffload):
+        def __enter__(self) -> Any:
+            entered = super().__enter__()
+            if torch.is_grad_enabled():
+                step = PipelineOffloadManager.get_instance().step
+                lengths.append(step.num_chunks)
+            return entered
+
+    train(partial(Asks, groups=GROUPS, config=CONFIG), gradient_accumulation_steps=4)[1].close()
+    of_an_epoch = [lengths[0] + number for number in (0, 1, 2, 3, 0, 1, 2, 3, 0)]
+    assert lengths == of_an_epoch * 2
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_figures_are_of_what_was_done_since(name: str) -> None:
+    accelerator, model = make_accelerator(), Model()
+    model = accelerator.prepare(model)
+    offload = MAKE[name](accelerator, model)
+    moved = []
+    for _ in range(3):
+        with offload:
+            loss = model(torch.randn(4, 12)).sum()
+        accelerator.backward(loss)
+        del loss
+        moved.append(offload.figures()["offload/bytes_offloaded"])
+    assert sum(moved) == offload.statistics().bytes_offloaded and min(moved) > 0
+    assert offload.figures()["offload/bytes_offloaded"] == 0
+    offload.close()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_an_error_leaves_nothing(name: str) -> None:
+    accelerator, model = make_accelerator(), Model()
+    offload = MAKE[name](accelerator, model)
+
+    def gradients(context: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        with context:
+            loss = model(torch.randn(4, 12)).sum()
+        accelerator.backward(loss)
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="in the loss"), offload:
+            model(torch.randn(4, 12))
+            raise ValueError("in the loss")
+        assert_no_hooks()
+        gc.collect()
+        assert offload.statistics().live_tensors == 0
+        assert same_bits(gradients(offload), gradients(nothing(accelerator, model)))
+    offload.close()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_forward_outside_is_left_alone(name: str) -> None:
+    """One with gradients, too, as of a probe in an evaluation."""
+    accelerator, model = make_accelerator(), Model()
+    offload = MAKE[name](accelerator, model)
+    model(torch.randn(4, 12)).sum().backward()
+    assert offload.statistics().bytes_offloaded == 0
+    offload.close()
+    offload.close()
+    assert PipelineOffloadManager.get_instance().num_attached == 0
+
+
+def test_bad_input_is_refused() -> None:
+    accelerator, model = make_accelerator(), Model()
+    for wrong in (None, model, "cpu"):
+        with pytest.raises(TypeError, match=r"expected an accelerate.Accelerator.*\[hf\]"):
+            ActivationOffload(wrong, model)
+    with pytest.raises(TypeError, match="model is"):
+        ActivationOffload(accelerator, [model])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pattern 'blocks.*' matches no module"):
+        ActivationOffload(accelerator, model, {"mlp": "blocks.*"})
+    with pytest.raises(ValueError, match=r"'heads' \(did you mean head\?\)"):
+        ActivationOffload(accelerator, model, heads="head")
+    with pytest.raises(ValueError, match="groups are given, and head too"):
+        ActivationOffload(accelerator, model, GROUPS, head="head")
+    assert not any(one._forward_pre_hooks for one in nn.ModuleList(model.layers).modules())
+
+
+def test_nothing_of_accelerate_is_imported() -> None:
+    code = (
+        "import sys, pp_offload.integrations.accelerate; "
+        "found = 'accelerate' in sys.modules; assert not found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

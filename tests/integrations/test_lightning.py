@@ -1,0 +1,277 @@
+"""Offload in the trainer of Lightning: on where it trains, and only there; nothing is left."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy import assert_no_hooks, same_bits
+
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload.backends import CpuBackend
+from pp_offload.testing import SimulatedBackend
+
+pytest.importorskip("lightning")
+
+from lightning.pytorch.loggers import CSVLogger
+from lightning_model import ByHand, Model, WithClosures, fit, make_trainer
+
+from pp_offload.integrations.lightning import ActivationOffload
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: few workers, small data
+
+GROUPS = {"mlp": "layers.*.mlp"}
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+CALLBACKS: dict[str, Callable[[], ActivationOffload]] = {
+    "activations": partial(ActivationOffload, min_offload_size=1, max_fwd_stash_size=2),
+    "groups": partial(ActivationOffload, GROUPS, CONFIG),
+    "on disk": partial(ActivationOffload, None, OffloadConfig(tiers=("disk",)), min_offload_size=1),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"accumulate_grad_batches": 3},
+    "clipped": {"gradient_clip_val": 0.1},
+    "bf16": {"precision": "bf16-mixed"},
+    "no validation": {"limit_val_batches": 0},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with use_backend(CpuBackend()):
+        yield
+
+
+def assert_nothing_left(model: Model, callback: ActivationOffload) -> None:
+    gc.collect()
+    statistics = callback.statistics()
+    assert statistics is not None and statistics.live_tensors == 0
+    assert PipelineOffloadManager.get_instance().statistics().live_tensors == 0
+    assert "training_step" not in vars(model)
+    assert not any(module._forward_pre_hooks for module in model.layers.modules())
+    assert_no_hooks()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_same_bits_with_the_options_of_a_trainer(name: str, options: dict[str, Any]) -> None:
+    callback, model = CALLBACKS[name](), Model()
+    got = fit(model, make_trainer(callback, **options))
+    assert same_bits(got, fit(Model(), make_trainer(**options)))
+    assert callback.statistics().bytes_offloaded > 0
+    assert_nothing_left(model, callback)
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("kind", [ByHand, WithClosures])
+def test_same_bits_with_other_loops(name: str, kind: type[Model]) -> None:
+    """Of the module's own, or with several forwards in a step of the optimizer."""
+    callback, model = CALLBACKS[name](), kind()
+    got = fit(model, make_trainer(callback))
+    assert same_bits(got, fit(kind(), make_trainer()))
+    assert callback.statistics().bytes_offloaded > 0
+    assert_nothing_left(model, callback)
+
+
+@pytest.mark.parametrize("name", ["activations", "groups"])
+def test_copies_may_be_late(name: str) -> None:
+    with use_backend(SimulatedBackend("late")) as manager:
+        more = {"backend": manager.backend} if name == "activations" else {}
+        callback, model = CALLBACKS[name](**more), Model()
+        got = fit(model, make_trainer(callback, accumulate_grad_batches=2))
+        assert callback.statistics().bytes_offloaded > 0
+    assert same_bits(got, fit(Model(), make_trainer(accumulate_grad_batches=2)))
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_validation_and_tests_are_left_alone(name: str) -> None:
+    class Looks(Model):
+        def loss(self, batch: Any) -> Any:
+            before = callback.statistics()
+            loss = super().loss(batch)
+            if not self.training and before is not None:
+                assert callback.statistics().since(before).bytes_offloaded == 0
+            return loss
+
+    callback, model = CALLBACKS[name](), Looks()
+    trainer = make_trainer(callback, num_sanity_val_steps=2)
+    assert callback.statistics() is None
+    fit(model, trainer)
+    moved = callback.statistics().bytes_offloaded
+    from lightning_model import batches
+
+    trainer.validate(model, batches(2), verbose=False)
+    trainer.test(model, batches(2), verbose=False)
+    assert callback.statistics().bytes_offloaded == moved > 0
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_leaves_nothing(name: str, error: type[BaseException], place: str) -> None:
+    """And the same module and callback then train as if there were no offload."""
+
+    class Fails(Model):
+        calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.calls += 1
+            if self.calls == 2 and place == "forward":
+                raise error("in the loss")
+            if self.calls == 2:
+                loss.register_hook(self.fail)
+            return loss
+
+        def fail(self, gradient: Any) -> None:
+            raise error("in the loss")
+
+    def run(*callbacks: ActivationOffload) -> tuple[Model, Any]:
+        model = Fails()
+        with pytest.raises((ValueError, SystemExit)):  # what an interrupt becomes
+            fit(model, make_trainer(*callbacks))
+        if callbacks:
+            assert_nothing_left(model, callbacks[0])
+        model.zero_grad()
+        return model, fit(model, make_trainer(*callbacks))
+
+    callback = CALLBACKS[name]()
+    model, got = run(callback)
+    assert same_bits(got, run()[1])
+    assert_nothing_left(model, callback)
+
+
+def test_a_step_of_the_module_itself_is_put_back() -> None:
+    model = Model()
+    own = model.training_step
+    model.training_step = own  # type: ignore[method-assign]
+    fit(model, make_trainer(CALLBACKS["groups"]()))
+    assert vars(model)["training_step"] is own
+
+
+def logged(logger: CSVLogger) -> list[dict[str, str]]:
+    with open(Path(logger.log_dir, "metrics.csv")) as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_each_step_of_the_optimizer_logs_what_it_moved(name: str, tmp_path: Path) -> None:
+    callback = CALLBACKS[name]()
+    logger = CSVLogger(str(tmp_path))
+    trainer = make_trainer(callback, accumulate_grad_batches=2, logger=logger)
+    fit(Model(), trainer)
+    rows = [row for row in logged(logger) if row.get("offload/bytes_offloaded")]
+    assert len(rows) == trainer.global_step == 8
+    moved = [float(row["offload/bytes_offloaded"]) for row in rows]
+    assert sum(moved) == callback.statistics().bytes_offloaded and min(moved) > 0
+    assert all(row["loss"] for row in rows), "in the same rows"
+    assert ("offload/disk_bytes_written" in rows[0]) == (name == "on disk")
+
+
+def test_figures_are_not_logged_if_not_wanted(tmp_path: Path) -> None:
+    logger = CSVLogger(str(tmp_path))
+    fit(Model(), make_trainer(ActivationOffload(GROUPS, CONFIG, log=False), logger=logger))
+    assert logged(logger) and not any("offload" in key for row in logged(logger) for key in row)
+
+
+def test_groups_learn_from_steps_of_the_optimizer() -> None:
+    """Three microbatches a step: the plan is of those, and the last groups stay."""
+    seen = []
+
+    class Asks(ActivationOffload):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            seen.append(len(PipelineOffloadManager.get_instance().wiring.plan.names))
+
+    fit(Model(), make_trainer(Asks(GROUPS, CONFIG), accumulate_grad_batches=3, max_epochs=1))
+    assert seen[:4] == [0, 0, 0, 3]
+
+
+def test_the_trainer_of_the_older_package_takes_it() -> None:
+    """Its callbacks are of other classes, with the same hooks."""
+    older = pytest.importorskip("pytorch_lightning")
+
+    class Old(older.LightningModule):
+        __init__, forward, loss = Model.__init__, Model.forward, Model.loss
+        training_step = Model.training_step
+        configure_optimizers = Model.configure_optimizers
+
+    def train(*callbacks: Any) -> Any:
+        from lightning_model import batches
+
+        model = object.__new__(Old)
+        older.LightningModule.__init__(model)
+        torch.manual_seed(3)
+        model.layers = torch.nn.ModuleList(Model().layers)
+        model.head, model.seen = torch.nn.Linear(12, 4), []
+        torch.manual_seed(17)
+        trainer = make_trainer(*callbacks, kind=older.Trainer, val_check_interval=None)
+        trainer.fit(model, batches())
+        return [*model.seen, *(p.detach().clone() for p in model.parameters())]
+
+    callback = CALLBACKS["groups"]()
+    assert same_bits(train(callback), train())
+    assert callback.statistics().bytes_offloaded > 0
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: ActivationOffload({}), ValueError, "groups is empty"),
+        (lambda: ActivationOffload("mlp"), TypeError, "groups is 'mlp'"),
+        (
+            lambda: ActivationOffload(min_offload_bytes=3),
+            ValueError,
+            r"'min_offload_bytes' \(did you mean min_offload_size\?\)",
+        ),
+        (
+            lambda: ActivationOffload(GROUPS, min_offload_size=3),
+            ValueError,
+            "groups are given, and min_offload_size too",
+        ),
+        (lambda: ActivationOffload(config={"tiers": 1}), TypeError, "config"),
+        (lambda: ActivationOffload(log="yes"), ValueError, "log is 'yes'"),
+    ],
+)
+def test_bad_input_is_refused_at_once(build: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_a_pattern_without_a_module_is_refused_when_training_starts() -> None:
+    model = Model()
+    with pytest.raises(ValueError, match="pattern 'blocks.*' matches no module"):
+        fit(model, make_trainer(ActivationOffload({"mlp": "blocks.*"})))
+    assert "training_step" not in vars(model)
+    assert_no_hooks()
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "pp_offload.integrations.lightning"
+    module = sys.modules.pop(name)
+    for missing in ("lightning.pytorch", "lightning", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    try:
+        with pytest.raises(ImportError, match=r"pip install 'pp_offload\[lightning\]'"):
+            importlib.import_module(name)
+    finally:
+        sys.modules[name] = module
+
+
+def test_nothing_of_lightning_is_imported() -> None:
+    code = (
+        "import sys, pp_offload; "
+        "found = {'lightning', 'pytorch_lightning'} & set(sys.modules); assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
