@@ -1,0 +1,95 @@
+"""One rank of loops of other libraries that replicate a model; for ``test_trainers_on_ranks``.
+
+A case is ``library:product``, such as ``lightning:groups``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import accelerate_loop
+import lightning_model
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pp_offload import OffloadConfig, use_backend
+from pp_offload.backends import CpuBackend
+from pp_offload.integrations import accelerate, lightning
+
+GROUPS = {"mlp": "layers.*.mlp"}
+LAUNCHED = {**os.environ, "LOCAL_RANK": os.environ["RANK"]}
+"""Lightning takes some of it away at the end of a training."""
+
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "activations": {"min_offload_size": 1, "max_fwd_stash_size": 2},
+    "groups": {"groups": GROUPS, "config": CONFIG},
+}
+
+
+class Replicated(lightning_model.Model):
+    """Looks whether it is."""
+
+    def on_train_start(self) -> None:
+        assert isinstance(self.trainer.strategy.model, DistributedDataParallel)
+
+
+def of_lightning(options: dict[str, Any] | None) -> tuple[list[Tensor], int]:
+    """Its own strategy starts the process group; each rank has a part of the data."""
+    os.environ.update(LAUNCHED)
+    callbacks = [] if options is None else [lightning.ActivationOffload(**options)]
+    trainer = lightning_model.make_trainer(
+        *callbacks, strategy="ddp", devices=2, accumulate_grad_batches=2
+    )
+    seen = lightning_model.fit(Replicated(), trainer)
+    return seen, callbacks[0].statistics().bytes_offloaded if callbacks else 0
+
+
+def of_accelerate(options: dict[str, Any] | None) -> tuple[list[Tensor], int]:
+    """In its DDP, with microbatches that are not synced."""
+    made: list[Any] = []
+
+    def make(accelerator: Any, model: Any) -> Any:
+        assert isinstance(model, DistributedDataParallel)
+        if options is None:
+            return accelerate_loop.nothing(accelerator, model)
+        made.append(accelerate.ActivationOffload(accelerator, model, **options))
+        return made[0]
+
+    seen, _ = accelerate_loop.train(make, num=16, gradient_accumulation_steps=2)
+    for one in made:
+        one.close()
+    return seen, made[0].statistics().bytes_offloaded if made else 0
+
+
+LIBRARIES = {"accelerate": of_accelerate, "lightning": of_lightning}
+
+
+def compare(case: str) -> dict[str, Any]:
+    """One case, without and with offload."""
+    library, _, product = case.partition(":")
+    expected, _ = LIBRARIES[library](None)
+    with use_backend(CpuBackend()):
+        got, moved = LIBRARIES[library](PRODUCTS[product])
+    same = len(got) == len(expected) > 0 and all(map(torch.equal, got, expected))
+    return {"equal": same, "offloaded": moved, "loss": float(got[0])}
+
+
+def main() -> None:
+    """Compare the cases named, and write what came of them."""
+    out, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    found = {}
+    for case in cases:
+        print(case, flush=True)  # a sign of life
+        found[case] = compare(case)
+    Path(out, f"{LAUNCHED['RANK']}.pkl").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
