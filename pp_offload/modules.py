@@ -12,7 +12,6 @@ or call ``init_chunk_handler``.
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind, said
+from pp_offload._common.module_names import listed, matching
 from pp_offload._groups.hook_scopes import leave_all, mark
 from pp_offload._megatron.interface import FineGrainedActivationOffloadingInterface
 from pp_offload._megatron.manager import PipelineOffloadManager
@@ -32,9 +32,6 @@ Patterns = Mapping[str, str | Collection[str]]
 """Group name to pattern or patterns of module names; ``*`` stands for one part between dots. Names
 are as in a state dict, or as in ``named_modules()``.
 """
-
-WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "module"})
-"""Under these names wrappers of PyTorch keep what they wrap."""
 
 
 class OffloadModulesHandle:
@@ -103,7 +100,7 @@ def offload_modules(
     missing = [
         pattern
         for patterns in groups.values()
-        for pattern in _listed(patterns)
+        for pattern in listed(patterns)
         if not matching(model, pattern)
     ]
     if missing and not missing_ok:
@@ -153,7 +150,7 @@ def _check_patterns_of(group: str, patterns: object) -> None:
             f"the pattern of group '{group}' is {said(patterns)}, expected {expected}; leave the "
             "group out if it shall have no modules"
         )
-    wanted = _listed(patterns)
+    wanted = listed(patterns)
     for pattern in wanted:
         check_kind(f"a pattern of group '{group}'", pattern, str, expected)
     if not wanted or not all(wanted):
@@ -272,36 +269,6 @@ def _group_of(module: Module) -> str | None:
         if isinstance(owner, _GroupAround):
             return owner.name
     return None
-
-
-def matching(model: Module, patterns: str | Collection[str]) -> list[str]:
-    """Names of the modules that one of the patterns is for."""
-    wanted = _listed(patterns)
-    return [
-        name
-        for name, _ in model.named_modules()
-        if name and any(_fits(name, pattern) for pattern in wanted)
-    ]
-
-
-def _listed(patterns: str | Collection[str]) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
-
-
-def _fits(name: str, pattern: str) -> bool:
-    """Whether a pattern is for a name, or for the same without what checkpoints, compilers and
-    parallel wrappers put into it. Of a wrapper and what it wraps, the wrapper has that one.
-    """
-    parts, wanted = name.split("."), pattern.split(".")
-    if _fit(parts, wanted):
-        return True
-    return parts[-1] not in WRAPPERS and _fit([one for one in parts if one not in WRAPPERS], wanted)
-
-
-def _fit(parts: Sequence[str], wanted: Sequence[str]) -> bool:
-    return len(parts) == len(wanted) and all(
-        fnmatch.fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True)
-    )
 
 
 def _no_match(model: Module, missing: Sequence[str]) -> str:

@@ -19,9 +19,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 
 from pp_offload._common.checks import check_kind, said
+from pp_offload._common.module_names import matching
 from pp_offload._megatron.current import use_backend
 from pp_offload.checkpointing import recompute_layers
-from pp_offload.modules import Patterns, matching
+from pp_offload.modules import Patterns
 from pp_offload.pipelining import attach
 from pp_offload.simulate.costs import tensors_in
 from pp_offload.simulate.device import VirtualBackend

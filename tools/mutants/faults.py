@@ -1658,11 +1658,11 @@ MUTANTS = [
     ),
     Mutant(
         "patterns see wrappers",
-        "pp_offload/modules.py",
-        "        return True\n    return parts[-1] not in WRAPPERS",
-        "        return True\n    return False and parts[-1] not in WRAPPERS",
+        "pp_offload/_common/module_names.py",
+        "    return first in WRAPPERS and bool(rest)",
+        "    return False and bool(rest)",
         "a pattern as in the state dict matches nothing in layers with checkpoints",
-        ("tests/checkpoint/test_recomputed_layers.py::test_dropout_and_a_module_group",),
+        ("tests/test_wrapped_names.py::test_a_wrapped_layer_is_seen_through",),
     ),
     Mutant(
         "who shares keeps the first reload",
