@@ -53,6 +53,16 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **options)
 
 
+def with_compiled_parts(model: nn.Module) -> nn.Module:
+    """A group around each of these is around the compiled code. Nothing is compiled while a
+    simulated device looks at each operation, so this backend computes with the same kernels.
+    """
+    torch.compiler.reset()
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.mlp = torch.compile(layer.mlp, backend="aot_eager")
+    return model
+
+
 WRAPPERS = {
     "ddp": Wrapper(replicated),
     "ddp, accumulated": Wrapper(replicated, syncs_each=False),
@@ -60,9 +70,11 @@ WRAPPERS = {
         lambda model: replicated(model, static_graph=True, gradient_as_bucket_view=True)
     ),
     "ddp, unused": Wrapper(lambda model: replicated(model, find_unused_parameters=True)),
+    "ddp, compiled": Wrapper(lambda model: replicated(with_compiled_parts(model))),
     "fsdp2": Wrapper(sharded, num_in_flight=2),
     "fsdp2, accumulated": Wrapper(sharded, syncs_each=False, num_in_flight=2),
     "fsdp2, bf16": Wrapper(lambda model: sharded(model, mp_policy=BF16)),
+    "fsdp2, compiled": Wrapper(lambda model: sharded(with_compiled_parts(model))),
     "fsdp2, kept": Wrapper(lambda model: sharded(model, reshard_after_forward=False)),
 }
 

@@ -25,6 +25,13 @@ WRAPPERS = (
     *("ddp", "ddp, accumulated", "ddp, static graph", "ddp, unused"),
     *("fsdp2", "fsdp2, accumulated", "fsdp2, bf16", "fsdp2, kept"),
 )
+COMPILED = [
+    f"{wrapper}, compiled:{product}"
+    for wrapper in ("ddp", "fsdp2")
+    for product in ("groups", "context", "full, offload")
+]
+"""Parts of each layer are compiled, and what is offloaded is around them."""
+
 WORKER = Path(__file__).with_name("data_parallel_worker.py")
 OF_PYTORCH = {"ddp, unused:reentrant, offload"}
 """Errors without offload as well: DDP looks for what is unused before the layers run again."""
@@ -53,7 +60,8 @@ SOME = [
 @pytest.mark.quick("some")
 @pytest.mark.parametrize("which", ["some", "rest"])
 def test_every_product_is_equal_bit_for_bit(which: str, tmp_path: Path) -> None:
-    cases = SOME if which == "some" else sorted(set(ALL) - set(SOME) - OF_PYTORCH)
+    rest = sorted(set(ALL) - set(SOME) - OF_PYTORCH) + COMPILED[1:]
+    cases = [*SOME, COMPILED[0]] if which == "some" else rest
     for rank, found in enumerate(run_ranks(2, cases, tmp_path, WORKER)):
         assert list(found) == cases
         for case, facts in found.items():
