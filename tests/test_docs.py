@@ -42,6 +42,7 @@ EXAMPLES = {
     "activations": 2,
     "checkpointing": 2,
     "offload-model": 1,
+    "integrations": 3,
     "testing": 1,
     "simulate": 3,
     "trace": 3,
@@ -207,6 +208,73 @@ def test_the_trainer_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     exec(blocks("activations")[1], names)
     assert names["trainer"].activation_offload.statistics().bytes_offloaded > 0
     assert "OffloadStatistics(" in capsys.readouterr().out
+
+
+def test_a_spec_of_torchtitan_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With modules in the place of torchtitan's, which cannot be imported everywhere."""
+    from dataclasses import dataclass
+
+    @dataclass
+    class Spec:
+        pipelining_fn: Any
+
+    registered: dict[str, Any] = {}
+    module: Any = ModuleType("train_spec")
+    module.get_train_spec = lambda name: Spec(lambda: (schedule,))
+    module.register_train_spec = registered.__setitem__
+    for name in ("torchtitan", "torchtitan.protocols"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "torchtitan.protocols.train_spec", module)
+    exec(blocks("integrations")[0], {})
+    schedule = None
+    with pytest.raises(TypeError, match="schedule is None"):
+        registered["llama3"].pipelining_fn()  # it is attached
+
+
+def test_the_callback_of_lightning_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+
+    class Trained(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = Model().layers
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, target = batch
+            return nn.functional.mse_loss(Model.forward(self, x), target)  # type: ignore[arg-type]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    x = torch.randn(2 * 1024, 1024)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x), batch_size=1024)
+    names: dict[str, Any] = {"model": Trained(), "data": data}
+    quiet = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    code = blocks("integrations")[1].replace("max_epochs=1", "max_epochs=1, **quiet")
+    with use_backend(CpuBackend()):
+        exec(code, {**names, "quiet": quiet})
+    printed = capsys.readouterr().out
+    assert int(re.findall(r"bytes_offloaded=(\d+)", printed)[0]) > 0
+
+
+def test_the_loop_of_accelerate_runs() -> None:
+    pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    model = Model()
+    x = torch.randn(4 * 1024, 1024)
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "data": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x), batch_size=1024),
+        "loss_fn": nn.functional.mse_loss,
+    }
+    code = blocks("integrations")[2].replace("Accelerator(", "Accelerator(cpu=True, ")
+    with use_backend(CpuBackend()):
+        exec(code, names)
+        assert names["offload"].statistics().bytes_offloaded > 0
 
 
 def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
