@@ -70,9 +70,7 @@ class Recompute:
         self.counts = CheckpointCounts()
         self.stash = stash
         self._policy = policy
-        self._hooks: saved_tensors_hooks | None = None
-        if stash is not None and offload_inputs:
-            self._hooks = saved_tensors_hooks(Saving(stash.pack), unpack)
+        self._inputs = stash if offload_inputs else None
         self._use_reentrant = use_reentrant
         self._options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
         if not use_reentrant:
@@ -198,11 +196,11 @@ class Recompute:
         return KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
 
     def _saving(self) -> AbstractContextManager[Any]:
-        if self._hooks is None or is_in_region():
+        if self._inputs is None or is_in_region():
             return nullcontext()
         if is_recomputing():
             return saved_tensors_hooks(Keeping(Resident), unpack)
-        return self._hooks
+        return saved_tensors_hooks(Saving(self._inputs.pack), unpack)
 
     def _send(self) -> None:
         if self.stash is not None:

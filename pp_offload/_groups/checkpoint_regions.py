@@ -34,27 +34,27 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from pp_offload._groups.untraced import Untraced
 from pp_offload._transfer.saved_tensor import is_in_backward
 from pp_offload.errors import GroupStateError
 
 Pack = Callable[..., Any]
 
 
-class Saving(partial):  # type: ignore[type-arg]
+class Saving(Untraced):
     """A pack hook of ours, entered in a forward that is no recomputation."""
 
 
-class Keeping(partial):  # type: ignore[type-arg]
+class Keeping(Untraced):
     """A pack hook of ours, entered in a recomputation."""
 
 
-class Chaining(partial):  # type: ignore[type-arg]
+class Chaining(Untraced):
     """A pack hook of ours that passes tensors on to the hooks entered before it."""
 
     outer: Pack | None = None

@@ -20,7 +20,16 @@ from toy import assert_idle, assert_no_hooks, same_bits
 
 import pp_offload
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, PipelineOffloadManager, offload_modules, use_backend
+from pp_offload import (
+    OffloadActivations,
+    OffloadConfig,
+    PipelineOffloadManager,
+    offload_modules,
+    use_backend,
+)
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._groups.stash import ActivationStash
+from pp_offload.backends import CpuBackend
 from pp_offload.pipelining import attach
 
 pytestmark = pytest.mark.field("F27")
@@ -162,6 +171,67 @@ def test_a_whole_model_with_markers_inside(manager: PipelineOffloadManager) -> N
     assert same_bits(train(compiled, device, True), expected)
     assert manager.statistics().bytes_offloaded == 0
     assert_no_hooks()
+
+
+class NotCut(nn.Module):
+    """The compiler leaves this forward as it is, and takes what it calls instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            torch._dynamo.graph_break()
+            return x + self.down((self.up(x).sin() * 2).tanh())
+        finally:
+            pass
+
+
+def in_activations(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=CpuBackend())
+    offload.keep_module(compute)  # type: ignore[arg-type]
+    with offload:
+        return compute(x)
+
+
+def as_checkpoint(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    stash = ActivationStash("inputs", min_offload_size=1, backend=CpuBackend())
+    recompute = Recompute(stash)
+    recompute.begin()
+    return recompute(compute, x)
+
+
+@pytest.mark.parametrize("scope", [as_group, in_context, in_activations, as_checkpoint])
+def test_hooks_are_not_compiled_where_the_compiler_leaves_a_forward(
+    manager: PipelineOffloadManager, scope: Callable[..., Tensor]
+) -> None:
+    """Autograd calls our hooks amid its operators. With sizes that vary, tracing them failed."""
+    device = manager.backend.device
+    if device.type != "cpu":
+        pytest.skip("two of the scopes are made for the CPU")
+
+    def run(scope: Callable[..., Tensor], is_on: bool) -> tuple[list[Tensor], int]:
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(4)
+        model = torch.compile(NotCut(), backend="aot_eager")
+        results: list[Tensor] = []
+        for rows in (2, 3, 4, 5):
+            if is_on:
+                off_interface.reset()
+                off_interface.init_chunk_handler(None, None, 1)
+            x = torch.arange(rows * 6.0).reshape(rows, 6).requires_grad_()
+            loss = scope(x * 2, model).square().mean()
+            loss.backward()
+            results += [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+            model.zero_grad()
+        return results, torch._dynamo.utils.counters["frames"]["total"]
+
+    expected, num_frames = run(alone, False)
+    got, num_with_offload = run(scope, True)
+    assert same_bits(got, expected)
+    assert num_with_offload == num_frames
 
 
 class Stage(nn.Module):
