@@ -40,6 +40,9 @@ class StepRecord(Step):
         self.queue = queue
         self.vp_size = 1
         self.pipeline_rank = 0
+        self.options: OffloadConfig | None = None
+        """For the plan, in place of the manager's, where whoever begins chunks says other ones."""
+
         self.is_warmup = True
         self.smallest_numel: int | None = None
         """Elements that a tensor needs at least to leave; None before a forward with grad."""
@@ -206,7 +209,8 @@ class StepRecord(Step):
             self.queue.know_order(self._backward)
         at_peak = [one.copied_bytes for one in records if one.shape.key in self._live_at_peak]
         self.summary = dict(sum(at_peak, Counter()))  # which leaves out names with none
-        return make_plan(tuple(one.shape for one in records), config, self.pipeline_rank, stay)
+        options = self.options or config
+        return make_plan(tuple(one.shape for one in records), options, self.pipeline_rank, stay)
 
     def group_uses(self) -> dict[str, GroupUse]:
         """What the step did, by group name."""

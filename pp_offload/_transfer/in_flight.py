@@ -215,13 +215,31 @@ class InFlight:
             poll: Lets go of what has ended.
         """
         while (pending := self._first_to_wait_for(last_bytes, poll)) is not None:
-            event = pending.event(self._backend.d2h)
-            for stream in (self._backend.current_stream(), *self._streams.known):
-                self._stopwatch.wait(stream, event)
-            if not self._streams.are_all:  # memory may go back to a stream that did not wait
-                event.synchronize()
-            with self._lock:
-                self.finish(pending)
+            self._wait_for(pending)
+
+    def join(self, last: PendingOffload) -> None:
+        """Make compute wait for the copies up to these, and let go of what they read.
+
+        Not to be called with the lock held, as :meth:`keep_bounded`.
+
+        Args:
+            last: One that was at the end of :attr:`queue`; nothing happens if it has ended.
+        """
+        while (pending := self._first_up_to(last)) is not None:
+            self._wait_for(pending)
+
+    def _wait_for(self, pending: PendingOffload) -> None:
+        event = pending.event(self._backend.d2h)
+        for stream in (self._backend.current_stream(), *self._streams.known):
+            self._stopwatch.wait(stream, event)
+        if not self._streams.are_all:  # memory may go back to a stream that did not wait
+            event.synchronize()
+        with self._lock:
+            self.finish(pending)
+
+    def _first_up_to(self, last: PendingOffload) -> PendingOffload | None:
+        with self._lock:
+            return self.queue[0] if last in self.queue else None
 
     def _first_to_wait_for(
         self, last_bytes: int, poll: Callable[[], None]
