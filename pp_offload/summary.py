@@ -9,6 +9,7 @@ else in this package communicates.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,16 +42,32 @@ def summary_table(process_group: dist.ProcessGroup | None = None) -> str:
     return format_summary(_gather(mine, process_group))
 
 
-def print_offload_summary_table(total_offload_bytes: dict[str, int]) -> None:
+def print_offload_summary_table(
+    total_offload_bytes: dict[str, int],
+    *,
+    local_duplicate_summary: Mapping[str, tuple[int, int]] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
     """Gather ``total_offload_bytes`` of all ranks and print the table on rank 0. Collective.
 
     Args:
         total_offload_bytes: Bytes by group name on this rank; may be empty.
+        local_duplicate_summary: By group name on this rank, how many copies were made of bytes
+            that had been copied already, and their bytes; a line each, below the table. The engine
+            itself copies bytes once.
+        process_group: The default group when None; its rank 0 prints.
+
+    Raises:
+        TypeError: One of the two is no mapping.
     """
     check_kind("total_offload_bytes", total_offload_bytes, Mapping, "bytes by group name")
-    rows = _gather(total_offload_bytes, None)
-    if _rank(None) == 0:
-        print(format_summary(rows), flush=True)
+    more = local_duplicate_summary or {}
+    expected = "a number of copies and their bytes by group name"
+    check_kind("local_duplicate_summary", more, Mapping, expected)
+    rows = _gather({"bytes": dict(total_offload_bytes), "more": dict(more)}, process_group)
+    if _rank(process_group) == 0:
+        lines = format_duplicates([row["more"] for row in rows])
+        print("\n".join([format_summary([row["bytes"] for row in rows]), *lines]), flush=True)
 
 
 def format_summary(rows: Sequence[Mapping[str, int]]) -> str:
@@ -73,16 +90,29 @@ def format_summary(rows: Sequence[Mapping[str, int]]) -> str:
     return "\n".join([title, rule, text[0], rule, *text[1:-1], rule, text[-1], *note])
 
 
+def format_duplicates(rows: Sequence[Mapping[str, tuple[int, int]]]) -> list[str]:
+    """A line for each rank and group that copied bytes more than once.
+
+    Args:
+        rows: Copies and bytes by group name, one mapping per rank.
+    """
+    return [
+        f"rank {rank}, {name}: {num} copies of what was copied before, {_mib(nbytes)} MiB"
+        for rank, row in enumerate(rows)
+        for name, (num, nbytes) in sorted(row.items())
+    ]
+
+
 def _mib(nbytes: int) -> str:
     return f"{nbytes / MIB:.2f}"
 
 
 def _gather(
-    mine: Mapping[str, int], process_group: dist.ProcessGroup | None
-) -> list[Mapping[str, int]]:
+    mine: Mapping[str, Any], process_group: dist.ProcessGroup | None
+) -> list[Mapping[str, Any]]:
     if not (dist.is_available() and dist.is_initialized()):
         return [dict(mine)]
-    rows: list[Mapping[str, int]] = [{} for _ in range(dist.get_world_size(process_group))]
+    rows: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size(process_group))]
     dist.all_gather_object(rows, dict(mine), group=process_group)
     return rows
 
