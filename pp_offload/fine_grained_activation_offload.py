@@ -45,8 +45,14 @@ DEBUG_RANK = 0
 
 def debug_rank(message: str) -> None:
     """Log ``message`` on rank :data:`DEBUG_RANK` when :data:`DEBUG` is set."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    if DEBUG and rank == DEBUG_RANK:
+    if DEBUG:
+        log_on_rank(message, DEBUG_RANK)
+
+
+def log_on_rank(message: str, rank: int) -> None:
+    """Log ``message`` on this rank alone, as a warning."""
+    mine = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if mine == rank:
         logger.warning("%s", message)
 
 

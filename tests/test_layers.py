@@ -23,6 +23,7 @@ ROWS = [
     ("_activations", "_checkpoint", "_slices", "_megatron"),
     ("modules", "pipelining", "activations", "checkpointing", "offload_model", "summary"),
     ("testing", "simulate", "plan", "integrations", "trace", "fine_grained_activation_offload"),
+    ("compat",),
     ("",),
     ("cli",),
 ]
@@ -30,13 +31,15 @@ ROWS = [
 
 RANK = {room: rank for rank, room in enumerate(room for row in ROWS for room in row)}
 
-FACADES = {"fine_grained_activation_offload", "activations", ""}
+FACADES = {"fine_grained_activation_offload", "compat.megatron", "activations", ""}
 """They give names to the user and hold no logic, so importing anything is their work."""
 
 ASKS_FOR_THE_MANAGER = {
     "_megatron.interface",
     "_megatron.cuda_graph",
     "_megatron.current",
+    "_megatron.main_interface",
+    "_megatron.main_manager",
     "pipelining",
     "modules",
     "summary",

@@ -159,7 +159,7 @@ class ChunkOffloadHandler(Chunk):
         Raises:
             GroupStateError: The chunk's forward had no group of this name.
         """
-        if self.find_group_with_name(name) is None:
+        if self.is_empty_chunk(name):
             raise GroupStateError(
                 f"backward of group '{name}', but this chunk's forward had none of that name; its "
                 f"groups: {[group.name for group in self.groups]}; run the forward first"

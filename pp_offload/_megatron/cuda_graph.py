@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import said
+from pp_offload._megatron.graph_state import NotedEvent
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.backends import bare
 
@@ -23,7 +24,7 @@ from pp_offload.backends import bare
 def fine_grained_offloading_forward_record(event: torch.cuda.Event) -> None:
     """Record ``event`` on the current stream, which then waits for the copies to the host."""
     _check_event(event)
-    _record_and_join(event)
+    record_and_join(event)
 
 
 class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
@@ -42,7 +43,7 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         """Record the event on the current stream, which then waits for the h2d stream."""
-        _record_and_join(ctx.event)
+        record_and_join(ctx.event)
         return grad_output, None
 
 
@@ -56,7 +57,33 @@ def _check_event(event: object) -> None:
         raise TypeError(f"event is {said(event)}, expected an event, such as torch.cuda.Event()")
 
 
-def _record_and_join(event: Any) -> None:
+def record_and_join(event: Any) -> None:
+    """Record ``event`` on the current stream, which then waits for all copies queued so far."""
     transfer = PipelineOffloadManager.get_instance().wiring.transfer
     event.record(bare(transfer.backend.current_stream()))
     transfer.copies.join()
+
+
+def graph_stream(manager: PipelineOffloadManager) -> Any:
+    """The stream of a manager that graphs are captured and launched on; always the same.
+
+    Of PyTorch's own kind on CUDA. A device without graphs gives the live stream.
+    """
+    backend, graphs = manager.backend, manager.graphs
+    if backend.device.type != "cuda":
+        return bare(backend.current_stream())
+    if graphs.stream is None:
+        graphs.stream = torch.cuda.Stream(device=backend.device)
+    return graphs.stream
+
+
+def graph_event(manager: PipelineOffloadManager) -> Any:
+    """The event of a manager that is recorded at the end of what is captured; always the same.
+
+    On CUDA an external one, so that what is not captured may wait for it.
+    """
+    graphs = manager.graphs
+    if graphs.event is None:
+        is_cuda = manager.backend.device.type == "cuda"
+        graphs.event = torch.cuda.Event(external=True) if is_cuda else NotedEvent()
+    return graphs.event

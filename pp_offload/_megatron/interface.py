@@ -202,7 +202,7 @@ class FineGrainedActivationOffloadingInterface:
         """Begin the forward of one microbatch; see
         :meth:`PipelineOffloadManager.init_model_chunk_offload_handler`.
         """
-        PipelineOffloadManager.get_instance().init_model_chunk_offload_handler(
+        PipelineOffloadManager.get_instance().begin_chunk(
             vp_size, vp_stage, min_offloaded_tensor_size
         )
 

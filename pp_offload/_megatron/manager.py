@@ -27,6 +27,7 @@ from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.hook_scopes import Caller, HookScope
 from pp_offload._groups.manager import Manager
 from pp_offload._megatron.chunk import ChunkOffloadHandler
+from pp_offload._megatron.graph_state import GraphState
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._transfer.saved_tensor import Packed, Resident, is_in_backward, unpack
 from pp_offload.backends import Backend, Stream, bare
@@ -53,6 +54,9 @@ class PipelineOffloadManager(Manager):
         config: Options; the defaults when not given.
         backend: Device to work on; the accelerator where there is one, else the CPU.
 
+    Attributes:
+        graphs: What callers of Megatron-LM's main ask for beside groups.
+
     Source: Megatron-LM ``PipelineOffloadManager``.
     """
 
@@ -65,6 +69,7 @@ class PipelineOffloadManager(Manager):
     ) -> None:
         super().__init__(config=config, backend=backend)
         self._contexts = _Contexts()
+        self.graphs = GraphState()
         self._pool: GPUTensorPool | None = None
 
     # The one of this process

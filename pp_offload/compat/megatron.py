@@ -1,0 +1,90 @@
+"""Megatron-LM's module for fine-grained activation offload, as its main branch calls it.
+
+One line puts it in the place of theirs, before anything of Megatron is imported:
+
+    import sys
+    import pp_offload.compat.megatron as ours
+
+    sys.modules["megatron.core.pipeline_parallel.fine_grained_activation_offload"] = ours
+
+docs/megatron.md has the table of names, and what differs. The names as they were when the module
+was introduced are in :mod:`pp_offload.fine_grained_activation_offload`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from pp_offload import summary
+from pp_offload._megatron.interface import (
+    fine_grained_offloading_disable_offload,
+    fine_grained_offloading_enable_offload,
+    fine_grained_offloading_group_flush_delayed_groups,
+    fine_grained_offloading_group_start,
+)
+from pp_offload._megatron.main_chunk import ChunkOffloadHandler, OffloadTensorGroup
+from pp_offload._megatron.main_interface import (
+    FineGrainedActivationOffloadingInterface,
+    FineGrainedOffloadingBackwardRecordFunction,
+    FineGrainedOffloadingGroupCommitFunction,
+    fine_grained_offloading_group_offload,
+)
+from pp_offload._megatron.main_manager import PipelineOffloadManager
+from pp_offload._megatron.markers import FineGrainedOffloadingGroupStartFunction
+from pp_offload._memory.pool import GPUTensorPool as OffloadTensorPool
+from pp_offload.fine_grained_activation_offload import log_on_rank
+
+DEBUG = False
+"""Whether :func:`debug_rank` says anything. Set it here, in this module."""
+
+DEBUG_RANK = 0
+"""The rank it speaks on."""
+
+
+def debug_rank(message: str) -> None:
+    """Log ``message`` on rank :data:`DEBUG_RANK` when :data:`DEBUG` is set."""
+    if DEBUG:
+        log_on_rank(message, DEBUG_RANK)
+
+
+def print_offload_summary_table(
+    total_offload_bytes: dict[str, int],
+    local_duplicate_summary: Mapping[str, tuple[int, int]] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Gather these bytes of all ranks and print the table on rank 0. Collective.
+
+    Args:
+        total_offload_bytes: Bytes by group name on this rank; may be empty.
+        local_duplicate_summary: By group name on this rank, copies of what had been copied before,
+            and their bytes. The engine itself makes none.
+        process_group: The default group when None.
+    """
+    summary.print_offload_summary_table(
+        total_offload_bytes,
+        local_duplicate_summary=local_duplicate_summary,
+        process_group=process_group,
+    )
+
+
+__all__ = [
+    "DEBUG",
+    "DEBUG_RANK",
+    "ChunkOffloadHandler",
+    "FineGrainedActivationOffloadingInterface",
+    "FineGrainedOffloadingBackwardRecordFunction",
+    "FineGrainedOffloadingGroupCommitFunction",
+    "FineGrainedOffloadingGroupStartFunction",
+    "OffloadTensorGroup",
+    "OffloadTensorPool",
+    "PipelineOffloadManager",
+    "debug_rank",
+    "fine_grained_offloading_disable_offload",
+    "fine_grained_offloading_enable_offload",
+    "fine_grained_offloading_group_flush_delayed_groups",
+    "fine_grained_offloading_group_offload",
+    "fine_grained_offloading_group_start",
+    "print_offload_summary_table",
+]
