@@ -48,8 +48,9 @@ EXAMPLES = {
     "trace": 3,
     "cli": 1,
     "planning": 5,
+    "megatron": 1,
 }
-"""How many blocks of Python a page has; each is run below."""
+"""How many blocks of Python a page has; each is run below, that of Megatron in tests/compat."""
 
 
 def blocks(page: str) -> list[str]:

@@ -22,8 +22,15 @@ ROWS = [
     ("_groups",),
     ("_activations", "_checkpoint", "_slices", "_megatron"),
     ("modules", "pipelining", "activations", "checkpointing", "offload_model", "summary"),
-    ("testing", "simulate", "plan", "integrations", "trace", "fine_grained_activation_offload"),
-    ("compat",),
+    (
+        "testing",
+        "simulate",
+        "plan",
+        "integrations",
+        "trace",
+        "fine_grained_activation_offload",
+        "compat",
+    ),
     ("",),
     ("cli",),
 ]

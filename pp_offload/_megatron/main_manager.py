@@ -149,6 +149,15 @@ class PipelineOffloadManager(introduced.PipelineOffloadManager):
         check_process_group(process_group)
         super().reset()
 
+    def post_warmup_callback(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Derive the plan, and :attr:`offload_summary_bytes`, from the first complete step.
+
+        Args:
+            process_group: As for :meth:`reset`.
+        """
+        check_process_group(process_group)
+        super().post_warmup_callback()
+
     # Switches
 
     def mark_not_offload(self, tensor: Tensor | None) -> None:

@@ -1,0 +1,171 @@
+"""A small transformer that calls the offload as the call sites of Megatron-LM's main do.
+
+Which groups a layer has, where each begins and where it is closed, what is named to be released and
+which commits may be delayed is written after transformer_layer.py, attention.py and experts.py;
+what is called once a microbatch after gpt_model.py, and once a step after schedules.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from toy import same_bits
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
+
+WIDTH = 16
+GROUPS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+
+
+class Layer(nn.Module):
+    """Attention and experts; no group is on without offload."""
+
+    def __init__(self, is_on: bool) -> None:
+        super().__init__()
+        self.is_on = is_on
+        self.may_delay = False
+        self.attn_norm = nn.LayerNorm(WIDTH)
+        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.fc1 = nn.Linear(WIDTH, 4 * WIDTH)
+        self.fc2 = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.attention(x))
+
+    def attention(self, x: Tensor) -> Tensor:
+        residual = x
+        group = off_interface(self.is_on, x, "attn_norm")
+        with group as x:
+            normed = self.attn_norm(x)
+        x = self.self_attention(normed) + residual
+        return group.group_offload(x, forced_released_tensors=[residual])
+
+    def self_attention(self, x: Tensor) -> Tensor:
+        group = off_interface(self.is_on, x, "qkv_linear")
+        with group as x:
+            parts = self.qkv(x).chunk(3, dim=-1)
+        query, key, value = group.group_offload(parts, forced_released_tensors=[])
+        group = off_interface(self.is_on and self.training, query, "core_attn")
+        with group as query:
+            scores = torch.softmax(query @ key.transpose(-1, -2), dim=-1)
+            attended = scores @ value
+        attended = group.group_offload(attended, forced_released_tensors=[query, key, value])
+        group = off_interface(self.is_on, attended, "attn_proj")
+        with group as attended:
+            out = self.proj(attended)
+        return group.group_offload(out, forced_released_tensors=[attended])
+
+    def mlp(self, x: Tensor) -> Tensor:
+        residual = x
+        norm_group = off_interface(self.is_on, x, "mlp_norm")
+        with norm_group as x:
+            normed = self.mlp_norm(x)
+        x = self.experts(normed) + residual
+        return norm_group.group_offload(x, forced_released_tensors=[residual])
+
+    def experts(self, x: Tensor) -> Tensor:
+        group = off_interface(self.is_on, x, "expert_fc1")
+        with group as x:
+            hidden = self.fc1(x)
+        hidden = group.group_offload(
+            hidden, forced_released_tensors=[x], delay_offload=self.may_delay
+        )
+        group = off_interface(self.is_on, hidden, "moe_act")
+        with group as hidden:
+            gate, up = hidden.chunk(2, dim=-1)
+            activated = functional.silu(gate) * up
+        out = self.fc2(activated)
+        return group.group_offload(
+            out, forced_released_tensors=[hidden], delay_offload=self.may_delay
+        )
+
+    def replay(self, x: Tensor) -> Tensor:
+        """As a layer of which a graph has the attention: what earlier layers delayed comes next."""
+        if self.may_delay:
+            off_interface.enter_replay()
+        try:
+            x = self.attention(x)
+            if self.may_delay:
+                off_interface.flush_delayed_groups()
+            return self.mlp(x)
+        finally:
+            if self.may_delay:
+                off_interface.exit_replay()
+
+
+class Model(nn.Module):
+    """Layers; each forward is a microbatch's, and begins its chunk."""
+
+    def __init__(self, device: torch.device, is_on: bool = True, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Layer(is_on) for _ in range(layers)).to(device)
+        self.is_on = is_on
+        self.is_replaying = False
+        self.has_marked = False
+        self.options: dict[str, Any] = {"pp_rank": 0, "vp_size": None, "vp_stage": None}
+        self.options["min_offloaded_tensor_size"] = 1
+        self.options["delta_offload_bytes_across_pp_ranks"] = 0
+        self.options["activation_offload_fraction"] = 1.0
+        self.options["max_inflight_offloads"] = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_on:
+            off_interface.init_chunk_handler(**self.options)
+            if not self.has_marked:
+                for parameter in self.parameters():
+                    off_interface.mark_not_offload(parameter)
+                self.has_marked = True
+        for layer in self.layers:
+            x = layer.replay(x) if self.is_replaying else layer(x)
+        return x
+
+    def delay(self) -> None:
+        """From now on layers are replayed, with delayed commits."""
+        self.is_replaying = True
+        for layer in self.layers:
+            layer.may_delay = True
+
+
+def batches(device: torch.device, num: int = 4, seed: int = 0) -> list[Tensor]:
+    """Inputs of a step."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(6, WIDTH, generator=generator).to(device) for _ in range(num)]
+
+
+def step(model: Model, inputs: Sequence[Tensor], num_ahead: int = 2) -> list[Tensor]:
+    """1F1B with this many forwards ahead: losses, and gradients of inputs and parameters."""
+    waiting: list[tuple[Tensor, Tensor]] = []
+    found: list[Tensor] = []
+
+    def backward() -> Iterator[Tensor]:
+        loss, leaf = waiting.pop(0)
+        loss.backward()
+        assert leaf.grad is not None
+        yield from (loss.detach(), leaf.grad)
+
+    for x in inputs:
+        leaf = x.clone().requires_grad_()
+        waiting.append((model(leaf * 1).square().mean(), leaf))
+        if len(waiting) > num_ahead:
+            found += backward()
+    while waiting:
+        found += backward()
+    found += [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    model.zero_grad()
+    if model.is_on:
+        off_interface.reset(process_group=None)
+    return found
+
+
+def assert_steps_equal(on: Model, off: Model, device: torch.device, **options: Any) -> None:
+    """Three steps of each."""
+    for seed in range(3):
+        inputs = batches(device, seed=seed)
+        assert same_bits(step(on, inputs, **options), step(off, inputs, **options)), seed

@@ -1,0 +1,261 @@
+"""Calls as Megatron-LM's main writes them: bit for bit without offload, with bytes moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from main_layer import GROUPS, Model, assert_steps_equal, batches, step
+from toy import assert_idle, same_bits
+from torch import Tensor
+
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload.backends.graph_capture import GraphSafeBackend
+from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload.testing import SimulatedBackend
+
+ORDERS = ("late", "eager", "random")
+
+
+def models(manager: PipelineOffloadManager, **options: Any) -> tuple[Model, Model]:
+    device = manager.backend.device
+    on, off = Model(device), Model(device, is_on=False)
+    on.options.update(options)
+    return on, off
+
+
+@pytest.mark.parametrize("most", [None, 0, 1])
+def test_steps(manager: PipelineOffloadManager, most: int | None) -> None:
+    on, off = models(manager, max_inflight_offloads=most)
+    assert_steps_equal(on, off, manager.backend.device)
+    assert manager.offload_summary_bytes.keys() <= set(GROUPS)
+    assert manager.offload_summary_total_bytes > 0
+    assert manager.statistics().bytes_reloaded > 0
+    assert_idle(manager)
+
+
+def test_evaluation_and_other_numbers_of_microbatches(manager: PipelineOffloadManager) -> None:
+    on, off = models(manager)
+    device = manager.backend.device
+    for num in (4, 2, 5):
+        inputs = batches(device, num)
+        assert same_bits(step(on, inputs), step(off, inputs))
+        with torch.no_grad():
+            for model in (on, off):
+                model.eval()
+            assert same_bits([on(x) for x in inputs], [off(x) for x in inputs])
+            off_interface.reset(process_group=None)
+            for model in (on, off):
+                model.train()
+    assert_idle(manager)
+
+
+def test_virtual_stages(manager: PipelineOffloadManager) -> None:
+    """Interleaved: chunks of two stages in turn, and backwards of the last stage first."""
+    device = manager.backend.device
+    results = []
+    for is_on in (True, False):
+        stages = [Model(device, is_on=is_on, layers=1) for _ in range(2)]
+        for number, stage in enumerate(stages):
+            stage.options.update(vp_size=2, vp_stage=number)
+        found: list[Tensor] = []
+        for seed in range(3):
+            waiting = []
+            for x in batches(device, 3, seed):
+                leaf = x.clone().requires_grad_()
+                between = stages[0](leaf)
+                cut = between.detach().requires_grad_()
+                waiting.append((leaf, between, cut, stages[1](cut).square().mean()))
+            for leaf, between, cut, loss in waiting:
+                loss.backward()
+                between.backward(cut.grad)
+                assert leaf.grad is not None
+                found += [loss.detach(), leaf.grad]
+            for stage in stages:
+                found += [one.grad.clone() for one in stage.parameters() if one.grad is not None]
+                stage.zero_grad()
+            if is_on:
+                off_interface.reset(process_group=None)
+        results.append(found)
+    assert same_bits(*results)
+    assert manager.statistics().bytes_offloaded > 0
+    assert_idle(manager)
+
+
+def test_replays_with_delayed_groups(manager: PipelineOffloadManager) -> None:
+    on, off = models(manager)
+    device = manager.backend.device
+    assert_steps_equal(on, off, device)
+    on.delay()
+    before = manager.statistics()
+    assert_steps_equal(on, off, device)
+    after = manager.statistics()
+    assert after.bytes_offloaded > before.bytes_offloaded
+    assert after.bytes_reloaded > before.bytes_reloaded
+    assert_idle(manager)
+
+
+def moved_at_each_end(manager: PipelineOffloadManager, *, in_replay: bool) -> list[bool]:
+    """Whether bytes have left after the commit, and after the flush."""
+    off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+    x = torch.ones(9).to(manager.backend.device).requires_grad_()
+    if in_replay:
+        off_interface.enter_replay()
+    group = off_interface(True, x, "moe_act")
+    with group as y:
+        y = (y * 2).exp()
+    y = group.group_offload(y, delay_offload=True)
+    off_interface.exit_replay()
+    moved = [manager.statistics().bytes_offloaded > 0]
+    off_interface.flush_delayed_groups()
+    moved.append(manager.statistics().bytes_offloaded > 0)
+    y.sum().backward()
+    return moved
+
+
+def test_outside_of_a_replay_nothing_is_delayed(manager: PipelineOffloadManager) -> None:
+    assert moved_at_each_end(manager, in_replay=False) == [True, True]
+
+
+def test_in_a_replay_commits_are_delayed(manager: PipelineOffloadManager) -> None:
+    assert moved_at_each_end(manager, in_replay=True) == [False, True]
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, 3), (0, 0), (1, 1), (2, 2)])
+def test_so_many_offloads_of_a_name_are_in_flight(most: int | None, expected: int) -> None:
+    """Of each name: what has another one is not waited for."""
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(SimulatedBackend("late"), config=config) as manager:
+        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, most)
+        queue = manager.wiring.transfer.copies.in_flight.queue
+        y = torch.ones(9, requires_grad=True) * 1
+        for name in ("a", "a", "a"):
+            y = exp_in_a_group(y, name)
+        assert len(queue) == expected
+        other = exp_in_a_group(y, "b")
+        assert len(queue) == (0 if most == 0 else expected + 1)
+        other.sum().backward()
+
+
+def exp_in_a_group(x: Tensor, name: str) -> Tensor:
+    group = off_interface(True, x, name)
+    with group as x:
+        y = (x / 2).exp()
+    return group.group_offload(y)
+
+
+def test_disabled_and_enabled(manager: PipelineOffloadManager) -> None:
+    """Around the capture of graphs, as train.py does."""
+    on, off = models(manager)
+    device = manager.backend.device
+    off_interface.disable_offload()
+    assert_steps_equal(on, off, device)
+    assert manager.statistics().bytes_offloaded == 0
+    off_interface.enable_offload()
+    assert_steps_equal(on, off, device)
+    assert manager.statistics().bytes_offloaded > 0
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@pytest.mark.parametrize("delta", [0, 1000])
+def test_options_of_the_plan_do_what_those_of_the_config_do(fraction: float, delta: int) -> None:
+    device = torch.device("cpu")
+    kept = []
+    for is_given in (True, False):
+        options = {
+            "delta_offload_bytes_across_pp_ranks": delta,
+            "activation_offload_fraction": fraction,
+        }
+        config = OffloadConfig(min_offloaded_tensor_size=1, **({} if is_given else options))
+        with use_backend(SimulatedBackend("late"), config=config) as manager:
+            model = Model(device)
+            model.options.update(options if is_given else {}, pp_rank=2)
+            for seed in range(2):
+                step(model, batches(device, seed=seed))
+            kept.append((manager.wiring.plan.kept, manager.statistics().bytes_offloaded))
+    assert kept[0] == kept[1]
+    assert kept[0][0]
+
+
+def test_given_their_defaults_the_options_stay_what_they_are() -> None:
+    device = torch.device("cpu")
+    config = OffloadConfig(min_offloaded_tensor_size=1, activation_offload_fraction=0.0)
+    with use_backend(SimulatedBackend("late"), config=config) as manager:
+        model = Model(device)
+        step(model, batches(device))
+        before = manager.statistics().bytes_offloaded
+        step(model, batches(device))
+        assert before > 0
+        assert manager.statistics().bytes_offloaded == before
+        model.options["activation_offload_fraction"] = 0.5
+        step(model, batches(device))
+        step(model, batches(device))
+        assert manager.statistics().bytes_offloaded > before
+
+
+@contextmanager
+def graphs(order: str) -> Iterator[tuple[PipelineOffloadManager, SimulatedBackend]]:
+    device = SimulatedBackend(order)
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(GraphSafeBackend(device), config=config) as manager:
+        yield manager, device
+
+
+def captured_step(model: Model, inputs: list[Tensor], device: Any) -> list[Tensor]:
+    """Each forward and each backward is a graph of its own, as Transformer Engine makes them."""
+    capture = nullcontext if device is None else device.capture
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    losses = []
+    for leaf in leaves:
+        with capture():
+            x = leaf
+            if model.is_on:
+                x = off_interface.backward_record(x)
+            losses.append(model(x).square().mean())
+            if model.is_on:
+                off_interface.forward_record()
+    for loss in losses:
+        with capture():
+            loss.backward()
+    found = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    found += [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    model.zero_grad()
+    if model.is_on:
+        off_interface.reset(process_group=None)
+    return found
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_captures(order: str) -> None:
+    with graphs(order) as (manager, device):
+        on, off = Model(torch.device("cpu")), Model(torch.device("cpu"), is_on=False)
+        inputs = batches(torch.device("cpu"), 2)
+        expected = captured_step(off, inputs, None)
+        assert same_bits(captured_step(on, inputs, None), expected), "host memory is made"
+        before = manager.statistics()
+        for _ in range(2):
+            assert same_bits(captured_step(on, inputs, device), expected)
+        after = manager.statistics()
+        assert after.bytes_offloaded > before.bytes_offloaded
+        assert after.bytes_reloaded > before.bytes_reloaded
+
+
+def test_the_event_is_recorded_where_the_copies_are_joined() -> None:
+    """Whoever waits for it goes on behind the captured forward."""
+    simulated = SimulatedBackend("late")
+    with use_backend(simulated, config=OffloadConfig(min_offloaded_tensor_size=1)):
+        event = off_interface.cuda_graph_event()
+        assert event is off_interface.cuda_graph_event()
+        assert event.query()
+        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+        stream = off_interface.cuda_graph_stream()
+        assert stream is simulated.current_stream()
+        y = exp_in_a_group(torch.ones(9, requires_grad=True) * 1, "a")
+        assert simulated.pending > 0
+        off_interface.forward_record()
+        assert simulated.pending == 0
+        event.wait(stream)
+        y.sum().backward()

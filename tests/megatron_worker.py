@@ -1,0 +1,183 @@
+"""One rank of Megatron-Core's GPT model in its own schedules, with ours in the place of its module.
+
+Run by ``compat/test_megatron_core.py``, and after the documentation: an entry in ``sys.modules``
+before Megatron is imported, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cpu_for_cuda import after_megatron, before_megatron
+from torch import Tensor
+
+import pp_offload.compat.megatron
+
+sys.modules["megatron.core.pipeline_parallel.fine_grained_activation_offload"] = (
+    pp_offload.compat.megatron
+)
+before_megatron()
+warnings.simplefilter("ignore")  # of all that is not installed, and not used here
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.models.gpt import gpt_model  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+after_megatron()
+
+VOCABULARY, LENGTH, WIDTH, NUM_LAYERS = 64, 16, 32, 4
+MICROBATCHES, SAMPLES = 4, 2
+GROUPS = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
+
+
+def make_config(virtual: int | None, offload: bool, recompute: bool) -> Any:
+    """Dropout is on, so a generator that was used once more or less would show."""
+    options: dict[str, Any] = {}
+    if offload:
+        options = {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": GROUPS,
+            "min_offloaded_tensor_size": 1,
+        }
+    if recompute:
+        options |= {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    return TransformerConfig(
+        num_layers=NUM_LAYERS,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        pipeline_model_parallel_size=dist.get_world_size(),
+        virtual_pipeline_model_parallel_size=virtual,
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        **options,
+    )
+
+
+def make_chunks(config: Any, virtual: int | None) -> list[Any]:
+    """The model chunks of this rank, with the same weights each time."""
+    chunks = []
+    for stage in [None] if virtual is None else range(virtual):
+        torch.manual_seed(7)
+        where = {"ignore_virtual": virtual is None, "vp_stage": stage}
+        chunk = gpt_model.GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            VOCABULARY,
+            LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=False,
+            vp_stage=stage,
+        )
+        chunks.append(chunk)
+    return chunks
+
+
+def batches(seed: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randint(0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+
+
+def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = output.mean()
+    return loss, {"loss": loss.detach()}
+
+
+def forward_step(data: Iterator[Tensor], model: Any) -> tuple[Tensor, Any]:
+    """As a training script of Megatron has it."""
+    tokens = next(data)
+    positions = torch.arange(LENGTH).expand(SAMPLES, -1)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return model(inputs, positions, mask, labels=labels), loss_of
+
+
+def train(virtual: int | None, *, offload: bool, recompute: bool) -> list[Tensor]:
+    """Three steps with evaluations between them; losses and gradients."""
+    chunks = make_chunks(make_config(virtual, offload, recompute), virtual)
+    run = partial(
+        schedules.get_forward_backward_func(),
+        forward_step_func=forward_step,
+        model=chunks if virtual else chunks[0],
+        num_microbatches=MICROBATCHES,
+        seq_length=LENGTH,
+        micro_batch_size=SAMPLES,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(123)
+    seen: list[Tensor] = []
+    for step in range(3):
+        for is_evaluation in (False, True):
+            for chunk in chunks:
+                chunk.train(not is_evaluation)
+            data = [batches(step) for _ in chunks]
+            losses = run(data_iterator=data if virtual else data[0], forward_only=is_evaluation)
+            seen += [one["loss"] for one in losses]
+        for chunk in chunks:
+            seen += [one.grad.clone() for one in chunk.parameters() if one.grad is not None]
+            chunk.zero_grad()
+    return seen
+
+
+def compare(case: str) -> dict[str, Any]:
+    """One schedule, without and with offload."""
+    name, _, how = case.partition(":")
+    virtual = 2 if name == "interleaved" else None
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=dist.get_world_size(),
+        virtual_pipeline_model_parallel_size=virtual,
+    )
+    ours = pp_offload.compat.megatron
+    recompute = how == "recompute"
+    without = train(virtual, offload=False, recompute=recompute)
+    before = ours.PipelineOffloadManager.get_instance().statistics()
+    assert before.bytes_offloaded == 0
+    with_offload = train(virtual, offload=True, recompute=recompute)
+    manager = ours.PipelineOffloadManager.get_instance()
+    after = manager.statistics()
+    facts = {
+        "equal": len(without) == len(with_offload) and all(map(torch.equal, without, with_offload)),
+        "tensors": len(without),
+        "offloaded": after.bytes_offloaded,
+        "reloaded": after.bytes_reloaded,
+        "live": after.live_tensors,
+        "in_use": after.host_bytes_in_use,
+        "groups": sorted(manager.offload_summary_bytes),
+        "is_ours": gpt_model.off_interface is ours.FineGrainedActivationOffloadingInterface,
+        "schedule": schedules.get_forward_backward_func().__name__,
+    }
+    ours.PipelineOffloadManager.reset_instance()
+    parallel_state.destroy_model_parallel()
+    return facts
+
+
+def main() -> None:
+    """Compare the schedules named, and write what came of them."""
+    out, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for case in cases:
+        print(case, flush=True)  # a sign of life
+        found[case] = compare(case)
+    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
