@@ -213,6 +213,9 @@ DIFFERS: Mapping[str, str] = {
         "no node in the graph; what others share is not released"
     ),
     "OffloadTensorPool": "freeing twice is an error; freed shapes give their bytes to others",
+    "OffloadTensorPool.get_pool_status": (
+        "counts and bytes in one dictionary, without `global_stats` and `pools`"
+    ),
     "OffloadTensorGroup.set_duplicate_storage_info": (
         "kept for callers: bytes are copied once, so the engine notes none"
     ),
@@ -222,7 +225,7 @@ DIFFERS: Mapping[str, str] = {
     "PipelineOffloadManager.init_model_chunk_offload_handler": (
         "a chunk for each microbatch of each step; options of the plan as below"
     ),
-    "PipelineOffloadManager.cpu_tensor_pool": "for callers; the engine's bytes are in its host tier",
+    "PipelineOffloadManager.cpu_tensor_pool": "for callers; ours are in the host tier",
     "PipelineOffloadManager.mark_not_offload": "its storage stays, views too; no flag is set",
     "PipelineOffloadManager.pop_backward_chunk": "returns the chunk",
     "PipelineOffloadManager.push_offload_groups": "what it keeps is given up at `reset()`",
@@ -275,7 +278,9 @@ def written(owner: str, name: str) -> str:
         return f"`{name}`"
     kind, taken = CLASSES[owner][name] if owner else ("function", list(FUNCTIONS[name]))
     taken = [one for one in taken if one not in ("self", "ctx")]
-    return f"`.{name}`" if kind == "property" else f"`{'.' * bool(owner)}{name}({', '.join(taken)})`"
+    return (
+        f"`.{name}`" if kind == "property" else f"`{'.' * bool(owner)}{name}({', '.join(taken)})`"
+    )
 
 
 def table() -> str:

@@ -245,11 +245,25 @@ class TransferEngine:
             )
         return reload, reload.arrival
 
-    @staticmethod
-    def _source_in_flight(ticket: Ticket, live: Stream) -> Tensor | None:
-        """The source, if its copy has still to run and it belongs to the live stream."""
-        block = ticket.block
-        return block.in_flight_sources.get(ticket.begin) if block.stream == live else None
+    def _source_in_flight(self, ticket: Ticket, live: Stream) -> Tensor | None:
+        """The source, if its copy has still to run and it belongs to the live stream.
+
+        Raises:
+            OffloadError: Somebody emptied it, and it may be that nothing was left to copy.
+        """
+        block, begin = ticket.block, ticket.begin
+        source = block.in_flight_sources.get(begin)
+        if source is None or source.untyped_storage().nbytes():
+            return source if block.stream == live else None
+        self.poll()  # the copy may have been made long ago
+        if begin in block.in_flight_sources:
+            raise OffloadError(
+                f"the memory of a tensor of group '{ticket.label}' was given up by somebody else, "
+                "with resize_(0) on its storage, before its copy to the host was known to be made; "
+                "expected it to stay until then; have compute wait for copies, with "
+                "OffloadConfig(max_in_flight_bytes=0) or max_inflight_offloads=0"
+            )
+        return None
 
     def _load_now(self, ticket: Ticket) -> None:
         """Queue the reload of a ticket that is not on the device."""

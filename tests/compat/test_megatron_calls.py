@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from main_layer import GROUPS, Model, assert_steps_equal, batches, step
-from toy import assert_idle, same_bits
 from torch import Tensor
+from toy import assert_idle, same_bits
 
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, use_backend
 from pp_offload.backends.graph_capture import GraphSafeBackend
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.testing import SimulatedBackend
@@ -259,3 +259,68 @@ def test_the_event_is_recorded_where_the_copies_are_joined() -> None:
         assert simulated.pending == 0
         event.wait(stream)
         y.sum().backward()
+
+
+class Discarded:
+    """A function whose output is emptied once it was saved, and computed again in backward.
+
+    As Megatron-LM's ``CheckpointWithoutOutput``.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        with torch.no_grad():
+            made = self.compute()
+        self.output = made.requires_grad_()
+
+    def compute(self) -> Tensor:
+        return torch.sin(self.x.detach() * 2)
+
+    def discard_until_gradient_of(self, later: Tensor) -> None:
+        self.output.untyped_storage().resize_(0)
+        later.register_hook(lambda _: self._restore())
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            again = self.compute().untyped_storage()
+            self.output.untyped_storage().resize_(again.nbytes())
+            self.output.untyped_storage().copy_(again)
+
+
+def gradients_with_a_discarded_input(device: torch.device, is_on: bool, most: int | None) -> Any:
+    leaf = torch.linspace(-1, 1, 600, requires_grad=True)
+    x = leaf.detach().to(device)
+    if is_on:
+        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, most)
+    norm = Discarded(x)
+    group = off_interface(is_on, norm.output, "qkv_linear")
+    with group as saved:
+        y = saved * saved
+    out = group.group_offload(y) * 1
+    if is_on:
+        norm.discard_until_gradient_of(out)
+    others = [torch.full_like(x, 7.0) for _ in range(4)]  # into the memory that is free now
+    out.sum().backward()
+    del others
+    return [norm.output.grad]
+
+
+def test_what_is_discarded_after_its_copy_is_right(manager: PipelineOffloadManager) -> None:
+    device = manager.backend.device
+    got = gradients_with_a_discarded_input(device, True, 0)
+    assert manager.statistics().bytes_offloaded > 0
+    assert same_bits(got, gradients_with_a_discarded_input(device, False, 0))
+
+
+def test_what_is_discarded_before_its_copy_is_an_error() -> None:
+    simulated = SimulatedBackend("late")
+    with use_backend(simulated, config=OffloadConfig(min_offloaded_tensor_size=1)):
+        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+        x = torch.ones(9, requires_grad=True) * 1
+        group = off_interface(True, x, "qkv_linear")
+        with group as x:
+            y = x * x
+        y = group.group_offload(y)
+        x.untyped_storage().resize_(0)
+        with pytest.raises(OffloadError, match="'qkv_linear' was given up by somebody else"):
+            y.sum().backward()

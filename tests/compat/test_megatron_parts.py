@@ -1,0 +1,351 @@
+"""What Megatron-LM's main has beside the calls of a layer, and errors on bad input."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from main_layer import Model, batches, step
+from torch import Tensor
+from toy import same_bits
+
+from pp_offload import CpuBackend, OffloadConfig, OffloadError, use_backend
+from pp_offload.compat import megatron
+from pp_offload.compat.megatron import (
+    ChunkOffloadHandler,
+    OffloadTensorGroup,
+    OffloadTensorPool,
+    PipelineOffloadManager,
+    fine_grained_offloading_group_offload,
+    fine_grained_offloading_group_start,
+    print_offload_summary_table,
+)
+from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload.errors import ConfigError, GroupStateError
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def face() -> Iterator[PipelineOffloadManager]:
+    """The manager with a chunk begun, for tensors of any size."""
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(CpuBackend(), config=config):
+        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+        yield PipelineOffloadManager.get_instance()
+
+
+def chunk_of(face: PipelineOffloadManager) -> ChunkOffloadHandler:
+    chunk = face.cur_forward_chunk()
+    assert isinstance(chunk, ChunkOffloadHandler)
+    return chunk
+
+
+# Flags on tensors
+
+
+class Squares(torch.autograd.Function):
+    """Saves a tensor that it makes, as Transformer Engine does, and may flag it first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flag: str | None) -> Tensor:
+        squares = x * x
+        if flag is not None:
+            setattr(squares, flag, True)
+        ctx.save_for_backward(squares)
+        return squares.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (squares,) = ctx.saved_tensors
+        return grad_output * squares, None
+
+
+@pytest.mark.parametrize("flag", [None, "_TE_do_not_offload", "_do_not_offload", "_unknown"])
+def test_what_is_flagged_stays(manager: Any, flag: str | None) -> None:
+    off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+    x = torch.linspace(0, 1, 9).to(manager.backend.device).requires_grad_()
+    group = off_interface(True, x, "act")
+    with group as y:
+        y = Squares.apply(y, flag)
+    y = group.group_offload(y)
+    y.backward()
+    assert x.grad is not None
+    assert same_bits([x.grad], [(x * x).detach()])
+    leaves = flag in (None, "_unknown")
+    assert (manager.statistics().bytes_offloaded > 0) is leaves
+
+
+def test_views_of_what_is_flagged_stay(face: PipelineOffloadManager) -> None:
+    x = torch.ones(8)
+    x._do_not_offload = True  # type: ignore[attr-defined]
+    weight = torch.ones(4, requires_grad=True)
+    group = off_interface(True, x, "act")
+    with group as x:
+        y = (x.sum() * 1 + (x * torch.ones(8, requires_grad=True)).sum()) + (weight * x[:4]).sum()
+    group.group_offload(y).backward()
+    assert face.statistics().bytes_offloaded == 0
+
+
+class Quantized(torch.Tensor):
+    """Like a tensor of Transformer Engine: it tells what it is made of."""
+
+    parts: list[Tensor | None]
+
+    def get_data_tensors(self) -> list[Tensor | None]:
+        return self.parts
+
+
+def test_a_tensor_made_of_flagged_ones_is_not_to_be_offloaded(face: PipelineOffloadManager) -> None:
+    data = torch.ones(4)
+    tensor = torch.ones(4).as_subclass(Quantized)
+    tensor.parts = [None, data]
+    asks = megatron.ChunkOffloadHandler.pack.__globals__["is_flagged"]
+    assert not asks(tensor)
+    data._TE_do_not_offload = True  # type: ignore[attr-defined]
+    assert asks(tensor)
+    assert not chunk_of(face).tensor_need_offloading_checker(tensor)
+
+
+def test_what_is_flagged_is_not_released(face: PipelineOffloadManager) -> None:
+    x = torch.ones(9, requires_grad=True) * 1
+    x._do_not_offload = True  # type: ignore[attr-defined]
+    group = off_interface(True, x, "act")
+    with group as inside:
+        y = (inside * 2).exp()
+    group.group_offload(y, forced_released_tensors=[x])
+    face.statistics()
+    assert x.untyped_storage().nbytes() == 36
+
+
+def test_marking_none_does_nothing(face: PipelineOffloadManager) -> None:
+    off_interface.mark_not_offload(None)
+    marked = torch.ones(9)
+    off_interface.mark_not_offload(marked)
+    assert not chunk_of(face).tensor_need_offloading_checker(marked[3:])
+    assert not hasattr(marked, "_do_not_offload")
+
+
+# Groups by name
+
+
+def test_groups_are_committed_by_name(face: PipelineOffloadManager) -> None:
+    chunk = chunk_of(face)
+    outer, inner = (chunk.on_group_start_forward(name) for name in ("outer", "inner"))
+    assert chunk.offload_groups == [outer, inner]
+    assert chunk.find_group_with_name(chunk.offload_groups, "inner") is inner
+    assert chunk.find_group_with_name(chunk.offload_groups, "outer", 1) is None
+    assert chunk.should_bulk_offload(outer)
+    chunk.bulk_offload("outer", None)
+    assert [group.name for group in chunk.open_groups] == ["inner"]
+    chunk.bulk_offload_group(inner)
+    assert not chunk.open_groups
+    chunk.on_group_start_forward("last")
+    chunk.on_group_commit_forward("last", [])
+    with pytest.raises(GroupStateError, match="'last' is not open"):
+        chunk.should_bulk_offload(chunk.offload_groups[-1])
+
+
+def test_without_delay_the_commit_function_commits_at_once(face: PipelineOffloadManager) -> None:
+    x = fine_grained_offloading_group_start(torch.ones(9, requires_grad=True), "act")
+    commit = megatron.FineGrainedOffloadingGroupCommitFunction
+    y = commit.apply(x.exp(), chunk_of(face), "act", None, True)
+    assert not chunk_of(face).open_groups
+    assert not face.wiring.delayed
+    off_interface.enter_replay()
+    fine_grained_offloading_group_start(y, "act")
+    commit.apply(y, chunk_of(face), "act", None, True)
+    off_interface.exit_replay()
+    assert len(face.wiring.delayed) == 1
+    y.sum().backward()
+
+
+def test_several_outputs_keep_their_structure(face: PipelineOffloadManager) -> None:
+    x = fine_grained_offloading_group_start(torch.ones(9, requires_grad=True), "qkv")
+    outputs = (x * 1, x * 2)
+    assert fine_grained_offloading_group_offload(outputs, "qkv") is outputs
+    assert off_interface(False, x, "qkv").group_offload(outputs) is outputs
+
+
+def test_a_hook_is_called_with_its_name(face: PipelineOffloadManager) -> None:
+    called: list[Any] = []
+    face.push_offload_groups(lambda *args: called.append(args), "act", None)
+    off_interface.flush_delayed_groups()
+    assert called == [("act", None)]
+
+
+def test_copies_that_were_not_needed_are_noted() -> None:
+    group = OffloadTensorGroup("act")
+    assert (group.duplicate_storage_tensor_count, group.duplicate_storage_bytes) == (0, 0)
+    group.set_duplicate_storage_info(2, 64)
+    assert (group.duplicate_storage_tensor_count, group.duplicate_storage_bytes) == (2, 64)
+
+
+def test_the_pool() -> None:
+    pool = OffloadTensorPool("cpu")
+    tensor = pool.allocate((2, 3))
+    assert pool.get_pool_status()["allocated_count"] == 1
+    pool.free(tensor)
+    assert pool.get_pool_status((2, 3), torch.float32)["free_count"] == 1
+
+
+# Steps and the table
+
+
+def test_a_reset_takes_part_in_no_collective(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("a collective")
+
+    for name in ("all_gather_object", "all_reduce", "barrier", "gather_object"):
+        monkeypatch.setattr(dist, name, refuse)
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(CpuBackend(), config=config):
+        step(Model(torch.device("cpu")), batches(torch.device("cpu")))
+        off_interface.reset(process_group=dist.group.WORLD)
+        manager = PipelineOffloadManager.get_instance()
+        manager.post_warmup_callback(process_group=dist.group.WORLD)
+        manager.reset()
+
+
+def test_the_table_of_a_process_group_has_a_line_for_bytes_copied_twice(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_offload_summary_table({"mlp": 2**20}, {"mlp": (3, 2**19)}, dist.group.WORLD)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "rank 0, mlp: 3 copies of what was copied before, 0.50 MiB"
+    print_offload_summary_table({"mlp": 2**20})
+    assert "copied before" not in capsys.readouterr().out
+
+
+def test_debug_messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with caplog.at_level(logging.DEBUG):
+        megatron.debug_rank("silent")
+        monkeypatch.setattr(megatron, "DEBUG", True)
+        megatron.debug_rank("said")
+        monkeypatch.setattr(megatron, "DEBUG_RANK", 3)
+        megatron.debug_rank("of another rank")
+    assert [record.getMessage() for record in caplog.records] == ["said"]
+
+
+# Bad input
+
+BAD: dict[str, tuple[Callable[[PipelineOffloadManager], Any], type[Exception], str]] = {
+    "a rank below 0": (
+        lambda _: off_interface.init_chunk_handler(-1, None, None, 1, 0, 1.0),
+        ValueError,
+        "pp_rank is -1, expected an integer of at least 0",
+    ),
+    "a flag for a rank": (
+        lambda _: off_interface.init_chunk_handler(True, None, None, 1, 0, 1.0),
+        ValueError,
+        "pp_rank is True",
+    ),
+    "a stage outside": (
+        lambda _: off_interface.init_chunk_handler(0, 2, 2, 1, 0, 1.0),
+        ValueError,
+        "vp_stage is 2 and vp_size 2",
+    ),
+    "half an element": (
+        lambda _: off_interface.init_chunk_handler(0, None, None, 0.5, 0, 1.0),  # type: ignore[arg-type]
+        ValueError,
+        "min_offloaded_tensor_size is 0.5",
+    ),
+    "bytes below 0": (
+        lambda _: off_interface.init_chunk_handler(0, None, None, 1, -5, 1.0),
+        ConfigError,
+        "delta_offload_bytes_across_pp_ranks",
+    ),
+    "more than all": (
+        lambda _: off_interface.init_chunk_handler(0, None, None, 1, 0, 1.5),
+        ConfigError,
+        "activation_offload_fraction",
+    ),
+    "less than no offload": (
+        lambda _: off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, -1),
+        ValueError,
+        "max_inflight_offloads is -1, expected an integer of at least 0",
+    ),
+    "a chunk with half an offload": (
+        lambda _: ChunkOffloadHandler(1, None, 0.5),  # type: ignore[arg-type]
+        ValueError,
+        "max_inflight_offloads is 0.5",
+    ),
+    "a rank for a group of them": (
+        lambda _: off_interface.reset(process_group=3),  # type: ignore[arg-type]
+        TypeError,
+        "process_group is 3, expected a process group",
+    ),
+    "a number to mark": (
+        lambda _: off_interface.mark_not_offload(3),  # type: ignore[arg-type]
+        TypeError,
+        "tensor is 3, expected a tensor",
+    ),
+    "a word for a delay": (
+        lambda _: fine_grained_offloading_group_offload(torch.ones(1), "act", None, "no"),  # type: ignore[arg-type]
+        ValueError,
+        "delay_offload is 'no'",
+    ),
+    "no group of that name": (
+        lambda _: fine_grained_offloading_group_offload(torch.ones(1), "act"),
+        GroupStateError,
+        "no group of that name was started",
+    ),
+    "a group that is none": (
+        lambda face: chunk_of(face).should_bulk_offload("act"),  # type: ignore[arg-type]
+        TypeError,
+        "group is 'act', expected a group of this chunk",
+    ),
+    "a hook that is none": (
+        lambda face: face.push_offload_groups(None, "act", None),  # type: ignore[arg-type]
+        TypeError,
+        "group_hook is None, expected a function of a name and tensors",
+    ),
+    "a hook without a name": (
+        lambda face: face.push_offload_groups(print, None, None),  # type: ignore[arg-type]
+        TypeError,
+        "name is None, expected the name of a group",
+    ),
+    "copies that are no number": (
+        lambda _: OffloadTensorGroup("act").set_duplicate_storage_info(-1, 0),
+        ValueError,
+        "tensor_count is -1",
+    ),
+    "an event that is none": (
+        lambda _: off_interface.forward_record(3),
+        TypeError,
+        "event is 3, expected an event",
+    ),
+    "a list of copies": (
+        lambda _: print_offload_summary_table({}, [1]),  # type: ignore[arg-type]
+        TypeError,
+        "local_duplicate_summary is the list",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(face: PipelineOffloadManager, case: str) -> None:
+    call, kind, said = BAD[case]
+    with pytest.raises(kind, match=said):
+        call(face)
+    device = torch.device("cpu")
+    on, off = Model(device), Model(device, is_on=False)
+    off_interface.reset()
+    assert same_bits(step(on, batches(device)), step(off, batches(device))), "the next step"
+
+
+def test_a_group_without_a_chunk_is_an_error() -> None:
+    x = torch.ones(1, requires_grad=True)
+    with use_backend(CpuBackend()), pytest.raises(OffloadError, match="without a chunk"):
+        fine_grained_offloading_group_offload(x, "act")
