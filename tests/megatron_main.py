@@ -228,7 +228,7 @@ DIFFERS: Mapping[str, str] = {
     "PipelineOffloadManager.cpu_tensor_pool": "for callers; ours are in the host tier",
     "PipelineOffloadManager.mark_not_offload": "its storage stays, views too; no flag is set",
     "PipelineOffloadManager.pop_backward_chunk": "returns the chunk",
-    "PipelineOffloadManager.push_offload_groups": "what it keeps is given up at `reset()`",
+    "PipelineOffloadManager.push_offload_groups": "what is queued at `reset()` is done there",
     "ChunkOffloadHandler.__init__": "a count in flight as below",
     "ChunkOffloadHandler.reload": "any number of times",
     "ChunkOffloadHandler.tensor_pop": "any number of times",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from runner import Mutant
 
 HAZARDS = "tests/transfer/test_hazards.py"
+MAIN_CALLS = "tests/compat/test_megatron_calls.py"
+MAIN_PARTS = "tests/compat/test_megatron_parts.py"
 
 MUTANTS = [
     # Six that every test passed once.
@@ -1793,5 +1795,62 @@ MUTANTS = [
         "        if self._num_left:\n",
         "an optimizer's states have no room beside what stays",
         ("tests/simulate/test_auto_plan.py::test_states_that_an_optimizer_makes_have_their_room",),
+    ),
+    # Calls of Megatron-LM's main.
+    Mutant(
+        "delayed outside of a replay",
+        "pp_offload/_megatron/main_interface.py",
+        "return bool(delay_offload) and PipelineOffloadManager.get_instance().graphs.is_in_replay",
+        "return bool(delay_offload)",
+        "where no graph is launched, nobody flushes what was delayed",
+        (f"{MAIN_CALLS}::test_outside_of_a_replay_nothing_is_delayed",),
+    ),
+    Mutant(
+        "one offload more in flight",
+        "pp_offload/_megatron/main_chunk.py",
+        "while len(on_their_way) > most:",
+        "while len(on_their_way) > most + 1:",
+        "with 0, compute goes on before the copy",
+        (f"{MAIN_CALLS}::test_what_is_discarded_after_its_copy_is_right",),
+    ),
+    Mutant(
+        "join without a wait",
+        "pp_offload/_transfer/in_flight.py",
+        "        while (pending := self._first_up_to(last)) is not None:\n            self._wait_for(pending)",
+        "        while (pending := self._first_up_to(last)) is not None:\n            self.finish(pending)",
+        "what copies read is let go before they have run",
+        (MAIN_CALLS,),
+    ),
+    Mutant(
+        "flag of Transformer Engine ignored",
+        "pp_offload/_megatron/flags.py",
+        'FLAGS = ("_TE_do_not_offload", "_do_not_offload")',
+        'FLAGS = ("_do_not_offload",)',
+        "a tensor leaves that its owner goes on using on the device",
+        (f"{MAIN_PARTS}::test_what_is_flagged_stays",),
+    ),
+    Mutant(
+        "options of the plan ignored",
+        "pp_offload/_groups/step.py",
+        "options = self.options or config",
+        "options = config",
+        "ranks do not keep what Megatron's options say",
+        (f"{MAIN_CALLS}::test_options_of_the_plan_do_what_those_of_the_config_do",),
+    ),
+    Mutant(
+        "captured backward not joined",
+        "pp_offload/_megatron/main_interface.py",
+        "record_and_join(graph_event(PipelineOffloadManager.get_instance()))",
+        "graph_event(PipelineOffloadManager.get_instance())",
+        "a graph ends with copies to the device that nothing has waited for",
+        (f"{MAIN_CALLS}::test_captures",),
+    ),
+    Mutant(
+        "emptied source taken back",
+        "pp_offload/_transfer/engine.py",
+        "if source is None or source.untyped_storage().nbytes():",
+        "if True:",
+        "backward gets a tensor without memory",
+        (f"{MAIN_CALLS}::test_what_is_discarded_before_its_copy_is_an_error",),
     ),
 ]
