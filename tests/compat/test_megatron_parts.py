@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +197,29 @@ def test_the_pool() -> None:
     assert pool.get_pool_status()["allocated_count"] == 1
     pool.free(tensor)
     assert pool.get_pool_status((2, 3), torch.float32)["free_count"] == 1
+
+
+def test_each_record_notes_the_event_and_joins_the_copies(
+    face: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a forward, and in backward where the captured part began."""
+    done: list[str] = []
+    copies = face.wiring.transfer.copies
+    face.graphs.event = SimpleNamespace(record=lambda stream: done.append("recorded"))
+    monkeypatch.setattr(copies, "join", lambda: done.append("joined"))
+    leaf = torch.ones(9, requires_grad=True)
+    x = off_interface.backward_record(leaf)
+    assert done == []
+    group = off_interface(True, x, "act")
+    with group as x:
+        y = x.exp()
+    y = group.group_offload(y)
+    off_interface.forward_record()
+    assert done == ["recorded", "joined"]
+    y.sum().backward()
+    assert done == ["recorded", "joined"] * 2
+    assert leaf.grad is not None
+    assert same_bits([leaf.grad], [leaf.detach().exp()])
 
 
 # Steps and the table

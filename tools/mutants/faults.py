@@ -1843,7 +1843,7 @@ MUTANTS = [
         "record_and_join(graph_event(PipelineOffloadManager.get_instance()))",
         "graph_event(PipelineOffloadManager.get_instance())",
         "a graph ends with copies to the device that nothing has waited for",
-        (f"{MAIN_CALLS}::test_captures",),
+        (f"{MAIN_PARTS}::test_each_record_notes_the_event_and_joins_the_copies",),
     ),
     Mutant(
         "emptied source taken back",
