@@ -228,10 +228,12 @@ def captured_step(model: Model, inputs: list[Tensor], device: Any) -> list[Tenso
     return found
 
 
+@pytest.mark.parametrize("most", [None, 0, 1])
 @pytest.mark.parametrize("order", ORDERS)
-def test_captures(order: str) -> None:
+def test_captures(order: str, most: int | None) -> None:
     with graphs(order) as (manager, device):
         on, off = Model(torch.device("cpu")), Model(torch.device("cpu"), is_on=False)
+        on.options["max_inflight_offloads"] = most
         inputs = batches(torch.device("cpu"), 2)
         expected = captured_step(off, inputs, None)
         assert same_bits(captured_step(on, inputs, None), expected), "host memory is made"
@@ -241,6 +243,24 @@ def test_captures(order: str) -> None:
         after = manager.statistics()
         assert after.bytes_offloaded > before.bytes_offloaded
         assert after.bytes_reloaded > before.bytes_reloaded
+
+
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize("order", ORDERS)
+def test_one_capture_of_a_whole_step(order: str, most: int) -> None:
+    """What main counts offloads in flight for: nothing can be asked whether it is over then."""
+    with graphs(order) as (manager, device):
+        on, off = Model(torch.device("cpu")), Model(torch.device("cpu"), is_on=False)
+        on.options["max_inflight_offloads"] = most
+        inputs = batches(torch.device("cpu"), 2)
+        expected = step(off, inputs)
+        assert same_bits(step(on, inputs), expected), "host memory is made"
+        before = manager.statistics().bytes_offloaded
+        with device.capture():
+            got = step(on, inputs)
+            off_interface.forward_record()
+        assert same_bits(got, expected)
+        assert manager.statistics().bytes_offloaded > before
 
 
 def test_the_event_is_recorded_where_the_copies_are_joined() -> None:
