@@ -204,8 +204,8 @@ MUTANTS = [
     Mutant(
         "source taken back on another stream",
         "pp_offload/_transfer/engine.py",
-        "return block.in_flight_sources.get(ticket.begin) if block.stream == live else None",
-        "return block.in_flight_sources.get(ticket.begin)",
+        "return source if block.stream == live else None",
+        "return source",
         "memory of one stream is used on another",
         (
             "tests/transfer/test_hazards.py::test_what_is_kept_on_one_stream_is_brought_again_for_another",
