@@ -1,0 +1,148 @@
+"""Wrong input to what Megatron-LM's main calls; the next step is right all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from main_layer import Model, batches, step
+from toy import same_bits
+
+from pp_offload import CpuBackend, OffloadConfig, OffloadError, use_backend
+from pp_offload.compat.megatron import (
+    ChunkOffloadHandler,
+    OffloadTensorGroup,
+    PipelineOffloadManager,
+    fine_grained_offloading_group_offload,
+    print_offload_summary_table,
+)
+from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload.errors import ConfigError, GroupStateError
+
+
+@pytest.fixture
+def face() -> Iterator[PipelineOffloadManager]:
+    """The manager with a chunk begun, for tensors of any size."""
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    with use_backend(CpuBackend(), config=config):
+        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+        yield PipelineOffloadManager.get_instance()
+
+
+def chunk_of(face: PipelineOffloadManager) -> ChunkOffloadHandler:
+    chunk = face.cur_forward_chunk()
+    assert isinstance(chunk, ChunkOffloadHandler)
+    return chunk
+
+
+BAD: dict[str, tuple[Callable[[PipelineOffloadManager], Any], type[Exception], str]] = {
+    "a rank below 0": (
+        lambda _: off_interface.init_chunk_handler(-1, None, None, 1, 0, 1.0),
+        ValueError,
+        "pp_rank is -1, expected an integer of at least 0",
+    ),
+    "a flag for a rank": (
+        lambda _: off_interface.init_chunk_handler(True, None, None, 1, 0, 1.0),
+        ValueError,
+        "pp_rank is True",
+    ),
+    "a stage outside": (
+        lambda _: off_interface.init_chunk_handler(0, 2, 2, 1, 0, 1.0),
+        ValueError,
+        "vp_stage is 2 and vp_size 2",
+    ),
+    "half an element": (
+        lambda _: off_interface.init_chunk_handler(0, None, None, 0.5, 0, 1.0),  # type: ignore[arg-type]
+        ValueError,
+        "min_offloaded_tensor_size is 0.5",
+    ),
+    "bytes below 0": (
+        lambda _: off_interface.init_chunk_handler(0, None, None, 1, -5, 1.0),
+        ConfigError,
+        "delta_offload_bytes_across_pp_ranks",
+    ),
+    "more than all": (
+        lambda _: off_interface.init_chunk_handler(0, None, None, 1, 0, 1.5),
+        ConfigError,
+        "activation_offload_fraction",
+    ),
+    "less than no offload": (
+        lambda _: off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, -1),
+        ValueError,
+        "max_inflight_offloads is -1, expected an integer of at least 0",
+    ),
+    "a chunk with half an offload": (
+        lambda _: ChunkOffloadHandler(1, None, 0.5),  # type: ignore[arg-type]
+        ValueError,
+        "max_inflight_offloads is 0.5",
+    ),
+    "a rank for a group of them": (
+        lambda _: off_interface.reset(process_group=3),  # type: ignore[arg-type]
+        TypeError,
+        "process_group is 3, expected a process group",
+    ),
+    "a number to mark": (
+        lambda _: off_interface.mark_not_offload(3),  # type: ignore[arg-type]
+        TypeError,
+        "tensor is 3, expected a tensor",
+    ),
+    "a word for a delay": (
+        lambda _: fine_grained_offloading_group_offload(torch.ones(1), "act", None, "no"),  # type: ignore[arg-type]
+        ValueError,
+        "delay_offload is 'no'",
+    ),
+    "no group of that name": (
+        lambda _: fine_grained_offloading_group_offload(torch.ones(1), "act"),
+        GroupStateError,
+        "no group of that name was started",
+    ),
+    "a group that is none": (
+        lambda face: chunk_of(face).should_bulk_offload("act"),  # type: ignore[arg-type]
+        TypeError,
+        "group is 'act', expected a group of this chunk",
+    ),
+    "a hook that is none": (
+        lambda face: face.push_offload_groups(None, "act", None),  # type: ignore[arg-type]
+        TypeError,
+        "group_hook is None, expected a function of a name and tensors",
+    ),
+    "a hook without a name": (
+        lambda face: face.push_offload_groups(print, None, None),  # type: ignore[arg-type]
+        TypeError,
+        "name is None, expected the name of a group",
+    ),
+    "copies that are no number": (
+        lambda _: OffloadTensorGroup("act").set_duplicate_storage_info(-1, 0),
+        ValueError,
+        "tensor_count is -1",
+    ),
+    "an event that is none": (
+        lambda _: off_interface.forward_record(3),
+        TypeError,
+        "event is 3, expected an event",
+    ),
+    "a list of copies": (
+        lambda _: print_offload_summary_table({}, [1]),  # type: ignore[arg-type]
+        TypeError,
+        "local_duplicate_summary is the list",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(face: PipelineOffloadManager, case: str) -> None:
+    call, kind, said = BAD[case]
+    with pytest.raises(kind, match=said):
+        call(face)
+    device = torch.device("cpu")
+    on, off = Model(device), Model(device, is_on=False)
+    off_interface.reset()
+    assert same_bits(step(on, batches(device)), step(off, batches(device))), "the next step"
+
+
+def test_a_group_without_a_chunk_is_an_error() -> None:
+    x = torch.ones(1, requires_grad=True)
+    with use_backend(CpuBackend()), pytest.raises(OffloadError, match="without a chunk"):
+        fine_grained_offloading_group_offload(x, "act")
