@@ -1,4 +1,4 @@
-"""Which slices of a model are on the device: the one in use, and the one that comes next.
+"""Which slices of a model are on the device: the one in use, and those that come next.
 
 NOTE [ Host writes ]
     The program writes parameters on the host whenever it likes, as an optimizer does, or
@@ -17,11 +17,13 @@ Call pattern:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
+from torch.autograd import Variable
 from torch.nn import Parameter
 
 from pp_offload._memory.loans import Loans
@@ -50,7 +52,7 @@ class Slice:
         return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Loaded:
     """A slice on the device, or on its way there."""
 
@@ -69,20 +71,24 @@ class Loaded:
 
 
 class SliceCache:
-    """Brings slices to the device, two at most. See NOTE [ Host writes ].
+    """Brings slices to the device, a few at a time. See NOTE [ Host writes ].
 
     Args:
         copies: Brings them.
+        num_resident: How many may be on the device: the one in use, and those that come.
 
     Attributes:
+        num_coming: How many may come while one is in use.
         peak_bytes: The most bytes of parameters that were on the device at a time.
     """
 
-    def __init__(self, copies: PlainCopies) -> None:
+    def __init__(self, copies: PlainCopies, num_resident: int = 2) -> None:
         self.copies = copies
         self.peak_bytes = 0
+        self.num_coming = num_resident - 1
         self._current: Loaded | None = None
-        self._coming: Loaded | None = None
+        self._coming: list[Loaded] = []
+        self._ending: Callable[[], EndOfBackward | None] = lambda: None
         self._users = Loans[Sequence[Slice] | None]()
         self._thread: dict[str, threading.Thread] = {}
         self._depth = 0
@@ -98,8 +104,8 @@ class SliceCache:
         owner = self._thread.setdefault("forward", thread)  # atomic
         if owner is not thread and owner.is_alive():
             raise OffloadError(
-                f"thread {thread.name!r} runs layers of an OffloadModel, or of a copy of it, in "
-                f"whose forward thread {owner.name!r} is; expected one at a time, for the layers' "
+                f"thread {thread.name!r} runs layers of a model, or of a copy of it, in whose "
+                f"forward thread {owner.name!r} is; expected one at a time, for the layers' "
                 "parameters are exchanged meanwhile; take a lock around both, or a model for each"
             )
         self._thread["forward"] = thread
@@ -117,15 +123,18 @@ class SliceCache:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an OffloadModel cannot be pickled, for streams and host memory are part of it; save "
-            "model.state_dict(), whose names are those of the Sequential"
+            "a model whose parameters wait on the host cannot be pickled, for streams and host "
+            "memory are part of it; save model.state_dict(), whose names are those without offload"
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slices that are on the device or coming."""
         self._forget_unused()
-        return sum(one.slice.nbytes for one in (self._current, self._coming) if one is not None)
+        return sum(one.slice.nbytes for one in self._held())
+
+    def _held(self) -> list[Loaded]:
+        return [*([] if self._current is None else [self._current]), *self._coming]
 
     def use(self, wanted: Slice, index: int | None = None) -> Loaded:
         """The slice on the device, with its data. Another one that was in use is given up.
@@ -144,13 +153,20 @@ class SliceCache:
         loaded.slice = wanted
         return loaded
 
-    def prefetch(self, wanted: Slice) -> None:
-        """Start bringing a slice that will be used next, unless it is there or coming."""
-        for loaded in (self._current, self._coming):
-            if loaded is not None and loaded.slice.has_same(wanted):
-                return
-        self._give_up_coming()
-        self._coming = self._bring(wanted)
+    def prefetch(self, *wanted: Slice) -> None:
+        """Start bringing slices that will be used next, unless they are there or coming.
+
+        Args:
+            wanted: In order. Those for which there is no room are left out.
+        """
+        wanted = wanted[: self.num_coming]
+        if not wanted:
+            return
+        useless = [one for one in self._coming if not any(map(one.slice.has_same, wanted))]
+        self._give_up(useless)
+        for one in wanted:
+            if not any(loaded.slice.has_same(one) for loaded in self._held()):
+                self._coming.append(self._bring(one))
 
     def serve(self, user: object, slices: Sequence[Slice] | None = None) -> None:
         """Give slices up when ``user`` is gone: nobody will ask for them again.
@@ -174,19 +190,35 @@ class SliceCache:
     def _forget(self, slices: Sequence[Slice]) -> None:
         if self._current is not None and self._current.slice in slices:
             self._current = None
-        if self._coming is not None and self._coming.slice in slices:
-            self._give_up_coming()
+        self._give_up([one for one in self._coming if one.slice in slices])
 
     def drop(self) -> None:
         """Give up all slices."""
         self._current = None
-        self._give_up_coming()
+        self.settle()
+
+    def settle(self) -> None:
+        """Give up the slices that are coming: from now on the program may write on the host."""
+        self._give_up(self._coming)
+
+    def drop_after_backward(self) -> None:
+        """Give up all slices when the backward that runs now has ended.
+
+        A backward inside of it, as that of a reentrant checkpoint, changes nothing.
+        """
+        if self._ending() is None:
+            ending = EndOfBackward(self)
+            Variable._execution_engine.queue_callback(ending)
+            self._ending = weakref.ref(ending)
 
     def _next(self, wanted: Slice) -> Loaded:
-        """Make a slice the one in use: the one that is coming, or one brought now."""
+        """Make a slice the one in use: one that is coming, or one brought now."""
         self._current = None
-        loaded, self._coming = self._coming, None
-        if loaded is not None:
+        loaded = next((one for one in self._coming if one.slice.has_same(wanted)), None)
+        if loaded is None:
+            self.settle()
+        else:
+            self._coming.remove(loaded)
             self.copies.synchronize(loaded.pending)
         if loaded is None or not self._is_usable(loaded, wanted):
             del loaded
@@ -201,9 +233,9 @@ class SliceCache:
         self.peak_bytes = max(self.peak_bytes, self.nbytes + wanted.nbytes)
         return Loaded(wanted, self.copies.copy_to_device(sources, wanted.label), stamps)
 
-    def _give_up_coming(self) -> None:
-        loaded, self._coming = self._coming, None
-        if loaded is not None:
+    def _give_up(self, useless: Sequence[Loaded]) -> None:
+        self._coming = [one for one in self._coming if one not in useless]
+        for loaded in useless:
             self.copies.synchronize(loaded.pending)
 
     def _is_usable(self, loaded: Loaded, wanted: Slice) -> bool:
@@ -212,6 +244,20 @@ class SliceCache:
     def _is_home(self, loaded: Loaded) -> bool:
         """Whether its memory belongs to the live compute stream."""
         return loaded.pending.stream == self.copies.transfer.backend.current_stream()
+
+
+class EndOfBackward:
+    """Empties a cache when a backward ends. One that raised drops its callbacks uncalled, so the
+    cache is also emptied when this is gone.
+    """
+
+    def __init__(self, cache: SliceCache) -> None:
+        self._cache = cache
+        cache.serve(self)
+
+    def __call__(self) -> None:
+        """The backward has ended."""
+        self._cache.drop()
 
 
 def stamp(parameter: Parameter) -> tuple[int, int]:

@@ -13,11 +13,11 @@ of its use. Other saved tensors go to the hooks that were entered before, if any
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
@@ -42,16 +42,21 @@ class SlicedRun:
     """One forward through all slices, and its backwards.
 
     Args:
-        slices: In the order of the forward; those without parameters are never asked for.
+        slices: In the order of the forward; those without parameters are never asked for. Where
+            the order is not known before, see :meth:`add`.
         cache: Brings them to the device.
     """
 
     def __init__(self, slices: Sequence[Slice], cache: SliceCache) -> None:
-        self.slices = slices
+        self.slices = list(slices)
         self.cache = cache
-        self._is_wanted = [False for _ in slices]
-        self._task = -1
-        cache.serve(self, slices)
+        self._wanted: set[int] = set()
+        cache.serve(self, self.slices)
+
+    def add(self, slice_: Slice) -> int:
+        """Append a slice that the forward has come to; its index."""
+        self.slices.append(slice_)
+        return len(self.slices) - 1
 
     def bring(self, index: int) -> list[Tensor]:
         """The parameters of a slice in forward; those of the next slice are prefetched."""
@@ -63,16 +68,15 @@ class SlicedRun:
 
     def want(self, index: int) -> None:
         """Note that backward, if there is one, will ask for this slice."""
-        self._is_wanted[index] = True
+        self._wanted.add(index)
 
     def bring_back(self, index: int, parameter: int | None = None) -> list[Tensor]:
-        """The parameters of a slice in backward; those of the slice before are prefetched."""
+        """The parameters of a slice in backward; those of slices before are prefetched."""
         loaded = self.cache.use(self.slices[index], parameter)
         if is_in_backward():
-            self._drop_at_the_end()
-            before = next((i for i in reversed(range(index)) if self._is_wanted[i]), None)
-            if before is not None:
-                self.cache.prefetch(self.slices[before])
+            self.cache.drop_after_backward()
+            before = (self.slices[i] for i in reversed(range(index)) if i in self._wanted)
+            self.cache.prefetch(*islice(before, self.cache.num_coming))
         return loaded.pending.tensors
 
     def saving(self, index: int, tensors: Sequence[Tensor]) -> saved_tensors_hooks:
@@ -91,27 +95,6 @@ class SlicedRun:
         chaining = Chaining(pack)
         chaining.outer = None if outer is None else outer[0]
         return saved_tensors_hooks(chaining, unpack)
-
-    def _drop_at_the_end(self) -> None:
-        """Have the cache emptied when the backward that runs now has ended."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            Variable._execution_engine.queue_callback(EndOfBackward(self.cache))
-
-
-class EndOfBackward:
-    """Empties a cache when a backward ends. One that raised drops its callbacks uncalled, so the
-    cache is also emptied when this is gone.
-    """
-
-    def __init__(self, cache: SliceCache) -> None:
-        self._cache = cache
-        cache.serve(self)
-
-    def __call__(self) -> None:
-        """The backward has ended."""
-        self._cache.drop()
 
 
 class ParameterReference:

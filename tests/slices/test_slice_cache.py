@@ -1,4 +1,4 @@
-"""Two slices at most are on the device, as they are on the host."""
+"""A few slices at most are on the device, as they are on the host."""
 
 from __future__ import annotations
 
@@ -107,3 +107,33 @@ def test_a_slice_on_one_stream_is_brought_again_for_another() -> None:
             assert second.stream is other and second.tensors[0] is not first.tensors[0]
             assert second.tensors[0].add(1).eq(1).all()
         backend.check()
+
+
+@pytest.mark.parametrize("num_resident", [1, 2, 3, 4])
+def test_no_more_are_on_the_device_than_it_was_told(backend, num_resident: int) -> None:
+    """And each is brought once, though it is asked for several times before it is used."""
+    with backend.activate():
+        cache = SliceCache(PlainCopies(backend, OffloadConfig()), num_resident)
+        slices = slices_of(6)
+        for number, one in enumerate(slices):
+            assert values(cache, one) == one.parameters[0].tolist()
+            cache.prefetch(*slices[number + 1 :])
+            assert cache.nbytes == 16 * min(num_resident, 6 - number)
+        assert cache.peak_bytes == 16 * num_resident
+        assert cache.copies.transfer.counters.bytes_reloaded == 6 * 16
+
+
+def test_what_was_foreseen_wrongly_is_given_up(backend) -> None:
+    with backend.activate():
+        cache = SliceCache(PlainCopies(backend, OffloadConfig()), 3)
+        first, second, third, fourth = slices_of(4)
+        cache.use(first)
+        cache.prefetch(second, third)
+        cache.prefetch(third, fourth)
+        assert cache.copies.transfer.counters.bytes_reloaded == 4 * 16
+        assert values(cache, second) == [1.0] * 4, "nothing of the others is left"
+        assert cache.nbytes == 16
+        cache.prefetch(first)
+        cache.settle()
+        write(first.parameters[0])
+        assert cache.nbytes == 16
