@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
     # isort: split
     # Parameters on the host.
+    from pp_offload._slices.offloaded_layers import OffloadedLayers
+    from pp_offload.layers import offload_layers
     from pp_offload.offload_model import OffloadModel
 
     # isort: split
@@ -131,6 +133,7 @@ __all__ = [
     "OffloadModel",
     "OffloadStatistics",
     "OffloadTensorGroup",
+    "OffloadedLayers",
     "OptionError",
     "PipelineOffloadManager",
     "RaceError",
@@ -156,6 +159,7 @@ __all__ = [
     "get_act_offloading_ctx_manager",
     "get_lora_act_offloading_ctx_manager",
     "is_module_to_apply_activation_checkpointing",
+    "offload_layers",
     "offload_modules",
     "pipelining",
     "print_offload_summary_table",
@@ -192,6 +196,8 @@ _MODULES = {
         "is_module_to_apply_activation_checkpointing",
         "recompute_layers",
     ),
+    "pp_offload._slices.offloaded_layers": ("OffloadedLayers",),
+    "pp_offload.layers": ("offload_layers",),
     "pp_offload.offload_model": ("OffloadModel",),
     "pp_offload._megatron.current": (
         "configure",

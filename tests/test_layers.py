@@ -21,7 +21,7 @@ ROWS = [
     ("_transfer",),
     ("_groups",),
     ("_activations", "_checkpoint", "_slices", "_megatron"),
-    ("modules", "pipelining", "activations", "checkpointing", "offload_model", "summary"),
+    ("modules", "pipelining", "activations", "checkpointing", "offload_model", "layers", "summary"),
     (
         "testing",
         "simulate",

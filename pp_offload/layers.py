@@ -1,0 +1,281 @@
+"""Parameters of any model's layers on the host; the device has the layer that computes.
+
+    offloaded = offload_layers(model, "model.layers", frozen_only=True)
+    loss = model(**batch).loss                 # each layer is there while it computes
+    loss.backward()                            # and again in backward
+    optimizer.step()                           # on the host, for what waits there
+    print(offloaded.peak_parameter_bytes_on_device)
+    offloaded.close()
+
+The model stays what it is: its class, its names, its parameters as objects. Parameters of the
+layers wait on the host, pinned once. The next layer comes while one computes; which it is, the last
+forward tells. Gradients of these parameters come to the host, where their optimizer is. With
+``frozen_only``, only what does not require grad waits: of a model with adapters the base is
+streamed, and the adapters, their gradients and their optimizer stay on the device. The base is
+never copied back.
+
+NOTE [ Who else has it ]
+    A parameter that something outside of the layers has as well, such as a tied embedding, stays on
+    the device: there it would be used without its layer. One that several layers have waits on the
+    host; each layer brings it for itself, and its gradients are summed on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleList, Parameter, Sequential
+from torch.nn.parallel import DistributedDataParallel
+
+from pp_offload._common.checks import check_flag, check_kind, count_problem, near
+from pp_offload._memory.storages import has_storage
+from pp_offload._slices.cache import SliceCache
+from pp_offload._slices.offloaded_layers import OffloadedLayers, install, waits
+from pp_offload._slices.places import Places
+from pp_offload._transfer.plain_copies import PlainCopies
+from pp_offload._transfer.tensors import is_dense
+from pp_offload.backends import Backend, check_backend, default_backend
+from pp_offload.config import OffloadConfig, config_or_default
+from pp_offload.errors import OffloadError
+from pp_offload.modules import matching
+
+CHECKPOINTED = "_checkpoint_wrapped_module"
+"""Under this name a checkpoint wrapper has its layer."""
+
+
+def offload_layers(
+    model: Module,
+    layers: str | Collection[str],
+    frozen_only: bool = False,
+    num_resident: int = 2,
+    *,
+    device: torch.device | str | None = None,
+    backend: Backend | None = None,
+    config: OffloadConfig | None = None,
+) -> OffloadedLayers:
+    """Keep parameters of a model's layers on the host, and bring each layer when it computes.
+
+    Args:
+        model: Changed in place. What is not in the layers, and buffers, is moved to the device.
+        layers: Name of an :class:`torch.nn.ModuleList` or :class:`torch.nn.Sequential` whose
+            children are the layers, or several; ``*`` stands for one part between dots.
+        frozen_only: Only what does not require grad now waits on the host.
+        num_resident: How many layers are on the device at a time, at most. With 1, a layer is
+            brought when it is needed; with 2, the next one comes meanwhile.
+        device: Where the model computes. By default where its parameters are, or the accelerator if
+            they are on the host and there is one.
+        backend: Of the device; made when None.
+        config: How much host memory, and how much may be in flight.
+
+    Returns:
+        A handle with figures, which undoes it; also a context manager.
+
+    Raises:
+        ValueError: No such module, and the message lists one that comes near, or it is no list of
+            layers; a layer is named twice or inside another; nothing in them could wait on the
+            host; ``num_resident`` is no integer from 1 to the number of layers; parameters are no
+            dense tensors with data, or share memory; the model is a ``DistributedDataParallel``.
+        TypeError: An argument is of another kind.
+        OffloadError: Layers wait on the host already.
+
+    Source: the idea of axolotl's ``layer_offloading``.
+    """
+    check_kind("model", model, Module, "an nn.Module")
+    check_flag("frozen_only", frozen_only)
+    config = config_or_default(config)
+    backend = _backend(model, device, backend)
+    containers = _containers(model, layers)
+    found = _layers_of(containers)
+    _check_model(model)
+    _check_free(found)
+    if problem := count_problem("num_resident", num_resident, 1):
+        raise ValueError(problem)
+    if num_resident > len(found):
+        raise ValueError(
+            f"num_resident is {num_resident}, expected 1 to {len(found)}, the number of layers; "
+            "leave a model alone all of whose layers fit on the device"
+        )
+    waiting = _waiting(model, found, frozen_only)
+    places = {name: (layer, Places(layer, waiting.__contains__)) for name, layer in found.items()}
+    cache = SliceCache(PlainCopies(backend, config), num_resident)
+    return install(model, places, _around(model, containers), cache)
+
+
+class _Parameters:
+    """Parameters by identity."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.all = parameters
+        self._ids = {id(one) for one in parameters}
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._ids
+
+
+def _backend(model: Module, device: torch.device | str | None, backend: Backend | None) -> Backend:
+    if backend is not None:
+        check_backend(backend)
+        if device is not None and torch.device(device).type != backend.device.type:
+            raise ValueError(
+                f"device is {device}, but the backend's is {backend.device}; expected the same; "
+                "pass one of them"
+            )
+        return backend
+    if device is not None:
+        check_kind("device", device, (torch.device, str), "a torch.device, or its name")
+        return default_backend(torch.device(device))
+    there = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    if len(there) > 1:
+        raise ValueError(
+            f"the model is on {sorted(map(str, there))}, expected one device; say device=... to "
+            "have it moved there"
+        )
+    return default_backend(there.pop() if there else None)
+
+
+def _containers(model: Module, layers: str | Collection[str]) -> dict[str, Module]:
+    """The lists of layers by name."""
+    expected = 'the name of a ModuleList, such as "model.layers", or several names'
+    check_kind("layers", layers, (str, Collection), expected)
+    patterns = [layers] if isinstance(layers, str) else list(layers)
+    for pattern in patterns:
+        check_kind("a name in layers", pattern, str, expected)
+    lists = [
+        n for n, one in model.named_modules() if n and isinstance(one, ModuleList | Sequential)
+    ]
+    if not patterns:
+        raise ValueError(f"layers is empty, expected {expected}; the model has {lists}")
+    names = {pattern: matching(model, pattern) for pattern in patterns}
+    if missing := [f"{p!r}{near(p, lists)}" for p, found in names.items() if not found]:
+        raise ValueError(
+            f"the model has no module {', '.join(missing)}; expected {expected}; it has {lists}"
+        )
+    found = {name: model.get_submodule(name) for one in names.values() for name in one}
+    wrong = [
+        f"{name!r} is a {type(one).__name__}{near(name, lists)}"
+        for name, one in found.items()
+        if not isinstance(one, ModuleList | Sequential)
+    ]
+    if wrong:
+        raise ValueError(
+            f"{'; '.join(wrong)}; expected a ModuleList or a Sequential, whose children are the "
+            f"layers; the model has {lists}"
+        )
+    return found
+
+
+def _layers_of(containers: dict[str, Module]) -> dict[str, Module]:
+    """Layers by name, each once, without what a checkpoint wrapped around them."""
+    found: dict[str, Module] = {}
+    for name, container in containers.items():
+        for child, layer in container.named_children():
+            while CHECKPOINTED in layer._modules:
+                layer = layer.get_submodule(CHECKPOINTED)
+            found.setdefault(f"{name}.{child}", layer)
+    inside = [
+        f"{name!r} is inside of {other!r}"
+        for name, layer in found.items()
+        for other, around in found.items()
+        if layer is not around and any(layer is one for one in around.modules())
+    ]
+    if inside:
+        raise ValueError(
+            f"{'; '.join(inside)}; expected layers beside one another; leave one of the lists out"
+        )
+    return found
+
+
+def _check_model(model: Module) -> None:
+    if any(isinstance(one, DistributedDataParallel) for one in model.modules()):
+        raise ValueError(
+            "the model is, or has, a DistributedDataParallel, which has noted where each gradient "
+            "is; expected a plain module; call offload_layers() before it is wrapped, which works "
+            "where all parameters are on one device"
+        )
+
+
+def _check_free(layers: dict[str, Module]) -> None:
+    taken = [name for name, layer in layers.items() if waits(layer)]
+    if taken:
+        raise OffloadError(
+            f"layers {taken} wait on the host already; expected each to be given once; close() the "
+            "handle that came first"
+        )
+
+
+def _waiting(model: Module, layers: dict[str, Module], frozen_only: bool) -> _Parameters:
+    """Parameters that wait on the host. See NOTE [ Who else has it ]."""
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    outside = _Parameters(
+        [
+            parameter
+            for module in model.modules()
+            if id(module) not in inside
+            for parameter in module._parameters.values()
+            if parameter is not None
+        ]
+    )
+    named = {
+        f"{name}.{inner}": parameter
+        for name, layer in layers.items()
+        for inner, parameter in layer.named_parameters()
+        if parameter not in outside and not (frozen_only and parameter.requires_grad)
+    }
+    if not named:
+        frozen = " frozen" if frozen_only else ""
+        raise ValueError(
+            f"layers {list(layers)} have no{frozen} parameters of their own; expected some that "
+            "could wait on the host; " + _advice(frozen_only)
+        )
+    _check_memory(model, named)
+    return _Parameters(list(named.values()))
+
+
+def _advice(frozen_only: bool) -> str:
+    if frozen_only:
+        return "freeze the base with requires_grad_(False) first, or leave frozen_only out"
+    return "name another list of layers"
+
+
+def _check_memory(model: Module, waiting: dict[str, Parameter]) -> None:
+    odd = [
+        name
+        for name, p in waiting.items()
+        if type(p.data) is not Tensor or not has_storage(p) or p.is_meta or not is_dense(p)
+    ]
+    if odd:
+        raise ValueError(
+            f"parameters {odd} are no dense tensors with data; expected plain nn.Parameter; "
+            "materialize lazy and meta parameters first, make others of tensor.contiguous(), and "
+            "do not shard or quantize what waits on the host"
+        )
+    mine = {id(p): name for name, p in waiting.items()}
+    names = {id(p): mine.get(id(p), name) for name, p in model.named_parameters()}
+    spans = sorted(
+        (p.data_ptr(), p.nbytes, names[id(p)], id(p) in mine)
+        for p in model.parameters()
+        if has_storage(p) and p.numel()
+    )
+    tied = [
+        (one, other)
+        for (begin, nbytes, one, waits), (following, _, other, other_waits) in pairwise(spans)
+        if following < begin + nbytes and (waits or other_waits)
+    ]
+    if tied:
+        raise ValueError(
+            f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "
+            "under several names, as in head.weight = embedding.weight"
+        )
+
+
+def _around(model: Module, containers: dict[str, Module]) -> Iterator[Module]:
+    """The model, and the modules that have the lists: each is a forward's begin, if outermost."""
+    found = {id(model): model}
+    for name in containers:
+        parent, _, _ = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        found[id(owner)] = owner
+    yield from found.values()
