@@ -41,6 +41,7 @@ from pp_offload.backends import Backend, check_backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
 from pp_offload.modules import matching
+from pp_offload.offload_model import OffloadModel
 
 CHECKPOINTED = "_checkpoint_wrapped_module"
 """Under this name a checkpoint wrapper has its layer."""
@@ -175,6 +176,10 @@ def _layers_of(containers: dict[str, Module]) -> dict[str, Module]:
             while CHECKPOINTED in layer._modules:
                 layer = layer.get_submodule(CHECKPOINTED)
             found.setdefault(f"{name}.{child}", layer)
+    if not found:
+        raise ValueError(
+            f"the lists {list(containers)} are empty; expected at least one layer; name another"
+        )
     inside = [
         f"{name!r} is inside of {other!r}"
         for name, layer in found.items()
@@ -194,6 +199,11 @@ def _check_model(model: Module) -> None:
             "the model is, or has, a DistributedDataParallel, which has noted where each gradient "
             "is; expected a plain module; call offload_layers() before it is wrapped, which works "
             "where all parameters are on one device"
+        )
+    if any(isinstance(one, OffloadModel) for one in model.modules()):
+        raise ValueError(
+            "the model is, or has, an OffloadModel, which brings its parameters itself; expected "
+            "plain modules; choose one of the two"
         )
 
 

@@ -149,6 +149,7 @@ class SliceCache:
             if loaded.stamps[index] == stamp(wanted.parameters[index]) and self._is_home(loaded):
                 return loaded
         if loaded is None or not self._is_usable(loaded, wanted):
+            del loaded  # its memory is for what comes now
             loaded = self._next(wanted)
         loaded.slice = wanted
         return loaded

@@ -102,8 +102,9 @@ class LayerStream:
     def _slices_of(self, numbers: list[int]) -> Iterator[Slice]:
         for number in numbers:
             layer = self.layers.get(number)
-            if layer is not None and not layer.is_closed:
-                yield layer.slice()
+            slice_ = None if layer is None or layer.is_closed else layer.slice()
+            if slice_ is not None and slice_.parameters:
+                yield slice_
 
 
 class Around:

@@ -100,7 +100,8 @@ def install(
         cache: Brings them.
     """
     _move(model, [place for _, place in places.values()], cache.copies)
-    stream = LayerStream(cache, LayerOrder(range(len(places))))
+    usual = [number for number, (_, one) in enumerate(places.values()) if one.parameters()]
+    stream = LayerStream(cache, LayerOrder(usual))
     for number, (name, (layer, place)) in enumerate(places.items()):
         vars(layer)["_apply"] = StaysOnHost(layer, place)
         vars(layer)["forward"] = StreamedForward(stream, number, name, layer, place)

@@ -23,7 +23,7 @@ NOTE [ Computed again ]
     layer if it is not there. In that case the checkpoint saves all tensors itself, in forward and
     again in backward; of what it saves in backward nothing may be taken away, for it counts.
 
-The forward is replaced, and no hook, since hooks are not called when an interrupt comes, and tensors
+The forward is replaced, and no hook, since hooks are not called when an interrupt comes: tensors
 would be left in the places of parameters.
 
 Call pattern:

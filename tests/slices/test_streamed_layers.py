@@ -1,0 +1,492 @@
+"""Layers of a plain model wait on the host: what is on the device, who has them, what fails."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from conftest import TWO_BACKENDS, make_backend
+from sliced import state
+from torch import Tensor, nn
+from toy import assert_no_hooks, moved, same_bits
+
+from pp_offload import (
+    OffloadedLayers,
+    OffloadError,
+    OffloadModel,
+    SavedTensorModifiedError,
+    offload_layers,
+)
+from pp_offload.backends import Backend
+from pp_offload.testing import SimulatedBackend
+
+WIDTH, DEPTH = 16, 6
+ONE = WIDTH * WIDTH * 4
+"""Bytes of a layer."""
+
+
+class Stack(nn.Module):
+    """Calls its layers in any order, with a head that is no layer."""
+
+    def __init__(self, depth: int = DEPTH, order: list[int] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.order = list(range(depth)) if order is None else order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order:
+            x = torch.tanh(self.layers[number](x))
+        return self.head(x)
+
+
+def stack(**options: Any) -> Stack:
+    torch.manual_seed(1)
+    return Stack(**options)
+
+
+def inputs(backend: Backend, step: int = 0) -> Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+    return x.to(backend.device).requires_grad_()
+
+
+def train(model: nn.Module, backend: Backend, steps: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    results = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = inputs(backend, step)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        results += [loss.detach().cpu(), x.grad.cpu()]
+    return results + state(model)
+
+
+def plain_and_streamed(
+    backend: Backend, model: Stack, **options: Any
+) -> tuple[nn.Module, Stack, OffloadedLayers]:
+    plain = copy.deepcopy(model)
+    handle = offload_layers(model, "layers", backend=backend, **options)
+    return moved(plain, backend.device), model, handle
+
+
+ORDERS = {
+    "in order": None,
+    "backwards": [5, 4, 3, 2, 1, 0],
+    "skipped": [0, 3, 5],
+    "twice": [0, 1, 2, 0, 1, 3, 3, 4],
+}
+
+
+@pytest.mark.parametrize("num_resident", [1, 2, 4])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_layers_in_any_order(backend, order: list[int] | None, num_resident: int) -> None:
+    with backend.activate():
+        plain, model, handle = plain_and_streamed(
+            backend, stack(order=order), num_resident=num_resident
+        )
+        assert same_bits(train(model, backend), train(plain, backend))
+        assert handle.parameter_bytes_on_device == 0
+        assert handle.peak_parameter_bytes_on_device <= num_resident * ONE
+    assert_no_hooks()
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_from_the_second_forward_on_each_call_is_foreseen(order: list[int] | None) -> None:
+    """Every layer is on its way when the one before computes, and none comes for nothing."""
+    backend = SimulatedBackend("late")
+    with backend.activate(), torch.no_grad():
+        model = stack(order=order)
+        handle = offload_layers(model, "layers", backend=backend)
+        model(inputs(backend))
+        before = handle.statistics().bytes_reloaded
+        seen: list[int] = []
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: seen.append(handle.parameter_bytes_on_device))
+        model(inputs(backend))
+        calls = model.order
+        moves = 1 + sum(one != other for one, other in zip(calls, calls[1:], strict=False))
+        assert handle.statistics().bytes_reloaded - before == moves * ONE
+        is_last = [calls[i:] == [calls[i]] * (len(calls) - i) for i in range(len(calls))]
+        repeats = [i + 1 < len(calls) and calls[i] == calls[i + 1] for i in range(len(calls))]
+        expected = [1 if last or same else 2 for last, same in zip(is_last, repeats, strict=True)]
+        assert seen == [num * ONE for num in expected]
+
+
+@pytest.mark.parametrize("num_resident", [1, 2, 3])
+@pytest.mark.parametrize("order", ["late", "eager", "random"])
+def test_device_memory_is_arithmetic(order: str, num_resident: int) -> None:
+    """So many layers, a layer's gradient, and the head; activations as without."""
+    backend = SimulatedBackend(order)
+    rows = 4
+    activation, head = rows * WIDTH * 4, (WIDTH + 1) * WIDTH * 4
+    with backend.activate():
+        model = stack()
+        for parameter in model.head.parameters():
+            parameter.requires_grad_(False)
+        handle = offload_layers(model, "layers", backend=backend, num_resident=num_resident)
+        gc.collect()
+        for _ in range(3):
+            with torch.no_grad():
+                x = torch.randn(rows, WIDTH)
+                y = model(x)
+                del x, y
+            backend.take_device_peak()
+            with torch.no_grad():
+                x = torch.randn(rows, WIDTH)
+                y = model(x)
+                # A layer's input, the product and its tanh; x is held here.
+                assert backend.take_device_peak() == num_resident * ONE + head + 4 * activation
+                del x, y
+            x = torch.randn(rows, WIDTH, requires_grad=True)
+            model(x).sum().backward()
+            del x
+            model.zero_grad()
+        assert handle.peak_parameter_bytes_on_device == num_resident * ONE
+        assert handle.parameter_bytes_on_device == 0
+    backend.check()
+
+
+def test_only_what_is_frozen_waits(backend) -> None:
+    with backend.activate():
+        model = stack()
+        for number in (0, 2, 3):
+            model.layers[number].weight.requires_grad_(False)
+        plain, model, handle = plain_and_streamed(backend, model, frozen_only=True)
+        devices = [layer.weight.device for layer in model.layers]
+        host = torch.device("cpu")
+        assert devices == [host if i in (0, 2, 3) else backend.device for i in range(DEPTH)]
+        values = [model.layers[i].weight.data_ptr() for i in (0, 2, 3)]
+        assert same_bits(train(model, backend), train(plain, backend))
+        assert values == [model.layers[i].weight.data_ptr() for i in (0, 2, 3)]
+        assert handle.statistics().bytes_offloaded == 0
+        assert handle.statistics().bytes_reloaded > 0
+
+
+def test_a_weight_that_layers_share(backend) -> None:
+    with backend.activate():
+        model = stack()
+        model.layers[3].weight = model.layers[0].weight
+        plain, model, handle = plain_and_streamed(backend, model)
+        assert model.layers[3].weight is model.layers[0].weight
+        assert same_bits(train(model, backend), train(plain, backend))
+        assert handle.parameter_bytes_on_device == 0
+
+
+def test_a_weight_that_something_else_has_stays_on_the_device(backend) -> None:
+    """Outside of its layer nobody would bring it."""
+    with backend.activate():
+        model = stack()
+        model.head.weight = model.layers[0].weight
+        plain, model, handle = plain_and_streamed(backend, model)
+        assert model.head.weight is model.layers[0].weight
+        assert model.head.weight.device == backend.device
+        assert same_bits(train(model, backend), train(plain, backend))
+        assert handle.peak_parameter_bytes_on_device == 2 * ONE
+
+
+class Fails(nn.Module):
+    """Raises in one call of its forward."""
+
+    def __init__(self, inside: nn.Module, error: type[BaseException]) -> None:
+        super().__init__()
+        self.inside = inside
+        self.error = error
+        self.left = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inside(x)
+        self.left -= 1
+        if self.left == 0:
+            raise self.error("in a layer")
+        return x
+
+
+@pytest.mark.parametrize("where", [0, 3, DEPTH - 1, "head"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_forward_that_fails_leaves_nothing_to_the_next(
+    backend, error: type[BaseException], where: int | str
+) -> None:
+    """Also not where an interrupt comes, of which no hook is told."""
+    with backend.activate():
+        model = stack()
+        if isinstance(where, int):
+            model.layers[where] = Fails(model.layers[where], error)
+        else:
+            model.head = Fails(model.head, error)
+        plain, model, handle = plain_and_streamed(backend, model)
+        for one in (plain, model):
+            with pytest.raises(error, match="in a layer"):
+                one(inputs(backend))
+        gc.collect()
+        for layer in model.layers:
+            assert all(isinstance(p, nn.Parameter) and p.is_cpu for p in layer.parameters())
+        if isinstance(where, int):
+            assert handle.parameter_bytes_on_device == 0
+        assert same_bits(train(model, backend), train(plain, backend))
+        assert handle.parameter_bytes_on_device == 0
+    assert_no_hooks()
+
+
+def test_a_backward_that_fails_leaves_nothing_to_the_next(backend) -> None:
+    with backend.activate():
+        plain, model, handle = plain_and_streamed(backend, stack())
+
+        def fail(gradients: object) -> None:
+            raise ValueError("in backward")
+
+        for one in (plain, model):
+            y = one(inputs(backend))
+            y.grad_fn.next_functions[1][0].register_prehook(fail)
+            with pytest.raises(ValueError, match="in backward"):
+                y.sum().backward()
+            del y
+            one.zero_grad()
+        gc.collect()
+        assert same_bits(train(model, backend), train(plain, backend))
+        assert handle.parameter_bytes_on_device == 0
+
+
+def test_a_layer_called_by_itself(backend) -> None:
+    """Outside of a forward of the model nothing else comes."""
+    with backend.activate():
+        plain, model, handle = plain_and_streamed(backend, stack())
+        for one in (plain, model):
+            one.layers[2](inputs(backend)).sum().backward()
+        assert same_bits(state(model), state(plain))
+        assert handle.statistics().bytes_reloaded == ONE
+        assert handle.parameter_bytes_on_device == 0
+
+
+def test_gradients_of_gradients(backend) -> None:
+    with backend.activate():
+        plain, model, _ = plain_and_streamed(backend, stack())
+        results = []
+        for one in (plain, model):
+            x = inputs(backend)
+            (slope,) = torch.autograd.grad(one(x).square().sum(), x, create_graph=True)
+            slope.square().sum().backward()
+            results.append([x.grad.cpu(), *state(one)])
+        assert same_bits(*results)
+
+
+def test_a_parameter_changed_before_backward_is_an_error(backend) -> None:
+    with backend.activate():
+        model = stack()
+        offload_layers(model, "layers", backend=backend)
+        y = model(inputs(backend))
+        with torch.no_grad():
+            model.layers[2].weight.mul_(2)
+        with pytest.raises(SavedTensorModifiedError, match=r"layers\.2"):
+            y.sum().backward()
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.add_(1)
+        return x * self.weight
+
+
+def test_a_layer_that_writes_its_parameters_is_an_error(backend) -> None:
+    with backend.activate():
+        model = stack()
+        model.layers[1] = Writes()
+        offload_layers(model, "layers", backend=backend)
+        with pytest.raises(OffloadError, match=r"layers\.1 changed one of its parameters"):
+            model(inputs(backend))
+
+
+@pytest.mark.parametrize("kind", TWO_BACKENDS)
+def test_a_model_that_is_moved_keeps_its_layers_on_the_host(kind: str) -> None:
+    """A trainer moves it to the device when it prepares it."""
+    backend = make_backend(kind)
+    with backend.activate():
+        plain, model, handle = plain_and_streamed(backend, stack())
+        before = [layer.weight.data_ptr() for layer in model.layers]
+        model.to(backend.device)
+        assert [layer.weight.data_ptr() for layer in model.layers] == before
+        assert same_bits(train(model, backend), train(plain, backend))
+        with pytest.raises(OffloadError, match="turned into torch.float64"):
+            model.double()
+        handle.close()
+        moved(model, backend.device)
+        moved(plain, backend.device)
+        assert {p.device for p in model.parameters()} == {backend.device}
+        assert same_bits(train(model, backend), train(plain, backend)), "it is a plain model again"
+        model.double()
+
+
+def test_when_it_is_closed_the_model_is_as_it_was() -> None:
+    model = stack()
+    attributes = [dict(vars(module)) for module in model.modules()]
+    with offload_layers(model, "layers") as handle:
+        y = model(inputs(make_backend("cpu")))
+        assert set(vars(model.layers[0])) - set(attributes[2]) == {"forward", "_apply"}
+    y.sum().backward()
+    assert all(layer.weight.grad is not None for layer in model.layers), "graphs live on"
+    after = [dict(vars(module)) for module in model.modules()]
+    assert [set(one) for one in after] == [set(one) for one in attributes]
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    handle.close()
+
+
+def test_another_forward_that_was_there_or_came_later() -> None:
+    """Is called; what came later still works when the layers are plain again."""
+    model, calls = stack(), []
+    own = model.layers[0].forward
+
+    def first(x: Tensor) -> Tensor:
+        calls.append("first")
+        return own(x)
+
+    model.layers[0].forward = first
+    handle = offload_layers(model, "layers")
+    ours = model.layers[1].forward
+
+    def later(x: Tensor) -> Tensor:
+        calls.append("later")
+        return ours(x)
+
+    later.__wrapped__ = ours
+    model.layers[1].forward = later
+    for _ in range(2):
+        model(inputs(make_backend("cpu")))
+        assert calls == ["first", "later"]
+        calls.clear()
+        handle.close()
+    assert model.layers[0].forward is first and model.layers[1].forward is later
+    assert ours.is_closed
+
+
+def test_two_models_in_turn(backend) -> None:
+    with backend.activate():
+        pairs = [plain_and_streamed(backend, stack(depth=depth)) for depth in (3, 5)]
+        got = [model(inputs(backend, 1)) for _, model, _ in pairs]
+        expected = [plain(inputs(backend, 1)) for plain, _, _ in pairs]
+        for one in (*got, *expected):
+            one.sum().backward()
+        for plain, model, handle in pairs:
+            assert same_bits(state(model), state(plain))
+            assert handle.parameter_bytes_on_device == 0
+
+
+def test_a_copy_of_a_layer_alone() -> None:
+    backend = make_backend("late")
+    with backend.activate():
+        _, model, handle = plain_and_streamed(backend, stack())
+        x = inputs(backend)
+        layer = copy.deepcopy(model.layers[1])
+        expected = nn.functional.linear(x, model.layers[1].weight.detach().clone())
+        assert torch.equal(layer(x), expected)
+        handle.close()
+        assert torch.equal(layer(x), expected)
+
+
+def test_a_state_with_other_parameters(backend) -> None:
+    """``assign`` puts them in the places of those that waited."""
+    with backend.activate():
+        plain, model, _ = plain_and_streamed(backend, stack())
+        saved = {name: value.cpu() * 2 for name, value in model.state_dict().items()}
+        model.load_state_dict(
+            {n: v.to(model.state_dict()[n].device) for n, v in saved.items()}, assign=True
+        )
+        plain.load_state_dict(saved)
+        assert same_bits(train(model, backend), train(plain, backend))
+
+
+def test_one_thread_at_a_time() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    class Waits(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            assert leave.wait(60)
+            return super().forward(x)
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([Waits(WIDTH, WIDTH)])})
+    offload_layers(model, "layers", num_resident=1)
+    x = inputs(make_backend("cpu"))
+    other = threading.Thread(target=model["layers"][0], args=(x,), name="other")
+    other.start()
+    assert inside.wait(60)
+    with pytest.raises(OffloadError, match=r"in whose forward thread 'other' is"):
+        model["layers"][0](x)
+    leave.set()
+    other.join()
+    assert model["layers"][0](x).shape == x.shape
+
+
+def nested() -> nn.Module:
+    model = stack()
+    model.layers[1] = nn.ModuleList([nn.Linear(2, 2)])
+    return model
+
+
+def views() -> nn.Module:
+    model = stack()
+    model.layers[1].weight = nn.Parameter(model.layers[0].weight.data[:2])
+    return model
+
+
+def sliced() -> nn.Module:
+    model = stack()
+    model.other = OffloadModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "cpu", num_slices=2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "layers", "options", "message"),
+    [
+        (stack, "layer", {}, r"no module 'layer' \(did you mean layers\?\).*it has \['layers'\]"),
+        (stack, "head", {}, r"'head' is a Linear.*expected a ModuleList or a Sequential"),
+        (stack, "layers.0", {}, r"'layers.0' is a Linear \(did you mean layers\?\)"),
+        (stack, [], {}, "layers is empty"),
+        (stack, "layers", {"num_resident": 7}, "num_resident is 7, expected 1 to 6, the number of"),
+        (stack, "layers", {"num_resident": 0}, "num_resident is 0, expected an integer of at le"),
+        (stack, "layers", {"num_resident": 2.0}, "num_resident is 2.0"),
+        (stack, "layers", {"frozen_only": "yes"}, "frozen_only is 'yes', expected True or False"),
+        (stack, "layers", {"frozen_only": True}, "have no frozen parameters.*freeze the base"),
+        (nested, ["layers", "layers.1"], {}, "'layers.1.0' is inside of 'layers.1'"),
+        (
+            views,
+            "layers",
+            {},
+            r"parameters .*'layers.1.weight'.* share memory",
+        ),
+        (lambda: stack().to("meta"), "layers", {}, "are no dense tensors with data"),
+        (lambda: stack(depth=0), "layers", {}, r"\['layers'\] are empty"),
+        (sliced, "layers", {}, "is, or has, an OffloadModel"),
+    ],
+)
+def test_bad_arguments(build: Any, layers: Any, options: dict[str, Any], message: str) -> None:
+    """And the model is as before."""
+    model = build()
+    with pytest.raises(ValueError, match=message):
+        offload_layers(model, layers, **options)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "message"),
+    [("model", "layers", "model is 'model', expected an nn.Module"), (stack(), 3, "layers is 3")],
+)
+def test_arguments_of_another_kind(model: Any, layers: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        offload_layers(model, layers)
+
+
+def test_layers_are_given_once() -> None:
+    model = stack()
+    offload_layers(model, "layers")
+    with pytest.raises(OffloadError, match=r"layers \['layers.0'.* wait on the host already"):
+        offload_layers(model, "layers")
