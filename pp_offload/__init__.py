@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     # isort: split
     # Parameters on the host.
     from pp_offload._slices.offloaded_layers import OffloadedLayers
+    from pp_offload.integrations.layer_offloading import LayerOffloadingMixin
     from pp_offload.layers import offload_layers
     from pp_offload.offload_model import OffloadModel
 
@@ -124,6 +125,7 @@ __all__ = [
     "FullACParams",
     "GPUTensorPool",
     "GroupStateError",
+    "LayerOffloadingMixin",
     "NoOpManager",
     "NotWhileCapturingError",
     "OffloadActivations",
@@ -197,6 +199,7 @@ _MODULES = {
         "recompute_layers",
     ),
     "pp_offload._slices.offloaded_layers": ("OffloadedLayers",),
+    "pp_offload.integrations.layer_offloading": ("LayerOffloadingMixin",),
     "pp_offload.layers": ("offload_layers",),
     "pp_offload.offload_model": ("OffloadModel",),
     "pp_offload._megatron.current": (

@@ -105,6 +105,34 @@ def offload_layers(
     return install(model, places, _around(model, containers), cache)
 
 
+def lists_of_layers(model: Module) -> list[str]:
+    """Names of the lists that a model most likely has its layers in.
+
+    Those are the outermost :class:`torch.nn.ModuleList` of at least two layers, all of one class
+    and with parameters: ``model.layers``, ``transformer.h``, or the blocks of an encoder and of a
+    decoder.
+
+    Raises:
+        ValueError: There are none.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, ModuleList) and not is_inside and _are_layers(list(module)):
+            found.append(name)
+    if not found:
+        raise ValueError(
+            f"a {type(model).__name__} has no ModuleList of several layers of one class; expected "
+            "one; say where its layers are: layers=..."
+        )
+    return found
+
+
+def _are_layers(modules: list[Module]) -> bool:
+    has_parameters = any(next(one.parameters(), None) is not None for one in modules)
+    return len(modules) > 1 and len({type(one) for one in modules}) == 1 and has_parameters
+
+
 class _Parameters:
     """Parameters by identity."""
 

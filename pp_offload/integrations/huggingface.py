@@ -80,11 +80,7 @@ class ActivationOffloadingMixin:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        others = [base for base in cls.__mro__ if not issubclass(base, ActivationOffloadingMixin)]
-        if not _has_trainer(cls) and any(
-            {CONTEXT, "train"} <= vars(base).keys() for base in others
-        ):
-            raise _no_trainer(cls)
+        check_bases(cls, ActivationOffloadingMixin)
 
     def __init__(
         self,
@@ -92,8 +88,7 @@ class ActivationOffloadingMixin:
         activation_offloading: Mapping[str, Any] | bool | str | None = None,
         **kwargs: Any,
     ) -> None:
-        if not _has_trainer(type(self)):
-            raise _no_trainer(type(self))
+        check_trainer(type(self), ActivationOffloadingMixin)
         self._offloading = _Offloading(activation_offloading)
         super().__init__(*args, **kwargs)
         self._offloading.prepare(self)
@@ -228,18 +223,42 @@ def _meant(name: str, wanted: object) -> Mapping[str, Any] | bool | None:
     )
 
 
-def _has_trainer(kind: type) -> bool:
-    """Whether what :class:`ActivationOffloadingMixin` calls in ``kind`` is there."""
-    return hasattr(super(ActivationOffloadingMixin, kind), CONTEXT)
+def check_bases(kind: type, mixin: type) -> None:
+    """Check that no trainer is before a mixin, where it would never ask the mixin.
+
+    Raises:
+        TypeError: One is, and none behind.
+    """
+    others = [base for base in kind.__mro__ if not issubclass(base, mixin)]
+    if not _has_trainer(kind, mixin) and any(
+        {CONTEXT, "train"} <= vars(base).keys() for base in others
+    ):
+        raise _no_trainer(kind, mixin)
 
 
-def _no_trainer(kind: type) -> Exception:
+def check_trainer(kind: type, mixin: type) -> None:
+    """Check that a trainer is behind a mixin.
+
+    Raises:
+        ImportError: None is, and ``transformers`` is not installed.
+        TypeError: None is.
+    """
+    if not _has_trainer(kind, mixin):
+        raise _no_trainer(kind, mixin)
+
+
+def _has_trainer(kind: type, mixin: type) -> bool:
+    """Whether what a mixin calls in ``kind`` is there."""
+    return hasattr(super(mixin, kind), CONTEXT)  # type: ignore[misc]
+
+
+def _no_trainer(kind: type, mixin: type) -> Exception:
     if importlib.util.find_spec("transformers") is None:
         return ImportError(
             f"{kind.__name__} has no Trainer among its bases, and transformers is not installed; "
             "pip install 'pp_offload[hf]'"
         )
     return TypeError(
-        f"{kind.__name__} has no Trainer behind ActivationOffloadingMixin; expected "
-        f"class {kind.__name__}(ActivationOffloadingMixin, transformers.Trainer)"
+        f"{kind.__name__} has no Trainer behind {mixin.__name__}; expected "
+        f"class {kind.__name__}({mixin.__name__}, transformers.Trainer)"
     )

@@ -894,6 +894,70 @@ MUTANTS = [
         ("tests/slices/test_slice_cache.py::test_what_was_foreseen_is_used",),
     ),
     Mutant(
+        "layer computes before it has come",
+        "pp_offload/_slices/cache.py",
+        "            self._coming.remove(loaded)\n            self.copies.synchronize(loaded.pending)",
+        "            self._coming.remove(loaded)",
+        "a layer that was foreseen computes with what the copy is still to bring",
+        ("tests/slices/test_streamed_layers.py::test_layers_in_any_order",),
+    ),
+    Mutant(
+        "layer let go before its last use",
+        "pp_offload/_slices/streamed_forward.py",
+        "        tensors = on_device(slice_.parameters, loaded, path)\n",
+        "        tensors = on_device(slice_.parameters, loaded, path)\n"
+        "        for one in loaded:\n"
+        "            one.untyped_storage().resize_(0)\n",
+        "a layer's memory is given to the next while it computes",
+        ("tests/slices/test_streamed_layers.py::test_layers_in_any_order",),
+    ),
+    Mutant(
+        "layer stays on the device",
+        "pp_offload/_slices/streamed_forward.py",
+        "        if torch.is_grad_enabled() and not is_again:",
+        "        if False:",
+        "autograd keeps every layer on the device until backward",
+        ("tests/slices/test_streamed_layers.py::test_device_memory_is_arithmetic",),
+    ),
+    Mutant(
+        "parameters left out of their places",
+        "pp_offload/_slices/places.py",
+        "            for place, parameter in before:",
+        "            for place, parameter in before[1:]:",
+        "after an error a layer has tensors where its parameters were",
+        (
+            "tests/slices/test_streamed_layers.py::test_a_forward_that_fails_leaves_nothing_to_the_next",
+        ),
+    ),
+    Mutant(
+        "nothing is foreseen",
+        "pp_offload/_slices/layer_order.py",
+        "                return self._last[place + 1 : place + 1 + num]",
+        "                return []",
+        "each layer is waited for when it is called",
+        (
+            "tests/slices/test_streamed_layers.py::test_from_the_second_forward_on_each_call_is_foreseen",
+        ),
+    ),
+    Mutant(
+        "inside of a checkpoint without parameters",
+        "pp_offload/_slices/streamed_forward.py",
+        "            attributes[CHECKPOINT] = InsideLayer(self, checkpoint)",
+        "            pass",
+        "what a layer computes again in backward has its parameters on the host",
+        ("tests/integrations/test_streamed_models.py::test_equal_bit_for_bit",),
+    ),
+    Mutant(
+        "moved with the model",
+        "pp_offload/_slices/stays.py",
+        "            if id(tensor) not in ids:",
+        "            if True:",
+        "a trainer that prepares its model takes all layers to the device",
+        (
+            "tests/slices/test_streamed_layers.py::test_a_model_that_is_moved_keeps_its_layers_on_the_host",
+        ),
+    ),
+    Mutant(
         "gradient before it is there",
         "pp_offload/_slices/gradients.py",
         "        ctx.path.settle()",

@@ -1,0 +1,142 @@
+"""Parameters of layers on the host in the ``Trainer`` of Hugging Face, whose loop stays as it is.
+
+    class MyTrainer(LayerOffloadingMixin, Trainer): ...
+
+    trainer = MyTrainer(model, args, train_dataset=data, layer_offloading=True)
+    trainer.train()
+    trainer.layer_offload.peak_parameter_bytes_on_device
+
+The layers are offloaded when the trainer moves its model to the device, before anything is moved,
+so that the device never has all of them. When it moves the model again, what waits on the host
+stays there. Nothing of Hugging Face is imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch.nn import Module
+
+from pp_offload._common.checks import near, said
+from pp_offload._slices.offloaded_layers import OffloadedLayers
+from pp_offload.backends import CpuBackend, default_backend
+from pp_offload.integrations.huggingface import check_bases, check_trainer
+from pp_offload.layers import lists_of_layers, offload_layers
+
+OPTIONS = tuple(inspect.signature(offload_layers).parameters)[1:]
+"""What ``layer_offloading`` may contain."""
+
+EXPECTED = "expected True, False or a mapping of options"
+
+
+class LayerOffloadingMixin:
+    """Named before a ``Trainer`` among the bases, it keeps parameters of layers on the host.
+
+    Args:
+        args: The trainer's.
+        layer_offloading: Options of :func:`pp_offload.offload_layers`, apart from the model, where
+            ``layers`` may be left out, for :func:`pp_offload.layers.lists_of_layers`, and
+            ``frozen_only`` is True unless given: the frozen base waits on the host, and what is
+            trained stays on the device. Where the ``TrainingArguments`` have a ``layer_offloading``
+            of their own, that one says whether anything is offloaded; options, True or False here
+            override it.
+        kwargs: The trainer's.
+
+    Raises:
+        ImportError: No trainer is among the bases, and ``transformers`` is not installed.
+        TypeError: No trainer is among the bases, or only before this one.
+        ValueError: An option is unknown, or its value cannot be right; or what says whether
+            anything is offloaded is neither True nor False.
+
+    Source: axolotl ``LayerOffloadingMixin``.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_bases(cls, LayerOffloadingMixin)
+
+    def __init__(
+        self, *args: Any, layer_offloading: Mapping[str, Any] | bool | None = None, **kwargs: Any
+    ) -> None:
+        check_trainer(type(self), LayerOffloadingMixin)
+        self._layer_offloading = _LayerOffloading(layer_offloading)
+        super().__init__(*args, **kwargs)
+        self._layer_offloading.prepare(self, getattr(self, "model", None))
+
+    @property
+    def layer_offload(self) -> OffloadedLayers | None:
+        """What was made of the model, with its figures; None where nothing waits on the host.
+
+        A model that ``model_init`` makes anew gets a new one.
+        """
+        return self._layer_offloading.offloaded
+
+    def _move_model_to_device(self, model: Module, device: Any) -> None:
+        """The trainer's; what waits on the host is put there before."""
+        self._layer_offloading.prepare(self, model)
+        super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's; a model that was not moved is prepared now."""
+        self._layer_offloading.prepare(self, getattr(self, "model", None))
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+
+class _LayerOffloading:
+    """The offload of one trainer.
+
+    Attributes:
+        is_on: Whether anything waits on the host; None leaves that to the trainer's arguments.
+        options: Of :func:`pp_offload.offload_layers`.
+        offloaded: What it returned for the last model.
+    """
+
+    def __init__(self, wanted: Mapping[str, Any] | bool | None) -> None:
+        wanted = _meant("layer_offloading", wanted)
+        options = wanted if isinstance(wanted, Mapping) else {}
+        if unknown := [f"{one!r}{near(one, OPTIONS)}" for one in options if one not in OPTIONS]:
+            raise ValueError(
+                f"layer_offloading has unknown options {', '.join(unknown)}; expected some of "
+                f"{', '.join(OPTIONS)}"
+            )
+        self.is_on = True if isinstance(wanted, Mapping) else wanted
+        self.options = dict(options)
+        self.offloaded: OffloadedLayers | None = None
+        self._model: Module | None = None
+
+    def prepare(self, trainer: Any, model: Module | None) -> None:
+        """Offload the layers of a model, unless that was done."""
+        if model is None or model is self._model or not self._wants(trainer):
+            return
+        device = trainer.args.device
+        options = {"frozen_only": True, **self.options}
+        if not {"backend", "device"} & options.keys():
+            on_cpu = device.type == "cpu"
+            options["backend"] = CpuBackend() if on_cpu else default_backend(device)
+        layers = options.pop("layers", None) or lists_of_layers(model)
+        self.offloaded = offload_layers(model, layers, **options)
+        self._model = model
+
+    def _wants(self, trainer: Any) -> bool:
+        if self.is_on is not None:
+            return self.is_on
+        name = "layer_offloading of the trainer's arguments"
+        meant = _meant(name, getattr(trainer.args, "layer_offloading", True))
+        if isinstance(meant, Mapping):
+            raise ValueError(f"{name} is {said(meant)}, expected True or False; give options here")
+        return bool(meant)
+
+
+def _meant(name: str, wanted: object) -> Mapping[str, Any] | bool | None:
+    """Options, or whether anything is offloaded; None where that is left open.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if isinstance(wanted, Mapping | bool | None):
+        return wanted
+    raise ValueError(
+        f"{name} is {said(wanted)}, {EXPECTED}; leave it out to follow the trainer's arguments"
+    )

@@ -1,0 +1,189 @@
+"""Layers on the host in the Trainer of Hugging Face: the same bits, and all else where it was."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy import assert_no_hooks, repeated, same_bits
+
+from pp_offload import ActivationOffloadingMixin, LayerOffloadingMixin
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from tiny_llama import CHECKPOINTING, imports_frozen, make_llama, make_trainer, plain, train
+from transformers import Trainer, TrainingArguments
+
+__all__ = ["imports_frozen"]
+
+HOST = torch.device("cpu")
+
+
+class LayerTrainer(LayerOffloadingMixin, Trainer):
+    """The trainer as a user would write it."""
+
+
+class BothTrainer(LayerOffloadingMixin, ActivationOffloadingMixin, Trainer):
+    """Activations leave as well."""
+
+
+def adapters(**more: Any) -> Any:
+    return make_llama(lora={}, num_hidden_layers=3, **more)
+
+
+def streamed(model: Any, folder: Path, offload: Any = None, **options: Any) -> Any:
+    kind = options.pop("kind", LayerTrainer)
+    more = {**options.pop("trainer", {}), "layer_offloading": offload}
+    return make_trainer(model, folder, kind=kind, trainer=more, **options)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpoints": {CHECKPOINTING: True},
+    "bf16": {"bf16": True},
+    "no clipping": {"max_grad_norm": 0.0},
+    "two epochs": {"max_steps": -1, "num_train_epochs": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_frozen_base_is_streamed(options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = streamed(adapters(), tmp_path, **options)
+    got = train(trainer)
+    assert same_bits(got, plain(adapters, tmp_path, **options))
+    offloaded = trainer.layer_offload
+    frozen = [p for p in trainer.model.base_model.model.model.layers.parameters()]
+    base_bytes = sum(p.nbytes for p in frozen if not p.requires_grad)
+    assert offloaded.peak_parameter_bytes_on_device == 2 * base_bytes // 3
+    assert offloaded.statistics().bytes_offloaded == 0
+    assert offloaded.parameter_bytes_on_device == 0
+    assert_no_hooks()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_weight_is_streamed(options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = streamed(make_llama(), tmp_path, {"frozen_only": False}, **options)
+    got = train(trainer)
+    assert same_bits(got, plain(make_llama, tmp_path, **options))
+    assert trainer.layer_offload.statistics().bytes_offloaded > 0
+    assert trainer.layer_offload.names == ["model.layers.0", "model.layers.1"]
+
+
+@pytest.mark.parametrize("order", ["layers first", "activations first"])
+def test_activations_leave_as_well(order: str, tmp_path: Path) -> None:
+    class Other(ActivationOffloadingMixin, LayerOffloadingMixin, Trainer):
+        pass
+
+    trainer = streamed(
+        adapters(),
+        tmp_path,
+        kind=BothTrainer if order == "layers first" else Other,
+        trainer={"activation_offloading": {"min_offload_size": 1, "max_fwd_stash_size": 3}},
+    )
+    got = train(trainer)
+    assert same_bits(got, plain(adapters, tmp_path))
+    assert trainer.activation_offload.statistics().bytes_offloaded > 0
+    assert trainer.layer_offload.statistics().bytes_reloaded > 0
+
+
+def test_saved_and_resumed(tmp_path: Path) -> None:
+    """A checkpoint of a run goes on in the other kind of trainer, in both directions."""
+
+    def run(first: Callable[..., Any], second: Callable[..., Any], folder: Path) -> Any:
+        options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+        train(first(make_llama(), folder, **options))
+        trainer = second(make_llama(), folder, save_strategy="no", max_steps=3)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+        return [p.detach().clone() for p in trainer.model.parameters()]
+
+    def without(model: Any, folder: Path, **options: Any) -> Any:
+        return make_trainer(model, folder, kind=Trainer, **options)
+
+    def streaming(model: Any, folder: Path, **options: Any) -> Any:
+        return streamed(model, folder, {"frozen_only": False}, **options)
+
+    expected = repeated(lambda: run(without, without, tmp_path / "plain"))
+    for name, first, second in [
+        ("both", streaming, streaming),
+        ("from", streaming, without),
+        ("to", without, streaming),
+    ]:
+        assert same_bits(run(first, second, tmp_path / name), expected), name
+
+
+def test_a_model_made_anew_is_offloaded_anew(tmp_path: Path) -> None:
+    trainer = streamed(None, tmp_path, trainer={"model_init": lambda: adapters()})
+    first = trainer.layer_offload
+    train(trainer)
+    second = trainer.layer_offload
+    assert second is not first
+    assert first.statistics().bytes_reloaded == 0 < second.statistics().bytes_reloaded
+
+
+@dataclass
+class Arguments(TrainingArguments):
+    """As those of axolotl."""
+
+    layer_offloading: Any = False
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+@pytest.mark.parametrize("wanted", [None, False, True, "options"])
+def test_who_says_whether_it_is_on(said: bool | None, wanted: Any, tmp_path: Path) -> None:
+    choice = {"num_resident": 1} if wanted == "options" else wanted
+    trainer = streamed(
+        adapters(),
+        tmp_path,
+        choice,
+        arguments=TrainingArguments if said is None else Arguments,
+        **({} if said is None else {"layer_offloading": said}),
+    )
+    is_on = said in (None, True) if wanted is None else wanted is not False
+    assert (trainer.layer_offload is not None) == is_on
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        ({"num_residents": 2}, r"unknown options 'num_residents' \(did you mean num_resident\?\)"),
+        ({"model": None}, "unknown options 'model'; expected some of layers, frozen_only"),
+        ({"num_resident": 9}, "num_resident is 9, expected 1 to 2, the number of layers"),
+        ({"layers": "model.layer"}, r"no module 'model.layer' \(did you mean model.layers\?\)"),
+        ("yes", "layer_offloading is 'yes', expected True, False or a mapping of options"),
+        (True, "have no frozen parameters.*freeze the base"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_at_once(offload: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        streamed(make_llama(), tmp_path, offload)
+
+
+@pytest.mark.parametrize("wrong", ["yes", {"num_resident": 1}], ids=str)
+def test_arguments_that_say_neither(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="layer_offloading of the trainer's arguments is"):
+        streamed(adapters(), tmp_path, arguments=Arguments, layer_offloading=wrong)
+
+
+def test_without_a_trainer_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alone(LayerOffloadingMixin):
+        pass
+
+    with pytest.raises(TypeError, match=r"class Alone\(LayerOffloadingMixin, transformers.Trainer"):
+        Alone()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'pp_offload\[hf\]'"):
+        Alone()
+
+
+def test_behind_the_trainer_it_says_so() -> None:
+    with pytest.raises(TypeError, match="no Trainer behind LayerOffloadingMixin"):
+
+        class Behind(Trainer, LayerOffloadingMixin):
+            pass
