@@ -81,6 +81,9 @@ def pair(
     backend = make_backend(kind)
     with backend.activate():
         plain = build(name)
+        if backend.device.type == "emulated" and name == "qwen2-moe":
+            # By default experts are counted with a kernel that only GPUs have for integers.
+            plain.set_experts_implementation("eager")
         streamed = copy.deepcopy(plain)
         patterns = layers_of(name, streamed)
         plain = moved(plain, backend.device)

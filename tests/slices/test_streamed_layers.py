@@ -131,25 +131,49 @@ def test_device_memory_is_arithmetic(order: str, num_resident: int) -> None:
             parameter.requires_grad_(False)
         handle = offload_layers(model, "layers", backend=backend, num_resident=num_resident)
         gc.collect()
+        assert backend.device_bytes == head, "the layers are on the host"
         for _ in range(3):
-            with torch.no_grad():
-                x = torch.randn(rows, WIDTH)
-                y = model(x)
-                del x, y
-            backend.take_device_peak()
-            with torch.no_grad():
-                x = torch.randn(rows, WIDTH)
-                y = model(x)
-                # A layer's input, the product and its tanh; x is held here.
-                assert backend.take_device_peak() == num_resident * ONE + head + 4 * activation
-                del x, y
             x = torch.randn(rows, WIDTH, requires_grad=True)
-            model(x).sum().backward()
-            del x
+            backend.take_device_peak()
+            y = model(x)
+            # In the first layer behind which nothing is left to come: x, what the layers before
+            # have given, its product and what becomes of it.
+            inside = 1 + (DEPTH - num_resident) + 2
+            assert backend.take_device_peak() == num_resident * ONE + head + inside * activation
+            # The last layer stays for backward; x, what the layers have given, and y.
+            assert backend.device_bytes == ONE + head + (1 + DEPTH + 1) * activation
+            gradient = torch.ones_like(y)
+            y.backward(gradient)
+            # In the last layer: x, what the layers before have given, y; the gradients of y, of the
+            # layer's product and of its input; that of its weight.
+            inside = 1 + (DEPTH - 1) + 1 + 3
+            peak = (num_resident + 1) * ONE + head + inside * activation
+            assert backend.take_device_peak() == peak
+            assert backend.device_bytes == head + 4 * activation, "x, y, and their gradients"
+            del x, y, gradient
+            assert backend.device_bytes == head
             model.zero_grad()
         assert handle.peak_parameter_bytes_on_device == num_resident * ONE
         assert handle.parameter_bytes_on_device == 0
     backend.check()
+
+
+@pytest.mark.parametrize("num_resident", [1, 2, 3])
+def test_device_memory_without_grad_is_arithmetic(num_resident: int) -> None:
+    backend = SimulatedBackend("late")
+    activation, head = 4 * WIDTH * 4, (WIDTH + 1) * WIDTH * 4
+    with backend.activate(), torch.no_grad():
+        model = stack()
+        handle = offload_layers(model, "layers", backend=backend, num_resident=num_resident)
+        for _ in range(3):
+            x = torch.randn(4, WIDTH)
+            backend.take_device_peak()
+            y = model(x)
+            # x, a layer's input, its product, and what becomes of it.
+            assert backend.take_device_peak() == num_resident * ONE + head + 4 * activation
+            assert handle.parameter_bytes_on_device == 0
+            assert backend.device_bytes == head + 2 * activation
+            del x, y
 
 
 def test_only_what_is_frozen_waits(backend) -> None:
