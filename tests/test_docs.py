@@ -41,6 +41,7 @@ EXAMPLES = {
     "pipelining": 3,
     "activations": 2,
     "checkpointing": 2,
+    "offload-layers": 2,
     "offload-model": 1,
     "integrations": 3,
     "testing": 1,
@@ -295,6 +296,33 @@ def test_parameters_on_the_host_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < model.peak_parameter_bytes_on_device < whole
     assert model.statistics().bytes_offloaded == 2 * whole
     assert "bytes_reloaded=" in capsys.readouterr().out
+
+
+def test_layers_on_the_host_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    from tiny_llama import make_data, make_llama
+
+    batch = {name: one.unsqueeze(0) for name, one in make_data(1)[0].items()}
+    names: dict[str, Any] = {
+        "model": make_llama(),
+        "device": torch.device("cpu"),
+        "data": [batch, batch],
+    }
+    whole = sum(parameter.nbytes for parameter in names["model"].model.layers.parameters())
+    exec(blocks("offload-layers")[0], names)
+    assert names["offloaded"].peak_parameter_bytes_on_device == whole
+    assert names["offloaded"].statistics().bytes_offloaded == 2 * whole
+    names = {
+        "model": make_llama(lora={}),
+        "args": transformers.TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=2, report_to=[], save_strategy="no"
+        ),
+        "data": make_data(),
+    }
+    exec(blocks("offload-layers")[1], names)
+    assert names["trainer"].layer_offload.statistics().bytes_reloaded > 0
+    assert capsys.readouterr().out.count("OffloadStatistics(") == 2
 
 
 def test_traces_are_written_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
