@@ -13,30 +13,22 @@ forward tells. Gradients of these parameters come to the host, where their optim
 ``frozen_only``, only what does not require grad waits: of a model with adapters the base is
 streamed, and the adapters, their gradients and their optimizer stay on the device. The base is
 never copied back.
-
-NOTE [ Who else has it ]
-    A parameter that something outside of the layers has as well, such as a tied embedding, stays on
-    the device: there it would be used without its layer. One that several layers have waits on the
-    host; each layer brings it for itself, and its gradients are summed on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterator
 
 import torch
-from torch import Tensor
-from torch.nn import Module, ModuleList, Parameter, Sequential
+from torch.nn import Module, ModuleList, Sequential
 from torch.nn.parallel import DistributedDataParallel
 
 from pp_offload._common.checks import check_flag, check_kind, count_problem, near
-from pp_offload._memory.storages import has_storage
 from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.offloaded_layers import OffloadedLayers, install, waits
 from pp_offload._slices.places import Places
+from pp_offload._slices.waiting import waiting_parameters
 from pp_offload._transfer.plain_copies import PlainCopies
-from pp_offload._transfer.tensors import is_dense
 from pp_offload.backends import Backend, check_backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
@@ -99,7 +91,7 @@ def offload_layers(
             f"num_resident is {num_resident}, expected 1 to {len(found)}, the number of layers; "
             "leave a model alone all of whose layers fit on the device"
         )
-    waiting = _waiting(model, found, frozen_only)
+    waiting = waiting_parameters(model, found, frozen_only=frozen_only)
     places = {name: (layer, Places(layer, waiting.__contains__)) for name, layer in found.items()}
     cache = SliceCache(PlainCopies(backend, config), num_resident)
     return install(model, places, _around(model, containers), cache)
@@ -131,17 +123,6 @@ def lists_of_layers(model: Module) -> list[str]:
 def _are_layers(modules: list[Module]) -> bool:
     has_parameters = any(next(one.parameters(), None) is not None for one in modules)
     return len(modules) > 1 and len({type(one) for one in modules}) == 1 and has_parameters
-
-
-class _Parameters:
-    """Parameters by identity."""
-
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self.all = parameters
-        self._ids = {id(one) for one in parameters}
-
-    def __contains__(self, parameter: object) -> bool:
-        return id(parameter) in self._ids
 
 
 def _backend(model: Module, device: torch.device | str | None, backend: Backend | None) -> Backend:
@@ -241,71 +222,6 @@ def _check_free(layers: dict[str, Module]) -> None:
         raise OffloadError(
             f"layers {taken} wait on the host already; expected each to be given once; close() the "
             "handle that came first"
-        )
-
-
-def _waiting(model: Module, layers: dict[str, Module], frozen_only: bool) -> _Parameters:
-    """Parameters that wait on the host. See NOTE [ Who else has it ]."""
-    inside = {id(module) for layer in layers.values() for module in layer.modules()}
-    outside = _Parameters(
-        [
-            parameter
-            for module in model.modules()
-            if id(module) not in inside
-            for parameter in module._parameters.values()
-            if parameter is not None
-        ]
-    )
-    named = {
-        f"{name}.{inner}": parameter
-        for name, layer in layers.items()
-        for inner, parameter in layer.named_parameters()
-        if parameter not in outside and not (frozen_only and parameter.requires_grad)
-    }
-    if not named:
-        frozen = " frozen" if frozen_only else ""
-        raise ValueError(
-            f"layers {list(layers)} have no{frozen} parameters of their own; expected some that "
-            "could wait on the host; " + _advice(frozen_only)
-        )
-    _check_memory(model, named)
-    return _Parameters(list(named.values()))
-
-
-def _advice(frozen_only: bool) -> str:
-    if frozen_only:
-        return "freeze the base with requires_grad_(False) first, or leave frozen_only out"
-    return "name another list of layers"
-
-
-def _check_memory(model: Module, waiting: dict[str, Parameter]) -> None:
-    odd = [
-        name
-        for name, p in waiting.items()
-        if type(p.data) is not Tensor or not has_storage(p) or p.is_meta or not is_dense(p)
-    ]
-    if odd:
-        raise ValueError(
-            f"parameters {odd} are no dense tensors with data; expected plain nn.Parameter; "
-            "materialize lazy and meta parameters first, make others of tensor.contiguous(), and "
-            "do not shard or quantize what waits on the host"
-        )
-    mine = {id(p): name for name, p in waiting.items()}
-    names = {id(p): mine.get(id(p), name) for name, p in model.named_parameters()}
-    spans = sorted(
-        (p.data_ptr(), p.nbytes, names[id(p)], id(p) in mine)
-        for p in model.parameters()
-        if has_storage(p) and p.numel()
-    )
-    tied = [
-        (one, other)
-        for (begin, nbytes, one, waits), (following, _, other, other_waits) in pairwise(spans)
-        if following < begin + nbytes and (waits or other_waits)
-    ]
-    if tied:
-        raise ValueError(
-            f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "
-            "under several names, as in head.weight = embedding.weight"
         )
 
 

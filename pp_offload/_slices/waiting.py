@@ -1,0 +1,110 @@
+"""Which parameters of a model's layers can wait on the host.
+
+NOTE [ Who else has it ]
+    A parameter that something outside of the layers has as well, such as a tied embedding, stays on
+    the device: there it would be used without its layer. One that several layers have waits on the
+    host; each layer brings it for itself, and its gradients are summed on the host.
+
+Call pattern:
+
+    waiting = waiting_parameters(model, {"layers.0": layer}, frozen_only=True)
+    places = Places(layer, waiting.__contains__)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from pp_offload._memory.storages import has_storage
+from pp_offload._transfer.tensors import is_dense
+
+
+class Parameters:
+    """Parameters by identity."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.all = parameters
+        self._ids = {id(one) for one in parameters}
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._ids
+
+
+def waiting_parameters(
+    model: Module, layers: Mapping[str, Module], *, frozen_only: bool
+) -> Parameters:
+    """Parameters that wait on the host. See NOTE [ Who else has it ].
+
+    Args:
+        model: That has the layers.
+        layers: By name.
+        frozen_only: Only those that do not require grad.
+
+    Raises:
+        ValueError: There are none; or some are no dense tensors with data, or share memory.
+    """
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    outside = Parameters(
+        [
+            parameter
+            for module in model.modules()
+            if id(module) not in inside
+            for parameter in module._parameters.values()
+            if parameter is not None
+        ]
+    )
+    named = {
+        f"{name}.{inner}": parameter
+        for name, layer in layers.items()
+        for inner, parameter in layer.named_parameters()
+        if parameter not in outside and not (frozen_only and parameter.requires_grad)
+    }
+    if not named:
+        frozen = " frozen" if frozen_only else ""
+        raise ValueError(
+            f"layers {list(layers)} have no{frozen} parameters of their own; expected some that "
+            "could wait on the host; " + _advice(frozen_only)
+        )
+    _check_memory(model, named)
+    return Parameters(list(named.values()))
+
+
+def _advice(frozen_only: bool) -> str:
+    if frozen_only:
+        return "freeze the base with requires_grad_(False) first, or leave frozen_only out"
+    return "name another list of layers"
+
+
+def _check_memory(model: Module, waiting: dict[str, Parameter]) -> None:
+    odd = [
+        name
+        for name, p in waiting.items()
+        if type(p.data) is not Tensor or not has_storage(p) or p.is_meta or not is_dense(p)
+    ]
+    if odd:
+        raise ValueError(
+            f"parameters {odd} are no dense tensors with data; expected plain nn.Parameter; "
+            "materialize lazy and meta parameters first, make others of tensor.contiguous(), and "
+            "do not shard or quantize what waits on the host"
+        )
+    mine = {id(p): name for name, p in waiting.items()}
+    names = {id(p): mine.get(id(p), name) for name, p in model.named_parameters()}
+    spans = sorted(
+        (p.data_ptr(), p.nbytes, names[id(p)], id(p) in mine)
+        for p in model.parameters()
+        if has_storage(p) and p.numel()
+    )
+    tied = [
+        (one, other)
+        for (begin, nbytes, one, waits), (following, _, other, other_waits) in pairwise(spans)
+        if following < begin + nbytes and (waits or other_waits)
+    ]
+    if tied:
+        raise ValueError(
+            f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "
+            "under several names, as in head.weight = embedding.weight"
+        )
