@@ -94,6 +94,16 @@ def test_equal_bit_for_bit(
     assert_no_hooks()
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_runs_again_is_brought_again(use_reentrant: bool) -> None:
+    """All layers in forward; in backward all but the last, which is still there."""
+    with pair("llama", "late") as (_, model, offloaded):
+        theirs(model, use_reentrant)
+        train(model, steps=1, microbatches=1)
+        one = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+        assert offloaded.statistics().bytes_reloaded == (3 + 2) * one
+
+
 @pytest.mark.parametrize("name", ["llama", "t5"])
 @pytest.mark.parametrize("kind", TWO_BACKENDS)
 def test_adapters_and_all_about_them_stay_on_the_device(kind: str, name: str) -> None:

@@ -945,7 +945,7 @@ MUTANTS = [
         "            attributes[CHECKPOINT] = InsideLayer(self, checkpoint)",
         "            pass",
         "what a layer computes again in backward has its parameters on the host",
-        ("tests/integrations/test_streamed_models.py::test_equal_bit_for_bit",),
+        ("tests/integrations/test_streamed_models.py::test_what_runs_again_is_brought_again",),
     ),
     Mutant(
         "moved with the model",
