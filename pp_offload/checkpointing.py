@@ -21,10 +21,6 @@ from collections import defaultdict
 from functools import partial
 from typing import Any
 
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    apply_activation_checkpointing,
-)
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from pp_offload._checkpoint.functional import checkpoint
@@ -42,6 +38,10 @@ from pp_offload._checkpoint.recomputed_layers import RecomputedLayers, recompute
 from pp_offload._checkpoint.shared import checkpoint_function, make_recompute
 from pp_offload._checkpoint.wrapped_module import CheckpointedModule, checkpoint_wrapper
 from pp_offload._common.checks import check_kind, said
+from pp_offload._common.torch_private import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 from pp_offload.backends import Backend
 
 CONTAINERS = (ModuleDict, ModuleList, Sequential)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from pp_offload._common.checks import (
     check_kind,
@@ -24,6 +24,9 @@ from pp_offload._common.checks import (
 from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.option_sources import UNITS, parse_size, read_env, read_table
 from pp_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MIB = 2**20
 

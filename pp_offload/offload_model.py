@@ -30,11 +30,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from torch.utils._pytree import tree_leaves
 
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_count, check_flag, count_problem, said
+from pp_offload._common.torch_private import ActivationWrapper, tree_leaves
 from pp_offload._groups.checkpoint_regions import is_recomputing
 from pp_offload._groups.stash import ActivationStash
 from pp_offload._memory.storages import has_storage

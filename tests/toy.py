@@ -158,7 +158,7 @@ def autograd_lets_go() -> None:
 
     That thread takes one node after the other, so another backward comes behind that.
     """
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         torch.zeros((), device=device, requires_grad=True).clone().backward()
 

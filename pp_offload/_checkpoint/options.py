@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from pp_offload._checkpoint.selective import OpPolicy
 from pp_offload._common.checks import (
@@ -25,6 +24,7 @@ from pp_offload._common.checks import (
     said,
     takes_options_by_name,
 )
+from pp_offload._common.torch_private import OpOverload
 from pp_offload.config import OffloadConfig, check_config
 
 MATMUL = "ops.aten.mm.default"

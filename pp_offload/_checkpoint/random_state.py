@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
+
+from pp_offload._common.torch_private import tree_leaves
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload._checkpoint.module_state import BufferMemory
 from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs, OpPolicy
+from pp_offload._common.torch_private import disable_dynamo, tree_flatten, tree_unflatten
 from pp_offload._groups.checkpoint_regions import (
     Keeping,
     Saving,
@@ -89,7 +89,7 @@ class Recompute:
             "are part of it; save model.state_dict(), whose names are those without checkpoints"
         )
 
-    @torch._disable_dynamo  # as torch.compiler.disable, but imports no compiler
+    @disable_dynamo  # as torch.compiler.disable, but imports no compiler
     def begin(self) -> None:
         """The forward of a microbatch begins."""
         if self.stash is not None:
@@ -112,7 +112,7 @@ class Recompute:
                 stacklevel=2,
             )
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` under a checkpoint; without grad, as it is.
 

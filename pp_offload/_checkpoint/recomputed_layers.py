@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.nn import Module
 
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_flag, check_kind, said
+from pp_offload._common.torch_private import CheckpointWrapper
 
 
 class RecomputedLayers:

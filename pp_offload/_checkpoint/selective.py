@@ -25,15 +25,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
 )
 
 from pp_offload._checkpoint.random_state import RandomState
+from pp_offload._common.torch_private import (
+    CachedTorchDispatchMode,
+    CachingTorchDispatchMode,
+    DispatchKey,
+    OpOverload,
+    SetExcludeDispatchKeyGuard,
+    tree_leaves,
+    tree_map_only,
+)
 from pp_offload._groups.stash import ActivationStash
 from pp_offload._memory.storages import has_storage
 from pp_offload._transfer.saved_tensor import Packed, Resident
@@ -214,7 +219,7 @@ _ANSWERS = {
 """What PyTorch is told."""
 
 
-class _Saves(_CachingTorchDispatchMode):
+class _Saves(CachingTorchDispatchMode):
     """PyTorch's mode of a forward. Compiled code inside runs uncompiled: operators are named as in
     the code, and a compiler makes others of them.
     """
@@ -224,7 +229,7 @@ class _Saves(_CachingTorchDispatchMode):
         return False
 
 
-class _Answers(_CachedTorchDispatchMode):
+class _Answers(CachedTorchDispatchMode):
     """PyTorch's mode of a recomputation."""
 
     def __init__(self, saved: defaultdict[Any, dict[int, Any]]) -> None:
@@ -278,4 +283,4 @@ def _fresh(packed: Packed) -> Tensor:
 
 def _same_version_counter() -> Any:
     """Inside, an alias shares its tensor's version counter even below autograd."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+    return SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)

@@ -13,10 +13,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pp_offload._common.checks import said
 from pp_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FORMAT = "pp_offload plan 1"
 

@@ -7,7 +7,9 @@ parse_size("2GiB")
 
 from __future__ import annotations
 
+import importlib
 import os
+import platform
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -37,6 +39,24 @@ def parse_size(text: str) -> int | None:
     return int(nbytes) if nbytes.denominator == 1 else None
 
 
+def _toml_reader(name_of_file: str) -> Any:
+    """Python's own reader of TOML, or the package that it was made of.
+
+    Raises:
+        ConfigError: This Python has neither.
+    """
+    for name in ("tomllib", "tomli"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise ConfigError(
+        f"{name_of_file} cannot be read: Python {platform.python_version()} has no tomllib, which "
+        "comes with Python 3.11; install tomli, which reads TOML before, or give the options as a "
+        "mapping to from_dict"
+    )
+
+
 def read_table(path: str | os.PathLike[str], table: str) -> dict[str, Any]:
     """A table of a TOML file.
 
@@ -45,16 +65,16 @@ def read_table(path: str | os.PathLike[str], table: str) -> dict[str, Any]:
         table: As its header names it, with dots; empty for the whole file.
 
     Raises:
-        ConfigError: There is no such table, or the file is no TOML.
+        ConfigError: There is no such table, the file is no TOML, or Python cannot read TOML.
         OSError: The file cannot be read.
     """
-    import tomllib  # its regular expressions take longer than any module of this package
 
     name_of_file = os.fspath(path)
+    toml = _toml_reader(name_of_file)
     with open(path, "rb") as file:
         try:
-            found: Any = tomllib.load(file)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
+            found: Any = toml.load(file)
+        except (toml.TOMLDecodeError, UnicodeDecodeError) as failure:
             raise ConfigError(f"{name_of_file} is no TOML file: {failure}") from failure
     for name in table.split(".") if table else ():
         if name not in found:

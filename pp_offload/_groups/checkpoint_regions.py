@@ -36,9 +36,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from pp_offload._common.torch_private import top_hooks
 from pp_offload._groups.untraced import Untraced
 from pp_offload._transfer.saved_tensor import is_in_backward
 from pp_offload.errors import GroupStateError
@@ -60,13 +60,9 @@ class Chaining(Untraced):
     outer: Pack | None = None
 
 
-_top_hooks: Callable[[bool], tuple[Pack, Any] | None]
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-
 def top_pack() -> Pack | None:
     """The pack hook that this thread saves tensors through, if any."""
-    hooks = _top_hooks(True)
+    hooks = top_hooks(True)
     return None if hooks is None else hooks[0]
 
 

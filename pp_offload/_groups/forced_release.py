@@ -22,8 +22,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from pp_offload._common.checks import described
+from pp_offload._common.torch_private import use_count
 from pp_offload._memory.storages import has_storage
-from pp_offload._transfer.tensors import Eligibility, use_count
+from pp_offload._transfer.tensors import Eligibility
 
 logger = logging.getLogger(__name__)
 

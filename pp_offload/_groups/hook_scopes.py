@@ -28,9 +28,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from pp_offload._common.torch_private import pop_hooks, push_hooks
 from pp_offload._groups.checkpoint_regions import (
     has_ended,
     is_checkpoint,
@@ -73,7 +73,7 @@ class HookScope:
         self._pack = pack
         try:
             _here.scopes.append(self)  # first: known and not on the stack does no harm
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+            push_hooks(pack, unpack)
         except BaseException:
             self.leave()
             raise
@@ -84,7 +84,7 @@ class HookScope:
         while self in scopes:
             pack, top = scopes[-1]._pack, top_pack()
             if pack is not None and (top is pack or has_ended(top)):
-                torch._C._autograd._pop_saved_tensors_default_hooks()
+                pop_hooks()
             scopes.pop()
 
     @property
@@ -114,7 +114,7 @@ def leave_all() -> bool:
         if pack is scopes[-1]._pack or is_checkpoint(pack):
             # A checkpoint around it popped our hooks when it ended, and its own are still there:
             # no step begins inside a checkpoint.
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_hooks()
         scopes.pop()
     return len(scopes) < num
 

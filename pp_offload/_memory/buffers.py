@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from pp_offload._common.torch_private import disable_current_modes
 from pp_offload._memory.arena import Range
 from pp_offload._memory.slabs import Slab, owned_by
 from pp_offload.backends import Event
@@ -130,7 +130,7 @@ def as_tensor(loan: Loan) -> Tensor:
 
 def no_address(size: torch.Size, dtype: torch.dtype) -> Tensor:
     """The place of a tensor that is in no single piece. No mode sees it: it is no device memory."""
-    with _disable_current_modes():
+    with disable_current_modes():
         return torch.empty(size, dtype=dtype, device="meta")
 
 

@@ -32,9 +32,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves, tree_map
 
+from pp_offload._common.torch_private import queue_callback, tree_leaves, tree_map
 from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
 from pp_offload.errors import OffloadError
 
@@ -60,7 +59,7 @@ class GradientPath:
         passed = self._passed()
         if passed is None:
             passed = Passed()
-            Variable._execution_engine.queue_callback(passed)
+            queue_callback(passed)
             self._passed = weakref.ref(passed)
         passed.tokens.append(token)
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pp_offload._common.torch_private import tree_flatten, tree_unflatten
 
 
 def split(inputs: tuple[Any, ...], num_microbatches: int) -> list[tuple[Any, ...]]:

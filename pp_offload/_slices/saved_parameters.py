@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from pp_offload._common.torch_private import neg_view, top_hooks
 from pp_offload._groups.checkpoint_regions import Chaining
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.cache import Slice, SliceCache, stamp
@@ -82,7 +82,7 @@ class SlicedRun:
     def saving(self, index: int, tensors: Sequence[Tensor]) -> saved_tensors_hooks:
         """Hooks for what the layers of a slice save, whose parameters are ``tensors``."""
         places = {one.untyped_storage()._cdata: i for i, one in enumerate(tensors) if one.numel()}
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = top_hooks(False)
 
         def pack(tensor: Tensor) -> Unpacks:
             if has_storage(tensor):
@@ -124,7 +124,7 @@ class ParameterReference:
         if tensor.dtype != self._geometry.dtype:
             tensor = flat_bytes(tensor)
         view = self._geometry.on_storage_of(tensor)
-        view = torch._neg_view(view) if self._is_neg else view
+        view = neg_view(view) if self._is_neg else view
         return view.conj() if self._is_conj else view
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from pp_offload._common.torch_private import has_compatible_shallow_copy_type
+
 
 def move_to_host(parameter: Parameter, on_host: Tensor) -> None:
     """Give a parameter other memory, which may be on another device; its gradient goes along.
@@ -23,7 +25,7 @@ def move_to_host(parameter: Parameter, on_host: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     try:
         # PyTorch's own devices can be exchanged by .data; a device of a plug-in cannot.
-        if torch._has_compatible_shallow_copy_type(parameter, on_host):
+        if has_compatible_shallow_copy_type(parameter, on_host):
             parameter.data = on_host
         else:
             _exchange(parameter, on_host)

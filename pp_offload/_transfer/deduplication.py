@@ -11,9 +11,10 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from pp_offload._common.torch_private import use_count
 from pp_offload._memory.buffers import in_shape
 from pp_offload._transfer.block import Block
-from pp_offload._transfer.tensors import StorageRef, use_count
+from pp_offload._transfer.tensors import StorageRef
 from pp_offload._transfer.ticket import Ticket
 
 Entry = tuple[StorageRef, int, weakref.ref[Block], int, Tensor]

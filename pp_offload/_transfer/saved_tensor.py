@@ -17,10 +17,10 @@ from collections.abc import Callable
 from operator import methodcaller
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from pp_offload._common.torch_private import graph_task_id
 from pp_offload._transfer.subclasses import is_pending, take_apart, witness
 from pp_offload._transfer.ticket import SavedActivation, modified
 
@@ -88,4 +88,4 @@ unpack: Callable[[Packed], Tensor] = methodcaller("unpack")
 
 def is_in_backward() -> bool:
     """Whether a backward runs this: a forward inside it is a recomputation, used at once."""
-    return int(torch._C._current_graph_task_id()) != -1
+    return graph_task_id() != -1

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from pp_offload._common.torch_private import (
+    DisableTorchDispatch,
+    DisableTorchFunctionSubclass,
+    is_traceable_wrapper_subclass,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +82,5 @@ def witness(tensor: Tensor) -> Tensor:
 
     The wrapper alone counts a change in place, not the tensors inside.
     """
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+    with DisableTorchFunctionSubclass(), DisableTorchDispatch():
         return tensor.detach()

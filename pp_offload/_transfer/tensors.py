@@ -10,14 +10,13 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils._python_dispatch import _disable_current_modes
 
+from pp_offload._common.torch_private import disable_current_modes
 from pp_offload._memory.storages import has_storage
 from pp_offload._transfer.subclasses import plain_tensors
 
@@ -28,10 +27,6 @@ ALIGNMENT = 512
 
 MAX_PADDING_BYTES = 2**20
 """Device memory that may be spent to give a gathered view the offset it had."""
-
-
-use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""How many tensors and Python objects hold the storage of this key, its ``_cdata``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +121,7 @@ def as_dense(tensor: Tensor) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements of a strided tensor fill one piece of memory, each once."""
-    with _disable_current_modes():  # it is no device memory
+    with disable_current_modes():  # it is no device memory
         return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pp_offload._common.checks import check_count
 from pp_offload._common.processes import HERE
+from pp_offload._common.torch_private import foreach_copy_
 from pp_offload._common.workers import Piece, Workers, inside_torch
 from pp_offload.backends.base import Event, Stream
 
@@ -156,7 +157,7 @@ class CopyStream:
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy in the stream's thread."""
     with inside_torch():
-        torch._foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)
 
 
 class CpuBackend:
@@ -204,7 +205,7 @@ class CpuBackend:
         """Copy here when small and nothing is queued, else on the stream's thread."""
         assert isinstance(stream, CopyStream)
         if stream.is_idle() and self._is_small(targets):
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
         else:
             stream.submit(partial(_copy, list(targets), list(sources)))
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload._common.checks import check_kind
 from pp_offload._common.operators import operator
+from pp_offload._common.torch_private import TorchDispatchMode
 from pp_offload._memory.storages import has_storage
 from pp_offload.backends.base import Allocated, Stream
 from pp_offload.backends.live_stream import HasLiveStream

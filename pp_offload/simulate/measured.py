@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from torch._ops import OpOverload, OpOverloadPacket
-
 from pp_offload._common.checks import check_all, check_kind, said
+from pp_offload._common.torch_private import OpOverload, OpOverloadPacket
 
 Measured = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], float | None]
 """Given an overload, its arguments, those by name and its outputs; seconds, or None."""

@@ -19,10 +19,10 @@ from typing import Any
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _PipelineScheduleRuntime,
 )
 
 from pp_offload._common.checks import check_count, said
+from pp_offload._common.torch_private import schedule_of_csv
 from pp_offload.pipelining import Action, actions_of
 
 BACKWARDS = ("FULL_BACKWARD", "BACKWARD_INPUT")
@@ -104,9 +104,7 @@ class PipelineOrder:
             if isinstance(how, type) and issubclass(how, PipelineScheduleMulti):
                 return how(list(stages), num, loss_fn=_no_loss)
             if isinstance(how, str | os.PathLike):
-                made = _PipelineScheduleRuntime(list(stages), num, loss_fn=_no_loss)
-                made._load_csv(os.fspath(how))
-                return made
+                return schedule_of_csv(os.fspath(how), list(stages), num, _no_loss)
         except (AssertionError, RuntimeError) as failure:  # the latter of a line in a file
             raise ValueError(
                 f"{how} is no schedule of {self.num_stages} stages and {num} microbatches on "

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import InferenceMode
 
 from pp_offload._common.checks import check_kind, said
 from pp_offload._common.module_names import matching
+from pp_offload._common.torch_private import prepare_stage
 from pp_offload._megatron.current import use_backend
 from pp_offload.checkpointing import recompute_layers
 from pp_offload.modules import Patterns
@@ -222,7 +222,7 @@ class _ModuleWork:
             }
         schedule = order.schedule_of(list(self._stages.values()))
         for stage in self._stages.values():
-            _prepare(stage, order.num_microbatches)
+            prepare_stage(stage, order.num_microbatches)
         self._attached = attach(schedule, work.groups)
 
     def begin_step(self) -> None:
@@ -292,14 +292,6 @@ def _stage(work: Modules, order: PipelineOrder, index: int, rank: int) -> Pipeli
     )
     stage.group_rank, stage.group_size = rank, order.num_ranks
     return stage
-
-
-def _prepare(stage: PipelineStage, num_microbatches: int) -> None:
-    """What a schedule does to its stages in the first step, where all sizes are known."""
-    stage.has_backward = True
-    stage._inference_mode = InferenceMode.STATIC
-    stage._prepare_forward_infra(num_microbatches, None, has_backward=True)
-    stage._prepare_backward_infra(num_microbatches)
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
 
+from pp_offload._common.torch_private import neg_view, no_dispatch
 from pp_offload.errors import RaceError
 from pp_offload.testing.happens_before import extent_of
 
@@ -48,7 +48,7 @@ class WeakTensor:
         if storage is None or storage.nbytes() < self.extent.stop:
             return None
         tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
-        tensor = torch._neg_view(tensor) if self._is_neg else tensor
+        tensor = neg_view(tensor) if self._is_neg else tensor
         return tensor.conj() if self._is_conj else tensor
 
     def overlaps(self, other: WeakTensor) -> bool:

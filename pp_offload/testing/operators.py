@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload._common.operators import Operator, operator
+from pp_offload._common.torch_private import TorchDispatchMode
 from pp_offload.testing.streams import SimulatedStream, Timeline
 
 

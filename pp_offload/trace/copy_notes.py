@@ -17,9 +17,9 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-import torch
 from torch.profiler import record_function
 
+from pp_offload._common.torch_private import is_profiling
 from pp_offload._transfer.stopwatch import Lap, Laps
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import Backend, Event, TimedEvent
@@ -125,7 +125,7 @@ def direction(to_host: bool) -> str:
 
 def named(label: str, what: str) -> record_function | None:
     """What shows this name in ``torch.profiler`` while it is entered; None if that does not run."""
-    if not torch.autograd.profiler._is_profiler_enabled:
+    if not is_profiling():
         return None
     return record_function(f"{label} ({what})")
 

@@ -26,7 +26,8 @@ ENGINE, STAGED = "_transfer/engine:TransferEngine", "_transfer/disk_staged:Stage
 COPIES, IN_FLIGHT = "_transfer/copies:Copies", "_transfer/in_flight:InFlight"
 RELOADS, PLAIN = "_transfer/pending_reloads:PendingReloads", "_transfer/plain_copies:PlainCopies"
 
-Case = tuple[Callable[[Program], bool], *tuple[Fault, ...]]
+Case = tuple[Any, ...]
+"""A program behind what tells whether it went well, and faults: ``Callable``, then ``Fault``s."""
 
 CASES: dict[str, Case] = {
     "d2h waits for compute": (

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -42,6 +42,9 @@ from pp_offload._transfer.engine import TransferEngine
 from pp_offload.errors import GroupStateError
 from pp_offload.simulate import VirtualBackend
 from pp_offload.testing import SimulatedBackend
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Where = tuple[int, int]
 """A step and an operation in it."""

@@ -27,7 +27,7 @@ from pp_offload._memory.disk import DiskFile
 from pp_offload._memory.host import HostMemory
 from pp_offload._transfer.on_disk import DiskBlock
 from pp_offload._transfer.tiers import host_engine, make_engine
-from pp_offload.backends import CpuBackend
+from pp_offload.backends import CpuBackend, cpu
 
 ROOT = str(Path(pp_offload.__file__).parent)
 
@@ -153,7 +153,7 @@ def test_a_copy_that_fails_on_its_thread_never_gives_wrong_numbers(
         manager.init_model_chunk_offload_handler(None, None, 1)
         h = x * 1
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "_foreach_copy_", fail)
+            patch.setattr(cpu, "foreach_copy_", fail)
             with off_interface(True, h, "g"):
                 y = h.sin()
             loss = off_interface.group_commit(y, name="g").sum()

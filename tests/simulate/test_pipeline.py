@@ -21,10 +21,10 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining._utils import InferenceMode
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, attach, use_backend
+from pp_offload._common.torch_private import knows_sizes
 from pp_offload.simulate import (
     DEVICES,
     Modules,
@@ -286,7 +286,7 @@ def test_one_rank_alone_does_what_the_schedule_itself_does(
         split = [(inputs(),) for _ in range(num)], [{}] * num  # not views of a batch
         monkeypatch.setattr(real, "_split_inputs", lambda *args: split)
         for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
+            knows_sizes(stage)
         with attach(real):
             for _ in range(2):
                 for stage in stages:
