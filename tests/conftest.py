@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import emulated
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from optional import skips_what_needs_more
 from quick import mark_slow
 
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
@@ -26,14 +26,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples each time, whatever was found before and however slow the machine is; new ones
 # are for the fuzzer. A test that is not through after an hour hangs: pyproject.toml has the limit.
-settings.register_profile(
-    "anywhere",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    database=None,
-    derandomize=True,
-)
-settings.load_profile("anywhere")
+try:
+    from hypothesis import HealthCheck, settings
+except ModuleNotFoundError:
+    pass  # see optional.py
+else:
+    settings.register_profile(
+        "anywhere",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        database=None,
+        derandomize=True,
+    )
+    settings.load_profile("anywhere")
 
 ON_THE_HOST = ["cpu", "cpu threads", "late", "eager", "random"]
 ACCELERATORS = [
@@ -94,6 +99,13 @@ def pytest_configure(config: pytest.Config) -> None:
             emulated.load().set_delays(**DELAYS[delays])
         except emulated.EmulatedDeviceError as failure:
             raise pytest.UsageError(str(failure)) from None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """A file that needs a package which is not installed is skipped."""
+    with skips_what_needs_more():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks

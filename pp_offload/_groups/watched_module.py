@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from itertools import chain
-from operator import call, is_
+from operator import is_, methodcaller
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -21,6 +21,9 @@ from torch.nn import Module
 from pp_offload._memory.storages import has_storage
 from pp_offload._transfer.subclasses import plain_tensors
 from pp_offload._transfer.tensors import StorageSet
+
+_called = methodcaller("__call__")
+"""What a weak reference refers to; as ``operator.call``, which Python 3.10 has not."""
 
 
 class WatchedModule:
@@ -55,7 +58,7 @@ class WatchedModule:
         self._storages = list(map(weakref.ref, storages))
 
     def _has_same_storages(self, tree: _Tree) -> bool:
-        before = map(call, self._storages)
+        before = map(_called, self._storages)
         try:
             now = map(Tensor.untyped_storage, self._with_storage(tree.tensors()))
             return list(before) == list(now)  # equal means the very same

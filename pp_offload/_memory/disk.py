@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +37,11 @@ from pp_offload._common.checks import check_count, said
 from pp_offload._common.processes import check, current
 from pp_offload._common.workers import Workers, inside_torch
 from pp_offload._memory.arena import Arena, Range
-from pp_offload._memory.checksum import new_checksum
+from pp_offload._memory.checksum import Checksum, new_checksum
 from pp_offload._memory.loans import Loans
 from pp_offload._memory.unfinished import wait_for
 from pp_offload.backends import Event
 from pp_offload.errors import ClosedError, DiskTierError
-
-if TYPE_CHECKING:
-    from xxhash import xxh3_64
 
 logger = logging.getLogger(__name__)
 
@@ -432,7 +429,7 @@ class DiskFile:
         file_range: FileRange,
         data: NDArray[np.uint8],
         step: _ReadOrWrite,
-        total: xxh3_64,
+        total: Checksum,
         owner: Callable[[], object] = lambda: True,
     ) -> DiskTierError | None:
         """Write or read all of ``data``, while it has an owner; returns what went wrong, if any.

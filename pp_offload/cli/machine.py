@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy
 import torch
-import xxhash
 
 from pp_offload import __version__
 from pp_offload._memory.budget import (
@@ -26,6 +25,7 @@ from pp_offload._memory.budget import (
     available_bytes,
     ranks_on_this_host,
 )
+from pp_offload._memory.checksum import checksum_version
 from pp_offload.backends import default_backend
 from pp_offload.cli.disk_speed import disk_speed, file_system_of
 
@@ -92,7 +92,7 @@ def _versions() -> Facts:
         "torch": f"{torch.__version__}, built for {' and '.join(built) or 'the CPU'}",
         "Python": platform.python_version(),
         "numpy": numpy.__version__,
-        "xxhash": xxhash.VERSION,
+        "xxhash": checksum_version(),
         "system": _asked(lambda: f"{platform.system()} {platform.release()} {platform.machine()}"),
     }
 

@@ -1,0 +1,75 @@
+"""With torch, numpy and pytest alone, tests for a GPU are collected, and checksums are there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from optional import OPTIONAL
+
+from pp_offload._memory import checksum
+
+ROOT = Path(__file__).parents[1]
+
+WITHOUT = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] not in {sorted(OPTIONAL)}:
+            return super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+"""
+"""Has Python find none of what is optional."""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT + code],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_package_is_imported_without_what_is_optional() -> None:
+    found = run("import pp_offload.plan, pp_offload.simulate, pp_offload.testing, pp_offload.trace")
+    assert found.returncode == 0, found.stderr
+
+
+def test_another_checksum_serves_without_xxhash() -> None:
+    code = "from pp_offload._memory import checksum as c; import numpy, zlib\n"
+    code += "assert c.checksum(numpy.arange(9)) == zlib.crc32(numpy.arange(9).data)\n"
+    code += "print(c.checksum_version())"
+    found = run(code)
+    assert found.returncode == 0, found.stderr
+    assert "zlib.crc32" in found.stdout
+
+
+def test_the_other_checksum_takes_its_bytes_in_any_pieces() -> None:
+    data = np.arange(100, dtype=np.uint8)
+    whole, parts = checksum.Crc32(), checksum.Crc32()
+    whole.update(data.data)
+    for piece in (data[:7], data[7:7], data[7:]):
+        parts.update(piece.data)
+    assert whole.intdigest() == parts.intdigest() != 0
+
+
+@pytest.mark.slow
+def test_tests_for_a_gpu_are_collected_without_what_is_optional() -> None:
+    """And so are those of the smoke suite, all of them."""
+    code = "import pytest; sys.exit(pytest.main(['--co', '-q', '-m', 'gpu or smoke', '-rs']))"
+    found = run(code)
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    assert "test_smoke.py::test_every_schedule" in found.stdout
+    assert "error" not in found.stdout.splitlines()[-1], found.stdout[-3000:]

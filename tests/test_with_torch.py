@@ -1,0 +1,43 @@
+"""What the script that tries other versions of torch would download, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import with_torch
+
+CPU = {"torch": "https://index/torch-2.13.0+cpu.whl", "numpy": "https://index/numpy.whl"}
+CUDA = {**CPU, "nvidia-cudnn-cu13": "https://index/cudnn.whl", "triton": "https://index/t.whl"}
+LOCAL = {name: f"file:///wheels/{name}.whl" for name in CUDA}
+
+
+def test_names_of_a_report() -> None:
+    report = {
+        "install": [
+            {"metadata": {"name": "Torch"}, "download_info": {"url": "file:///wheels/torch.whl"}}
+        ]
+    }
+    assert with_torch.names(report) == {"torch": "file:///wheels/torch.whl"}
+
+
+@pytest.mark.parametrize("allow_cuda", [False, True])
+@pytest.mark.parametrize("local_only", [False, True])
+def test_files_on_this_machine_may_be_installed(allow_cuda: bool, local_only: bool) -> None:
+    assert with_torch.why_not(LOCAL, allow_cuda=allow_cuda, local_only=local_only) is None
+
+
+def test_a_build_for_the_cpu_may_be_downloaded_unless_all_has_to_be_here() -> None:
+    assert with_torch.why_not(CPU, allow_cuda=False, local_only=False) is None
+    said = with_torch.why_not(CPU, allow_cuda=False, local_only=True)
+    assert said == "torch would be downloaded"
+
+
+def test_a_cuda_build_is_downloaded_only_if_that_is_said() -> None:
+    said = with_torch.why_not(CUDA, allow_cuda=False, local_only=False)
+    assert said is not None and "--allow-cuda" in said
+    assert with_torch.why_not(CUDA, allow_cuda=True, local_only=False) is None
+
+
+def test_a_torch_for_the_cpu_beside_local_cuda_packages_is_still_looked_at() -> None:
+    mixed = {**LOCAL, "triton": "https://index/t.whl"}
+    said = with_torch.why_not(mixed, allow_cuda=False, local_only=True)
+    assert said == "triton would be downloaded"
