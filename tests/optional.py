@@ -14,7 +14,9 @@ from types import ModuleType
 
 import pytest
 
-OPTIONAL = frozenset({"hypothesis", "matplotlib", "ninja", "rich", "typer", "xdist", "xxhash"})
+OPTIONAL = frozenset(
+    {"hypothesis", "matplotlib", "ninja", "rich", "transformers", "typer", "xdist", "xxhash"}
+)
 
 
 class _Skips(MetaPathFinder):

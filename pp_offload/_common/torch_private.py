@@ -16,11 +16,13 @@ NOTE [ Attributes of objects ]
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 SEEN = ("2.10.0", "2.13.0", "2.14.1")
 """Releases of torch that have every name below, unless :data:`ONLY_IN` says otherwise. Each was
@@ -70,6 +72,7 @@ FUNCTIONS = (
 ONLY_IN = {
     "torch.distributed.pipelining._utils.InferenceMode": "2.13 and later",
     "PipelineStage._inference_mode": "2.13 and later",
+    "torch.utils.checkpoint.SelectiveCheckpointContext.op_output": "2.13 and later",
 }
 """Names that the package does without where they are missing."""
 
@@ -208,6 +211,14 @@ def is_profiling() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
+def policies_see_outputs() -> bool:
+    """Whether a policy of a selective checkpoint is asked when an output is there, and given it.
+
+    Torch 2.10 asks before it computes.
+    """
+    return "op_output" in inspect.signature(SelectiveCheckpointContext.__init__).parameters
+
+
 def schedule_of_csv(path: str, stages: list[Any], num_microbatches: int, loss_fn: Any) -> Any:
     """A schedule whose actions a CSV file has, a line for each rank.
 
@@ -276,6 +287,7 @@ __all__ = [
     "knows_sizes",
     "neg_view",
     "no_dispatch",
+    "policies_see_outputs",
     "pop_hooks",
     "prepare_stage",
     "push_hooks",
