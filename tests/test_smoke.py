@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
-from test_pipelining import ALL, run_ranks
+from test_pipelining import ALL, V_SHAPED, run_ranks
 from torch import Tensor, nn
 from toy import assert_idle, batches, make_model, run_step, same_bits
 
@@ -35,6 +35,11 @@ from pp_offload.errors import ConfigError
 pytestmark = pytest.mark.smoke
 
 NUM_LAYERS = 3
+
+CANNOT_RUN = {name for name, _ in V_SHAPED if torch.__version__.startswith("2.10.")}
+"""Schedules that this torch itself cannot run on gloo, without offload either: before the first
+step of a V the rank at its turn sends to itself.
+"""
 
 
 @pytest.fixture(params=["cpu", "late"])
@@ -76,7 +81,7 @@ def layers(seed: int = 0) -> nn.Sequential:
 
 def test_every_schedule(tmp_path: Path) -> None:
     """Of ``torch.distributed.pipelining``, on two processes, through ``attach``."""
-    virtual = {name: each for name, each in ALL if (name, each) != (name, 3)}
+    virtual = {name: each for name, each in ALL if each != 3 and name not in CANNOT_RUN}
     policies = ("reload", "keep")
     cases = [
         f"{name}:{each}:True:{policies[i % 2]}" for i, (name, each) in enumerate(virtual.items())

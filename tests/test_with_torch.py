@@ -31,6 +31,11 @@ def test_a_build_for_the_cpu_may_be_downloaded_unless_all_has_to_be_here() -> No
     assert said == "torch would be downloaded"
 
 
+def test_small_parts_of_a_cuda_build_on_this_machine_may_be_downloaded() -> None:
+    mixed = {**LOCAL, "cuda-bindings": "https://index/bindings.whl"}
+    assert with_torch.why_not(mixed, allow_cuda=False, local_only=False) is None
+
+
 def test_a_cuda_build_is_downloaded_only_if_that_is_said() -> None:
     said = with_torch.why_not(CUDA, allow_cuda=False, local_only=False)
     assert said is not None and "--allow-cuda" in said

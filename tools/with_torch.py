@@ -28,6 +28,9 @@ BESIDE = ("numpy", "pytest", "setuptools>=77")
 CUDA = ("nvidia-", "cuda-", "triton")
 """How packages begin that only a CUDA build needs."""
 
+SMALL = ("cuda-bindings", "cuda-pathfinder", "cuda-toolkit", "nvidia-nvjitlink", "nvidia-nvtx")
+"""Those of them of 50 MB at most, which may be downloaded."""
+
 CANNOT = 3
 """The status where that torch cannot be had."""
 
@@ -48,7 +51,8 @@ def why_not(wanted: Mapping[str, str], *, allow_cuda: bool, local_only: bool) ->
         allow_cuda: CUDA builds may be downloaded.
         local_only: Torch and what only CUDA builds need has to lie on this machine.
     """
-    large = [name for name in wanted if name == "torch" or name.startswith(CUDA)]
+    for_cuda = [name for name in wanted if name.startswith(CUDA) and name not in SMALL]
+    large = [name for name in wanted if name == "torch" or name in for_cuda]
     remote = [name for name in large if urlparse(wanted[name]).scheme != "file"]
     if not remote or allow_cuda:
         return None
