@@ -9,10 +9,11 @@ what is written here, and the list to what can be imported.
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import tomllib
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "peers.toml"

@@ -9,10 +9,10 @@ import ast
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+import tomllib
 
 import pp_offload
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.nn import Module
 
 from pp_offload._checkpoint.shared import SharedRecompute, checkpoint_function
 from pp_offload._common.checks import check_flag, check_kind
+from pp_offload._common.torch_private import CheckpointWrapper
 from pp_offload.backends import Backend
 
 

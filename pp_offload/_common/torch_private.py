@@ -83,6 +83,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "OpOverload": ("_overloadpacket", "_schema"),
     "Library": ("_destroy",),
     "Module": (
+        "_apply",
         "_backward_hooks",
         "_backward_pre_hooks",
         "_buffers",

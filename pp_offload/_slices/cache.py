@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
-from torch.autograd import Variable
 from torch.nn import Parameter
 
+from pp_offload._common.torch_private import queue_callback
 from pp_offload._memory.loans import Loans
 from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
 from pp_offload.errors import OffloadError
@@ -209,7 +209,7 @@ class SliceCache:
         """
         if self._ending() is None:
             ending = EndOfBackward(self)
-            Variable._execution_engine.queue_callback(ending)
+            queue_callback(ending)
             self._ending = weakref.ref(ending)
 
     def _next(self, wanted: Slice) -> Loaded:
