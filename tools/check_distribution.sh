@@ -4,11 +4,13 @@
 #
 #   bash tools/check_distribution.sh              # a quick selection of tests
 #   bash tools/check_distribution.sh tests        # all of them
+#   PYTHON=python3.12 bash tools/check_distribution.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 export PIP_QUIET=1 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
+python="${PYTHON:-python3.11}"
 tests=("$@")
 if [[ $# -eq 0 ]]; then
     tests=(tests/test_layers.py tests/test_import.py tests/test_peers.py tests/test_compatibility.py tests/memory)
@@ -23,7 +25,7 @@ git clone -q --no-hardlinks . "$work/clone"
 cd "$work/clone"
 
 step "wheel and sdist"
-python3.11 -m venv "$work/tools"
+"$python" -m venv "$work/tools"
 "$work/tools/bin/pip" install build twine
 "$work/tools/bin/python" -m build --outdir "$work/dist" . >"$work/build.log" 2>&1 || { tail -20 "$work/build.log"; exit 1; }
 ls "$work/dist"
@@ -44,7 +46,7 @@ PYTHON
 step "the sdist's tests, in a new virtual environment with the wheel"
 tar xzf "$work"/dist/*.tar.gz -C "$work"
 cd "$work"/pp_offload-*/
-python3.11 -m venv "$work/venv"
+"$python" -m venv "$work/venv"
 wheel=("$work"/dist/*.whl)
 "$work/venv/bin/pip" install -c constraints.txt "${wheel[0]}[test]"
 "$work/venv/bin/python" -m pytest -n 2 "${tests[@]}"
