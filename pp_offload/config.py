@@ -125,7 +125,7 @@ class OffloadConfig:
     plan: OffloadPlan | str | os.PathLike[str] | None = None
     """Which groups stay, from the second step on: a plan that `pp-offload plan` has written, or one
     of :func:`pp_offload.plan.choose`; or ``"auto"``: as many as ``device_limit_bytes`` has room
-    for, as the first step shows it, each rank on its own. In place of
+    for, as the first steps show it, each rank on its own. In place of
     ``activation_offload_fraction`` and ``delta_offload_bytes_across_pp_ranks``.
 
     A group that a plan does not know, or that has other bytes than there, leaves, with one line in
@@ -134,7 +134,7 @@ class OffloadConfig:
 
     device_limit_bytes: int | None = None
     """With ``plan="auto"``: device bytes that tensors may take together. None means what the first
-    steps take, and 80 % of what is unused then.
+    four steps take, and 80 % of what is unused then.
 
     A limit that is kept by having groups leave, not by refusing memory: where the device needs more
     although all leave, one warning says how much.

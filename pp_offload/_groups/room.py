@@ -6,9 +6,10 @@
     room.end_step(step.shapes())
     room.stay  # for the next plan
 
-At first all groups leave, and the device says what that takes. What is left to the limit is filled.
-As what stays now was on its way before, it was counted twice; so there may be room again, and it is
-filled a few times more.
+At first all groups leave, and the device says what that takes. Bounds on what is on its way come
+first: a step in which compute waits for copies is worse than one in which more of them run. What
+they have left of the limit is filled. As what stays now was on its way before, it was counted
+twice; so there may be room again, and it is filled a few times more.
 
 NOTE [ What a peak does not say ]
     A device tells the peak since somebody has reset that, and many programs do so between steps. So
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 NUM_FILLED = 8
 """So often more may stay than before."""
+
+NUM_SETTLING = 3
+"""Steps before that, in which bounds are chosen from times: see ``auto_bounds.NUM_TIMED``."""
 
 SHARE_OF_UNUSED = 0.8
 """Of the device's unused memory, where no limit is given: an allocator leaves gaps."""
@@ -76,7 +80,7 @@ class DeviceRoom(Listener):
         self._limit_bytes = config.device_limit_bytes
         self._demand = Demand()
         self._before: frozenset[Place] = frozenset()
-        self._num_left = NUM_FILLED
+        self._num_left = NUM_SETTLING + NUM_FILLED
         self._foreseen_bytes: int | None = None
         self._seen: Seen | None = None
 
@@ -150,11 +154,13 @@ class DeviceRoom(Listener):
             return
         demand = self._demand.with_step(chunks, seen.beside, seen.in_flight)
         if demand != self._demand:
-            self._demand, self._num_left = demand, NUM_FILLED
+            self._demand, self._num_left = demand, NUM_SETTLING + NUM_FILLED
             self._stay = self._before = frozenset()
-        elif self._num_left:
+        if self._num_left:
             self._num_left -= 1
-            self._fill(max(seen.peak_bytes, self._peak_now()))
+            self._foreseen_bytes = max(seen.peak_bytes, self._peak_now())
+            if self._num_left < NUM_FILLED:
+                self._fill(self._foreseen_bytes)
 
     def _fill(self, peak_bytes: int) -> None:
         """As much more as fits, after a step that took so much."""
@@ -211,10 +217,8 @@ class DeviceRoom(Listener):
     def unused_bytes(self) -> int | None:
         """What bounds may grow into, of the device and the limit; None where there is no end."""
         unused_bytes = self._wiring.transfer.backend.unused_bytes()
-        if self._limit_bytes is None or not self._is_wanted:
+        if self._limit_bytes is None or self._foreseen_bytes is None:
             return unused_bytes
-        if self._foreseen_bytes is None:
-            return 0
         left_bytes = max(0, self._limit_bytes - self._foreseen_bytes)
         return left_bytes if unused_bytes is None else min(left_bytes, unused_bytes)
 

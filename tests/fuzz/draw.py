@@ -179,6 +179,7 @@ def options(draw: st.DrawFn) -> Options:
         draw(st.sampled_from([None, "reload", "keep"])),
         draw(st.sampled_from([None, None, None, 1, 2, 5])),
         draw(st.booleans()),
+        draw(st.sampled_from([0, 2000, 8000, 10**6])) if draw(seldom) else None,
     )
 
 

@@ -377,13 +377,18 @@ class Snapshot:
 
 def config_of(options: Options) -> OffloadConfig:
     """The engine's options."""
+    stays: dict[str, Any] = {
+        "activation_offload_fraction": options.activation_offload_fraction,
+        "delta_offload_bytes_across_pp_ranks": options.delta_offload_bytes_across_pp_ranks,
+    }
+    if options.device_limit_bytes is not None:
+        stays = {"plan": "auto", "device_limit_bytes": options.device_limit_bytes}
     return OffloadConfig(
+        **stays,
         min_offloaded_tensor_size=1,
         prefetch_bytes=options.prefetch_bytes,
         max_in_flight_bytes=options.max_in_flight_bytes,
         host_budget_bytes=options.host_budget_bytes,
-        activation_offload_fraction=options.activation_offload_fraction,
-        delta_offload_bytes_across_pp_ranks=options.delta_offload_bytes_across_pp_ranks,
         tiers=options.tiers,
         verify=options.verify,
         split_backward=options.split_backward or "reload",

@@ -214,6 +214,8 @@ class Options(Record):
     """Tensors that gather before they leave, where everything does and groups mean nothing."""
     is_fine: bool = False
     """Whether thresholds in bytes are as small as the tensors here."""
+    device_limit_bytes: int | None = None
+    """With one, the plan is an automatic one, whatever the options of plans say."""
 
 
 @dataclass(frozen=True, repr=False)

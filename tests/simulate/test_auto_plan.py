@@ -215,7 +215,7 @@ def test_no_rank_takes_more_than_the_limit(seed: int, monkeypatch: pytest.Monkey
     least = max(max(peaks_of(drawn, tapes, config=drawn.config, num_steps=num)) for num in (1, 2))
     for part in (0.0, 0.7, 1.5):
         limit = int(least + (max(none, least) - least) * part)
-        for num_steps in (3, 5):
+        for num_steps in (4, 6):
             step = after(drawn, num_steps, limit)
             assert all(rank.peak_bytes <= limit for rank in step.ranks)
 

@@ -1855,8 +1855,8 @@ MUTANTS = [
     Mutant(
         "the first step says what all need",
         "pp_offload/_groups/room.py",
-        "        elif self._num_left:\n",
-        "        if self._num_left:\n",
+        "NUM_SETTLING = 3\n",
+        "NUM_SETTLING = 0\n",
         "an optimizer's states have no room beside what stays",
         ("tests/simulate/test_auto_plan.py::test_states_that_an_optimizer_makes_have_their_room",),
     ),
