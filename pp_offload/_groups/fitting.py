@@ -77,10 +77,8 @@ class Demand:
         ]
 
 
-def fitting(
-    demand: Demand, room_bytes: int, moving_bytes: int, kept: Collection[Place] = frozenset()
-) -> frozenset[Place]:
-    """What is kept, and as much more as there is room for: all, or some and what moves.
+def fitting(demand: Demand, room_bytes: int, moving_bytes: int) -> frozenset[Place]:
+    """As much as there is room for: all, or some and what moves.
 
     First from the stage with the fewest chunks in flight, where a byte of memory keeps most; of a
     stage what is saved last, for backward uses it first. See NOTE [ What stays counts for its whole
@@ -88,25 +86,22 @@ def fitting(
 
     Args:
         demand: Of all steps that are to have room.
-        room_bytes: Beside what is kept.
-        moving_bytes: What may be on its way, both ways together, and was not in all steps yet: for
-            where less moves, it may come sooner.
-        kept: Places that stay already.
+        room_bytes: Beside what is needed whatever stays.
+        moving_bytes: What may be on its way as long as something leaves, both ways together.
     """
-    more = demand.sizes.keys() - kept
-    if demand.nbytes(more) <= room_bytes:
-        return frozenset(demand.sizes)
-
-    most = {place.vp_stage: demand.most_in_flight(place.vp_stage) for place in more}
+    places = demand.sizes.keys()
+    if demand.nbytes(places) <= room_bytes:
+        return frozenset(places)
+    most = {place.vp_stage: demand.most_in_flight(place.vp_stage) for place in places}
 
     def order(place: Place) -> tuple[int, int]:
         return most[place.vp_stage], -place.position
 
     chosen: list[Place] = []
     taken = [0] * len(demand.in_flight)
-    for place in sorted(more, key=order):
+    for place in sorted(places, key=order):
         now = list(map(add, taken, demand.at_each_time(place)))
         if max(now, default=0) <= room_bytes - moving_bytes:
             taken = now
             chosen.append(place)
-    return frozenset(chosen).union(kept)
+    return frozenset(chosen)

@@ -6,16 +6,21 @@
     room.end_step(step.shapes())
     room.stay  # for the next plan
 
-At first all groups leave, and the device says what that takes. Bounds on what is on its way come
-first: a step in which compute waits for copies is worse than one in which more of them run. What
-they have left of the limit is filled. As what stays now was on its way before, it was counted
-twice; so there may be room again, and it is filled a few times more.
+At first all groups leave, and bounds on what is on its way are chosen. Then one step says what the
+device needs whatever leaves, and what the limit leaves beside that and the bounds is filled.
 
 NOTE [ What a peak does not say ]
     A device tells the peak since somebody has reset that, and many programs do so between steps. So
     it is also asked for when a backward goes on to another chunk, for memory is high then. And an
     optimizer makes its states when the first step is over. So that one only says what its groups
     are like, and so does one that asks for more than all before.
+
+NOTE [ What is needed whatever leaves ]
+    Where a backward goes on to another chunk, what is allocated less what is on its way: there it
+    is known how much that is. What the peak of the step is above all that was allocated at these
+    times comes on top, such as what the backward of a loss takes. What is on its way may be as much
+    as the bounds let it at any time, whatever it was in this step: where less leaves, more of it
+    comes back sooner.
 """
 
 from __future__ import annotations
@@ -35,11 +40,11 @@ from pp_offload.config import AUTO, OffloadConfig
 
 logger = logging.getLogger(__name__)
 
-NUM_FILLED = 8
-"""So often more may stay than before."""
-
 NUM_SETTLING = 3
-"""Steps before that, in which bounds are chosen from times: see ``auto_bounds.NUM_TIMED``."""
+"""Steps in which bounds are chosen from times: see ``auto_bounds.NUM_TIMED``."""
+
+NUM_CHECKED = 4
+"""Steps after those: the first one says what is needed, in the others the limit is looked at."""
 
 SHARE_OF_UNUSED = 0.8
 """Of the device's unused memory, where no limit is given: an allocator leaves gaps."""
@@ -52,6 +57,12 @@ class Seen:
     """What a step has shown so far."""
 
     peak_bytes: int = 0
+    allocated_bytes: int = 0
+    """The most when a backward went on to another chunk."""
+
+    fixed_bytes: int = 0
+    """The same, without what was on its way."""
+
     begun: set[ChunkKey] = field(default_factory=set)
     in_flight: set[InFlight] = field(default_factory=set)
     beside: dict[Place, int] = field(default_factory=dict)
@@ -79,8 +90,7 @@ class DeviceRoom(Listener):
         self._is_wanted = config.plan == AUTO
         self._limit_bytes = config.device_limit_bytes
         self._demand = Demand()
-        self._before: frozenset[Place] = frozenset()
-        self._num_left = NUM_SETTLING + NUM_FILLED
+        self._num_left = NUM_SETTLING + NUM_CHECKED
         self._foreseen_bytes: int | None = None
         self._seen: Seen | None = None
 
@@ -138,7 +148,7 @@ class DeviceRoom(Listener):
             return
         if key.chunk != seen.in_backward:
             seen.in_backward = key.chunk
-            seen.peak_bytes = max(seen.peak_bytes, self._peak_now())
+            self._look(seen)
 
     def end_step(self, chunks: Sequence[ChunkShape] | None) -> None:
         """The step is over.
@@ -154,36 +164,49 @@ class DeviceRoom(Listener):
             return
         demand = self._demand.with_step(chunks, seen.beside, seen.in_flight)
         if demand != self._demand:
-            self._demand, self._num_left = demand, NUM_SETTLING + NUM_FILLED
-            self._stay = self._before = frozenset()
+            self._demand, self._num_left = demand, NUM_SETTLING + NUM_CHECKED
+            self._stay = frozenset()
         if self._num_left:
             self._num_left -= 1
-            self._foreseen_bytes = max(seen.peak_bytes, self._peak_now())
-            if self._num_left < NUM_FILLED:
-                self._fill(self._foreseen_bytes)
+            self._judge(seen)
 
-    def _fill(self, peak_bytes: int) -> None:
-        """As much more as fits, after a step that took so much."""
+    def _look(self, seen: Seen) -> None:
+        """See NOTE [ What is needed whatever leaves ]."""
+        allocated = self._wiring.transfer.backend.allocated()
+        if allocated is not None:
+            transfer = self._wiring.transfer
+            moving_bytes = transfer.copies.in_flight.nbytes + transfer.reloads.nbytes
+            seen.peak_bytes = max(seen.peak_bytes, allocated.peak_bytes)
+            seen.allocated_bytes = max(seen.allocated_bytes, allocated.nbytes)
+            seen.fixed_bytes = max(seen.fixed_bytes, allocated.nbytes - moving_bytes)
+
+    def _judge(self, seen: Seen) -> None:
+        """Fill what is left of the limit when bounds are chosen, and see to it that it is kept."""
+        allocated = self._wiring.transfer.backend.allocated()
+        peak_bytes = max(seen.peak_bytes, 0 if allocated is None else allocated.peak_bytes)
+        self._foreseen_bytes = peak_bytes
+        if self._num_left >= NUM_CHECKED:
+            return
         limit_bytes = self._limit(peak_bytes)
         if peak_bytes > limit_bytes:
             self._num_left = 0
-            self._go_back(peak_bytes, limit_bytes)
-            return
+            self._give_up(peak_bytes, limit_bytes)
+        elif self._num_left == NUM_CHECKED - 1:
+            above_bytes = max(0, peak_bytes - seen.allocated_bytes)
+            self._fill(seen.fixed_bytes + above_bytes, limit_bytes)
+
+    def _fill(self, needed_bytes: int, limit_bytes: int) -> None:
+        """As much stays as there is room for beside what is needed whatever leaves."""
         moving_bytes = self._moving_bytes()
-        found = fitting(self._demand, limit_bytes - peak_bytes, moving_bytes, self._stay)
-        more_bytes = self._demand.nbytes(found - self._stay)
-        self._foreseen_bytes = peak_bytes + more_bytes + moving_bytes
-        if found == self._stay:
-            self._num_left = 0
-        self._before, self._stay = self._stay, found
+        self._stay = fitting(self._demand, limit_bytes - needed_bytes, moving_bytes)
+        stay_bytes = self._demand.nbytes(self._stay)
+        self._foreseen_bytes = needed_bytes + stay_bytes + moving_bytes
         logger.info(
-            "the device took %.2f GiB of %.2f; %d of %d groups of a microbatch stay from now on, "
-            "for at most %.2f GiB more",
-            peak_bytes / GIB,
-            limit_bytes / GIB,
-            len(found),
+            "%d of %d groups of a microbatch stay from now on, %.2f GiB at most; the device needs "
+            "%.2f GiB besides, and has %.2f for what is on its way; the limit is %.2f GiB",
+            len(self._stay),
             len(self._demand.sizes),
-            more_bytes / GIB,
+            *(one / GIB for one in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
         )
 
     def _moving_bytes(self) -> int:
@@ -192,27 +215,23 @@ class DeviceRoom(Listener):
         cap_bytes = self._wiring.transfer.copies.in_flight.bound.nbytes
         return max(cap_bytes, largest) + max(self._wiring.prefetcher.window.nbytes, largest)
 
-    def _go_back(self, peak_bytes: int, limit_bytes: int) -> None:
+    def _give_up(self, peak_bytes: int, limit_bytes: int) -> None:
         logger.warning(
             "the device took %d bytes, expected at most device_limit_bytes, which is %d: %s",
             peak_bytes,
             limit_bytes,
-            "fewer groups stay from now on"
+            "all groups leave from now on"
             if self._stay
             else "all groups leave; have more of the model in groups, recompute layers, or make "
             "microbatches shorter",
         )
-        self._stay = self._before
+        self._stay = frozenset()
 
     def _limit(self, peak_bytes: int) -> int:
         if self._limit_bytes is None:
             unused_bytes = self._wiring.transfer.backend.unused_bytes() or 0
             self._limit_bytes = peak_bytes + int(unused_bytes * SHARE_OF_UNUSED)
         return self._limit_bytes
-
-    def _peak_now(self) -> int:
-        allocated = self._wiring.transfer.backend.allocated()
-        return 0 if allocated is None else allocated.peak_bytes
 
     def unused_bytes(self) -> int | None:
         """What bounds may grow into, of the device and the limit; None where there is no end."""
