@@ -1,7 +1,7 @@
 """Which groups a limit of device memory has room for: pure functions of what steps were like.
 
-    demand = Demand.of(chunks, in_flight)
-    fitting(demand, room_bytes=2**30)
+    demand = Demand().with_step(chunks, beside={}, in_flight=[((0, 2),)])
+    fitting(demand, room_bytes=2**33, moving_bytes=2**30)
 
 NOTE [ What stays counts for its whole chunk ]
     From the begin of a chunk's forward to the end of its backward. So a step takes no more than is

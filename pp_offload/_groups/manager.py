@@ -316,6 +316,7 @@ class Manager:
         with self.wiring.lock:
             self._bounds.end_step(self.wiring.plan, is_complete=False)
             self._room.end_step(None)
+            self._room.begin_step()  # a loop may begin its next step without reset()
         self._end_step()
         self.wiring.transfer.compact()
 
@@ -342,7 +343,7 @@ class Manager:
         """Derive the plan, and the step's summary, from a step that is complete."""
         old = self.wiring.plan
         self.wiring.plan = plan = self.step.make_plan(self.config, self._room.stay)
-        if not self.step.is_warmup and plan != old:
+        if not self.step.is_warmup and plan != old and plan.stay == old.stay:
             logger.info(
                 "the step changed: it had %d chunks, the plan was for %d; the plan is derived anew "
                 "and keeps %d groups on the device",
