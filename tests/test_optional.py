@@ -68,7 +68,7 @@ def test_the_other_checksum_takes_its_bytes_in_any_pieces() -> None:
 @pytest.mark.slow
 def test_tests_for_a_gpu_are_collected_without_what_is_optional() -> None:
     """And so are those of the smoke suite, all of them."""
-    code = "import pytest; sys.exit(pytest.main(['--co', '-q', '-m', 'gpu or smoke', '-rs']))"
+    code = "import pytest; sys.exit(pytest.main(['--co', '-m', 'gpu or smoke', '-rs']))"
     found = run(code)
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
     assert "test_smoke.py::test_every_schedule" in found.stdout
