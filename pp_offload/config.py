@@ -18,6 +18,7 @@ from pp_offload._common.checks import (
     check_kind,
     count_problem,
     flag_problem,
+    near,
     said,
     takes_options_by_name,
 )
@@ -256,7 +257,7 @@ class OffloadConfig:
         try:
             object.__setattr__(self, "plan", OffloadPlan.load(plan))
         except (OSError, ConfigError) as failure:
-            yield f"plan cannot be read: {failure}"
+            yield f"plan cannot be read{near(plan, [AUTO])}: {failure}"
 
     def _violations(self) -> Iterator[str]:
         for name in COUNTS:

@@ -19,8 +19,9 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 MIB = 2**20
 
 NOTHING_YET = (
-    "nothing was offloaded in a complete step: a step counts from the next reset() or "
-    "schedule.step() on"
+    "nothing was offloaded in a complete step: all groups stay by a plan, or all of their tensors "
+    "are smaller than min_offloaded_tensor_size; or no step is complete yet: one counts from the "
+    "next reset() or schedule.step() on"
 )
 
 

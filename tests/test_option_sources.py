@@ -285,3 +285,8 @@ def test_the_two_smallest_sizes_name_each_other_and_their_units() -> None:
     for call in calls:
         with pytest.raises(ValueError, match=r"min_offload_size is -1.*\(bytes\)"):
             call(min_offload_size=-1)
+
+
+def test_a_plan_that_is_nearly_automatic_is_said_to_be() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read \(did you mean auto"):
+        OffloadConfig(plan="atuo")

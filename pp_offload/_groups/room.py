@@ -49,7 +49,7 @@ NUM_CHECKED = 4
 SHARE_OF_UNUSED = 0.8
 """Of the device's unused memory, where no limit is given: an allocator leaves gaps."""
 
-GIB = 2**30
+MIB = 2**20
 
 
 @dataclass
@@ -202,11 +202,12 @@ class DeviceRoom(Listener):
         stay_bytes = self._demand.nbytes(self._stay)
         self._foreseen_bytes = needed_bytes + stay_bytes + moving_bytes
         logger.info(
-            "%d of %d groups of a microbatch stay from now on, %.2f GiB at most; the device needs "
-            "%.2f GiB besides, and has %.2f for what is on its way; the limit is %.2f GiB",
+            "%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device needs "
+            "%.1f MiB besides, and up to %.1f are left free for what is on its way as long as "
+            "something leaves; the limit is %.1f MiB",
             len(self._stay),
             len(self._demand.sizes),
-            *(one / GIB for one in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
+            *(one / MIB for one in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
         )
 
     def _moving_bytes(self) -> int:

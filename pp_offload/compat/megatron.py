@@ -13,6 +13,8 @@ was introduced are in :mod:`pp_offload.fine_grained_activation_offload`.
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping
 
 import torch.distributed as dist
@@ -35,6 +37,18 @@ from pp_offload._megatron.main_manager import PipelineOffloadManager
 from pp_offload._megatron.markers import FineGrainedOffloadingGroupStartFunction
 from pp_offload._memory.pool import GPUTensorPool as OffloadTensorPool
 from pp_offload.fine_grained_activation_offload import log_on_rank
+
+logger = logging.getLogger(__name__)
+
+THEIRS = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
+"""Megatron's own module."""
+
+if THEIRS in sys.modules:  # who has imported it goes on with it, and nothing would say so
+    logger.warning(
+        "%s is imported already, so parts of Megatron may use it and not this engine; put "
+        "pp_offload.compat.megatron into sys.modules before anything of Megatron is imported",
+        THEIRS,
+    )
 
 DEBUG = False
 """Whether :func:`debug_rank` says anything. Set it here, in this module."""
