@@ -1844,7 +1844,7 @@ MUTANTS = [
     Mutant(
         "a peak is asked for at the end of a step alone",
         "pp_offload/_groups/room.py",
-        "            seen.peak_bytes = max(seen.peak_bytes, self._peak_now())\n",
+        "            seen.peak_bytes = max(seen.peak_bytes, allocated.peak_bytes)\n",
         "",
         "a program that resets peaks between steps has more stay than fits",
         (
