@@ -67,11 +67,11 @@ CASES: dict[str, Case] = {
     ),
     "compute waits where too much is in flight": (
         programs.too_much_in_flight,
-        Fault(f"{IN_FLIGHT}.keep_bounded", "self._stopwatch.wait(stream, event)"),
+        Fault(f"{IN_FLIGHT}._wait_for", "self._stopwatch.wait(stream, event)"),
     ),
     "so does each stream that may own the source": (
         programs.too_much_in_flight_of_another_stream,
-        Fault(f"{IN_FLIGHT}.keep_bounded", "*self._streams.known", ""),
+        Fault(f"{IN_FLIGHT}._wait_for", "*self._streams.known", ""),
     ),
     "and each that another engine has seen": (
         programs.too_much_in_flight_of_a_stream_that_another_engine_saw,
@@ -83,7 +83,7 @@ CASES: dict[str, Case] = {
     ),
     "and the host, where not all of these are known": (
         programs.too_much_in_flight_of_a_stream_long_ago,
-        Fault(f"{IN_FLIGHT}.keep_bounded", "event.synchronize()"),
+        Fault(f"{IN_FLIGHT}._wait_for", "event.synchronize()"),
     ),
     "compute joins the copies": (
         programs.joined,
