@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from pp_offload._groups.untraced import Untraced
 from pp_offload._slices.cache import Slice
 from pp_offload._slices.gradients import GradientPath, Turn, gated, on_device
 from pp_offload._slices.layer_stream import LayerStream
@@ -103,6 +104,9 @@ class StreamedForward:
             OffloadError: A parameter is not on the host, the layer writes its parameters, or
                 another thread is in a layer of the model.
         """
+        return Untraced(self._forward, args, kwargs)()
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.with_parameters(self.__wrapped__, args, kwargs, is_again=False)
 
     def slice(self) -> Slice:
