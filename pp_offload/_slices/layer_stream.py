@@ -10,7 +10,10 @@ use; when it has ended nothing is coming, for then the program writes on the hos
 
 NOTE [ Guarded ]
     A hook of an end is not called when an interrupt comes. So the module that began a forward may
-    begin another, and a layer that is interrupted ends the forward by itself.
+    begin another, and a layer that is interrupted ends the forward by itself. A forward inside of
+    another may in truth come after one that was interrupted outside of its layers, and weights may
+    have been written since. So it uses nothing that is on the device. One that begins before any
+    layer came loses nothing so; the second of two stacks brings its first layer again.
 """
 
 from __future__ import annotations
@@ -62,9 +65,11 @@ class LayerStream:
 
     def begin(self, opener: Module) -> None:
         """A forward begins in a module, unless it is inside of another."""
-        if is_in_backward() or (self._run is not None and self._opener is not opener):
+        if is_in_backward():
             return
-        self.cache.drop()  # a write through .data leaves no trace
+        self.cache.drop()  # a write through .data leaves no trace; see NOTE [ Guarded ]
+        if self._run is not None and self._opener is not opener:
+            return
         self._opener, self._run = opener, SlicedRun((), self.cache)
         self.order.begin()
 
