@@ -10,7 +10,6 @@ See :mod:`~pp_offload._slices.streamed_forward` for what happens in between.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -73,6 +72,8 @@ class OffloadedLayers:
         """
         while self._hooks:
             self._hooks.pop().remove()
+        for streamed in list(self._stream.layers.values()):
+            streamed.is_closed = True  # somebody may have put a function around it
         for layer in self._layers:
             _restore(layer)
         self._layers.clear()
@@ -119,14 +120,8 @@ def _restore(layer: Module) -> None:
     attributes = vars(layer)
     if isinstance(attributes.get("_apply"), StaysOnHost):
         del attributes["_apply"]
-    outermost: Any = attributes.get("forward")
-    ours = outermost
-    while ours is not None and not isinstance(ours, StreamedForward):
-        ours = getattr(ours, "__wrapped__", None)
-    if ours is None:
-        return
-    ours.is_closed = True
-    if ours is outermost:
+    ours = attributes.get("forward")
+    if isinstance(ours, StreamedForward):
         del attributes["forward"]
         attributes.update({} if ours.own is None else {"forward": ours.own})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import threading
 from typing import Any
@@ -390,6 +391,22 @@ def test_another_forward_that_was_there_or_came_later() -> None:
         handle.close()
     assert model.layers[0].forward is first and model.layers[1].forward is later
     assert ours.is_closed
+
+
+def test_closed_layers_are_plain_behind_any_function() -> None:
+    """Also behind one that does not say what it is around."""
+    backend = SimulatedBackend("late")
+    with backend.activate():
+        plain, model, handle = plain_and_streamed(backend, stack())
+        first, second = model.layers[0].forward, model.layers[1].forward
+        model.layers[0].forward = lambda x: first(x)
+        model.layers[1].forward = functools.partial(second)
+        handle.close()
+        moved(model, backend.device)
+        x = inputs(backend)
+        assert same_bits([model(x)], [plain(x)])
+        assert handle.statistics().bytes_reloaded == 0
+        assert first.is_closed and second.is_closed
 
 
 def test_two_models_in_turn(backend) -> None:
