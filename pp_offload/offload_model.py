@@ -25,7 +25,6 @@ NOTE [ Order of sums ]
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from pp_offload._slices.microbatches import join, split
 from pp_offload._slices.saved_parameters import SlicedRun
 from pp_offload._slices.sharded import sharded_problem
 from pp_offload._slices.slices import partition
+from pp_offload._slices.spans import Span, overlapping
 from pp_offload._slices.to_host import move_to_host
 from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload._transfer.statistics import OffloadStatistics, collect
@@ -368,12 +368,11 @@ def _check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
             f"parameters {gaps} have gaps in memory, or share elements; expected dense ones; make "
             "them of tensor.contiguous()"
         )
-    spans = sorted((p.data_ptr(), p.nbytes, name) for name, p in parameters.items() if p.numel())
-    tied = [
-        (one, other)
-        for (begin, nbytes, one), (following, _, other) in pairwise(spans)
-        if following < begin + nbytes
-    ]
+    tied = overlapping(
+        Span(p.data_ptr(), p.data_ptr() + p.nbytes, name)
+        for name, p in parameters.items()
+        if p.numel()
+    )
     if tied:
         raise ValueError(
             f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "

@@ -802,6 +802,14 @@ def tied_by_data() -> nn.Sequential:
     return model
 
 
+def tied_to_a_flat_one() -> nn.Sequential:
+    """Its neighbour in memory lies between it and the last."""
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    model[0].weight = nn.Parameter(torch.ones(6, 2))
+    model[1].weight.data, model[2].weight.data = model[0].weight.data[2:].split(2)
+    return model
+
+
 def with_gaps() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].weight = nn.Parameter(torch.ones(2, 4)[:, ::2])
@@ -898,6 +906,11 @@ def test_memory_exchanged_before_backward_is_an_error(backend) -> None:
             "a checkpoint wrapper; expected .* pass checkpoint_activation=True",
         ),
         (tied_by_data, {"num_slices": 1}, r"\('0.weight', '1.weight'\).* share memory; expected"),
+        (
+            tied_to_a_flat_one,
+            {"num_slices": 1},
+            r"\('0.weight', '1.weight'\), \('0.weight', '2.weight'\).* share memory; expected",
+        ),
         (with_gaps, {"num_slices": 1}, r"\['0.weight'\] have gaps in memory"),
         (with_own_parameter, {}, r"itself has \['scale'\]; expected .* in its layers only"),
         (with_hook, {}, "itself has hooks.*register them on the OffloadModel"),

@@ -14,12 +14,12 @@ Call pattern:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from pp_offload._memory.storages import has_storage
+from pp_offload._slices.spans import Span, overlapping
 from pp_offload._transfer.tensors import is_dense
 
 
@@ -93,16 +93,12 @@ def _check_memory(model: Module, waiting: dict[str, Parameter]) -> None:
         )
     mine = {id(p): name for name, p in waiting.items()}
     names = {id(p): mine.get(id(p), name) for name, p in model.named_parameters()}
-    spans = sorted(
-        (p.data_ptr(), p.nbytes, names[id(p)], id(p) in mine)
+    spans = [
+        Span(p.data_ptr(), p.data_ptr() + p.nbytes, names[id(p)])
         for p in model.parameters()
         if has_storage(p) and p.numel()
-    )
-    tied = [
-        (one, other)
-        for (begin, nbytes, one, waits), (following, _, other, other_waits) in pairwise(spans)
-        if following < begin + nbytes and (waits or other_waits)
     ]
+    tied = [pair for pair in overlapping(spans) if any(name in waiting for name in pair)]
     if tied:
         raise ValueError(
             f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "

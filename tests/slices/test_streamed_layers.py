@@ -479,6 +479,15 @@ def views() -> nn.Module:
     return model
 
 
+def views_of_one_outside() -> nn.Module:
+    """The head, which lies between, shares as well; but the layers alone wait."""
+    model = stack(depth=2)
+    model.flat = nn.Parameter(torch.zeros(3, WIDTH, WIDTH))
+    for i, linear in enumerate([model.head, *model.layers]):
+        linear.weight = nn.Parameter(model.flat.data[i])
+    return model
+
+
 def sliced() -> nn.Module:
     model = stack()
     model.other = OffloadModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "cpu", num_slices=2)
@@ -503,6 +512,12 @@ def sliced() -> nn.Module:
             "layers",
             {},
             r"parameters .*'layers.1.weight'.* share memory",
+        ),
+        (
+            views_of_one_outside,
+            "layers",
+            {},
+            r"\('flat', 'layers.0.weight'\), \('flat', 'layers.1.weight'\).* share memory",
         ),
         (lambda: stack().to("meta"), "layers", {}, "are no dense tensors with data"),
         (lambda: stack(depth=0), "layers", {}, r"\['layers'\] are empty"),
