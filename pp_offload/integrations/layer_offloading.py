@@ -8,7 +8,8 @@
 
 The layers are offloaded when the trainer moves its model to the device, before anything is moved,
 so that the device never has all of them. When it moves the model again, what waits on the host
-stays there. Nothing of Hugging Face is imported here.
+stays there. Another model that it moves, such as a reference model, is left alone. Nothing of
+Hugging Face is imported here.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class LayerOffloadingMixin:
 
     def _move_model_to_device(self, model: Module, device: Any) -> None:
         """The trainer's; what waits on the host is put there before."""
-        self._layer_offloading.prepare(self, model)
+        if model is self._layer_offloading.model_of(self, model):
+            self._layer_offloading.prepare(self, model)
         super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,6 +107,13 @@ class _LayerOffloading:
         self.options = dict(options)
         self.offloaded: OffloadedLayers | None = None
         self._model: Module | None = None
+
+    def model_of(self, trainer: Any, moved: Module) -> Module:
+        """The model that a trainer trains; before it has one, the first that it moves."""
+        model: Module | None = getattr(trainer, "model", None)
+        if model is None:
+            model = self._model
+        return moved if model is None else model
 
     def prepare(self, trainer: Any, model: Module | None) -> None:
         """Offload the layers of a model, unless that was done."""
