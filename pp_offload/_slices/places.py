@@ -7,7 +7,7 @@ so the parameter's own data, device and version are never touched.
 
     places = Places(layer, lambda parameter: not parameter.requires_grad)
     slice_ = places.slice("layers.0")
-    with places.exchanged(tensors):  # one for each of slice_.parameters
+    with places.exchanged(slice_, tensors):  # one for each of slice_.parameters
         ...
 """
 

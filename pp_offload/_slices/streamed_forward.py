@@ -171,10 +171,10 @@ class StreamedForward:
         """While the parameters are on the device. See NOTE [ Computed again ]."""
         attributes = vars(self._layer)
         checkpoint = attributes.get(CHECKPOINT)
-        self._thread = threading.current_thread()
-        if checkpoint is not None:
-            attributes[CHECKPOINT] = InsideLayer(self, checkpoint)
         try:
+            self._thread = threading.current_thread()
+            if checkpoint is not None:
+                attributes[CHECKPOINT] = InsideLayer(self, checkpoint)
             yield
         finally:
             self._thread = None
