@@ -55,6 +55,8 @@ class StaysOnHost:
         if dtype != tensor.dtype:
             raise OffloadError(
                 f"a parameter that waits on the host has {tensor.dtype}, and the model is turned "
-                f"into {dtype}; expected the dtype that it had; convert the model before "
-                "offload_layers(), or after close()"
+                f"into {dtype}; expected the dtype that it had; what comes before it in the "
+                "model may have been converted already, so either "
+                f"take that back with model.to({tensor.dtype}), or close() and convert the model "
+                "again; at best it is converted before offload_layers()"
             )

@@ -258,6 +258,37 @@ def test_a_forward_that_fails_leaves_nothing_to_the_next(
     assert_no_hooks()
 
 
+class Looks(nn.Linear):
+    """Notes whether it computes with a parameter itself, and has a checkpoint for its inside."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self._gradient_checkpointing_func = torch.utils.checkpoint.checkpoint
+        self.with_parameter: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.with_parameter.append(isinstance(self.weight, nn.Parameter))
+        return super().forward(x)
+
+
+def test_an_interrupt_before_a_layer_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call brings the layer again, and is not taken for one inside of the first."""
+    backend = SimulatedBackend("late")
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with backend.activate():
+        model = stack()
+        model.layers[1] = Looks()
+        offload_layers(model, "layers", backend=backend)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("pp_offload._slices.streamed_forward.InsideLayer", interrupted)
+            model(inputs(backend))
+        model(inputs(backend))
+        assert model.layers[1].with_parameter == [False]
+
+
 def test_a_backward_that_fails_leaves_nothing_to_the_next(backend) -> None:
     with backend.activate():
         plain, model, handle = plain_and_streamed(backend, stack())
@@ -349,6 +380,24 @@ def test_a_model_that_is_moved_keeps_its_layers_on_the_host(kind: str) -> None:
         assert {p.device for p in model.parameters()} == {backend.device}
         assert same_bits(train(model, backend), train(plain, backend)), "it is a plain model again"
         model.double()
+
+
+@pytest.mark.parametrize("way", ["back", "on"])
+def test_a_model_that_is_half_converted_goes_back_or_on(way: str) -> None:
+    """What comes before the layers is converted already when they refuse."""
+    backend = SimulatedBackend("late")
+    with backend.activate():
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), stack())
+        handle = offload_layers(model, "1.layers", backend=backend)
+        with pytest.raises(OffloadError, match=r"back with model.to\(torch.float32\), or "):
+            model.bfloat16()
+        assert model[0].weight.dtype == torch.bfloat16
+        if way == "on":
+            handle.close()
+        dtype = torch.float32 if way == "back" else torch.bfloat16
+        model.to(backend.device, dtype)
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        model(inputs(backend).to(dtype)).sum().backward()
 
 
 def test_when_it_is_closed_the_model_is_as_it_was() -> None:
