@@ -30,9 +30,13 @@ class Span:
 def overlapping(spans: Iterable[Span]) -> list[tuple[str, str]]:
     """Pairs of names that share memory. Whatever shares memory is in a pair; not every pair is."""
     ordered = sorted(spans)
-    furthest = accumulate(ordered, lambda one, other: max(one, other, key=lambda span: span.end))
+    furthest = accumulate(ordered, _further)
     return [
         (before.name, one.name)
         for before, one in zip(furthest, ordered[1:], strict=False)
         if one.begin < before.end
     ]
+
+
+def _further(one: Span, other: Span) -> Span:
+    return one if one.end >= other.end else other
