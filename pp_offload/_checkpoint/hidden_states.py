@@ -39,7 +39,9 @@ class OffloadHiddenStates(OffloadActivations):
 
     Layers are those of Hugging Face with gradient checkpointing, reentrant or not, and those in
     PyTorch's ``CheckpointWrapper``. Checkpoints of this package are left alone: they have
-    ``offload_inputs``. In a compiled region nothing leaves.
+    ``offload_inputs``. In a compiled region nothing leaves, and nothing of a layer whose hidden
+    states are a keyword argument: a checkpoint keeps those itself, and saves only what it is given
+    by position.
 
     Args:
         model: Its checkpoints may be enabled later. Its parameters and buffers stay on the device.

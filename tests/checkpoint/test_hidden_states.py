@@ -129,6 +129,36 @@ def test_a_stash_that_is_not_full_stays() -> None:
     assert offload.statistics().bytes_offloaded == (LAYERS - 1) * HIDDEN_BYTES
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_what_is_given_by_keyword_stays(how: str) -> None:
+    """The checkpoint keeps it itself, where no hook sees it."""
+
+    class ByKeyword(nn.Module):
+        def __init__(self, model: Model) -> None:
+            super().__init__()
+            self.layers = model.layers
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x=x, mask=mask)
+            return x.square().mean()
+
+    class ByKeywordLayer(Layer):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            run = partial(self.compute, x=x, mask=mask)
+            return self._gradient_checkpointing_func(run)
+
+    backend = CpuBackend()
+    plain, model = (ByKeyword(make(backend.device, how)) for _ in range(2))
+    if how == "flag":
+        for layer in (*plain.layers, *model.layers):
+            layer.__class__ = ByKeywordLayer
+    offload = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
+    expected = step(plain, backend.device)
+    assert same_bits(step(model, backend.device, offload), expected)
+    assert offload.statistics().bytes_offloaded == 0
+
+
 def test_layers_without_a_checkpoint_keep_all() -> None:
     backend = CpuBackend()
     model = make(backend.device)
