@@ -69,8 +69,8 @@ def offload_layers(
     Raises:
         ValueError: No such module, and the message lists one that comes near, or it is no list of
             layers; a layer is named twice or inside another; nothing in them could wait on the
-            host; ``num_resident`` is no integer from 1 to the number of layers; parameters are no
-            dense tensors with data, or share memory; the model is a ``DistributedDataParallel``.
+            host; ``num_resident`` is no integer of at least 1; parameters are no dense tensors with
+            data, or share memory; the model is a ``DistributedDataParallel``.
         TypeError: An argument is of another kind.
         OffloadError: Layers wait on the host already.
 
@@ -86,14 +86,9 @@ def offload_layers(
     _check_free(found)
     if problem := count_problem("num_resident", num_resident, 1):
         raise ValueError(problem)
-    if num_resident > len(found):
-        raise ValueError(
-            f"num_resident is {num_resident}, expected 1 to {len(found)}, the number of layers; "
-            "leave a model alone all of whose layers fit on the device"
-        )
     waiting = waiting_parameters(model, found, frozen_only=frozen_only)
     places = {name: (layer, Places(layer, waiting.__contains__)) for name, layer in found.items()}
-    cache = SliceCache(PlainCopies(backend, config), num_resident)
+    cache = SliceCache(PlainCopies(backend, config), min(num_resident, len(found)))
     return install(model, places, _around(model, containers), cache)
 
 

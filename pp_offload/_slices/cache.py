@@ -195,6 +195,7 @@ class SliceCache:
 
     def drop(self) -> None:
         """Give up all slices."""
+        self._users.ended()  # who is gone has nothing left to give up
         self._current = None
         self.settle()
 

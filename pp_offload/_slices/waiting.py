@@ -75,7 +75,7 @@ def waiting_parameters(
 
 def _advice(frozen_only: bool) -> str:
     if frozen_only:
-        return "freeze the base with requires_grad_(False) first, or leave frozen_only out"
+        return "freeze the base with requires_grad_(False) first, or say frozen_only=False"
     return "name another list of layers"
 
 

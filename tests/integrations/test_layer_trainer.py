@@ -175,7 +175,6 @@ def test_who_says_whether_it_is_on(said: bool | None, wanted: Any, tmp_path: Pat
     [
         ({"num_residents": 2}, r"unknown options 'num_residents' \(did you mean num_resident\?\)"),
         ({"model": None}, "unknown options 'model'; expected some of layers, frozen_only"),
-        ({"num_resident": 9}, "num_resident is 9, expected 1 to 2, the number of layers"),
         ({"layers": "model.layer"}, r"no module 'model.layer' \(did you mean model.layers\?\)"),
         ("yes", "layer_offloading is 'yes', expected True, False or a mapping of options"),
         (True, "have no frozen parameters.*freeze the base"),
