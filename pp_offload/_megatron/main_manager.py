@@ -170,7 +170,7 @@ class PipelineOffloadManager(introduced.PipelineOffloadManager):
             self.mark_not_offloadable(tensor)
 
     def enter_replay(self) -> None:
-        """A graph is launched: from now on commits that may be delayed are."""
+        """A graph is launched: from now on commits that may be delayed are. See :meth:`abort`."""
         self.graphs.is_in_replay = True
 
     def exit_replay(self) -> None:
@@ -182,7 +182,7 @@ class PipelineOffloadManager(introduced.PipelineOffloadManager):
     def push_offload_groups(  # type: ignore[override]
         self, group_hook: Hook, name: str, forced_released_tensors: Sequence[Tensor] | None
     ) -> None:
-        """Queue a commit for :meth:`flush_delayed_groups`.
+        """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive.
 
         Raises:
             TypeError: ``group_hook`` cannot be called, ``name`` is no ``str``, or the tensors are
@@ -193,8 +193,10 @@ class PipelineOffloadManager(introduced.PipelineOffloadManager):
                 f"group_hook is {said(group_hook)}, expected a function of a name and tensors"
             )
         check_kind("name", name, str, "the name of a group")
-        released = checked_tensors("forced_released_tensors", forced_released_tensors)
-        self.wiring.delayed.append(lambda: group_hook(name, released))
+        released = introduced.weakly(
+            checked_tensors("forced_released_tensors", forced_released_tensors)
+        )
+        self.wiring.delayed.append(lambda: group_hook(name, released()))
 
 
 def check_process_group(value: object) -> None:

@@ -9,6 +9,7 @@ manager.reset()                                               # before each step
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
@@ -175,6 +176,14 @@ class PipelineOffloadManager(Manager):
         """The sum of :attr:`offload_summary_bytes`."""
         return sum(self.step.summary.values())
 
+    def abort(self) -> None:
+        """Forget the step that runs, and a replay: what failed in it may never say that it ended.
+
+        Tensors autograd still holds stay good.
+        """
+        self.graphs.is_in_replay = False
+        super().abort()
+
     # Switches
 
     def disable_offload(self) -> None:
@@ -204,15 +213,15 @@ class PipelineOffloadManager(Manager):
     def push_offload_groups(
         self, group_hook: Hook, forced_released_tensors: Sequence[Tensor] | None
     ) -> None:
-        """Queue a commit for :meth:`flush_delayed_groups`.
+        """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive.
 
         Raises:
             TypeError: ``group_hook`` cannot be called, or the tensors are no list of tensors.
         """
         if not callable(group_hook):
             raise TypeError(f"group_hook is {said(group_hook)}, expected a function of the tensors")
-        released = checked_tensors("forced_released_tensors", forced_released_tensors)
-        self.wiring.delayed.append(lambda: group_hook(released))
+        released = weakly(checked_tensors("forced_released_tensors", forced_released_tensors))
+        self.wiring.delayed.append(lambda: group_hook(released()))
 
     def flush_delayed_groups(self) -> None:
         """Do the queued commits, in forward order."""
@@ -275,6 +284,14 @@ class PipelineOffloadManager(Manager):
     def on_get_saved_tensor(self, saved_state: Packed) -> Tensor:
         """The unpack hook. May be called any number of times, in any order."""
         return unpack(saved_state)
+
+
+def weakly(tensors: Sequence[Tensor] | None) -> Callable[[], list[Tensor] | None]:
+    """Gives those of the tensors that are still there; None for None."""
+    if tensors is None:
+        return lambda: None
+    refs = [weakref.ref(tensor) for tensor in tensors]
+    return lambda: [tensor for ref in refs if (tensor := ref()) is not None]
 
 
 def _handler(chunk: object) -> ChunkOffloadHandler | None:

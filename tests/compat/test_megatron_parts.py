@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from toy import same_bits
 
 from pp_offload import CpuBackend, OffloadConfig, use_backend
+from pp_offload import PipelineOffloadManager as IntroducedManager
 from pp_offload.compat import megatron
 from pp_offload.compat.megatron import (
     ChunkOffloadHandler,
@@ -182,6 +184,40 @@ def test_a_hook_is_called_with_its_name(face: PipelineOffloadManager) -> None:
     face.push_offload_groups(lambda *args: called.append(args), "act", None)
     off_interface.flush_delayed_groups()
     assert called == [("act", None)]
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_hook_that_waits_keeps_no_tensor_alive(
+    face: PipelineOffloadManager, is_main: bool
+) -> None:
+    called: list[Any] = []
+    dropped, held = torch.ones(9), torch.ones(9)
+    gone = weakref.ref(dropped)
+    if is_main:
+        face.push_offload_groups(lambda _, tensors: called.append(tensors), "act", [dropped, held])
+    else:
+        introduced = IntroducedManager.get_instance()
+        introduced.push_offload_groups(called.append, [dropped, held])
+    del dropped
+    assert gone() is None
+    off_interface.flush_delayed_groups()
+    assert len(called) == 1 and [one is held for one in called[0]] == [True]
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_replay_ends_where_the_step_is_given_up(
+    face: PipelineOffloadManager, is_main: bool
+) -> None:
+    off_interface.enter_replay()
+    (face if is_main else IntroducedManager.get_instance()).abort()
+    assert not face.graphs.is_in_replay
+    off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+    group = off_interface(True, torch.ones(9, requires_grad=True), "act")
+    with group as x:
+        y = x.exp()
+    y = group.group_offload(y, delay_offload=True)
+    assert face.statistics().bytes_offloaded > 0
+    y.sum().backward()
 
 
 def test_copies_that_were_not_needed_are_noted() -> None:
