@@ -60,9 +60,10 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         microbatch: Its number in the step; counted when None.
 
     Attributes:
-        max_inflight_offloads: Of the groups of one name, how many may be on their way to the host
-            without compute having waited for them. 0: compute waits for each. None: only
-            ``OffloadConfig(max_in_flight_bytes=...)`` counts, as it does beside any number.
+        max_inflight_offloads: Of this microbatch's groups of one name, how many may be on their
+            way to the host without compute having waited for them. 0: compute waits for each.
+            None: only ``OffloadConfig(max_in_flight_bytes=...)`` counts, as it does beside any
+            number. Groups of other microbatches are counted on their own.
 
     Source: Megatron-LM ``ChunkOffloadHandler``.
     """
@@ -117,10 +118,14 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
     def _limit(self, name: str) -> None:
         """Wait for groups of this name while there are too many, the one sent last among them."""
         most, in_flight = self.max_inflight_offloads, self.wiring.transfer.copies.in_flight
-        if most is None or not in_flight.queue:
+        if most is None:
+            return
+        with self.wiring.lock:  # a backward of another thread takes out what has ended
+            last = in_flight.queue[-1] if in_flight.queue else None
+        if last is None:
             return
         on_their_way = self._on_their_way[name]
-        on_their_way.append(in_flight.queue[-1])
+        on_their_way.append(last)
         while len(on_their_way) > most:
             in_flight.join(on_their_way.popleft())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 from toy import assert_idle, same_bits
 
 from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, use_backend
+from pp_offload._transfer.in_flight import PendingOffload
+from pp_offload.compat.megatron import ChunkOffloadHandler
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.testing import SimulatedBackend
 
@@ -133,6 +136,30 @@ def test_so_many_offloads_of_a_name_are_in_flight(most: int | None, expected: in
         other = exp_in_a_group(y, "b")
         assert len(queue) == (0 if most == 0 else expected + 1)
         other.sum().backward()
+
+
+class EndsUnlocked(deque[PendingOffload]):
+    """As if a backward of another thread took out what has ended, right after any question."""
+
+    def __init__(self, manager: PipelineOffloadManager, ended: PendingOffload) -> None:
+        super().__init__([ended])
+        self._manager = manager
+
+    def __len__(self) -> int:
+        num = super().__len__()
+        if not self._manager.wiring.lock._is_owned():  # type: ignore[attr-defined]
+            self.clear()
+        return num
+
+
+def test_a_copy_may_end_while_it_is_counted(manager: PipelineOffloadManager) -> None:
+    off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, 1)
+    chunk = manager.forward.chunk
+    assert isinstance(chunk, ChunkOffloadHandler)
+    ended = PendingOffload([], [], 0, 0)
+    manager.wiring.transfer.copies.in_flight.queue = EndsUnlocked(manager, ended)
+    chunk._limit("a")
+    assert list(chunk._on_their_way["a"]) == [ended]
 
 
 def test_disabled_and_enabled(manager: PipelineOffloadManager) -> None:
