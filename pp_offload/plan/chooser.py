@@ -31,10 +31,8 @@ from pp_offload.simulate.messages import PeerLink
 from pp_offload.simulate.orders import PipelineOrder
 from pp_offload.simulate.rank import PipelineStep
 
-MAX_NUMBERS = 16
-"""So many numbers of recomputed layers are tried for a limit."""
-
 PARTS = 4
+"""Layers are recomputed in such parts at first."""
 
 WORTH_IT = 1e-3
 """Other numbers are tried where they could save such a part of a step."""
@@ -212,7 +210,7 @@ class _Trial:
 
     def take(self, nums: Nums) -> bool:
         """Try them; whether they are better than all others."""
-        if nums in self._taken or len(self._taken) >= MAX_NUMBERS:
+        if nums in self._taken:
             return False
         self._taken.add(nums)
         search, best = self._search_of(nums), self._best
@@ -232,16 +230,30 @@ class _Trial:
         return False
 
     def descend(self, layers: Mapping[int, int]) -> None:
-        """Change the best rank by rank, less and less, for as long as that helps and there is time.
+        """Change the best rank by rank, for as long as that helps and there is time.
+
+        By a part at most first, for that is how far apart those are of which it is the best. By
+        more where that helps no longer.
 
         Args:
             layers: How many each rank has, of those that may have some recomputed.
         """
-        step = max(layers.values())
-        while self._best is not None and step and self._has_time():
-            near = _near(self._best.nums, layers, step)
-            if not any(self.take(nums) for nums in takewhile(lambda _: self._has_time(), near)):
-                step //= 2
+        most = max(layers.values())
+        part = max(1, most // PARTS)
+        fine, coarse = list(_halved(part)), [step for step in _halved(most) if step > part]
+        is_better = True
+        while is_better:
+            for step in fine:
+                while self._change(layers, step):
+                    pass
+            is_better = any(self._change(layers, step) for step in coarse)
+
+    def _change(self, layers: Mapping[int, int], step: int) -> bool:
+        """Change the best on one rank by so many layers; whether that is better."""
+        if self._best is None:
+            return False
+        near = _near(self._best.nums, layers, step)
+        return any(self.take(nums) for nums in takewhile(lambda _: self._has_time(), near))
 
     def _has_time(self) -> bool:
         return self._steps.num < self._most_steps
@@ -267,6 +279,13 @@ class _Trial:
                 least = found
         assert least is not None, "all that were tried are refused"
         return least
+
+
+def _halved(num: int) -> Iterator[int]:
+    """It, half of it and so on, down to 1."""
+    while num:
+        yield num
+        num //= 2
 
 
 def _near(nums: Nums, layers: Mapping[int, int], step: int) -> Iterator[Nums]:

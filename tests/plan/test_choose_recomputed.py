@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from every_choice import every_number_and_choice
 from small import limits, planned
@@ -9,6 +12,7 @@ from test_choose import check_follows, chosen, slow, small_bounds
 
 from pp_offload import OffloadError
 from pp_offload.plan import Chooser, InfeasibleError, record
+from pp_offload.plan.chooser import _Trial
 from pp_offload.simulate import run_pipeline
 
 _ = small_bounds  # a fixture, for each test here
@@ -92,3 +96,30 @@ def test_a_plan_of_layers_needs_them_recomputed() -> None:
 
     with pytest.raises(OffloadError, match="recomputed, and they are not"):
         run_pipeline(drawn.order, Plain(), drawn.hardware, config=config, peers=drawn.peers)
+
+
+class Numbers:
+    """In place of a search: who recomputes less takes less time, and too little does not fit."""
+
+    first_peaks = (1,)
+    least = (3, 3, 2, 1)
+
+    def __init__(self, nums: tuple[int, ...]) -> None:
+        self.nums = nums
+        self.without_offload = SimpleNamespace(seconds=100.0 + sum(nums))
+
+    def found(self, limit_bytes: int, most_steps: int) -> Any:
+        if any(num < least for num, least in zip(self.nums, self.least, strict=True)):
+            raise InfeasibleError("too few", 2)
+        return SimpleNamespace(step=self.without_offload)
+
+
+@pytest.mark.parametrize("least", [(3, 3, 2, 1), (16, 3, 2, 1), (0, 0, 0, 5)])
+def test_numbers_are_tried_for_as_long_as_that_helps(
+    least: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Numbers, "least", least)
+    trial: Any = _Trial(SimpleNamespace(num=0), Numbers, limit_bytes=1, most_steps=1)  # type: ignore[arg-type]
+    trial.take((16, 16, 16, 16))
+    trial.descend(dict.fromkeys(range(4), 16))
+    assert trial.best().nums == least
