@@ -31,12 +31,20 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 def parse_size(text: str) -> int | None:
     """Bytes of a number with a unit or without; None if ``text`` is no whole number of bytes."""
+    nbytes = _parts_of_bytes(text)
+    return int(nbytes) if nbytes is not None and nbytes.denominator == 1 else None
+
+
+def parse_limit(text: str) -> int | None:
+    """As :func:`parse_size`, but a part of a byte is left out: 0.95GiB is a number to read."""
+    nbytes = _parts_of_bytes(text)
+    return None if nbytes is None else int(nbytes)
+
+
+def _parts_of_bytes(text: str) -> Fraction | None:
     found = _SIZE.fullmatch(text)
     unit = None if found is None else UNITS.get(found[2] or "B")
-    if found is None or unit is None:
-        return None
-    nbytes = Fraction(found[1]) * unit
-    return int(nbytes) if nbytes.denominator == 1 else None
+    return None if found is None or unit is None else Fraction(found[1]) * unit
 
 
 def _toml_reader(name_of_file: str) -> Any:

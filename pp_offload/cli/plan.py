@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pp_offload._common.option_sources import UNITS, parse_size
+from pp_offload._common.option_sources import UNITS, parse_limit
 from pp_offload.cli.pipelines import (
     MIN_NUMEL,
     DeviceOption,
@@ -65,7 +65,7 @@ def plan(
     config = config_of(gib, min_numel)
     check_target("--output", output)
     check_target("--png", png)
-    limit_bytes = parse_size(limit)
+    limit_bytes = parse_limit(limit)
     if limit_bytes is None:
         raise wrong(
             "--limit", f"found {limit!r}, expected bytes with a unit of {', '.join(UNITS)}: 70GiB"
@@ -86,7 +86,8 @@ def plan(
         try:
             found = chooser.plan(limit_bytes, made_for=pipeline.title)
         except InfeasibleError as failure:
-            raise wrong("--limit", str(failure)) from failure
+            more = "" if recompute else "; or leave out --no-recompute"
+            raise wrong("--limit", f"{failure}{more}") from failure
     if output is not None:
         found.save(output)
     none = chooser.without_offload()

@@ -55,11 +55,21 @@ def test_what_is_as_fast_as_can_be_says_so() -> None:
     assert "written to" not in output
 
 
+def test_a_limit_may_have_decimals(tmp_path: Path) -> None:
+    """As sweep prints them: no whole number of bytes."""
+    path = tmp_path / "plan.json"
+    code, output = run("plan", "cli_models:good", *SMALL, "--limit", "0.95GiB", "-o", str(path))
+    assert code == 0, output
+    plan = OffloadConfig(plan=path).offload_plan
+    assert plan is not None and plan.limit_bytes == 95 * 2**30 // 100
+
+
 GOOD = "plan cli_models:good --ranks 2"
 WRONG = {
     "plan cli_models:good": "Missing option '--limit'",
     "plan --limit 1GiB": "found neither of module:function and --hf, expected one of the two",
     f"{GOOD} --limit 1": "--limit: limit_bytes is 1 (0.00 GiB), expected at least",
+    f"{GOOD} --limit 1 --no-recompute": "or leave out --no-recompute",
     f"{GOOD} --limit 1Gb": "found '1Gb', expected bytes with a unit of B, kB",
     f"{GOOD} --limit many": "found 'many', expected bytes with a unit of B, kB",
     f"{GOOD} --limit 1GiB --gib inf": "found inf, expected a finite number",
