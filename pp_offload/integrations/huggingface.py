@@ -29,7 +29,7 @@ from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._checkpoint.hidden_states import OffloadHiddenStates
 from pp_offload._common.checks import check_flag, near, said
-from pp_offload.backends import CpuBackend, default_backend
+from pp_offload.backends import Backend, CpuBackend, default_backend
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
 
@@ -165,8 +165,7 @@ class _Offloading:
         if not is_on or trainer.model is None:
             return None
         if trainer.model is not self.model:
-            on_cpu = trainer.args.device.type == "cpu"
-            backend = self.options.get("backend") or (CpuBackend() if on_cpu else default_backend())
+            backend = self.options.get("backend") or _backend_of(trainer.args.device)
             self.offload = _made(trainer.model, {**self.options, "backend": backend})
             self.figures = Figures(self.offload.statistics)
             self.model = trainer.model
@@ -192,6 +191,13 @@ class _Offloading:
                 "(DataParallel); pass activation_offloading=False to do without",
                 stacklevel=3,
             )
+
+
+def _backend_of(device: torch.device) -> Backend:
+    """Of a trainer's device, which need not be the current one."""
+    if device.type == "cpu":
+        return CpuBackend()
+    return default_backend(None if device.index is None else device)
 
 
 def _made(model: Module, options: dict[str, Any]) -> OffloadActivations:

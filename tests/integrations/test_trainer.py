@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from pp_offload import (
     OffloadHiddenStates,
     checkpoint_function,
 )
+from pp_offload.integrations import huggingface
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -493,3 +495,23 @@ def test_nothing_of_hugging_face_is_imported() -> None:
         "found = {'transformers', 'peft', 'accelerate'} & set(sys.modules); assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["xpu:3", "mps"])
+def test_the_backend_is_of_the_device_of_the_trainer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without a number is the current one, which a backend finds out by itself."""
+    asked: list[torch.device | None] = []
+
+    def default_backend(device: torch.device | None = None) -> CpuBackend:
+        asked.append(device)
+        return CpuBackend()
+
+    monkeypatch.setattr(huggingface, "default_backend", default_backend)
+    args = SimpleNamespace(device=torch.device(name))
+    model = torch.nn.Linear(2, 2)
+    assert huggingface._Offloading({"warn_if_no_head": False}).prepare(
+        SimpleNamespace(args=args, model=model)
+    )
+    assert asked == [torch.device(name) if ":" in name else None]
