@@ -73,7 +73,8 @@ def checkpoint_function(*, backend: Backend | None = None, **options: Any) -> Re
     does, which runs again in backward.
 
     Args:
-        backend: Device to work on; the accelerator where there is one, else the CPU.
+        backend: Device to work on; the accelerator where there is one, else the CPU. Make one
+            once: each has an engine of its own, for as long as it is there.
         options: Those of :class:`FullACParams`, or of :class:`SelectiveOpACParams` where operators
             are named.
 
@@ -98,19 +99,42 @@ def params_of(options: dict[str, Any]) -> FullACParams:
 _NUM_FULL = len(fields(FullACParams))
 
 _lock = threading.Lock()
-_made: list[tuple[FullACParams, Backend | None, SharedRecompute]] = []
+_Made = list[tuple[FullACParams, SharedRecompute]]
+_of_default: _Made = []
 """Few, so a search costs less than a key: options may hold mappings."""
+
+_of_slotted: dict[int, _Made] = {}
+"""By id of a backend, which its engines hold."""
+
+_ATTRIBUTE = "_pp_offload_checkpoints"
+
+
+def _made_for(backend: Backend | None) -> _Made:
+    """What there is for a backend.
+
+    An engine holds its backend, so a table would keep both for good, even one with weak keys. As an
+    attribute of the backend they are a cycle, which goes when nobody else has the backend.
+    """
+    if backend is None:
+        return _of_default
+    if not hasattr(backend, "__dict__"):  # one with slots: it stays
+        return _of_slotted.setdefault(id(backend), [])
+    made: _Made = vars(backend).setdefault(_ATTRIBUTE, [])  # not setattr: it may be frozen
+    return made
 
 
 def _shared_for(params: FullACParams, backend: Backend | None) -> SharedRecompute:
+    if backend is not None:
+        check_backend(backend)
     with _lock:
-        for known, device, recompute in _made:
-            if device is backend and type(known) is type(params) and known == params:
+        known_ones = _made_for(backend)
+        for known, recompute in known_ones:
+            if type(known) is type(params) and known == params:
                 return recompute
         made = make_recompute(params, backend, SharedRecompute)
         assert isinstance(made, SharedRecompute)
         made.params = params
-        _made.append((params, backend, made))
+        known_ones.append((params, made))
         return made
 
 

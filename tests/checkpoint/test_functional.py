@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +130,33 @@ def test_equal_options_share_one_engine() -> None:
         offload_inputs=True, config=OffloadConfig(prefetch_bytes=7), backend=CpuBackend()
     )
     assert checkpoint_function().stash is None
+
+
+def test_an_engine_goes_with_its_backend() -> None:
+    backend = CpuBackend()
+    gone = weakref.ref(backend)
+    x = torch.ones(64, requires_grad=True)
+    checkpoint(torch.sin, x, backend=backend, **OFFLOAD).sum().backward()
+    run = checkpoint_function(backend=backend, **OFFLOAD)
+    assert run is checkpoint_function(backend=backend, **OFFLOAD)
+    del run, backend
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_backend_without_attributes_has_one_engine_too() -> None:
+    class Slotted(CpuBackend):
+        """As one that is written with slots."""
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "__dict__":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    backend = Slotted()
+    run = checkpoint_function(backend=backend, **OFFLOAD)
+    assert run is checkpoint_function(backend=backend, **OFFLOAD)
+    assert run is not checkpoint_function(backend=Slotted(), **OFFLOAD)
 
 
 def test_operators_may_be_named() -> None:
