@@ -18,11 +18,13 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch.nn import Module
 
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._common.checks import check_kind, near
+from pp_offload._groups.manager import Manager
 from pp_offload._transfer.statistics import OffloadStatistics
 from pp_offload.backends import Backend, CpuBackend, default_backend
 from pp_offload.config import OffloadConfig, check_config
@@ -138,7 +140,7 @@ class GroupForwards:
         manager = self._manager
         try:
             if step != self._step:
-                manager.reset()
+                self._begin_step()
                 self._step = step
             manager.begin_chunk(None, None, manager.config.min_offloaded_tensor_size)
             yield
@@ -149,16 +151,33 @@ class GroupForwards:
         finally:
             manager.end_chunk()
 
+    def _begin_step(self) -> None:
+        """Begin a step of the manager, or join the one that another model of the loop has begun.
+
+        The manager has one step at a time. So models that are trained in turn have it together, and
+        who has had its part of it and begins another one ends it for all.
+        """
+        members = _MEMBERS.setdefault(self._manager, WeakSet())
+        if not members or self in members:
+            self._manager.reset()
+            members.clear()
+        members.add(self)
+
     def statistics(self) -> OffloadStatistics:
         return self._manager.statistics()
 
     def close(self) -> None:
+        _MEMBERS.get(self._manager, WeakSet()).discard(self)
         self._handle.remove()
         if self._is_open:
             self._is_open = False
             self._manager.num_attached -= 1
             self._manager.abort()
             self._manager.release_idle_memory()
+
+
+_MEMBERS: WeakKeyDictionary[Manager, WeakSet[GroupForwards]] = WeakKeyDictionary()
+"""Who has begun a part of the step that runs, by manager."""
 
 
 def _backend_of(model: Module) -> Backend:

@@ -82,6 +82,28 @@ def test_groups_learn_from_steps_of_the_accelerator() -> None:
     assert lengths == of_an_epoch * 2
 
 
+def test_models_of_one_loop_have_a_step_together() -> None:
+    """Else the step of one ends that of the other, which waits for its backward."""
+    accelerator, models = make_accelerator(), [Model(), Model()]
+    offloads = [MAKE["groups"](accelerator, model) for model in models]
+    manager = PipelineOffloadManager.get_instance()
+    for number in range(3):
+        losses = []
+        for model, offload in zip(models, offloads, strict=True):
+            with offload:
+                losses.append(model(torch.randn(4, 12)).sum())
+        assert manager.step.num_chunks == 2, number
+        accelerator.backward(sum(losses))
+        assert manager.step.is_complete()
+    offloads[0].close()
+    for _ in range(2):
+        with offloads[1]:
+            loss = models[1](torch.randn(4, 12)).sum()
+        assert manager.step.num_chunks == 1
+        accelerator.backward(loss)
+    offloads[1].close()
+
+
 @pytest.mark.parametrize("name", MAKE)
 def test_figures_are_of_what_was_done_since(name: str) -> None:
     accelerator, model = make_accelerator(), Model()
