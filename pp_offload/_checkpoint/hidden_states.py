@@ -15,6 +15,7 @@ knows it. What else is saved stays. Functions stay in place: without a context t
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ from pp_offload._common.torch_private import CheckpointWrapper
 from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
+
+logger = logging.getLogger(__name__)
 
 
 class OffloadHiddenStates(OffloadActivations):
@@ -84,15 +87,29 @@ class OffloadHiddenStates(OffloadActivations):
         self.keep_module(model)
         self.pack_hook = _only_noted(self.stash.pack)
         self._model = weakref.ref(model)
+        self._has_warned = False
 
     def _enter(self, entered: Entered) -> None:
         model = self._model()
         if model is not None:  # each time, for a trainer enables checkpoints when it begins
-            for layer, name in _checkpointed(model):
+            found = list(_checkpointed(model))
+            for layer, name in found:
                 function = getattr(layer, name)
                 if not isinstance(function, _Noting):
                     setattr(layer, name, _Noting(function))
+            self._warn_of_none(model, len(found))
         super()._enter(entered)
+
+    def _warn_of_none(self, model: Module, num_layers: int) -> None:
+        """Nothing would leave, and nothing would say so."""
+        if num_layers == 0 and torch.is_grad_enabled() and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "no layer of %s is checkpointed, so nothing leaves the device; call "
+                "model.gradient_checkpointing_enable() before the forward, or take "
+                "OffloadActivations, with which all activations leave",
+                type(model).__name__,
+            )
 
 
 class _Noting(partial):  # type: ignore[type-arg]

@@ -248,3 +248,23 @@ def test_bad_input() -> None:
         OffloadHiddenStates(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_fwd_stash_size is 0"):
         OffloadHiddenStates(nn.Linear(2, 2), max_fwd_stash_size=0)
+
+
+def test_where_no_layer_is_checkpointed_one_warning_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, x, mask = Model(), torch.ones(ROWS, WIDTH), torch.ones(ROWS, WIDTH)
+    context = OffloadHiddenStates(model, min_offload_size=1, backend=CpuBackend())
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            with context:
+                loss = model(x, mask)
+            loss.backward()
+    assert context.statistics().bytes_offloaded == 0
+    told = [one for one in caplog.records if "no layer of Model is checkpointed" in one.message]
+    assert len(told) == 1
+    caplog.clear()
+    by_flag(model, use_reentrant=False)
+    with caplog.at_level("WARNING"), OffloadHiddenStates(model, backend=CpuBackend()):
+        model(x, mask).backward()
+    assert not [one for one in caplog.records if "is checkpointed" in one.message]
