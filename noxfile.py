@@ -11,6 +11,9 @@ import nox
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.10", "2.11", "2.12", "2.13", "2.14")
 
+SMOKE = ("tests/test_smoke.py", "tests/common/test_torch_private.py")
+"""As in tools/with_torch.py."""
+
 
 @nox.session(python=PYTHONS)
 @nox.parametrize("torch", TORCHES)
@@ -18,4 +21,4 @@ def smoke(session: nox.Session, torch: str) -> None:
     """Each product and each schedule, bit for bit."""
     session.install("--only-binary", "torch", f"torch=={torch}.*", "numpy", "pytest", "xxhash")
     session.install("--no-deps", ".")
-    session.run("python", "-m", "pytest", "-m", "smoke", *session.posargs)
+    session.run("python", "-m", "pytest", "-m", "smoke", *SMOKE, *session.posargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import with_torch
 
@@ -46,3 +48,14 @@ def test_a_torch_for_the_cpu_beside_local_cuda_packages_is_still_looked_at() -> 
     mixed = {**LOCAL, "triton": "https://index/t.whl"}
     said = with_torch.why_not(mixed, allow_cuda=False, local_only=True)
     assert said == "triton would be downloaded"
+
+
+def test_the_smoke_suite_is_in_these_files() -> None:
+    """Others are not collected, for some need at import what an old torch has not."""
+    tests = Path(__file__).parent
+    marked = {
+        path.relative_to(tests.parent).as_posix()
+        for path in tests.rglob("test_*.py")
+        if "pytest.mark." + "smoke" in path.read_text()
+    }
+    assert marked == set(with_torch.SMOKE)
