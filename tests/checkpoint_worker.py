@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from checkpointed import WAYS, apply
 from pipeline_worker import WIDTH, Block, Stage
+from ranks import run_cases
 from schedules import LOOPED, ONE_STAGE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -149,18 +146,5 @@ def compare(case: str) -> dict[str, Any]:
     return facts
 
 
-def main() -> None:
-    """Compare the cases named, and write what came of them."""
-    out, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {}
-    for case in cases:
-        print(case, flush=True)  # a sign of life
-        found[case] = compare(case)
-    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(compare)

@@ -5,12 +5,8 @@ A case is ``wrapper:product``, such as ``ddp:groups``: three steps of four micro
 
 from __future__ import annotations
 
-import os
-import pickle
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +14,7 @@ import torch.distributed as dist
 from fsdp_worker import BF16, Leaving, draw
 from pipeline_worker import Stage
 from products import PRODUCTS, Product
+from ranks import run_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -145,22 +142,9 @@ def compare(case: str) -> dict[str, Any]:
             "left": leaving.num,
         }.items():
             facts.setdefault(fact, []).append(value)
+    PipelineOffloadManager.reset_instance()  # before the process group goes
     return facts
 
 
-def main() -> None:
-    """Compare the cases named, and write what came of them."""
-    out, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {}
-    for case in cases:
-        print(case, flush=True)  # a sign of life
-        found[case] = compare(case)
-    PipelineOffloadManager.reset_instance()
-    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(compare)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from pipeline_worker import Stage
+from ranks import run_cases
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -226,22 +223,9 @@ def compare(case: str) -> dict[str, Any]:
             "num_whole_left": leaving.num_whole,
         }.items():
             facts.setdefault(name_of_fact, []).append(fact)
+    PipelineOffloadManager.reset_instance()  # before the process group goes
     return facts
 
 
-def main() -> None:
-    """Compare the cases named, and write what came of them."""
-    out, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {}
-    for case in cases:
-        print(case, flush=True)  # a sign of life
-        found[case] = compare(case)
-    PipelineOffloadManager.reset_instance()
-    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(compare)

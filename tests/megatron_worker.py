@@ -6,18 +6,16 @@ before Megatron is imported, and nothing else.
 
 from __future__ import annotations
 
-import os
-import pickle
 import sys
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cpu_for_cuda import after_megatron, before_megatron
+from ranks import run_cases
 from torch import Tensor
 
 import pp_offload.compat.megatron
@@ -168,18 +166,5 @@ def compare(case: str) -> dict[str, Any]:
     return facts
 
 
-def main() -> None:
-    """Compare the schedules named, and write what came of them."""
-    out, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {}
-    for case in cases:
-        print(case, flush=True)  # a sign of life
-        found[case] = compare(case)
-    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(compare)

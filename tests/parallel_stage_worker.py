@@ -8,17 +8,14 @@ of a model: a copy without the other layers, in a ModuleDict, each checkpointed 
 from __future__ import annotations
 
 import copy
-import os
-import pickle
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from fsdp_worker import draw
 from pipeline_worker import Block, Stage
+from ranks import run_cases
 from schedules import LOOPED, ONE_STAGE, V_SHAPED
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -155,18 +152,5 @@ def compare(case: str) -> dict[str, Any]:
     return facts
 
 
-def main() -> None:
-    """Compare the cases named, and write what came of them."""
-    out, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {}
-    for case in cases:
-        print(case, flush=True)  # a sign of life
-        found[case] = compare(case)
-    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(compare)

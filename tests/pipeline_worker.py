@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import run_cases
 from schedules import LOOPED, ONE_STAGE, V_SHAPED
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
@@ -155,11 +154,10 @@ def train(
     return seen, facts
 
 
-def compare(
-    name: str, virtual: int, scale_grads: bool, split_backward: str, out: str
-) -> dict[str, Any]:
-    """One schedule, without and with offload."""
-    options = (name, virtual, NUM_MICROBATCHES, scale_grads, out)
+def compare(case: str) -> dict[str, Any]:
+    """One schedule, such as ``zbv:2:True:keep``, without and with offload."""
+    name, virtual, scale_grads, split_backward = case.split(":")
+    options = (name, int(virtual), NUM_MICROBATCHES, scale_grads == "True", sys.argv[1])
     without, _ = train(*options, None)
     with_offload, facts = train(*options, split_backward)
     PipelineOffloadManager.reset_instance()
@@ -170,19 +168,5 @@ def compare(
     return facts
 
 
-def main() -> None:
-    """Compare the schedules named, such as ``zbv:2:True:keep``, and write what came of them."""
-    out, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {}
-    for case in cases:
-        print(case, flush=True)  # a sign of life
-        name, virtual, scale_grads, policy = case.split(":")
-        found[case] = compare(name, int(virtual), scale_grads == "True", policy, out)
-    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(compare)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from ranks import run_cases
 from train_torchtitan import GROUPS, get_train_spec, parse_arguments, train
 
 from pp_offload import OffloadConfig, PipelineOffloadManager
@@ -39,18 +35,5 @@ def compare(case: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Compare the cases named, and write what came of them."""
-    out, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {}
-    for case in cases:
-        print(case, flush=True)  # a sign of life
-        found[case] = compare(case)
-    Path(out, f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(found))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(compare)

@@ -6,14 +6,12 @@ A case is ``library:product``, such as ``lightning:groups``.
 from __future__ import annotations
 
 import os
-import pickle
-import sys
-from pathlib import Path
 from typing import Any
 
 import accelerate_loop
 import lightning_model
 import torch
+from ranks import run_cases
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,16 +78,5 @@ def compare(case: str) -> dict[str, Any]:
     return {"equal": same, "offloaded": moved, "loss": float(got[0])}
 
 
-def main() -> None:
-    """Compare the cases named, and write what came of them."""
-    out, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    found = {}
-    for case in cases:
-        print(case, flush=True)  # a sign of life
-        found[case] = compare(case)
-    Path(out, f"{LAUNCHED['RANK']}.pkl").write_bytes(pickle.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(compare, has_group=False)

@@ -1,0 +1,42 @@
+"""The program of a rank that a test has started: the cases named to it, and what came of each.
+
+    if __name__ == "__main__":
+        run_cases(compare)
+
+The first argument is the folder for ``RANK.pkl``, the others are the cases.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RANK = os.environ.get("RANK", "0")
+"""As it was at the start: some libraries write it."""
+
+
+def run_cases(compare: Callable[[str], Any], *, has_group: bool = True) -> None:
+    """Compare the cases named, and write what came of them.
+
+    Args:
+        compare: One case.
+        has_group: Whether it needs a process group; else it makes one itself.
+    """
+    out, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    if has_group:
+        dist.init_process_group("gloo")
+    found = {}
+    for case in cases:
+        print(case, flush=True)  # a sign of life
+        found[case] = compare(case)
+    Path(out, f"{RANK}.pkl").write_bytes(pickle.dumps(found))
+    if has_group:
+        dist.destroy_process_group()
