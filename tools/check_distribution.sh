@@ -50,4 +50,4 @@ cd "$work"/pp_offload-*/
 wheel=("$work"/dist/*.whl)
 "$work/venv/bin/pip" install -c constraints.txt "${wheel[0]}[test]"
 "$work/venv/bin/python" -m pytest -n 2 "${tests[@]}"
-(cd / && "$work/venv/bin/python" -c "import pp_offload; print(pp_offload.__version__, pp_offload.__file__)")
+(cd / && "$work/venv/bin/python" -c "import pp_offload; print(pp_offload.__version__, pp_offload.attach.__module__, pp_offload.__file__)")

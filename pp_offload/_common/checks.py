@@ -202,6 +202,24 @@ def near(name: object, known: Sequence[str]) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
+def check_known(options: Iterable[object], known: Sequence[str], of: str = "") -> None:
+    """Check names of options.
+
+    Args:
+        options: Their names.
+        known: All that there are.
+        of: What has the options, for the message.
+
+    Raises:
+        ValueError: There is no such option; the message names near ones.
+    """
+    if unknown := [f"{one!r}{near(one, known)}" for one in options if one not in known]:
+        whose = f"{of} has " if of else ""
+        raise ValueError(
+            f"{whose}unknown options {', '.join(unknown)}; expected some of {', '.join(known)}"
+        )
+
+
 def takes_options_by_name(cls: _Cls) -> _Cls:
     """Has a dataclass report an option that does not exist together with other violations.
 

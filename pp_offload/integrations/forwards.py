@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.nn import Module
 
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
-from pp_offload._common.checks import check_kind, near
+from pp_offload._common.checks import check_kind, check_known
 from pp_offload._groups.manager import Manager
 from pp_offload._transfer.statistics import OffloadStatistics
 from pp_offload.backends import Backend, CpuBackend, default_backend
@@ -87,10 +87,7 @@ def check_choice(
     """
     if config is not None:
         check_config(config)
-    if unknown := [f"{one!r}{near(one, OPTIONS)}" for one in options if one not in OPTIONS]:
-        raise ValueError(
-            f"unknown options {', '.join(unknown)}; expected some of {', '.join(OPTIONS)}"
-        )
+    check_known(options, OPTIONS)
     if groups is not None and options:
         raise ValueError(
             f"groups are given, and {', '.join(options)} too, which only all activations have; "

@@ -15,7 +15,6 @@ and is left alone. Nothing of Hugging Face is imported here.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -28,10 +27,10 @@ from torch.nn import Module
 from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._checkpoint.hidden_states import OffloadHiddenStates
-from pp_offload._common.checks import check_flag, near, said
-from pp_offload.backends import Backend, CpuBackend, default_backend
+from pp_offload._common.checks import check_flag, check_known
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
+from pp_offload.integrations.trainers import backend_of, check_bases, check_trainer, meant
 
 ONLY = "hidden_states"
 """The option by which only the hidden states that checkpointed layers are given leave."""
@@ -49,9 +48,6 @@ MODES: dict[str, Mapping[str, Any] | bool] = {
     "legacy": {ONLY: True, "use_streams": False},
 }
 """Words that other trainers have for ``activation_offloading``, and what they mean here."""
-
-CONTEXT = "compute_loss_context_manager"
-"""A class that has it is a trainer."""
 
 
 class ActivationOffloadingMixin:
@@ -139,13 +135,9 @@ class _Offloading:
     """
 
     def __init__(self, wanted: Mapping[str, Any] | bool | str | None) -> None:
-        wanted = _meant("activation_offloading", wanted)
+        wanted = meant("activation_offloading", wanted, MODES)
         options = wanted if isinstance(wanted, Mapping) else {}
-        if unknown := [f"{one!r}{near(one, OPTIONS)}" for one in options if one not in OPTIONS]:
-            raise ValueError(
-                f"activation_offloading has unknown options {', '.join(unknown)}; expected some of "
-                f"{', '.join(OPTIONS)}"
-            )
+        check_known(options, OPTIONS, of="activation_offloading")
         self.is_on = True if isinstance(wanted, Mapping) else wanted
         self.options = dict(options)
         self.model: Module | None = None
@@ -158,14 +150,14 @@ class _Offloading:
         is_on = self.is_on
         if is_on is None:
             name = "activation_offloading of the trainer's arguments"
-            meant = _meant(name, getattr(trainer.args, "activation_offloading", True))
-            if isinstance(meant, Mapping):
-                self.options = {**meant, **self.options}
-            is_on = bool(meant)
+            wanted = meant(name, getattr(trainer.args, "activation_offloading", True), MODES)
+            if isinstance(wanted, Mapping):
+                self.options = {**wanted, **self.options}
+            is_on = bool(wanted)
         if not is_on or trainer.model is None:
             return None
         if trainer.model is not self.model:
-            backend = self.options.get("backend") or _backend_of(trainer.args.device)
+            backend = self.options.get("backend") or backend_of(trainer.args.device)
             self.offload = _made(trainer.model, {**self.options, "backend": backend})
             self.figures = Figures(self.offload.statistics)
             self.model = trainer.model
@@ -193,13 +185,6 @@ class _Offloading:
             )
 
 
-def _backend_of(device: torch.device) -> Backend:
-    """Of a trainer's device, which need not be the current one."""
-    if device.type == "cpu":
-        return CpuBackend()
-    return default_backend(None if device.index is None else device)
-
-
 def _made(model: Module, options: dict[str, Any]) -> OffloadActivations:
     """The context of a model."""
     check_flag(ONLY, options.setdefault(ONLY, False))
@@ -211,60 +196,3 @@ def _made(model: Module, options: dict[str, Any]) -> OffloadActivations:
             "the output head is no checkpointed layer, so it stays"
         )
     return OffloadHiddenStates(model, **options)
-
-
-def _meant(name: str, wanted: object) -> Mapping[str, Any] | bool | None:
-    """Options, or whether anything is offloaded; None where that is left open.
-
-    Raises:
-        ValueError: It is none of these, and no word for one.
-    """
-    if isinstance(wanted, str) and wanted in MODES:
-        return MODES[wanted]
-    if isinstance(wanted, Mapping | bool | None):
-        return wanted
-    raise ValueError(
-        f"{name} is {said(wanted)}, expected True, False, {', '.join(map(repr, MODES))} or a "
-        "mapping of options; leave it out to follow the trainer's arguments"
-    )
-
-
-def check_bases(kind: type, mixin: type) -> None:
-    """Check that no trainer is before a mixin, where it would never ask the mixin.
-
-    Raises:
-        TypeError: One is, and none behind.
-    """
-    others = [base for base in kind.__mro__ if not issubclass(base, mixin)]
-    if not _has_trainer(kind, mixin) and any(
-        {CONTEXT, "train"} <= vars(base).keys() for base in others
-    ):
-        raise _no_trainer(kind, mixin)
-
-
-def check_trainer(kind: type, mixin: type) -> None:
-    """Check that a trainer is behind a mixin.
-
-    Raises:
-        ImportError: None is, and ``transformers`` is not installed.
-        TypeError: None is.
-    """
-    if not _has_trainer(kind, mixin):
-        raise _no_trainer(kind, mixin)
-
-
-def _has_trainer(kind: type, mixin: type) -> bool:
-    """Whether what a mixin calls in ``kind`` is there."""
-    return hasattr(super(mixin, kind), CONTEXT)  # type: ignore[misc]
-
-
-def _no_trainer(kind: type, mixin: type) -> Exception:
-    if importlib.util.find_spec("transformers") is None:
-        return ImportError(
-            f"{kind.__name__} has no Trainer among its bases, and transformers is not installed; "
-            "pip install 'pp_offload[hf]'"
-        )
-    return TypeError(
-        f"{kind.__name__} has no Trainer behind {mixin.__name__}; expected "
-        f"class {kind.__name__}({mixin.__name__}, transformers.Trainer)"
-    )

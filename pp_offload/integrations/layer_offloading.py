@@ -20,16 +20,13 @@ from typing import Any
 
 from torch.nn import Module
 
-from pp_offload._common.checks import near, said
+from pp_offload._common.checks import check_known, said
 from pp_offload._slices.offloaded_layers import OffloadedLayers
-from pp_offload.backends import CpuBackend, default_backend
-from pp_offload.integrations.huggingface import check_bases, check_trainer
+from pp_offload.integrations.trainers import backend_of, check_bases, check_trainer, meant
 from pp_offload.layers import lists_of_layers, offload_layers
 
 OPTIONS = tuple(inspect.signature(offload_layers).parameters)[1:]
 """What ``layer_offloading`` may contain."""
-
-EXPECTED = "expected True, False or a mapping of options"
 
 
 class LayerOffloadingMixin:
@@ -96,13 +93,9 @@ class _LayerOffloading:
     """
 
     def __init__(self, wanted: Mapping[str, Any] | bool | None) -> None:
-        wanted = _meant("layer_offloading", wanted)
+        wanted = meant("layer_offloading", wanted)
         options = wanted if isinstance(wanted, Mapping) else {}
-        if unknown := [f"{one!r}{near(one, OPTIONS)}" for one in options if one not in OPTIONS]:
-            raise ValueError(
-                f"layer_offloading has unknown options {', '.join(unknown)}; expected some of "
-                f"{', '.join(OPTIONS)}"
-            )
+        check_known(options, OPTIONS, of="layer_offloading")
         self.is_on = True if isinstance(wanted, Mapping) else wanted
         self.options = dict(options)
         self.offloaded: OffloadedLayers | None = None
@@ -119,11 +112,9 @@ class _LayerOffloading:
         """Offload the layers of a model, unless that was done."""
         if model is None or model is self._model or not self._wants(trainer):
             return
-        device = trainer.args.device
         options = {"frozen_only": True, **self.options}
         if not {"backend", "device"} & options.keys():
-            on_cpu = device.type == "cpu"
-            options["backend"] = CpuBackend() if on_cpu else default_backend(device)
+            options["backend"] = backend_of(trainer.args.device)
         layers = options.pop("layers", None) or lists_of_layers(model)
         self.offloaded = offload_layers(model, layers, **options)
         self._model = model
@@ -132,20 +123,7 @@ class _LayerOffloading:
         if self.is_on is not None:
             return self.is_on
         name = "layer_offloading of the trainer's arguments"
-        meant = _meant(name, getattr(trainer.args, "layer_offloading", True))
-        if isinstance(meant, Mapping):
-            raise ValueError(f"{name} is {said(meant)}, expected True or False; give options here")
-        return bool(meant)
-
-
-def _meant(name: str, wanted: object) -> Mapping[str, Any] | bool | None:
-    """Options, or whether anything is offloaded; None where that is left open.
-
-    Raises:
-        ValueError: It is none of these.
-    """
-    if isinstance(wanted, Mapping | bool | None):
-        return wanted
-    raise ValueError(
-        f"{name} is {said(wanted)}, {EXPECTED}; leave it out to follow the trainer's arguments"
-    )
+        wanted = meant(name, getattr(trainer.args, "layer_offloading", True))
+        if isinstance(wanted, Mapping):
+            raise ValueError(f"{name} is {said(wanted)}, expected True or False; give options here")
+        return bool(wanted)

@@ -26,7 +26,7 @@ from pp_offload import (
     OffloadHiddenStates,
     checkpoint_function,
 )
-from pp_offload.integrations import huggingface
+from pp_offload.integrations import huggingface, trainers
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -491,7 +491,7 @@ def test_a_context_manager_of_ones_own_around_it(tmp_path: Path) -> None:
 
 def test_nothing_of_hugging_face_is_imported() -> None:
     code = (
-        "import sys, pp_offload; "
+        "import sys; from pp_offload import ActivationOffloadingMixin, LayerOffloadingMixin; "
         "found = {'transformers', 'peft', 'accelerate'} & set(sys.modules); assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -508,7 +508,7 @@ def test_the_backend_is_of_the_device_of_the_trainer(
         asked.append(device)
         return CpuBackend()
 
-    monkeypatch.setattr(huggingface, "default_backend", default_backend)
+    monkeypatch.setattr(trainers, "default_backend", default_backend)
     args = SimpleNamespace(device=torch.device(name))
     model = torch.nn.Linear(2, 2)
     assert huggingface._Offloading({"warn_if_no_head": False}).prepare(
