@@ -820,8 +820,8 @@ MUTANTS = [
     Mutant(
         "one engine for all devices",
         "pp_offload/_checkpoint/shared.py",
-        "if device is backend and type(known) is type(params) and known == params:",
-        "if type(known) is type(params) and known == params:",
+        "known_ones = _made_for(backend)",
+        "known_ones = _made_for(None)",
         "a checkpoint for one backend offloads through that of another",
         ("tests/checkpoint/test_functional.py::test_equal_options_share_one_engine",),
     ),
