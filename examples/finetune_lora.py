@@ -18,24 +18,13 @@ from typing import Any
 
 import torch
 from live_bytes import LiveBytes
+from small_llama import VOCABULARY, check_width, is_same, make_llama
 from torch import Tensor
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from pp_offload import ActivationOffloadingMixin
 
-try:
-    from peft import LoraConfig, get_peft_model
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        PrinterCallback,
-        Trainer,
-        TrainingArguments,
-    )
-except ImportError as missing:
-    raise SystemExit(f"{missing}; pip install 'pp_offload[hf]'") from missing
-
 MIB = 2**20
-VOCABULARY = 256
 
 FIELDS = TrainingArguments.__dataclass_fields__
 CHECKPOINTING = next(
@@ -63,8 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     sizes = ("steps", "accumulate", "batch", "layers", "context")
     if min(getattr(options, name) for name in sizes) < 1 or options.context < 2:
         parser.error("--context must be at least 2, and every other number at least 1")
-    if options.width < 4 or options.width % 8:
-        parser.error(f"--width {options.width} is not a multiple of 8: there are 4 heads")
+    check_width(parser, options.width)
     return options
 
 
@@ -81,26 +69,6 @@ class Run:
     held_bytes: int = 0
     offloaded_bytes: int = 0
     host_peak_bytes: int = 0
-
-
-def make_model(options: argparse.Namespace) -> Any:
-    """The same weights every time."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=options.width,
-        intermediate_size=3 * options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=options.context,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
-    if options.full:
-        return model
-    lora = LoraConfig(r=8, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, lora)
 
 
 def make_data(options: argparse.Namespace) -> list[dict[str, Tensor]]:
@@ -142,7 +110,7 @@ def train(options: argparse.Namespace, *, offload: bool) -> Run:
             disable_tqdm=True,
             use_cpu=options.device == "cpu",
         )
-        trainer = kind(make_model(options), args, train_dataset=make_data(options))
+        trainer = kind(make_llama(options), args, train_dataset=make_data(options))
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     run.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -152,12 +120,6 @@ def train(options: argparse.Namespace, *, offload: bool) -> Run:
         run.offloaded_bytes = statistics.bytes_offloaded // (options.steps * options.accumulate)
         run.host_peak_bytes = statistics.host_bytes_peak
     return run
-
-
-def is_same(one: Run, other: Run) -> bool:
-    """Whether losses and final parameters are equal bit for bit."""
-    same = [torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True)]
-    return one.losses == other.losses and all(same)
 
 
 def format_figures(without: Run, with_offload: Run | None) -> str:

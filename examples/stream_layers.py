@@ -15,18 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from small_llama import VOCABULARY, check_width, is_same, make_llama
 from torch import Tensor
 
 from pp_offload import offload_layers
 
-try:
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-except ImportError as missing:
-    raise SystemExit(f"{missing}; pip install 'pp_offload[hf]'") from missing
-
 MIB = 2**20
-VOCABULARY = 256
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -48,8 +42,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("every number must be at least 1")
     if not 1 <= options.resident <= options.layers:
         parser.error(f"--resident must be from 1 to --layers, which is {options.layers}")
-    if options.width < 4 or options.width % 8:
-        parser.error(f"--width {options.width} is not a multiple of 8: there are 4 heads")
+    check_width(parser, options.width)
     return options
 
 
@@ -65,22 +58,8 @@ class Run:
 
 
 def make_model(options: argparse.Namespace) -> Any:
-    """The same weights every time."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=options.width,
-        intermediate_size=3 * options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=options.context,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
-    if not options.full:
-        lora = LoraConfig(r=8, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, lora)
+    """A small Llama, perhaps one that computes its layers again."""
+    model = make_llama(options)
     if options.gradient_checkpointing:
         model.enable_input_require_grads()
         enable = "activation_checkpointing_enable"  # its new name, where it has one
@@ -137,12 +116,6 @@ def format_figures(runs: dict[str, Run]) -> str:
     lines.insert(1, "-" * len(lines[0]))
     verdict = "equal bit for bit" if is_same(*runs.values()) else "DIFFERENT"
     return "\n".join([*lines, f"all losses and final parameters: {verdict}"])
-
-
-def is_same(one: Run, other: Run) -> bool:
-    """Whether losses and final parameters are equal bit for bit."""
-    same = [torch.equal(a, b) for a, b in zip(one.parameters, other.parameters, strict=True)]
-    return one.losses == other.losses and all(same)
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ Calls as version 0.16 writes them work as well, where they do not mean something
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -156,10 +157,9 @@ class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationO
         )
 
     @staticmethod
-    def get_context(flag: bool) -> Any:
+    def get_context(flag: bool) -> AbstractContextManager[object]:
         """The manager, as a context that saves tensors through it; or one that does nothing."""
-        other = introduced.FineGrainedActivationOffloadingInterface.get_context(False)
-        return PipelineOffloadManager.get_instance() if flag else other
+        return PipelineOffloadManager.get_instance() if flag else nullcontext()
 
     @staticmethod
     def mark_not_offload(tensor: Tensor | None) -> None:

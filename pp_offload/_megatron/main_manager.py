@@ -29,7 +29,10 @@ from pp_offload._megatron.main_chunk import ChunkOffloadHandler, check_most_in_f
 
 Hook = Callable[[str, Sequence[Tensor] | None], None]
 
-_FACES: WeakKeyDictionary[introduced.PipelineOffloadManager, PipelineOffloadManager]
+_FACES: WeakKeyDictionary[introduced.PipelineOffloadManager, PipelineOffloadManager] = (
+    WeakKeyDictionary()
+)
+"""By manager; a face goes with it."""
 
 
 class PipelineOffloadManager(introduced.PipelineOffloadManager):
@@ -208,7 +211,3 @@ def check_process_group(value: object) -> None:
     if value is not None and dist.is_available():
         expected = "a process group of torch.distributed, or None"
         check_kind("process_group", value, dist.ProcessGroup, expected)
-
-
-_FACES = WeakKeyDictionary()
-"""By manager; a face goes with it."""

@@ -9,39 +9,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from small_blocks import WIDTH, Blocks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-WIDTH = 12
 Make = Callable[[Accelerator, nn.Module], Any]
 """Makes an offload of what was prepared; or a context that does nothing."""
-
-
-class Block(nn.Module):
-    """Residual, with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.mlp(x))
-
-
-class Model(nn.Module):
-    """A few blocks and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 def make_accelerator(**options: Any) -> Accelerator:
@@ -65,7 +38,7 @@ def nothing(accelerator: Accelerator, model: nn.Module) -> AbstractContextManage
 def train(make: Make, *, num: int = 9, **options: Any) -> tuple[list[Tensor], Any]:
     """Two epochs with an evaluation after each; losses, gradients and parameters; the offload."""
     accelerator = make_accelerator(**options)
-    model = Model()
+    model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer, data = accelerator.prepare(model, optimizer, loader(num))
     offload = make(accelerator, model)

@@ -6,37 +6,18 @@ from typing import Any
 
 import torch
 from lightning import pytorch as pl
+from small_blocks import WIDTH, Blocks
 from torch import Tensor, nn
 
-WIDTH, BATCHES = 12, 8
+BATCHES = 8
 
 
-class Block(nn.Module):
-    """Residual, with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.mlp(x))
-
-
-class Model(pl.LightningModule):
+class Model(Blocks, pl.LightningModule):
     """Trains by itself; notes its losses and gradients."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 4)
         self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
     def loss(self, batch: Any) -> Tensor:
         x, target = batch

@@ -21,7 +21,8 @@ from pp_offload.testing import SimulatedBackend
 
 pytest.importorskip("accelerate")
 
-from accelerate_loop import Model, make_accelerator, nothing, train
+from accelerate_loop import make_accelerator, nothing, train
+from small_blocks import Blocks
 
 GROUPS = {"mlp": "layers.*.mlp"}
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
@@ -84,7 +85,7 @@ def test_groups_learn_from_steps_of_the_accelerator() -> None:
 
 def test_models_of_one_loop_have_a_step_together() -> None:
     """Else the step of one ends that of the other, which waits for its backward."""
-    accelerator, models = make_accelerator(), [Model(), Model()]
+    accelerator, models = make_accelerator(), [Blocks(), Blocks()]
     offloads = [MAKE["groups"](accelerator, model) for model in models]
     manager = PipelineOffloadManager.get_instance()
     for number in range(3):
@@ -106,7 +107,7 @@ def test_models_of_one_loop_have_a_step_together() -> None:
 
 @pytest.mark.parametrize("name", MAKE)
 def test_figures_are_of_what_was_done_since(name: str) -> None:
-    accelerator, model = make_accelerator(), Model()
+    accelerator, model = make_accelerator(), Blocks()
     model = accelerator.prepare(model)
     offload = MAKE[name](accelerator, model)
     moved = []
@@ -123,7 +124,7 @@ def test_figures_are_of_what_was_done_since(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKE)
 def test_an_error_leaves_nothing(name: str) -> None:
-    accelerator, model = make_accelerator(), Model()
+    accelerator, model = make_accelerator(), Blocks()
     offload = MAKE[name](accelerator, model)
 
     def gradients(context: Any) -> list[torch.Tensor]:
@@ -149,7 +150,7 @@ def test_an_error_leaves_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", MAKE)
 def test_a_forward_outside_is_left_alone(name: str) -> None:
     """One with gradients, too, as of a probe in an evaluation."""
-    accelerator, model = make_accelerator(), Model()
+    accelerator, model = make_accelerator(), Blocks()
     offload = MAKE[name](accelerator, model)
     model(torch.randn(4, 12)).sum().backward()
     assert offload.statistics().bytes_offloaded == 0
@@ -159,7 +160,7 @@ def test_a_forward_outside_is_left_alone(name: str) -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    accelerator, model = make_accelerator(), Model()
+    accelerator, model = make_accelerator(), Blocks()
     for wrong in (None, model, "cpu"):
         with pytest.raises(TypeError, match=r"expected an accelerate.Accelerator.*\[hf\]"):
             ActivationOffload(wrong, model)
