@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import emulated
 import pytest
 import torch
+import torch.distributed as dist
 from optional import skips_what_needs_more
 from quick import mark_slow
 
@@ -129,6 +130,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Each backend in turn."""
     return make_backend(request.param)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -7,14 +7,12 @@ import inspect
 import re
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from test_layers import FILES, RANK
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -94,19 +92,11 @@ class Model(nn.Module):
         return x
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_there_are_as_many_examples_as_tests() -> None:
     assert {page: num for page in PAGES if (num := len(blocks(page)))} == EXAMPLES
 
 
-def test_the_six_lines_are_six_and_run(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_six_lines_are_six_and_run(one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     code = blocks("README")[0]
     assert len([line for line in code.splitlines() if line]) == 6
     model, x = Model(), torch.randn(8 * 1024, 1024)
@@ -122,7 +112,7 @@ def test_the_six_lines_are_six_and_run(alone: None, capsys: pytest.CaptureFixtur
     assert "attn" in printed and "mlp" in printed
 
 
-def test_a_schedule_runs(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_runs(one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.randn(8 * 1024, 1024)
     names = {
         "model": Model(),

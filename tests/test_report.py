@@ -32,14 +32,6 @@ def rows_of(table: str) -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def trained() -> Iterator[PipelineOffloadManager]:
     """A manager after a complete step."""
     config = OffloadConfig(min_offloaded_tensor_size=1)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from main_face import chunk_of, face
 from main_layer import Model, batches, step
 from toy import same_bits
 
-from pp_offload import CpuBackend, OffloadConfig, OffloadError, use_backend
+from pp_offload import CpuBackend, OffloadError, use_backend
 from pp_offload.compat.megatron import (
     ChunkOffloadHandler,
     OffloadTensorGroup,
@@ -21,21 +22,7 @@ from pp_offload.compat.megatron import (
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.errors import ConfigError, GroupStateError
 
-
-@pytest.fixture
-def face() -> Iterator[PipelineOffloadManager]:
-    """The manager with a chunk begun, for tensors of any size."""
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(CpuBackend(), config=config):
-        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
-        yield PipelineOffloadManager.get_instance()
-
-
-def chunk_of(face: PipelineOffloadManager) -> ChunkOffloadHandler:
-    chunk = face.cur_forward_chunk()
-    assert isinstance(chunk, ChunkOffloadHandler)
-    return chunk
-
+__all__ = ["face"]
 
 BAD: dict[str, tuple[Callable[[PipelineOffloadManager], Any], type[Exception], str]] = {
     "a rank below 0": (

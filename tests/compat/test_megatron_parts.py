@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from main_face import chunk_of, face
 from main_layer import Model, batches, step
 from torch import Tensor
 from toy import same_bits
@@ -18,8 +18,8 @@ from toy import same_bits
 from pp_offload import CpuBackend, OffloadConfig, use_backend
 from pp_offload import PipelineOffloadManager as IntroducedManager
 from pp_offload.compat import megatron
+from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.compat.megatron import (
-    ChunkOffloadHandler,
     OffloadTensorGroup,
     OffloadTensorPool,
     PipelineOffloadManager,
@@ -27,31 +27,9 @@ from pp_offload.compat.megatron import (
     fine_grained_offloading_group_start,
     print_offload_summary_table,
 )
-from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.errors import GroupStateError
 
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def face() -> Iterator[PipelineOffloadManager]:
-    """The manager with a chunk begun, for tensors of any size."""
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(CpuBackend(), config=config):
-        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
-        yield PipelineOffloadManager.get_instance()
-
-
-def chunk_of(face: PipelineOffloadManager) -> ChunkOffloadHandler:
-    chunk = face.cur_forward_chunk()
-    assert isinstance(chunk, ChunkOffloadHandler)
-    return chunk
-
+__all__ = ["face"]
 
 # Flags on tensors
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ACCELERATORS, ON_THE_HOST, make_backend
 from field_checks import hook_depth, make_inputs
 from quick import chosen
@@ -71,14 +70,6 @@ def cases() -> Iterator[object]:
                 (kind,) = accelerator.values
                 name = str(case).replace("late", kind)
                 yield pytest.param(case, kind, id=name, marks=(*accelerator.marks, *marks))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def check_statistics(case: Case, moved: list[int]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -230,14 +228,6 @@ def modules(num_stages: int) -> Modules:
     return Modules([Layers() for _ in range(num_stages)], example=inputs(), loss_fn=squares)
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def single_stage_bytes() -> int:
     """Offloaded by a microbatch of one stage, on a virtual device alone."""
     with use_backend(VirtualBackend(DEVICES["H100"]), config=CONFIG) as manager:
@@ -270,7 +260,7 @@ def test_a_microbatch_moves_the_bytes_that_a_single_stage_moves(schedule: Any, e
     ],
 )
 def test_one_rank_alone_does_what_the_schedule_itself_does(
-    schedule: Any, each: int, alone: None, monkeypatch: pytest.MonkeyPatch
+    schedule: Any, each: int, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ``step``, on a virtual device: the same work, bytes and peak."""
     num, backend = 4, VirtualBackend(DEVICES["H100"])
