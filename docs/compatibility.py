@@ -27,7 +27,8 @@ HEAD = """\
 What other libraries export for offload and checkpoints, what is here for it, and what differs.
 Names of ours are below `pp_offload`; those without a dot can be imported from there. Losses,
 gradients and parameters are those without offload, bit for bit; only
-[`OffloadModel`](offload-model.md) may sum in another order.
+[`OffloadModel`](offload-model.md) and `offload_layers` may sum in another order, where a
+parameter is used more than once.
 """
 
 
@@ -46,9 +47,6 @@ class Name:
 
     takes: tuple[str, ...] = ()
     """Parameters that both have, with equal defaults."""
-
-    planned: bool = False
-    """Whether ours is not there yet."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def peers(source: str) -> Iterator[Peer]:
 def row(name: Name) -> str:
     """Of the table."""
     ours = f"`{name.ours}`" if name.ours else "-"
-    return f"| `{name.theirs}` | {ours}{', to come' if name.planned else ''} | {name.differs} |"
+    return f"| `{name.theirs}` | {ours} | {name.differs} |"
 
 
 def page() -> str:

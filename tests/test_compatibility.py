@@ -16,8 +16,7 @@ from test_docs import PAGES, script
 compatibility = script("compatibility")
 PEERS = tuple(compatibility.peers(compatibility.SOURCE.read_text()))
 NAMES = [(peer, name) for peer in PEERS for name in peer.names]
-OURS = sorted({name.ours for _, name in NAMES if name.ours and not name.planned})
-PLANNED = sorted({name.ours for _, name in NAMES if name.planned})
+OURS = sorted({name.ours for _, name in NAMES if name.ours})
 TAKEN = [(peer, name) for peer, name in NAMES if name.takes]
 MODULES = [(peer, module) for peer in PEERS for module in peer.modules]
 
@@ -77,13 +76,6 @@ def test_the_libraries_are_all_there() -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_ours_can_be_imported(name: str) -> None:
     find(f"pp_offload.{name}")
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_what_is_planned_is_not_there(name: str) -> None:
-    """If it is, take ``planned`` off its line in docs/peers.toml."""
-    with pytest.raises((ImportError, AttributeError)):
-        find(f"pp_offload.{name}")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Demand:
     """Device bytes of the largest group at each place."""
 
     in_flight: frozenset[InFlight] = frozenset()
-    """There were at a time; all others were fewer."""
+    """Chunks that were there together; what others cover is left out."""
 
     def with_step(
         self,

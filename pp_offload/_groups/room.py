@@ -64,8 +64,12 @@ class Seen:
     """The same, without what was on its way."""
 
     begun: set[ChunkKey] = field(default_factory=set)
+    """Chunks whose forward has begun."""
+
     in_flight: set[InFlight] = field(default_factory=set)
     beside: dict[Place, int] = field(default_factory=dict)
+    """Bytes of the storages of which a group saves parts, that do not leave with it."""
+
     leaving: dict[int, int] = field(default_factory=dict)
     """By thread, of the group that is being committed there, as ``beside``."""
 
