@@ -231,7 +231,7 @@ class Prefetcher:
         is_current = visit is self._current  # of a later one, a source may be gone by then
         for number, ticket in enumerate(wanted):
             is_here = ticket.reload is not None or (
-                is_current and ticket.begin in ticket.block.in_flight_sources
+                is_current and ticket.begin in ticket.block.sources
             )
             if not is_here and ticket not in chosen:
                 if ticket.nbytes > room and not (may_exceed and not batch):

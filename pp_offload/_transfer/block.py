@@ -32,6 +32,9 @@ AnyTier = Any
 Watched = tuple[Tensor, int]
 """An alias of a saved tensor, and its version when it was saved."""
 
+Source = tuple[Tensor, int, Sequence[Watched]]
+"""What a copy reads, its version when it was saved, and others of the same bytes to be watched."""
+
 
 class BlockState(enum.Enum):
     """Where the bytes are."""
@@ -76,26 +79,24 @@ class Block:
         has_addresses: Whether each payload has a place in host memory, in one piece.
         tickets: Those it was made for, in the order they were saved.
         shared: By first byte, all tickets of bytes that several groups saved.
-        in_flight_sources: By first byte, the sources, until the copy was made.
+        sources: By first byte, until the bytes are stored. A pack holds thousands, so a payload
+            that is asked for before then is checked alone.
         stream: The compute stream that may take these back.
-        watched: By first byte, the saved tensors of each payload, until the copy was made. A pack
-            holds thousands, so a payload that is asked for before then is checked alone.
         modified: First bytes of payloads that were changed in place before.
     """
 
     __slots__ = (
         "__weakref__",
         "has_addresses",
-        "in_flight_sources",
         "loan",
         "modified",
         "offloaded",
         "shared",
+        "sources",
         "state",
         "stream",
         "tickets",
         "tier",
-        "watched",
     )
 
     def __init__(self, tier: AnyTier, loan: Loan | None = None) -> None:
@@ -105,8 +106,7 @@ class Block:
         self.has_addresses = True
         self.offloaded: Event | None = None
         self.stream: Stream | None = None
-        self.in_flight_sources: dict[int, Tensor] = {}
-        self.watched: dict[int, Sequence[Watched]] = {}
+        self.sources: dict[int, Source] = {}
         self.modified: set[int] = set()
         self.tickets: list[weakref.ref[AnyTicket]] = []
         self.shared: dict[int, list[weakref.ref[AnyTicket]]] = {}
@@ -135,17 +135,23 @@ class Block:
 
     def finish(self) -> None:
         """The copy has ended: drop its sources, unless the tier failed and nothing else is left."""
-        for begin in self.watched:
+        for begin in self.sources:
             self.check_unmodified(begin)
-        self.watched = {}
         if self.tier.has_stored(self):
-            self.in_flight_sources.clear()
+            self.sources.clear()
+        else:  # they are given back as they are, and so must not change later either
+            for begin, (source, _, _) in list(self.sources.items()):
+                self.sources[begin] = source, source._version, ()
 
     def check_unmodified(self, begin: int) -> None:
         """Note a payload that was changed in place. See NOTE [ Modified while queued ]."""
-        for alias, version in self.watched.get(begin, ()):
-            if alias._version != version:
+        if begin in self.sources:
+            source, version, others = self.sources[begin]
+            if source._version != version:
                 self.modified.add(begin)
+            for alias, version in others:
+                if alias._version != version:
+                    self.modified.add(begin)
 
     def share(self, ticket: AnyTicket) -> None:
         """Note one more ticket of bytes that another had copied."""

@@ -116,9 +116,8 @@ class Copies:
         changes.
         """
         for ticket, source in zip(tickets, sources, strict=True):
-            block, begin = ticket.block, ticket.begin
-            block.in_flight_sources[begin] = source
-            block.watched[begin] = ticket.watched()
+            block = ticket.block
+            block.sources[ticket.begin] = ticket.watched(source)
             block.stream = stream
 
     def compute_streams(self, tickets: Sequence[Ticket]) -> list[Stream]:

@@ -195,7 +195,7 @@ class TransferEngine:
         live, found = self.backend.current_stream(), None
         with self.lock:
             block, reload = ticket.block, ticket.reload
-            if ticket.begin in block.watched or block.modified:
+            if ticket.begin in block.sources or block.modified:
                 self._check_unmodified(ticket, block)
             arrival = None if reload is None else reload.arrival
             if reload is not None and arrival is not None:
@@ -252,11 +252,12 @@ class TransferEngine:
             OffloadError: Somebody emptied it, and it may be that nothing was left to copy.
         """
         block, begin = ticket.block, ticket.begin
-        source = block.in_flight_sources.get(begin)
+        held = block.sources.get(begin)
+        source = None if held is None else held[0]
         if source is None or source.untyped_storage().nbytes():
             return source if block.stream == live else None
         self.poll()  # the copy may have been made long ago
-        if begin in block.in_flight_sources:
+        if begin in block.sources:
             raise OffloadError(
                 f"the memory of a tensor of group '{ticket.label}' was given up by somebody else, "
                 "with resize_(0) on its storage, before its copy to the host was known to be made; "

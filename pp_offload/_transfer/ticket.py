@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from pp_offload._common.checks import described, version_of
-from pp_offload._transfer.block import NOWHERE, Block, Watched
+from pp_offload._transfer.block import NOWHERE, Block, Source
 from pp_offload.backends import Event, Stream
 from pp_offload.errors import SavedTensorModifiedError
 
@@ -178,10 +178,13 @@ class Ticket:
         self.block, self.begin, self.host_bytes = block, begin, place
         block.share(self)
 
-    def watched(self) -> list[Watched]:
-        """The members, as the copy watches them until it was made."""
+    def watched(self, source: Tensor) -> Source:
+        """What a copy reads, and the members, as they are watched until it was made."""
         members = self.members
-        return [(one.held, one.version) for one in members if not isinstance(one.held, Ticket)]
+        if len(members) == 1 and members[0].held is source:  # almost always
+            return source, members[0].version, ()
+        found = [(one.held, one.version) for one in members if not isinstance(one.held, Ticket)]
+        return source, source._version, found
 
     def pieces(self) -> list[Tensor]:
         """Its bytes on the host as flat ``uint8`` tensors, where they are not in one piece."""

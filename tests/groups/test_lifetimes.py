@@ -271,7 +271,7 @@ def test_no_python_code_runs_where_bytes_are_given_back(tmp_path: Path, is_cycle
     host, disk = HostMemory(CpuBackend().allocate_host), DiskFile(tmp_path)
     (tier,) = host_engine(CpuBackend(), host, 0).tiers
     block = DiskBlock(tier, disk.allocate(1000), host.allocate(1000))
-    block.in_flight_sources[0] = torch.zeros(3)
+    block.sources[0] = torch.zeros(3), 0, ()
     gc.collect()  # what other tests left behind
     if is_cycle:
         block.modified.add(block)  # type: ignore[arg-type]
