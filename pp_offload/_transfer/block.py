@@ -32,8 +32,10 @@ AnyTier = Any
 Watched = tuple[Tensor, int]
 """An alias of a saved tensor, and its version when it was saved."""
 
-Source = tuple[Tensor, int, Sequence[Watched]]
-"""What a copy reads, its version when it was saved, and others of the same bytes to be watched."""
+Source = tuple[Tensor, int, int, Sequence[Watched]]
+"""What a copy reads, its address, its version when it was saved, and others of the same bytes to be
+watched.
+"""
 
 
 class BlockState(enum.Enum):
@@ -51,6 +53,14 @@ class BlockState(enum.Enum):
 
 
 S = BlockState
+
+
+class Harm(enum.Enum):
+    """What somebody did to a source while its copy was queued."""
+
+    CHANGED = "changed in place"
+    EMPTIED = "emptied"
+
 
 MOVES: dict[BlockState, frozenset[BlockState]] = {
     S.NOWHERE: frozenset({S.ON_HOST, S.WRITING}),
@@ -82,14 +92,14 @@ class Block:
         sources: By first byte, until the bytes are stored. A pack holds thousands, so a payload
             that is asked for before then is checked alone.
         stream: The compute stream that may take these back.
-        modified: First bytes of payloads that were changed in place before.
+        harmed: By first byte, what was done to sources before: these payloads may be anything.
     """
 
     __slots__ = (
         "__weakref__",
+        "harmed",
         "has_addresses",
         "loan",
-        "modified",
         "offloaded",
         "shared",
         "sources",
@@ -107,7 +117,7 @@ class Block:
         self.offloaded: Event | None = None
         self.stream: Stream | None = None
         self.sources: dict[int, Source] = {}
-        self.modified: set[int] = set()
+        self.harmed: dict[int, Harm] = {}
         self.tickets: list[weakref.ref[AnyTicket]] = []
         self.shared: dict[int, list[weakref.ref[AnyTicket]]] = {}
 
@@ -136,22 +146,24 @@ class Block:
     def finish(self) -> None:
         """The copy has ended: drop its sources, unless the tier failed and nothing else is left."""
         for begin in self.sources:
-            self.check_unmodified(begin)
+            self.check_source(begin)
         if self.tier.has_stored(self):
             self.sources.clear()
         else:  # they are given back as they are, and so must not change later either
-            for begin, (source, _, _) in list(self.sources.items()):
-                self.sources[begin] = source, source._version, ()
+            for begin, (source, address, _, _) in list(self.sources.items()):
+                self.sources[begin] = source, address, source._version, ()
 
-    def check_unmodified(self, begin: int) -> None:
-        """Note a payload that was changed in place. See NOTE [ Modified while queued ]."""
+    def check_source(self, begin: int) -> None:
+        """Note a source, if it is there, that is not as it was. See NOTE [ Harm while queued ]."""
         if begin in self.sources:
-            source, version, others = self.sources[begin]
+            source, address, version, others = self.sources[begin]
+            if source.data_ptr() != address:
+                self.harmed[begin] = Harm.EMPTIED
             if source._version != version:
-                self.modified.add(begin)
+                self.harmed[begin] = Harm.CHANGED
             for alias, version in others:
                 if alias._version != version:
-                    self.modified.add(begin)
+                    self.harmed[begin] = Harm.CHANGED
 
     def share(self, ticket: AnyTicket) -> None:
         """Note one more ticket of bytes that another had copied."""

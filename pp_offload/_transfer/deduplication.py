@@ -76,7 +76,7 @@ def _has_shared(ticket: Ticket, entry: Entry) -> bool:
     block, payload = block_ref(), ticket.payload
     if version != ticket.members[0].version or _is_part(ticket):
         return False
-    if block is None or begin in block.modified or place.nbytes != ticket.nbytes:
+    if block is None or begin in block.harmed or place.nbytes != ticket.nbytes:
         return False
     ticket.attach(block, begin, in_shape(place, payload.shape, payload.dtype))
     return True

@@ -10,9 +10,11 @@ NOTE [ One lock ]
     registered until the wait is over. Code that would have to wait under the lock changes nothing
     and raises ``Unfinished``; its caller gives up the lock, waits, and calls it again.
 
-NOTE [ Modified while queued ]
+NOTE [ Harm while queued ]
     A source changed in place before its copy has run would be copied wrong. So its version counter
-    is compared when the source is let go, and when somebody wants the bytes before that.
+    is compared when the source is let go, and when somebody wants the bytes before that. Its
+    address is compared, too: whoever empties a storage with ``resize_(0)`` gives its memory to
+    others at once, whatever still reads it, and may fill it again elsewhere before anybody looks.
 
     transfer.offload(tickets)                # at the end of a group's forward
     transfer.reload(tickets, is_ahead=True)  # some time before its backward
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from pp_offload._common.processes import HERE, check
 from pp_offload._memory.unfinished import when_finished
-from pp_offload._transfer.block import Block
+from pp_offload._transfer.block import Block, Harm
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.counters import TransferCounters
 from pp_offload._transfer.outgoing import send
@@ -195,8 +197,8 @@ class TransferEngine:
         live, found = self.backend.current_stream(), None
         with self.lock:
             block, reload = ticket.block, ticket.reload
-            if ticket.begin in block.sources or block.modified:
-                self._check_unmodified(ticket, block)
+            if ticket.begin in block.sources or block.harmed:
+                self._check_unharmed(ticket, block)
             arrival = None if reload is None else reload.arrival
             if reload is not None and arrival is not None:
                 if arrival.is_there and arrival.stream == live:
@@ -246,25 +248,9 @@ class TransferEngine:
         return reload, reload.arrival
 
     def _source_in_flight(self, ticket: Ticket, live: Stream) -> Tensor | None:
-        """The source, if its copy has still to run and it belongs to the live stream.
-
-        Raises:
-            OffloadError: Somebody emptied it, and it may be that nothing was left to copy.
-        """
-        block, begin = ticket.block, ticket.begin
-        held = block.sources.get(begin)
-        source = None if held is None else held[0]
-        if source is None or source.untyped_storage().nbytes():
-            return source if block.stream == live else None
-        self.poll()  # the copy may have been made long ago
-        if begin in block.sources:
-            raise OffloadError(
-                f"the memory of a tensor of group '{ticket.label}' was given up by somebody else, "
-                "with resize_(0) on its storage, before its copy to the host was known to be made; "
-                "expected it to stay until then; have compute wait for copies, with "
-                "OffloadConfig(max_in_flight_bytes=0) or max_inflight_offloads=0"
-            )
-        return None
+        """The source, if its copy has still to run and it belongs to the live stream."""
+        held = ticket.block.sources.get(ticket.begin)
+        return held[0] if held is not None and ticket.block.stream == live else None
 
     def _load_now(self, ticket: Ticket) -> None:
         """Queue the reload of a ticket that is not on the device."""
@@ -313,9 +299,17 @@ class TransferEngine:
         )
 
     @staticmethod
-    def _check_unmodified(ticket: Ticket, block: Block) -> None:
-        block.check_unmodified(ticket.begin)
-        if ticket.begin in block.modified:
+    def _check_unharmed(ticket: Ticket, block: Block) -> None:
+        block.check_source(ticket.begin)
+        harm = block.harmed.get(ticket.begin)
+        if harm is Harm.EMPTIED:
+            raise OffloadError(
+                f"the memory of a tensor of group '{ticket.label}' was given up by somebody else, "
+                "with resize_() on its storage, before its copy to the host was known to be made; "
+                "expected it to stay until then; have compute wait for copies, with "
+                "OffloadConfig(max_in_flight_bytes=0) or max_inflight_offloads=0"
+            )
+        if harm is Harm.CHANGED:
             raise SavedTensorModifiedError(
                 f"a tensor of group '{ticket.label}' with payload shape "
                 f"{tuple(ticket.host_bytes.shape)} was modified by an inplace operation after "

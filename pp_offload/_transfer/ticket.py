@@ -182,9 +182,9 @@ class Ticket:
         """What a copy reads, and the members, as they are watched until it was made."""
         members = self.members
         if len(members) == 1 and members[0].held is source:  # almost always
-            return source, members[0].version, ()
+            return source, source.data_ptr(), members[0].version, ()
         found = [(one.held, one.version) for one in members if not isinstance(one.held, Ticket)]
-        return source, source._version, found
+        return source, source.data_ptr(), source._version, found
 
     def pieces(self) -> list[Tensor]:
         """Its bytes on the host as flat ``uint8`` tensors, where they are not in one piece."""

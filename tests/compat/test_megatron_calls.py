@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from main_layer import GROUPS, Model, assert_steps_equal, batches, exp_in_a_grou
 from torch import Tensor
 from toy import assert_idle, same_bits
 
-from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, use_backend
+from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, RaceError, use_backend
 from pp_offload._transfer.in_flight import PendingOffload
 from pp_offload.compat.megatron import ChunkOffloadHandler
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
@@ -262,15 +263,31 @@ def test_what_is_discarded_after_its_copy_is_right(manager: PipelineOffloadManag
     assert same_bits(got, gradients_with_a_discarded_input(device, False, 0))
 
 
-def test_what_is_discarded_before_its_copy_is_an_error() -> None:
+@pytest.mark.parametrize("is_filled_again", [False, True])
+@pytest.mark.parametrize("is_seen_early", [False, True])
+def test_what_is_discarded_before_its_copy_is_an_error(
+    is_filled_again: bool, is_seen_early: bool
+) -> None:
+    """Also where it is back before anybody looks: the copy may have read what others had there."""
     simulated = SimulatedBackend("late")
-    with use_backend(simulated, config=OffloadConfig(min_offloaded_tensor_size=1)):
+    with use_backend(simulated, config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
         off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
         x = torch.ones(9, requires_grad=True) * 1
         group = off_interface(True, x, "qkv_linear")
         with group as x:
             y = x * x
         y = group.group_offload(y)
-        x.untyped_storage().resize_(0)
+        storage, nbytes = x.untyped_storage(), x.nbytes
+        storage.resize_(0)
+        others = [torch.full((9,), 7.0) for _ in range(20)]
+        if is_filled_again:
+            with simulated._inside():  # else the simulated device would report the race itself
+                storage.resize_(nbytes)
+                storage.copy_(torch.ones(9).untyped_storage())
+        if is_seen_early:
+            with suppress(RaceError):  # the simulated device sees that its copy reads nothing
+                manager.backend.synchronize()
+            manager.wiring.transfer.poll()
         with pytest.raises(OffloadError, match="'qkv_linear' was given up by somebody else"):
             y.sum().backward()
+        del others

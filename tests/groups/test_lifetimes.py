@@ -25,6 +25,7 @@ from pp_offload._memory.bins import Bins
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.disk import DiskFile
 from pp_offload._memory.host import HostMemory
+from pp_offload._transfer.block import Harm
 from pp_offload._transfer.on_disk import DiskBlock
 from pp_offload._transfer.tiers import host_engine, make_engine
 from pp_offload.backends import CpuBackend, cpu
@@ -271,10 +272,10 @@ def test_no_python_code_runs_where_bytes_are_given_back(tmp_path: Path, is_cycle
     host, disk = HostMemory(CpuBackend().allocate_host), DiskFile(tmp_path)
     (tier,) = host_engine(CpuBackend(), host, 0).tiers
     block = DiskBlock(tier, disk.allocate(1000), host.allocate(1000))
-    block.sources[0] = torch.zeros(3), 0, ()
+    block.sources[0] = torch.zeros(3), 0, 0, ()
     gc.collect()  # what other tests left behind
     if is_cycle:
-        block.modified.add(block)  # type: ignore[arg-type]
+        block.harmed[block] = Harm.CHANGED  # type: ignore[index]
     before = reserved_bytes()
     with functions_called() as called:
         del block

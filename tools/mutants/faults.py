@@ -204,8 +204,8 @@ MUTANTS = [
     Mutant(
         "source taken back on another stream",
         "pp_offload/_transfer/engine.py",
-        "return source if block.stream == live else None",
-        "return source",
+        "return held[0] if held is not None and ticket.block.stream == live else None",
+        "return held[0] if held is not None else None",
         "memory of one stream is used on another",
         (
             "tests/transfer/test_hazards.py::test_what_is_kept_on_one_stream_is_brought_again_for_another",
@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         "changed while queued",
         "pp_offload/_transfer/engine.py",
-        "                self._check_unmodified(ticket, block)\n",
+        "                self._check_unharmed(ticket, block)\n",
         "                pass\n",
         "what was copied is what it was changed to",
         ("tests/field/test_saved_then_changed.py::test_changed_while_the_copy_is_queued",),
@@ -284,7 +284,7 @@ MUTANTS = [
     Mutant(
         "nobody watches what the disk refused",
         "pp_offload/_transfer/block.py",
-        "self.sources[begin] = source, source._version, ()",
+        "self.sources[begin] = source, address, source._version, ()",
         "pass",
         "a large tensor is kept for a part of it that the disk refused",
         ("tests/transfer/test_changed_in_place.py::test_of_what_the_disk_refused_a_part_is_kept",),
@@ -292,7 +292,7 @@ MUTANTS = [
     Mutant(
         "pending looks at nothing",
         "pp_offload/_transfer/block.py",
-        "            self.check_unmodified(begin)\n        if self.tier",
+        "            self.check_source(begin)\n        if self.tier",
         "            pass\n        if self.tier",
         "a source changed before its copy ran goes unnoticed once it is let go",
         (
@@ -1926,11 +1926,11 @@ MUTANTS = [
         (f"{MAIN_PARTS}::test_each_record_notes_the_event_and_joins_the_copies",),
     ),
     Mutant(
-        "emptied source taken back",
-        "pp_offload/_transfer/engine.py",
-        "if source is None or source.untyped_storage().nbytes():",
-        "if True:",
-        "backward gets a tensor without memory",
+        "nobody looks at addresses",
+        "pp_offload/_transfer/block.py",
+        "if source.data_ptr() != address:",
+        "if False:",
+        "memory is given to others while it is copied, and the copy is taken for what was saved",
         (f"{MAIN_CALLS}::test_what_is_discarded_before_its_copy_is_an_error",),
     ),
 ]
