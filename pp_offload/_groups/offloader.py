@@ -13,7 +13,7 @@ from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._transfer.deduplication import CopyIndex
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.payload import tickets_for
-from pp_offload._transfer.ticket import Mover, Ticket
+from pp_offload._transfer.ticket import Mover, Ticket, hand_over
 from pp_offload._transfer.verify import Verifier
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,7 @@ class Offloader:
         with transfer.lock:
             if not is_capturing:
                 copies.add(new)
-            for ticket in tickets:
-                ticket.hand_over()
+            hand_over(tickets)
             group.follow(tickets)
             if self.split is not None and group.key is not None:
                 self.split.follow(group.key, tickets)

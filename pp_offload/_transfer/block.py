@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -145,17 +145,16 @@ class Block:
 
     def finish(self) -> None:
         """The copy has ended: drop its sources, unless the tier failed and nothing else is left."""
-        for begin in self.sources:
-            self.check_source(begin)
+        self.check_sources(self.sources)
         if self.tier.has_stored(self):
             self.sources.clear()
         else:  # they are given back as they are, and so must not change later either
             for begin, (source, address, _, _) in list(self.sources.items()):
                 self.sources[begin] = source, address, source._version, ()
 
-    def check_source(self, begin: int) -> None:
-        """Note a source, if it is there, that is not as it was. See NOTE [ Harm while queued ]."""
-        if begin in self.sources:
+    def check_sources(self, begins: Iterable[int]) -> None:
+        """Note those of these sources that are not as they were. See NOTE [ Harm while queued ]."""
+        for begin in begins:
             source, address, version, others = self.sources[begin]
             if source.data_ptr() != address:
                 self.harmed[begin] = Harm.EMPTIED

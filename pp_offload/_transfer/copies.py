@@ -113,11 +113,17 @@ class Copies:
     @staticmethod
     def keep_sources(tickets: Sequence[Ticket], sources: Sequence[Tensor], stream: Stream) -> None:
         """Until the queued copies have run: let sources be taken back on ``stream``, and watch for
-        changes.
+        harm.
         """
         for ticket, source in zip(tickets, sources, strict=True):
-            block = ticket.block
-            block.sources[ticket.begin] = ticket.watched(source)
+            block, members = ticket.block, ticket.members
+            address = source.data_ptr()
+            if len(members) == 1 and members[0].held is source:  # nearly always
+                block.sources[ticket.begin] = source, address, members[0].version, ()
+            else:
+                held = [(one.held, one.version) for one in members]
+                others = [(one, version) for one, version in held if isinstance(one, Tensor)]
+                block.sources[ticket.begin] = source, address, source._version, others
             block.stream = stream
 
     def compute_streams(self, tickets: Sequence[Ticket]) -> list[Stream]:

@@ -199,9 +199,12 @@ class TransferEngine:
             block, reload = ticket.block, ticket.reload
             if ticket.begin in block.sources or block.harmed:
                 self._check_unharmed(ticket, block)
-            arrival = None if reload is None else reload.arrival
-            if reload is not None and arrival is not None:
-                if arrival.is_there and arrival.stream == live:
+            if reload is None:
+                found = self._source_in_flight(ticket, live)
+                if found is not None:
+                    found = self._take_back(ticket, found)
+            elif (arrival := reload.arrival) is not None and arrival.is_there:
+                if arrival.stream == live:
                     found = self.reloads.take(ticket, reload, live)
         if found is None:
             found = self._deliver_late(ticket, live)
@@ -300,7 +303,8 @@ class TransferEngine:
 
     @staticmethod
     def _check_unharmed(ticket: Ticket, block: Block) -> None:
-        block.check_source(ticket.begin)
+        if ticket.begin in block.sources:
+            block.check_sources([ticket.begin])
         harm = block.harmed.get(ticket.begin)
         if harm is Harm.EMPTIED:
             raise OffloadError(

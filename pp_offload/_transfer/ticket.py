@@ -8,7 +8,7 @@ what it holds is freed when autograd drops it.
 
     ticket = Ticket(transfer, "mlp", payload, members, storage)
     transfer.offload([ticket])          # its copy is queued
-    ticket.hand_over()                  # the saved tensors hold the ticket instead of their memory
+    hand_over([ticket])                 # the saved tensors hold the ticket instead of their memory
     tensor = transfer.deliver(ticket)   # when autograd asks
 
 NOTE [ Uses ]
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from pp_offload._common.checks import described, version_of
-from pp_offload._transfer.block import NOWHERE, Block, Source
+from pp_offload._transfer.block import NOWHERE, Block
 from pp_offload.backends import Event, Stream
 from pp_offload.errors import SavedTensorModifiedError
 
@@ -178,26 +178,10 @@ class Ticket:
         self.block, self.begin, self.host_bytes = block, begin, place
         block.share(self)
 
-    def watched(self, source: Tensor) -> Source:
-        """What a copy reads, and the members, as they are watched until it was made."""
-        members = self.members
-        if len(members) == 1 and members[0].held is source:  # almost always
-            return source, source.data_ptr(), members[0].version, ()
-        found = [(one.held, one.version) for one in members if not isinstance(one.held, Ticket)]
-        return source, source.data_ptr(), source._version, found
-
     def pieces(self) -> list[Tensor]:
         """Its bytes on the host as flat ``uint8`` tensors, where they are not in one piece."""
         buffer = self.block.buffer
         return [] if buffer is None else buffer.bytes_at(self.begin, self.nbytes)
-
-    def hand_over(self) -> None:
-        """The copy is queued: have the members hold this ticket in place of their tensors."""
-        for member in self.members:
-            member.held = self
-            member.inside = None
-        self.members = ()
-        self.payload, self.storage = NO_BYTES, None
 
 
 class Arrival:
@@ -293,6 +277,16 @@ def place(batch: list[Ticket], block: Block) -> Block:
             block.has_addresses = False
         refs.append(weakref.ref(ticket))
     return block
+
+
+def hand_over(tickets: Sequence[Ticket]) -> None:
+    """Copies are queued: have saved tensors hold their tickets in place of memory."""
+    for ticket in tickets:
+        for member in ticket.members:
+            member.held = ticket
+            member.inside = None
+        ticket.members = ()
+        ticket.payload, ticket.storage = NO_BYTES, None
 
 
 def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModifiedError:

@@ -27,7 +27,7 @@ from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB
 from pp_offload._memory.unfinished import when_finished
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import Ticket, hand_over
 
 
 class HostUser:
@@ -279,7 +279,7 @@ def engine_step(engine: TransferEngine, seed: int = 0) -> None:
     for tickets in (first, second, dropped):
         engine.offload(tickets)
     for ticket in (*first, *second, *dropped):
-        ticket.hand_over()
+        hand_over([ticket])
     del tickets, dropped, ticket
     engine.reload(second, is_ahead=True)
     got = [engine.deliver(ticket) for ticket in (*second, *first)]

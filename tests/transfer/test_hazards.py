@@ -46,7 +46,7 @@ from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.outgoing import PACK_BYTES, packs
 from pp_offload._transfer.tensors import StorageSet
-from pp_offload._transfer.ticket import SavedActivation, Ticket
+from pp_offload._transfer.ticket import SavedActivation, Ticket, hand_over
 from pp_offload._transfer.tiers import host_engine
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
@@ -122,13 +122,13 @@ def test_memory_carved_of_a_buffer_still_read_is_written_after_the_read(order: s
     with backend.activate():
         saved, ticket = ticket_for(engine, torch.ones(SLAB_BYTES // 4))
         engine.offload([ticket])
-        ticket.hand_over()
+        hand_over([ticket])
         engine.reload([ticket])
         del saved, ticket  # nobody will use what comes back
         halves = [ticket_for(engine, torch.full((SLAB_BYTES // 8,), float(i))) for i in range(2)]
         for _, ticket in halves:  # other sizes: carved of the same memory
             engine.offload([ticket])
-            ticket.hand_over()
+            hand_over([ticket])
         for i, (saved, _) in enumerate(halves):
             assert saved.unpack().eq(i).all()
         backend.check()
@@ -139,7 +139,7 @@ def test_memory_is_not_given_up_while_a_copy_of_a_dead_tensor_is_queued() -> Non
     with backend.activate():
         saved, ticket = ticket_for(engine, torch.ones(100))
         engine.offload([ticket])
-        ticket.hand_over()
+        hand_over([ticket])
         del saved, ticket
         engine.release_idle()
         backend.check()
@@ -158,7 +158,7 @@ def test_a_buffer_is_idle_when_its_own_copies_were_made(way: str) -> None:
             backend.synchronize()
             engine.poll()
             for ticket in tickets:
-                ticket.hand_over()
+                hand_over([ticket])
                 engine.reload([ticket])
         block = tickets[0].block
         assert block.buffer is not None and block.offloaded is not None
@@ -265,7 +265,7 @@ def test_looking_what_has_come_waits_for_no_thread(tmp_path: Path) -> None:
         disk_of(manager)._threads = threads  # type: ignore[assignment]
         (ticket,) = tickets_of(engine, [torch.ones(100)])
         engine.offload([ticket])
-        ticket.hand_over()
+        hand_over([ticket])
         settle(manager)
         threads.queued[-1].result()  # it was written
         engine.poll()
@@ -360,7 +360,7 @@ def test_what_is_kept_on_one_stream_is_brought_again_for_another() -> None:
             ticket = Ticket(split, "g", x, [saved], x.untyped_storage())
             split.follow(GroupKey(key, 0), [ticket])
             engine.offload([ticket])
-            ticket.hand_over()
+            hand_over([ticket])
             del x
             split.begin(key, BackwardPass.INPUT)
             first = saved.unpack()
@@ -388,7 +388,7 @@ def test_only_what_the_first_part_will_use_is_waited_for(manager: PipelineOffloa
         assert [ticket.num_waiting for ticket in tickets] == expected
         engine.offload(tickets)
         for ticket in tickets:
-            ticket.hand_over()
+            hand_over([ticket])
         split.begin(key, BackwardPass.INPUT)
         for _ in range(2):
             pairs[0][0].unpack()
@@ -629,7 +629,7 @@ def sharing(engine: TransferEngine, num: int = 2) -> list[Ticket]:
     for other in others:
         other.attach(first.block, first.begin, first.host_bytes)
     for ticket in tickets:
-        ticket.hand_over()
+        hand_over([ticket])
     engine.backend.synchronize()
     engine.poll()
     return tickets
@@ -819,7 +819,7 @@ def test_a_buffer_of_a_copy_that_was_cut_off_is_written_behind_it(size: int) -> 
         del tickets
         tickets = tickets_of(engine, [torch.full((SLAB_BYTES * size // 400,), 2.0)])
         engine.offload(tickets)
-        tickets[0].hand_over()
+        hand_over(tickets[:1])
         backend.synchronize()
         engine.poll()
         assert engine.deliver(tickets[0]).eq(2).all()
@@ -911,9 +911,9 @@ def test_a_commit_of_another_thread_amid_an_unpack(is_before: bool) -> None:
         def __getattribute__(self, name: str) -> Any:
             if name != "held" or not commit:
                 return super().__getattribute__(name)
-            hand_over = commit.pop()
+            act = commit.pop()
             found = None if is_before else super().__getattribute__(name)
-            hand_over()
+            act()
             return super().__getattribute__(name) if is_before else found
 
     with backend.activate():
@@ -921,7 +921,7 @@ def test_a_commit_of_another_thread_amid_an_unpack(is_before: bool) -> None:
         saved = Amid(x, Owner())
         ticket = Ticket(engine, "g", x, [saved], x.untyped_storage())
         engine.offload([ticket])
-        commit.append(ticket.hand_over)
+        commit.append(lambda: hand_over([ticket]))
         assert saved.unpack().eq(1).all()
         assert not commit
 

@@ -16,6 +16,7 @@ from pp_offload import OffloadConfig, use_backend
 from pp_offload._memory.host import HostMemory
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
+from pp_offload._transfer.ticket import hand_over
 from pp_offload._transfer.tiers import host_engine
 from pp_offload.testing import SimulatedBackend
 
@@ -32,8 +33,7 @@ def offload(engine: TransferEngine, nbytes: Sequence[int]) -> None:
     """A group of payloads."""
     tickets = tickets_of(engine, [torch.ones(n // 4) for n in nbytes])
     engine.offload(tickets)
-    for ticket in tickets:
-        ticket.hand_over()
+    hand_over(tickets)
 
 
 @pytest.mark.parametrize("cap", [1, SIZE - 1, SIZE, 2 * SIZE - 1])
@@ -98,7 +98,7 @@ def test_engines_of_a_backend_know_each_others_streams() -> None:
         backend.current_stream().wait_event(side.record_event())
         (ticket,) = tickets_of(engine, [x])
         engine.offload([ticket])
-        ticket.hand_over()
+        hand_over([ticket])
         del x  # its memory is free for the side stream, which has to have waited
 
 
@@ -108,8 +108,7 @@ def lines_of_delivers(num_tensors: int) -> int:
     with backend.activate():
         pairs = [ticket_for(engine, torch.full((8,), float(i))) for i in range(num_tensors)]
         engine.offload([ticket for _, ticket in pairs])
-        for _, ticket in pairs:
-            ticket.hand_over()
+        hand_over([ticket for _, ticket in pairs])
         assert backend.pending == num_tensors
         with interrupted(None) as lines:
             for i in range(20):
