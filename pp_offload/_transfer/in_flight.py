@@ -32,7 +32,7 @@ from torch import Tensor
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.bound import Bound
 from pp_offload._transfer.stopwatch import Stopwatch
-from pp_offload.backends import Backend, Event, Stream
+from pp_offload.backends import Backend, Event, Stream, bare, known_to
 
 IN_FLIGHT_BYTES = 2**29
 """How much may be in flight where no option says so."""
@@ -44,7 +44,8 @@ MAX_STREAMS = 32
 class ComputeStreams:
     """Compute streams of a device on which sources may have been allocated.
 
-    Of all its engines: what one has seen a forward compute, another may copy.
+    Of all its engines: what one has seen a forward compute, another may copy. Their backends may
+    be of several kinds, so the streams are PyTorch's own.
 
     Attributes:
         known: Those seen last, in the order in which they were first seen.
@@ -52,7 +53,7 @@ class ComputeStreams:
     """
 
     def __init__(self) -> None:
-        self.known: list[Stream] = []
+        self.known: list[Any] = []
         self.are_all = True
 
 
@@ -152,10 +153,10 @@ class InFlight:
 
     def follow(self, stream: Stream) -> None:
         """Remember a compute stream on which sources may have been allocated."""
-        known = self._streams.known
-        if known and (stream is known[-1] or stream in known or self._backend.is_capturing):
+        known, one = self._streams.known, bare(stream)
+        if known and (one is known[-1] or one in known or self._backend.is_capturing):
             return
-        known.append(stream)
+        known.append(one)
         if len(known) > MAX_STREAMS:
             self._streams.are_all = False
             del known[0]
@@ -230,7 +231,8 @@ class InFlight:
 
     def _wait_for(self, pending: PendingOffload) -> None:
         event = pending.event(self._backend.d2h)
-        for stream in (self._backend.current_stream(), *self._streams.known):
+        others = [known_to(self._backend, one) for one in self._streams.known]
+        for stream in (self._backend.current_stream(), *others):
             self._stopwatch.wait(stream, event)
         if not self._streams.are_all:  # memory may go back to a stream that did not wait
             event.synchronize()

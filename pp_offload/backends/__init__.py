@@ -8,7 +8,7 @@ from pp_offload._common.checks import said
 from pp_offload.backends.accelerator import AcceleratorBackend
 from pp_offload.backends.base import Allocated, Backend, Event, Stream, TimedEvent
 from pp_offload.backends.cpu import CpuBackend
-from pp_offload.backends.graph_capture import GraphSafeBackend, bare
+from pp_offload.backends.graph_capture import GraphSafeBackend, bare, known_to
 
 __all__ = [
     "AcceleratorBackend",
@@ -23,6 +23,7 @@ __all__ = [
     "bare",
     "check_backend",
     "default_backend",
+    "known_to",
 ]
 
 

@@ -178,3 +178,14 @@ class GraphSafeBackend:
 def bare(stream: Any) -> Any:
     """The stream as PyTorch knows it."""
     return stream.inner if isinstance(stream, GraphSafeStream) else stream
+
+
+def known_to(backend: Backend, stream: Any) -> Stream:
+    """A stream that PyTorch knows, as one that may wait for events of ``backend``.
+
+    PyTorch's own does not look at what it is given to wait for, and takes any object for an event.
+    """
+    if isinstance(backend, GraphSafeBackend):
+        return GraphSafeStream(stream, backend.inner, 0)
+    found: Stream = stream
+    return found

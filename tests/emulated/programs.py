@@ -20,7 +20,7 @@ from torch import Tensor
 
 from emulated.helpers import compute, some
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, use_backend
+from pp_offload import OffloadConfig, OffloadError, use_backend
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.in_flight import MAX_STREAMS
@@ -28,7 +28,7 @@ from pp_offload._transfer.pending_reloads import MAX_ABANDONED
 from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload._transfer.ticket import SavedActivation, Ticket, hand_over
 from pp_offload._transfer.tiers import make_engine
-from pp_offload.backends import AcceleratorBackend
+from pp_offload.backends import AcceleratorBackend, bare, default_backend
 
 N = SLAB_BYTES // 4
 """Numbers that fill a slab, so that whoever needs another size has to carve it anew."""
@@ -71,7 +71,7 @@ def engine_of(**options: Any) -> Any:
 
 def side_stream(engine: TransferEngine) -> torch.Stream:
     """One of the pool that is none of the copy streams."""
-    taken = (engine.backend.d2h, engine.backend.h2d)
+    taken = (bare(engine.backend.d2h), bare(engine.backend.h2d))
     return next(s for s in iter(lambda: torch.Stream(device="emulated"), None) if s not in taken)
 
 
@@ -167,7 +167,10 @@ def source_emptied(on: Program) -> bool:
         ticket = ticket_of(engine, x)
         engine.after_copies(lambda: x.untyped_storage().resize_(0))
         use_of_memory()
-    return brings(engine, ticket, given)
+    try:
+        return brings(engine, ticket, given)
+    except OffloadError:  # it was emptied too early, and the engine has seen that
+        return False
 
 
 def too_much_in_flight(on: Program) -> bool:
@@ -196,12 +199,25 @@ def too_much_in_flight_of_another_stream(on: Program) -> bool:
 
 def too_much_in_flight_of_a_stream_that_another_engine_saw(on: Program) -> bool:
     """Each engine has a backend of its own, as every product has by default."""
-    other, engine, given = engine_of(), engine_of(max_in_flight_bytes=0), some(N)
-    side = side_stream(engine)
+    return seen_by(engine_of(), engine_of(max_in_flight_bytes=0), on)
+
+
+def too_much_in_flight_of_a_stream_that_another_kind_of_engine_saw(on: Program) -> bool:
+    options = OffloadConfig(max_in_flight_bytes=0)
+    return seen_by(engine_of(), make_engine(default_backend(), options), on)
+
+
+def too_much_in_flight_of_a_stream_that_an_engine_saw_which_wraps_streams(on: Program) -> bool:
+    other = make_engine(default_backend(), OffloadConfig())
+    return seen_by(other, engine_of(max_in_flight_bytes=0), on)
+
+
+def seen_by(other: TransferEngine, engine: TransferEngine, on: Program) -> bool:
+    given, side = some(N), side_stream(engine)
     with side:
         x = given.to("emulated")
-    other.copies.in_flight.follow(side)
-    with on.late(engine.backend.d2h, side):
+        other.copies.in_flight.follow(other.backend.current_stream())
+    with on.late(bare(engine.backend.d2h), side):
         ticket = ticket_of(engine, x)
         del x
         with side:

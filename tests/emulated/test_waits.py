@@ -71,7 +71,7 @@ CASES: dict[str, Case] = {
     ),
     "so does each stream that may own the source": (
         programs.too_much_in_flight_of_another_stream,
-        Fault(f"{IN_FLIGHT}._wait_for", "*self._streams.known", ""),
+        Fault(f"{IN_FLIGHT}._wait_for", "for one in self._streams.known", "for one in ()"),
     ),
     "and each that another engine has seen": (
         programs.too_much_in_flight_of_a_stream_that_another_engine_saw,
@@ -80,6 +80,14 @@ CASES: dict[str, Case] = {
             "self._streams = compute_streams(backend)",
             "self._streams = ComputeStreams()",
         ),
+    ),
+    "also with a backend of another kind": (
+        programs.too_much_in_flight_of_a_stream_that_another_kind_of_engine_saw,
+        Fault(f"{IN_FLIGHT}._wait_for", "for one in self._streams.known", "for one in ()"),
+    ),
+    "and with that kind": (
+        programs.too_much_in_flight_of_a_stream_that_an_engine_saw_which_wraps_streams,
+        Fault(f"{IN_FLIGHT}._wait_for", "for one in self._streams.known", "for one in ()"),
     ),
     "and the host, where not all of these are known": (
         programs.too_much_in_flight_of_a_stream_long_ago,
@@ -144,7 +152,7 @@ CASES: dict[str, Case] = {
     ),
     "a source is taken back on its own stream": (
         programs.taken_back_on_another_stream,
-        Fault(f"{ENGINE}._source_in_flight", "block.stream == live", "True"),
+        Fault(f"{ENGINE}._source_in_flight", "ticket.block.stream == live", "True"),
     ),
     "what came is used on the stream it came for": (
         programs.landed_for_another_stream,
@@ -152,7 +160,7 @@ CASES: dict[str, Case] = {
     ),
     "also what is there already": (
         programs.there_for_another_stream,
-        Fault(f"{ENGINE}.deliver", " and arrival.stream == live", ""),
+        Fault(f"{ENGINE}.deliver", "arrival.stream == live", "True"),
     ),
     "and shared there": (
         programs.same_bytes_landed_for_another_stream,

@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         "let go on the live stream alone",
         "pp_offload/_transfer/in_flight.py",
-        "for stream in (self._backend.current_stream(), *self._streams.known):",
+        "for stream in (self._backend.current_stream(), *others):",
         "for stream in (self._backend.current_stream(),):",
         "memory returns to a stream that does not wait for the copy",
         (
