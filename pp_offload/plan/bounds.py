@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from pp_offload._groups.auto_bounds import NUM_TIMED, is_wanted, least_bounds, within
 from pp_offload._groups.bounds import left_of_budget
-from pp_offload._groups.plan import GroupKey
+from pp_offload._groups.plan import ChunkKey, GroupKey
 from pp_offload._groups.prefetch import SMALL_BYTES
 from pp_offload._groups.step_times import StepTimes
 from pp_offload._transfer.bound import Bound
@@ -23,24 +23,48 @@ from pp_offload.plan.device import NumberDevice
 from pp_offload.simulate.clocks import VirtualEvent
 
 
-class Watch:
-    """Times a step, as an engine's stopwatch does.
+class Unwatched:
+    """A step that nobody times, for no bounds are chosen from it.
 
     Args:
-        device: Whose clocks tell.
-
-    Attributes:
-        reached: The group that backward reached last.
+        device: Where it runs.
     """
 
     def __init__(self, device: NumberDevice) -> None:
-        self.laps = Laps(device.compute.record_event())
-        self.times = StepTimes(device.compute.record_event)
-        self.reached: GroupKey | None = None
         self._device = device
 
     def copy(self, sizes: Sequence[int], *, to_host: bool) -> VirtualEvent:
         """As :meth:`NumberDevice.copy`."""
+        return self._device.copy(sizes, to_host=to_host)
+
+    def wait(self, event: VirtualEvent) -> None:
+        """Compute waits for it."""
+        self._device.compute.wait_until(event.time_s)
+
+    def left(self, chunk: ChunkKey, position: int, nbytes: int) -> None:
+        """A group was offloaded."""
+
+    def reached(self, chunk: ChunkKey, position: int) -> None:
+        """Backward is at a group."""
+
+    def used(self, nbytes: int, num_waiting: int, num_uses: int) -> None:
+        """Something that came back was used, and will be so often again."""
+
+
+class Watch(Unwatched):
+    """Times a step, as an engine's stopwatch does.
+
+    Args:
+        device: Whose clocks tell.
+    """
+
+    def __init__(self, device: NumberDevice) -> None:
+        super().__init__(device)
+        self.laps = Laps(device.compute.record_event())
+        self.times = StepTimes(device.compute.record_event)
+        self._reached: GroupKey | None = None
+
+    def copy(self, sizes: Sequence[int], *, to_host: bool) -> VirtualEvent:
         device, laps = self._device, self.laps
         begin = (device.d2h if to_host else device.h2d).record_event()
         end = device.copy(sizes, to_host=to_host)
@@ -48,20 +72,20 @@ class Watch:
         return end
 
     def wait(self, event: VirtualEvent) -> None:
-        """Compute waits for it."""
         compute = self._device.compute
         begin = compute.record_event()
         compute.wait_event(event)
         self.laps.waits.append(Lap(begin, compute.record_event(), 0))
 
-    def left(self, group: GroupKey, nbytes: int) -> None:
-        """A group was offloaded."""
-        self.times.note(self.times.offloads, group, nbytes)
+    def left(self, chunk: ChunkKey, position: int, nbytes: int) -> None:
+        self.times.note(self.times.offloads, GroupKey(chunk, position), nbytes)
+
+    def reached(self, chunk: ChunkKey, position: int) -> None:
+        self._reached = GroupKey(chunk, position)
 
     def used(self, nbytes: int, num_waiting: int, num_uses: int) -> None:
-        """Something that came back was used, and will be so often again."""
         is_first, is_last = num_waiting >= num_uses - 1, num_waiting <= 0
-        self.times.note(self.times.uses, self.reached, nbytes * is_first, nbytes * is_last)
+        self.times.note(self.times.uses, self._reached, nbytes * is_first, nbytes * is_last)
 
 
 class Bounds:
@@ -89,15 +113,21 @@ class Bounds:
         other.cap, other.window = copy.copy(self.cap), copy.copy(self.window)
         return other
 
-    def choose(self, watch: Watch, *, kept: Collection[GroupKey], unused_bytes: int | None) -> None:
-        """Choose from the times of a step, if it is one of those that are timed.
+    def watch(self, device: NumberDevice) -> Unwatched:
+        """Times the step that begins on the device, if it is one of those that are timed."""
+        return Watch(device) if self._num_left else Unwatched(device)
+
+    def choose(
+        self, watch: Unwatched, *, kept: Collection[GroupKey], unused_bytes: int | None
+    ) -> None:
+        """Choose from the times of a step, if it was timed.
 
         Args:
-            watch: Timed it.
+            watch: Of the step.
             kept: Groups that the next step keeps.
             unused_bytes: Of the device; None where it has no end.
         """
-        if not self._num_left:
+        if not isinstance(watch, Watch):
             return
         self._num_left -= 1
         least = least_bounds(watch.times, watch.laps, kept)

@@ -140,13 +140,11 @@ class Saved:
 
 
 class GroupState:
-    """A group of a chunk."""
+    """A group of a chunk. It does not know which, or each would be garbage to look for."""
 
-    __slots__ = ("chunk", "is_brought", "is_used", "name", "position", "sent")
+    __slots__ = ("is_brought", "is_used", "position", "sent")
 
-    def __init__(self, chunk: ChunkState, name: str, position: int) -> None:
-        self.chunk = chunk
-        self.name = name
+    def __init__(self, position: int) -> None:
         self.position = position
         self.sent: list[Saved] = []
         self.is_used = self.is_brought = False
@@ -164,12 +162,14 @@ class ChunkState:
         key: Which it is.
     """
 
+    __slots__ = ("group_of", "groups", "key", "saved", "sources", "tape")
+
     def __init__(self, tape: Tape, key: ChunkKey) -> None:
         self.tape = tape
         self.key = key
-        self.sources = [Held(nbytes) for nbytes in tape.source_bytes]
-        self.groups = [GroupState(self, one.name, i) for i, one in enumerate(tape.groups)]
-        self.saved = [Saved(one, self.sources[one.source]) for one in tape.payloads]
+        self.sources = sources = [Held(nbytes) for nbytes in tape.source_bytes]
+        self.groups = [GroupState(position) for position in range(len(tape.groups))]
+        self.saved = [Saved(one, sources[one.source]) for one in tape.payloads]
         self.group_of = {
             index: group
             for group, one in zip(self.groups, tape.groups, strict=True)
@@ -222,10 +222,11 @@ class BackwardQueue:
 
     def certain(self) -> Iterator[ChunkState]:
         """As ``ChunkQueue.certain``."""
-        for key in self.order[self.num_done :]:
-            if key in self.queued:
-                yield self.queued[key]
-            elif key not in self.begun:
+        for number in range(self.num_done, len(self.order)):
+            chunk = self.queued.get(self.order[number])
+            if chunk is not None:
+                yield chunk
+            elif self.order[number] not in self.begun:
                 return
 
     def skip(self, key: ChunkKey) -> None:

@@ -24,14 +24,16 @@ class Bytes:
 
     def add(self, nbytes: int) -> None:
         """So much more, or less."""
-        self.live += nbytes
-        if self.live > self.peak:
-            self.peak = self.live
+        self.live = live = self.live + nbytes
+        if live > self.peak:
+            self.peak = live
 
     def pass_by(self, nbytes: int, rise: int) -> None:
         """So much more in the end, and at most ``rise`` more on the way."""
-        self.peak = max(self.peak, self.live + rise)
-        self.live += nbytes
+        live = self.live
+        if live + rise > self.peak:
+            self.peak = live + rise
+        self.live = live + nbytes
 
 
 class NumberDevice:
@@ -52,6 +54,8 @@ class NumberDevice:
         self.d2h = self.new_stream()
         self.h2d = self.new_stream()
         self.memory = Bytes()
+        # Then copies share a rate with nothing, for each direction has one stream.
+        self._copies_are_alone = self.link.are_apart and not hardware.copy_slowdown
 
     def new_stream(self) -> VirtualStream:
         """Another stream, ordered with nothing."""
@@ -78,8 +82,11 @@ class NumberDevice:
     def copy(self, sizes: Iterable[int], *, to_host: bool) -> VirtualEvent:
         """Launch copies of so many bytes, one behind the other; what is behind them."""
         stream = self.d2h if to_host else self.h2d
-        for nbytes in sizes:
-            self._copy_one(stream, nbytes, to_host=to_host)
+        if self._copies_are_alone:
+            stream.launch_all([self.link.seconds(nbytes) for nbytes in sizes])
+        else:
+            for nbytes in sizes:
+                self._copy_one(stream, nbytes, to_host=to_host)
         return stream.record_event()
 
     def _copy_one(self, stream: VirtualStream, nbytes: int, *, to_host: bool) -> None:

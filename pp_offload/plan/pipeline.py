@@ -45,10 +45,14 @@ def predict(
             host memory or an automatic plan, or backwards come in two parts.
     """
     check_count("num_steps", num_steps, least=1)
-    ranks = _ranks(order, tapes, hardware, config)
-    for _ in range(num_steps):
-        _run_step(ranks, Messages(order, peers or PeerLink()))
-    return _ended(ranks)
+    with collector_off():  # it would look for garbage among all that ranks keep, again and again
+        ranks = _ranks(order, tapes, hardware, config)
+        for number in range(num_steps):
+            messages = Messages(order, peers or PeerLink())
+            _run_step(ranks, messages, is_last=number == num_steps - 1)
+        step = _ended(ranks)
+        del ranks  # or it would do so now
+    return step
 
 
 class FirstStep:
@@ -76,14 +80,18 @@ class FirstStep:
         self._order = order
         self._peers = peers or PeerLink()
         self._ranks = _ranks(order, tapes, hardware, config)
-        _run_step(self._ranks, Messages(order, self._peers))
+        with collector_off():
+            _run_step(self._ranks, Messages(order, self._peers), is_last=False)
         self.step = _ended(self._ranks)
 
     def second(self, config: OffloadConfig) -> PipelineStep:
         """The step after this one, by the plan of ``config``. Its other options are the same."""
-        ranks = [rank.following(config) for rank in self._ranks]
-        _run_step(ranks, Messages(self._order, self._peers))
-        return _ended(ranks)
+        with collector_off():  # see predict
+            ranks = [rank.following(config) for rank in self._ranks]
+            _run_step(ranks, Messages(self._order, self._peers), is_last=True)
+            step = _ended(ranks)
+            del ranks
+        return step
 
 
 def _ranks(
@@ -101,13 +109,12 @@ def _ranks(
     return [NumberRank(order, number, one, hardware, config) for number, one in enumerate(tapes)]
 
 
-def _run_step(ranks: Sequence[NumberRank], messages: Messages) -> None:
-    with collector_off():  # it would look for garbage among all that ranks keep, for half the time
-        for rank in ranks:
-            rank.begin_step(messages)
-        while any(rank.has_more for rank in ranks):
-            num = sum([rank.run_what_can() for rank in ranks])
-            assert num, "a schedule is looked at for circles when it is made"
+def _run_step(ranks: Sequence[NumberRank], messages: Messages, *, is_last: bool) -> None:
+    for rank in ranks:
+        rank.begin_step(messages, is_last=is_last)
+    while any(rank.has_more for rank in ranks):
+        num = sum([rank.run_what_can() for rank in ranks])
+        assert num, "a schedule is looked at for circles when it is made"
 
 
 def _ended(ranks: Sequence[NumberRank]) -> PipelineStep:

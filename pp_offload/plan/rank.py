@@ -1,7 +1,7 @@
 """One rank in numbers: it plays the tape of each action.
 
 rank = NumberRank(order, 0, tapes[0], hardware, config)
-rank.begin_step(messages)
+rank.begin_step(messages, is_last=True)
 while rank.has_more:
     rank.run_what_can()
 rank.ended().peak_bytes
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 from pp_offload._groups.plan import ChunkKey, ChunkShape, GroupKey, Plan, make_plan
 from pp_offload.config import OffloadConfig
 from pp_offload.pipelining import Action
-from pp_offload.plan.bounds import Bounds
+from pp_offload.plan.bounds import Bounds, Unwatched
 from pp_offload.plan.chunks import ChunkState
 from pp_offload.plan.device import NumberDevice
 from pp_offload.plan.host import HostPlaces
@@ -34,9 +36,23 @@ from pp_offload.plan.tape import (
     Use,
 )
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.messages import Message, Messages
+from pp_offload.simulate.messages import Message, Messages, PeerLink
 from pp_offload.simulate.orders import PipelineOrder
 from pp_offload.simulate.rank import RankStep
+
+
+class Turn(NamedTuple):
+    """An action, and what it needs to know."""
+
+    action: Action
+    key: ChunkKey
+    tape: Tape
+
+    needed: Message | None
+    """From a neighbour."""
+
+    made: Message | None
+    """For a neighbour."""
 
 
 class NumberRank:
@@ -63,7 +79,6 @@ class NumberRank:
     ) -> None:
         self.moved = Moved()
         self._number = number
-        self._actions = order.actions[number]
         self._tapes = tapes.stages
         self._resident_bytes = tapes.resident_bytes
         self._hardware = hardware
@@ -73,7 +88,17 @@ class NumberRank:
         self._host = HostPlaces()
         self._plan: Plan | None = None
         self._step: _Step | None = None
-        self._next = len(self._actions)
+        self._turns = self._turns_of(order)
+        self._next = len(self._turns)
+
+    def _turns_of(self, order: PipelineOrder) -> list[Turn]:
+        messages, turns = Messages(order, PeerLink()), []
+        for action in order.actions[self._number]:
+            key = ChunkKey(self._vp_stage[action.stage_index], action.microbatch)
+            tape = self._tapes[action.stage_index]
+            needed, made = messages.needed_by(*action), messages.made_by(*action)
+            turns.append(Turn(action, key, tape, needed, made))
+        return turns
 
     def following(self, config: OffloadConfig) -> NumberRank:
         """The same rank after its first step, in which it knew no plan, with the plan of
@@ -87,8 +112,13 @@ class NumberRank:
         other._bounds, other._host = self._bounds.copied(), self._host.copied()
         return other
 
-    def begin_step(self, messages: Messages) -> None:
-        """From the first action again, with the plan and the bounds that the last step taught."""
+    def begin_step(self, messages: Messages, *, is_last: bool) -> None:
+        """From the first action again, with the plan and the bounds that the last step taught.
+
+        Args:
+            messages: To and from the others.
+            is_last: Whether no step is to learn from this one.
+        """
         before = self._step
         if before is not None:
             before.device.synchronize()
@@ -96,7 +126,8 @@ class NumberRank:
         self._host.compact()
         device = NumberDevice(self._hardware)
         device.memory.add(self._resident_bytes)
-        rules = Rules(device, self._host, self._bounds, self._backwards(), self.moved)
+        watch = Unwatched(device) if is_last else self._bounds.watch(device)
+        rules = Rules(device, self._host, self._bounds, self._backwards(), self.moved, watch)
         self._step = _Step(device, rules, messages)
         self._next = 0
 
@@ -106,16 +137,15 @@ class NumberRank:
             return
         if self._plan is None:
             shapes = [self._shape(key) for key in self._backwards()]
-            self._plan = make_plan(tuple(shapes), config, self._number)
+            differ = config.offload_plan or config.delta_offload_bytes_across_pp_ranks
+            number = self._number if differ else 0  # or each of many equal ranks makes the same
+            self._plan = make_plan(tuple(shapes), config, number)
         left = self._hardware.memory_bytes - step.device.memory.peak
         self._bounds.choose(step.rules.watch, kept=self._plan.kept, unused_bytes=max(0, left))
 
     def _backwards(self) -> list[ChunkKey]:
         """Chunks in backward order."""
-        return [self._key(one) for one in self._actions if one.kind == "FULL_BACKWARD"]
-
-    def _key(self, action: Action) -> ChunkKey:
-        return ChunkKey(self._vp_stage[action.stage_index], action.microbatch)
+        return [turn.key for turn in self._turns if turn.action.kind == "FULL_BACKWARD"]
 
     def _shape(self, key: ChunkKey) -> ChunkShape:
         tape = self._tapes[list(self._vp_stage)[key.vp_stage]]
@@ -128,18 +158,16 @@ class NumberRank:
     @property
     def has_more(self) -> bool:
         """Whether the step has further actions."""
-        return self._next < len(self._actions)
+        return self._next < len(self._turns)
 
     def run_what_can(self) -> int:
         """As many actions as have what they need; how many."""
         step, begin = self._running, self._next
-        while self.has_more:
-            action = self._actions[self._next]
-            needed = step.messages.needed_by(*action)
-            if needed is not None and not step.messages.is_there(needed):
+        for turn in islice(self._turns, begin, None):
+            if turn.needed is not None and not step.messages.is_there(turn.needed):
                 break
             self._next += 1
-            self._run(step, action, needed)
+            self._run(step, turn)
         return self._next - begin
 
     @property
@@ -147,29 +175,27 @@ class NumberRank:
         assert self._step is not None, "begin_step() comes first"
         return self._step
 
-    def _run(self, step: _Step, action: Action, needed: Message | None) -> None:
-        messages, device = step.messages, step.device
-        if needed is not None:
-            waited_s = messages.receive(needed, device)
-            step.waited_s[messages.sender(needed)] += waited_s
-        tape, nbytes = self._tapes[action.stage_index], 0
-        if action.kind == "FORWARD":
-            nbytes = self._forward(step, action, tape)
-        elif action.kind == "FULL_BACKWARD":
-            nbytes = self._backward(step, action, tape)
-        elif action.kind == "REDUCE_GRAD":
-            self._play(step, tape.reduce, None)
+    def _run(self, step: _Step, turn: Turn) -> None:
+        messages, device, kind = step.messages, step.device, turn.action.kind
+        if turn.needed is not None:
+            step.waited_s[turn.needed.sender] += messages.receive(turn.needed, device)
+        nbytes = 0
+        if kind == "FORWARD":
+            nbytes = self._forward(step, turn)
+        elif kind == "FULL_BACKWARD":
+            nbytes = self._backward(step, turn)
+        elif kind == "REDUCE_GRAD":
+            self._play(step, turn.tape.reduce, None)
         else:
             raise ValueError(
-                f"a schedule has {action.kind} of stage {action.stage_index}, expected whole "
+                f"a schedule has {kind} of stage {turn.action.stage_index}, expected whole "
                 "backwards; see what it costs with run_pipeline"
             )
-        made = messages.made_by(*action)
-        if made is not None:
-            messages.sends(made, device, nbytes)
+        if turn.made is not None:
+            messages.sends(turn.made, device, nbytes)
 
-    def _forward(self, step: _Step, action: Action, tape: Tape) -> int:
-        key = self._key(action)
+    def _forward(self, step: _Step, turn: Turn) -> int:
+        key, tape = turn.key, turn.tape
         chunk = step.chunks[key] = ChunkState(tape, key)
         self._play(step, tape.forward, chunk)
         if not tape.groups:
@@ -177,46 +203,35 @@ class NumberRank:
         step.most_in_flight = max(step.most_in_flight, len(step.chunks))
         return tape.sent_bytes
 
-    def _backward(self, step: _Step, action: Action, tape: Tape) -> int:
-        key = self._key(action)
+    def _backward(self, step: _Step, turn: Turn) -> int:
+        key, tape, stage = turn.key, turn.tape, turn.action.stage_index
         step.rules.begin_backward(key)
-        is_first = action.stage_index not in step.have_gradients
-        step.have_gradients.add(action.stage_index)
-        self._play(step, tape.first_backward if is_first else tape.backward, step.chunks[key])
-        del step.chunks[key]
+        is_first = stage not in step.have_gradients
+        step.have_gradients.add(stage)
+        self._play(step, tape.first_backward if is_first else tape.backward, step.chunks.pop(key))
         return tape.sent_back_bytes
 
     def _play(self, step: _Step, events: Sequence[Event], chunk: ChunkState | None) -> None:
-        device = step.device
+        run, pass_by = step.device.run, step.device.memory.pass_by
         for event in events:
-            if isinstance(event, Stretch):
-                device.run(event.seconds)
-                device.memory.pass_by(event.nbytes, event.rise)
+            if type(event) is Stretch:  # nearly half of all
+                if event.seconds:
+                    run(event.seconds)
+                pass_by(event.nbytes, event.rise)
+                continue
+            assert chunk is not None, "nothing is saved when gradients are reduced"
+            if type(event) is Close:
+                keeps = self._keeps(step.rules, chunk, event.group)
+                step.rules.close(chunk, event.group, keeps=keeps)
             else:
-                assert chunk is not None, "nothing is saved when gradients are reduced"
-                self._tell(step.rules, event, chunk)
-
-    def _tell(self, rules: Rules, event: Event, chunk: ChunkState) -> None:
-        match event:
-            case Open():
-                rules.open(chunk)
-            case Close(position):
-                rules.close(chunk, position, keeps=self._keeps(rules, chunk, position))
-            case Use(payload):
-                rules.use(chunk, payload)
-            case Drop(source):
-                rules.drop(chunk.sources[source])
-            case Release(payload):
-                rules.release(chunk.saved[payload])
-            case Gone(payload):
-                rules.gone(chunk.saved[payload])
+                step.tell[type(event)](chunk, event[0])
 
     def _keeps(self, rules: Rules, chunk: ChunkState, position: int) -> bool:
         """What ``Chunk.may_leave`` does not let go."""
         if self._config is None:
             return True
         plan = self._plan or Plan()
-        key, name = GroupKey(chunk.key, position), chunk.groups[position].name
+        key, name = GroupKey(chunk.key, position), chunk.tape.groups[position].name
         if plan.keeps(key, name):
             return True
         return plan.is_last_of_its_name(key, name) and rules.is_next(chunk)
@@ -247,6 +262,15 @@ class _Step:
         self.device = device
         self.rules = rules
         self.messages = messages
+        self.tell: dict[type, Callable[[ChunkState, int], None]] = {
+            Open: rules.open,
+            Use: rules.use,
+            Drop: rules.drop,
+            Release: rules.release,
+            Gone: rules.gone,
+        }
+        """By kind of event, who is told its number."""
+
         self.sent_before = rules.moved.bytes_offloaded
         self.chunks: dict[ChunkKey, ChunkState] = {}
         """Those whose backward is to come."""

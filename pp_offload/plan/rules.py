@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from pp_offload._groups.plan import ChunkKey, GroupKey
+from pp_offload._groups.plan import ChunkKey
 from pp_offload._groups.prefetch import LARGE_BYTES, SMALL_BYTES, refill_below
 from pp_offload._memory.buffers import HostBuffer, room_for
 from pp_offload._transfer.outgoing import PACK_BYTES
-from pp_offload.plan.bounds import Bounds, Watch
+from pp_offload.plan.bounds import Bounds, Unwatched
 from pp_offload.plan.chunks import (
     Arrival,
     BackwardQueue,
@@ -67,6 +67,7 @@ class Rules:
         bounds: On what is on its way.
         order: Chunks in backward order.
         moved: Counts what is moved.
+        watch: Times the step.
     """
 
     def __init__(
@@ -76,23 +77,25 @@ class Rules:
         bounds: Bounds,
         order: Sequence[ChunkKey],
         moved: Moved,
+        watch: Unwatched,
     ) -> None:
         self.queue = BackwardQueue(order)
         self.moved = moved
-        self.watch = Watch(device)
+        self.watch = watch
         self._device = device
         self._host = host
         self._bounds = bounds
         self._copies = CopyIndex()
         self._pending: deque[Pending] = deque()
         self._unwanted: deque[Saved] = deque()
-        self._reload_bytes = 0
+        self._in_flight_bytes = self._reload_bytes = 0
+        self._chunk: ChunkState | None = None
         self._current: GroupState | None = None
         self._is_done = False
 
     # Forward
 
-    def open(self, chunk: ChunkState) -> None:
+    def open(self, chunk: ChunkState, position: int) -> None:
         """A group starts; with the first one, the chunk is queued."""
         self.queue.queued[chunk.key] = chunk
 
@@ -112,7 +115,7 @@ class Rules:
         self._bounds.window.expect(sum(one.nbytes for one in saved))
         new = self._copies.share(saved)
         if new:
-            self.watch.left(GroupKey(chunk.key, position), self._offload(new))
+            self.watch.left(chunk.key, position, self._offload(new))
         self._copies.add(new)
 
     def _offload(self, saved: list[Saved]) -> int:
@@ -138,6 +141,7 @@ class Rules:
                 one.block.in_flight[one.begin] = one.source
             known = [weakref.ref(block) for block in blocks]
             self._pending.append(Pending(sources, known, nbytes, offloaded))
+            self._in_flight_bytes += nbytes
         self._bounds.cap.expect(nbytes)
         self._keep_bounded(nbytes)
         return nbytes
@@ -167,7 +171,7 @@ class Rules:
         most = max(cap_bytes, last_bytes) if cap_bytes else 0
         while self._pending:
             self.poll()
-            if sum(one.nbytes for one in self._pending) <= most:
+            if self._in_flight_bytes <= most:
                 return
             self.watch.wait(self._pending[0].offloaded)
             self._finish()
@@ -182,12 +186,13 @@ class Rules:
 
     def _finish(self) -> None:
         pending = self._pending.popleft()
+        self._in_flight_bytes -= pending.nbytes
         for ref in pending.blocks:
             block = ref()
             if block is not None:
                 block.in_flight.clear()
         for source in pending.sources:
-            self.drop(source)
+            self._drop(source)
 
     # Backward
 
@@ -199,27 +204,35 @@ class Rules:
         """As ``SavedActivation.unpack``."""
         one, group = chunk.saved[index], chunk.group_of[index]
         if not group.is_used or (one.has_left and one.arrival is None):
-            self._on_use(group)
+            self._on_use(chunk, group)
         if one.has_left:
             self._deliver(one)
 
-    def release(self, one: Saved) -> None:
+    def release(self, chunk: ChunkState, index: int) -> None:
         """Backward has let go of what it was given."""
+        self._let_go(chunk.saved[index])
+
+    def _let_go(self, one: Saved) -> None:
         for held in one.given:
-            self.drop(held)
+            self._drop(held)
         one.given.clear()
 
-    def gone(self, one: Saved) -> None:
+    def gone(self, chunk: ChunkState, index: int) -> None:
         """Autograd holds it no more."""
+        one = chunk.saved[index]
         one.is_gone = True
         if not one.has_left:
-            self.drop(one.source)
+            self._drop(one.source)
             return
         if one.arrival is not None:
             self._unwanted.append(one)
         one.block = None
 
-    def drop(self, held: Held) -> None:
+    def drop(self, chunk: ChunkState, source: int) -> None:
+        """The program has let go of what was saved."""
+        self._drop(chunk.sources[source])
+
+    def _drop(self, held: Held) -> None:
         """One holder less of device memory."""
         held.num_holders -= 1
         if not held.num_holders:
@@ -232,7 +245,7 @@ class Rules:
         another, the operators that had the last one are over.
         """
         if one.memory not in one.given:
-            self.release(one)
+            self._let_go(one)
         if one.arrival is None:
             source = one.source_in_flight
             if source is not None:
@@ -273,7 +286,7 @@ class Rules:
             memory.num_users -= 1
             if not memory.num_users:
                 self._reload_bytes -= one.nbytes
-            self.drop(memory)
+            self._drop(memory)
 
     # Several payloads of the same bytes
 
@@ -298,7 +311,7 @@ class Rules:
     def _comes_soon(self, one: Saved) -> bool:
         """As ``Prefetcher.comes_soon``."""
         room = self._bounds.window.nbytes
-        for following in () if self._current is None else self._after(self._current):
+        for following in self._after():
             for other in following.waiting():
                 if other is one:
                     return True
@@ -309,13 +322,13 @@ class Rules:
 
     # Reloads ahead
 
-    def _on_use(self, group: GroupState) -> None:
+    def _on_use(self, chunk: ChunkState, group: GroupState) -> None:
         """As ``Prefetcher.on_use``."""
         if group is not self._current or not group.is_used:
-            self._current = group
+            self._chunk, self._current = chunk, group
             if not group.is_used:
                 group.is_used = True
-                self.watch.reached = GroupKey(group.chunk.key, group.position)
+                self.watch.reached(chunk.key, group.position)
             if not group.is_brought:
                 batch = self._missing(group, self._bounds.window.nbytes - self._reload_bytes, set())
                 if batch:
@@ -335,7 +348,7 @@ class Rules:
         batches: list[list[Saved]] = []
         chosen: set[Saved] = set()
         following = group
-        for following in chain((group,), self._after(group)):
+        for following in chain((group,), self._after()):
             if following.is_brought:
                 continue
             batch = self._missing(following, room, chosen)
@@ -347,9 +360,10 @@ class Rules:
         self._load(batches, is_ahead=True)
         self._is_done = following.is_brought
 
-    def _after(self, group: GroupState) -> Iterator[GroupState]:
-        """As ``StepRecord.after``."""
-        yield from reversed(group.chunk.groups[: group.position])
+    def _after(self) -> Iterator[GroupState]:
+        """As ``StepRecord.after``, from the group on that backward is at."""
+        if self._chunk is not None and self._current is not None:
+            yield from reversed(self._chunk.groups[: self._current.position])
         for chunk in self.queue.certain():
             yield from reversed(chunk.groups)
 

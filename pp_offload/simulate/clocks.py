@@ -97,7 +97,10 @@ class VirtualStream:
 
     def launch(self, seconds: float) -> float:
         """Launch work that takes so long, and first wait for room in the queue; its end."""
-        return self.launch_until(lambda begin_s: begin_s + seconds)
+        if self.heard:
+            return self.launch_until(lambda begin_s: begin_s + seconds)
+        self.launch_all((seconds,))
+        return self.free_at_s
 
     def launch_until(self, end_s: Callable[[float], float]) -> float:
         """The same for work whose end depends on when it begins, which is asked for once."""
@@ -116,20 +119,23 @@ class VirtualStream:
         """As :meth:`launch` for each, in one loop; nobody hears of them."""
         host, queue = self._host, self._queued_ends_s
         launch_s, most = host.hardware.launch_s, host.hardware.num_queued_launches
-        may_begin_s, free_at_s = self._may_begin_s, self.free_at_s
+        now_s, may_begin_s, free_at_s = host.now_s, self._may_begin_s, self.free_at_s
         for took_s in seconds:
-            host.now_s += launch_s
-            while queue and queue[0] <= host.now_s:
+            now_s += launch_s
+            while queue and queue[0] <= now_s:
                 queue.popleft()
             if len(queue) >= most:
+                host.now_s = now_s
                 host.wait_until(queue.popleft())
-            ready_s = max(free_at_s, host.now_s)
-            begin_s = max(ready_s, may_begin_s)
-            self.stalled_s += begin_s - ready_s
+                now_s = host.now_s
+            begin_s = free_at_s if free_at_s > now_s else now_s
+            if may_begin_s > begin_s:
+                self.stalled_s += may_begin_s - begin_s
+                begin_s = may_begin_s
             free_at_s = begin_s + took_s
             self.busy_s += free_at_s - begin_s
             queue.append(free_at_s)
-        self.free_at_s = free_at_s
+        host.now_s, self.free_at_s = now_s, free_at_s
 
     def _take_time(self) -> None:
         """That of the host, for a launch."""
@@ -147,15 +153,22 @@ class VirtualStream:
 
     def wait_until(self, time_s: float) -> None:
         """Let nothing launched from now on begin before that."""
-        self._may_begin_s = max(self._may_begin_s, time_s)
+        if time_s > self._may_begin_s:
+            self._may_begin_s = time_s
 
     def wait_stream(self, other: VirtualStream) -> None:
         """Let nothing launched from now on begin before all that ``other`` has now."""
-        self.wait_event(other.record_event())
+        self.wait_until(other.ready_at_s)
+
+    @property
+    def ready_at_s(self) -> float:
+        """When everything launched so far has ended, and all that is waited for."""
+        free_at_s, may_begin_s = self.free_at_s, self._may_begin_s
+        return free_at_s if free_at_s > may_begin_s else may_begin_s
 
     def record_event(self) -> VirtualEvent:
-        """A new event after everything launched so far, and all that is waited for."""
-        return VirtualEvent(self._host, max(self.free_at_s, self._may_begin_s))
+        """A new event at that point."""
+        return VirtualEvent(self._host, self.ready_at_s)
 
     def synchronize(self) -> None:
         """Have the host wait for all of it."""

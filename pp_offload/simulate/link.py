@@ -47,6 +47,7 @@ class Link:
     Attributes:
         bytes_to_host: That left the device so far.
         bytes_to_device: That came.
+        are_apart: Whether copies in one direction take nothing from those in the other.
     """
 
     def __init__(self, host: HostClock) -> None:
@@ -56,7 +57,7 @@ class Link:
         self._hardware = host.hardware
         self._both_rate = host.hardware.both_copies_bytes_per_s
         self._rate = min(host.hardware.copy_bytes_per_s, self._both_rate)
-        self._are_apart = self._both_rate >= 2 * self._rate
+        self.are_apart = self._both_rate >= 2 * self._rate
         self._uses: list[Use] = []
         self._last_ends_s: list[float] = []
         """By use, when it and all before it are over."""
@@ -76,10 +77,14 @@ class Link:
         self._forget_past()
         return self._take(begin_s + self._hardware.copy_latency_s, nbytes, to_host=to_host)
 
+    def seconds(self, nbytes: int) -> float:
+        """How long a copy takes that shares its direction with no other."""
+        return self._hardware.copy_latency_s + nbytes / self._rate
+
     def _take(self, now_s: float, nbytes: float, *, to_host: bool) -> float:
         """Use what is left of the rate from now on, until the bytes are over."""
         others = self._uses_after(now_s)
-        if others and self._are_apart:
+        if others and self.are_apart:
             others = [use for use in others if use.to_host == to_host]
         if not others:  # nearly always
             end_s = now_s + nbytes / self._rate

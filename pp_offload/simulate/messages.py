@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 from pp_offload._common.checks import said
-from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
+from pp_offload.simulate.clocks import HostClock, VirtualStream
 from pp_offload.simulate.hardware import GB
 from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
 
@@ -62,6 +62,12 @@ class Message(NamedTuple):
 
     microbatch: int
 
+    sender: int
+    """Which rank makes it."""
+
+    receiver: int
+    """Which rank takes it."""
+
 
 class Messages:
     """Those of a step.
@@ -77,26 +83,25 @@ class Messages:
         self._arrives_s: dict[Message, float] = {}
         self._streams: dict[tuple[int, int], VirtualStream] = {}
 
-    def sender(self, message: Message) -> int:
-        """Which rank makes it."""
-        step = -1 if message.kind == "FORWARD" else 1
-        return self._order.rank_of[message.stage + step]
-
     def made_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
         """What an action makes for a neighbour."""
         if kind == "FORWARD" and stage + 1 < self._order.num_stages:
-            return Message("FORWARD", stage + 1, microbatch)
+            return self._between("FORWARD", stage, stage + 1, microbatch)
         if kind in BACKWARDS and stage > 0:
-            return Message("BACKWARD", stage - 1, microbatch)
+            return self._between("BACKWARD", stage, stage - 1, microbatch)
         return None
 
     def needed_by(self, kind: str, stage: int, microbatch: int) -> Message | None:
         """What an action takes from a neighbour."""
         if kind == "FORWARD" and stage > 0:
-            return Message("FORWARD", stage, microbatch)
+            return self._between("FORWARD", stage - 1, stage, microbatch)
         if kind in BACKWARDS and stage + 1 < self._order.num_stages:
-            return Message("BACKWARD", stage, microbatch)
+            return self._between("BACKWARD", stage + 1, stage, microbatch)
         return None
+
+    def _between(self, kind: str, maker: int, taker: int, microbatch: int) -> Message:
+        rank_of = self._order.rank_of
+        return Message(kind, taker, microbatch, rank_of[maker], rank_of[taker])
 
     def is_there(self, message: Message) -> bool:
         """Whether it was made, and so has its time."""
@@ -108,14 +113,14 @@ class Messages:
         Returns:
             False if the rank that made it is to take it, and nothing was sent.
         """
-        way = self.sender(message), self._order.rank_of[message.stage]
-        if way[0] == way[1]:
+        way = message.sender, message.receiver
+        if message.sender == message.receiver:
             self._arrives_s[message] = 0.0
             return False
-        if way not in self._streams:
-            self._streams[way] = backend.new_stream()
-        stream = self._streams[way]
-        stream.wait_event(backend.compute.record_event())
+        stream = self._streams.get(way)
+        if stream is None:
+            stream = self._streams[way] = backend.new_stream()
+        stream.wait_stream(backend.compute)
         seconds = self._link.latency_s + nbytes / self._link.bytes_per_s
         self._arrives_s[message] = stream.launch(seconds)
         return True
@@ -123,10 +128,9 @@ class Messages:
     def receive(self, message: Message, backend: HasClocks) -> float:
         """Have compute wait for it; for how long nothing else would have kept compute waiting."""
         arrives_s = self._arrives_s.pop(message)
-        if self.sender(message) == self._order.rank_of[message.stage]:
+        if message.sender == message.receiver:
             return 0.0
-        compute, host = backend.compute, backend.host
-        others_s = compute.record_event().time_s
-        compute.wait_event(VirtualEvent(host, arrives_s))
+        compute, others_s = backend.compute, backend.compute.ready_at_s
+        compute.wait_until(arrives_s)
         compute.launch(0.0)  # or the work behind it would count as stalled
-        return max(0.0, arrives_s - max(others_s, host.now_s))
+        return max(0.0, arrives_s - max(others_s, backend.host.now_s))

@@ -156,10 +156,9 @@ class VirtualRank:
         return 0
 
     def _receive(self, message: Message) -> None:
-        sender = self._messages.sender(message)
         waited_s = self._messages.receive(message, self.backend)
-        if sender != self._number:
-            self._count.waited_s[sender] += waited_s
+        if message.sender != self._number:
+            self._count.waited_s[message.sender] += waited_s
 
     def _send(self, action: Action, message: Message, nbytes: int) -> None:
         if self._messages.sends(message, self.backend, nbytes):

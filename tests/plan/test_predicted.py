@@ -227,8 +227,9 @@ class NoMargin(Rules):
 
 
 class NextChunkOnly(Rules):
-    def _after(self, group: Any) -> Any:
-        yield from reversed(group.chunk.groups[: group.position])
+    def _after(self) -> Any:
+        if self._chunk is not None and self._current is not None:
+            yield from reversed(self._chunk.groups[: self._current.position])
 
 
 class LateFinish(Rules):
