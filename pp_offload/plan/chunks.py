@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pp_offload._groups.plan import ChunkKey
@@ -85,7 +84,13 @@ class Arrival:
 
 
 class Saved:
-    """A payload of a chunk."""
+    """A payload of a chunk.
+
+    Args:
+        spec: What it is.
+        index: Which of the chunk's.
+        source: Where it is.
+    """
 
     __slots__ = (
         "arrival",
@@ -93,6 +98,7 @@ class Saved:
         "block",
         "given",
         "has_left",
+        "index",
         "is_gone",
         "memory",
         "nbytes",
@@ -101,8 +107,9 @@ class Saved:
         "spec",
     )
 
-    def __init__(self, spec: Payload, source: Held) -> None:
+    def __init__(self, spec: Payload, index: int, source: Held) -> None:
         self.spec = spec
+        self.index = index
         self.nbytes = spec.nbytes
         self.source = source
         self.num_waiting = spec.num_uses
@@ -118,8 +125,8 @@ class Saved:
         self.memory: Reload | None = None
         """Of that reload."""
 
-        self.given: list[Held] = []
-        """What backward was given, and has not let go of."""
+        self.given: list[Held | None] = []
+        """What backward was given, use by use; None where it has let go of that."""
 
         self.has_left = self.is_gone = False
 
@@ -153,6 +160,13 @@ class GroupState:
         """As ``Group.waiting``."""
         return [one for one in reversed(self.sent) if one.num_waiting > 0 and not one.is_gone]
 
+    def wanted(self) -> list[Saved]:
+        """As ``Group.wanted``."""
+        return self.waiting()
+
+    def claim(self, saved: Sequence[Saved]) -> None:
+        """As ``Group.claim``."""
+
 
 class ChunkState:
     """A microbatch of a stage.
@@ -169,12 +183,16 @@ class ChunkState:
         self.key = key
         self.sources = sources = [Held(nbytes) for nbytes in tape.source_bytes]
         self.groups = [GroupState(position) for position in range(len(tape.groups))]
-        self.saved = [Saved(one, sources[one.source]) for one in tape.payloads]
+        self.saved = [Saved(one, i, sources[one.source]) for i, one in enumerate(tape.payloads)]
         self.group_of = {
             index: group
             for group, one in zip(self.groups, tape.groups, strict=True)
             for index in one.payloads
         }
+
+    def visits(self) -> Iterator[GroupState]:
+        """As ``Chunk.visits``."""
+        return reversed(self.groups)
 
 
 class Copied(NamedTuple):
@@ -209,33 +227,3 @@ class CopyIndex:
             if one.spec.version is not None and one.block is not None:
                 copied = Copied(one.spec.version, weakref.ref(one.block), one.begin)
                 self._copies[one.source] = copied
-
-
-@dataclass
-class BackwardQueue:
-    """Chunks in the order in which backward runs them, as a schedule has told it."""
-
-    order: Sequence[ChunkKey]
-    queued: dict[ChunkKey, ChunkState] = field(default_factory=dict)
-    begun: set[ChunkKey] = field(default_factory=set)
-    num_done: int = 0
-
-    def certain(self) -> Iterator[ChunkState]:
-        """As ``ChunkQueue.certain``."""
-        for number in range(self.num_done, len(self.order)):
-            chunk = self.queued.get(self.order[number])
-            if chunk is not None:
-                yield chunk
-            elif self.order[number] not in self.begun:
-                return
-
-    def skip(self, key: ChunkKey) -> None:
-        """As ``ChunkQueue.skip``: its forward had no groups."""
-        self.begun.add(key)
-
-    def begin(self, key: ChunkKey) -> None:
-        """Its backward begins."""
-        self.queued.pop(key, None)
-        self.begun.add(key)
-        while self.num_done < len(self.order) and self.order[self.num_done] in self.begun:
-            self.num_done += 1

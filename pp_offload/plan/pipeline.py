@@ -34,15 +34,16 @@ def predict(
         tapes: What that is, rank by rank; see :func:`record`.
         hardware: What each rank's device is like. How long operators take is in the tapes.
         config: Options of each rank's engine; None for no offload. Only ``max_in_flight_bytes``,
-            ``prefetch_bytes``, ``device_budget_bytes``, ``activation_offload_fraction`` and
-            ``delta_offload_bytes_across_pp_ranks`` are used; what may leave is in the tapes.
+            ``prefetch_bytes``, ``device_budget_bytes``, ``activation_offload_fraction``,
+            ``delta_offload_bytes_across_pp_ranks`` and ``split_backward`` are used; what may leave
+            is in the tapes.
         peers: How messages pass from rank to rank; the default is a network.
         num_steps: The engine derives its plan and its bounds from the first ones.
 
     Raises:
         TypeError: An argument is of another kind.
-        ValueError: There is not a tape for each rank and stage, the config has a disk, a limit on
-            host memory or an automatic plan, or backwards come in two parts.
+        ValueError: There is not a tape for each rank and stage, or the config has a disk, a limit
+            on host memory or an automatic plan.
     """
     check_count("num_steps", num_steps, least=1)
     with collector_off():  # it would look for garbage among all that ranks keep, again and again

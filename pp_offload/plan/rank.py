@@ -15,13 +15,23 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from pp_offload._groups.plan import ChunkKey, ChunkShape, GroupKey, Plan, make_plan
+from pp_offload._groups.chunk_queue import Key
+from pp_offload._groups.plan import (
+    ChunkKey,
+    ChunkShape,
+    GroupKey,
+    Plan,
+    WeightPassKey,
+    make_plan,
+)
+from pp_offload._groups.split_backward import BackwardPass
 from pp_offload.config import OffloadConfig
 from pp_offload.pipelining import Action
 from pp_offload.plan.bounds import Bounds, Unwatched
 from pp_offload.plan.chunks import ChunkState
 from pp_offload.plan.device import NumberDevice
 from pp_offload.plan.host import HostPlaces
+from pp_offload.plan.parts import PartUses
 from pp_offload.plan.rules import Moved, Rules
 from pp_offload.plan.tape import (
     Close,
@@ -37,7 +47,7 @@ from pp_offload.plan.tape import (
 )
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Message, Messages, PeerLink
-from pp_offload.simulate.orders import PipelineOrder
+from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
 from pp_offload.simulate.rank import RankStep
 
 
@@ -53,6 +63,19 @@ class Turn(NamedTuple):
 
     made: Message | None
     """For a neighbour."""
+
+
+_PARTS = {"BACKWARD_INPUT": BackwardPass.INPUT, "BACKWARD_WEIGHT": BackwardPass.WEIGHT}
+
+
+def _goes_backward(turn: Turn) -> Key | None:
+    """What an action takes out of the queue, as ``backward_order`` says it."""
+    kind, is_first = turn.action.kind, turn.action.stage_index == 0
+    if kind == "BACKWARD_WEIGHT" and not is_first:
+        return WeightPassKey(turn.key)
+    # The first part does nothing in the first stage, which has no inputs to differentiate.
+    is_begin = kind in BACKWARDS and not (kind == "BACKWARD_INPUT" and is_first)
+    return turn.key if is_begin or kind == "BACKWARD_WEIGHT" else None
 
 
 class NumberRank:
@@ -89,6 +112,10 @@ class NumberRank:
         self._plan: Plan | None = None
         self._step: _Step | None = None
         self._turns = self._turns_of(order)
+        self._order = [key for turn in self._turns if (key := _goes_backward(turn)) is not None]
+        split = frozenset(one.chunk for one in self._order if isinstance(one, WeightPassKey))
+        is_keeping = config is not None and config.split_backward == "keep"
+        self._uses = PartUses(split, is_keeping=is_keeping)
         self._next = len(self._turns)
 
     def _turns_of(self, order: PipelineOrder) -> list[Turn]:
@@ -110,6 +137,7 @@ class NumberRank:
         other = copy.copy(self)
         other.moved, other._config = copy.copy(self.moved), config
         other._bounds, other._host = self._bounds.copied(), self._host.copied()
+        other._uses = self._uses.copied()
         return other
 
     def begin_step(self, messages: Messages, *, is_last: bool) -> None:
@@ -127,7 +155,7 @@ class NumberRank:
         device = NumberDevice(self._hardware)
         device.memory.add(self._resident_bytes)
         watch = Unwatched(device) if is_last else self._bounds.watch(device)
-        rules = Rules(device, self._host, self._bounds, self._backwards(), self.moved, watch)
+        rules = Rules(device, self._host, self._bounds, self._order, self._uses, self.moved, watch)
         self._step = _Step(device, rules, messages)
         self._next = 0
 
@@ -136,16 +164,12 @@ class NumberRank:
         if config is None:
             return
         if self._plan is None:
-            shapes = [self._shape(key) for key in self._backwards()]
+            shapes = [self._shape(key) for key in self._order if isinstance(key, ChunkKey)]
             differ = config.offload_plan or config.delta_offload_bytes_across_pp_ranks
             number = self._number if differ else 0  # or each of many equal ranks makes the same
             self._plan = make_plan(tuple(shapes), config, number)
         left = self._hardware.memory_bytes - step.device.memory.peak
         self._bounds.choose(step.rules.watch, kept=self._plan.kept, unused_bytes=max(0, left))
-
-    def _backwards(self) -> list[ChunkKey]:
-        """Chunks in backward order."""
-        return [turn.key for turn in self._turns if turn.action.kind == "FULL_BACKWARD"]
 
     def _shape(self, key: ChunkKey) -> ChunkShape:
         tape = self._tapes[list(self._vp_stage)[key.vp_stage]]
@@ -182,15 +206,10 @@ class NumberRank:
         nbytes = 0
         if kind == "FORWARD":
             nbytes = self._forward(step, turn)
-        elif kind == "FULL_BACKWARD":
-            nbytes = self._backward(step, turn)
         elif kind == "REDUCE_GRAD":
             self._play(step, turn.tape.reduce, None)
         else:
-            raise ValueError(
-                f"a schedule has {kind} of stage {turn.action.stage_index}, expected whole "
-                "backwards; see what it costs with run_pipeline"
-            )
+            nbytes = self._backward(step, turn)
         if turn.made is not None:
             messages.sends(turn.made, device, nbytes)
 
@@ -204,11 +223,23 @@ class NumberRank:
         return tape.sent_bytes
 
     def _backward(self, step: _Step, turn: Turn) -> int:
-        key, tape, stage = turn.key, turn.tape, turn.action.stage_index
-        step.rules.begin_backward(key)
-        is_first = stage not in step.have_gradients
-        step.have_gradients.add(stage)
-        self._play(step, tape.first_backward if is_first else tape.backward, step.chunks.pop(key))
+        """All of a backward, or a part of it."""
+        tape, chunk, kind = turn.tape, step.chunks[turn.key], turn.action.kind
+        is_split = turn.key in self._uses.chunks and bool(tape.groups)
+        if is_split:
+            step.rules.begin_part(chunk, _PARTS[kind])
+        elif _goes_backward(turn) is not None:
+            step.rules.begin_backward(turn.key)
+        if kind == "BACKWARD_INPUT":
+            self._play(step, tape.input_part, chunk)
+        else:
+            last = tape.backward if kind == "FULL_BACKWARD" else tape.weight_part
+            stage = turn.action.stage_index
+            self._play(step, last.later if stage in step.have_gradients else last.first, chunk)
+            step.have_gradients.add(stage)
+            del step.chunks[turn.key]
+        if is_split:
+            step.rules.end_part()
         return tape.sent_back_bytes
 
     def _play(self, step: _Step, events: Sequence[Event], chunk: ChunkState | None) -> None:
@@ -224,7 +255,7 @@ class NumberRank:
                 keeps = self._keeps(step.rules, chunk, event.group)
                 step.rules.close(chunk, event.group, keeps=keeps)
             else:
-                step.tell[type(event)](chunk, event[0])
+                step.tell[type(event)](chunk, *event)
 
     def _keeps(self, rules: Rules, chunk: ChunkState, position: int) -> bool:
         """What ``Chunk.may_leave`` does not let go."""
@@ -262,14 +293,14 @@ class _Step:
         self.device = device
         self.rules = rules
         self.messages = messages
-        self.tell: dict[type, Callable[[ChunkState, int], None]] = {
+        self.tell: dict[type, Callable[..., None]] = {
             Open: rules.open,
             Use: rules.use,
             Drop: rules.drop,
             Release: rules.release,
             Gone: rules.gone,
         }
-        """By kind of event, who is told its number."""
+        """By kind of event, who is told its numbers."""
 
         self.sent_before = rules.moved.bytes_offloaded
         self.chunks: dict[ChunkKey, ChunkState] = {}

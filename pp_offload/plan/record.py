@@ -14,18 +14,21 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
 
 from pp_offload._common.garbage import collector_off
-from pp_offload._groups.plan import Plan
+from pp_offload._groups.plan import ChunkKey, GroupKey, Plan
+from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._megatron.current import use_manager
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload._transfer.deduplication import CopyIndex
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.config import OffloadConfig, without_plan
-from pp_offload.plan.recorder import Recorder
-from pp_offload.plan.tape import RankTapes, Tape
+from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
+from pp_offload.plan.tape import Backward, Event, RankTapes, Tape
 from pp_offload.simulate.clocks import VirtualStream
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
@@ -134,17 +137,12 @@ def _record_rank(
                     mine.forward(stage, 0)
                     mine.backward("FULL_BACKWARD", stage, 0)
                 mine.begin_step()
-                manager.wiring.plan = Plan()  # by which everything leaves
-                manager.wiring.offloader.copies = _Apart()
-                resident = backend.memory.live_bytes
-                recorder.taken()
-                manager.wiring.transfer.listeners.add(recorder)
                 gc.collect()
+                resident = backend.memory.live_bytes
+                manager.wiring.transfer.listeners.add(recorder)
                 with collector_off():
-                    stages = {
-                        stage: _record_stage(order, mine, recorder, stage)
-                        for stage in order.stages_of(rank)
-                    }
+                    recording = _Recording(order, mine, manager, recorder)
+                    stages = {stage: recording.tape(stage) for stage in order.stages_of(rank)}
                 manager.wiring.transfer.listeners.remove(recorder)
                 _check_copies(backend, manager)
             finally:
@@ -159,6 +157,20 @@ class _Apart(CopyIndex):
 
     def share(self, tickets: list[Ticket]) -> list[Ticket]:
         return tickets
+
+
+class _EachUse(SplitBackward):
+    """Has nothing brought ahead, and all brought anew for each use, so that each use has memory of
+    its own, and what backward lets go of shows.
+    """
+
+    def follow(self, key: GroupKey, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            ticket.num_waiting = 0
+
+    def deliver(self, ticket: Ticket) -> Tensor:
+        ticket.num_waiting = 1
+        return self._inner.deliver(ticket)
 
 
 class _OneStream(VirtualBackend):
@@ -183,43 +195,117 @@ def _check_copies(backend: VirtualBackend, manager: PipelineOffloadManager) -> N
         )
 
 
-def _record_stage(order: PipelineOrder, work: RankWork, recorder: Recorder, stage: int) -> Tape:
-    mine = order.rank_of[stage]
-    for other in (stage - 1, stage + 1):
-        if order.rank_of.get(other) == mine:
-            raise ValueError(
-                f"stages {stage} and {other} are both on rank {mine}, expected ranks whose stages "
-                "are not next to each other; see what such a schedule costs with run_pipeline"
-            )
-    num = min(2, order.num_microbatches)
-    sent = sent_back = 0
-    forwards, backwards, chunks = [], [], []
-    for microbatch in range(num):
-        chunk = recorder.begin_chunk()
-        chunks.append(chunk)
-        sent = work.forward(stage, microbatch)
-        forwards.append(recorder.taken())
-    for microbatch in range(num):
-        recorder.chunk = chunks[microbatch]
-        sent_back = work.backward("FULL_BACKWARD", stage, microbatch)
-        backwards.append(recorder.taken())
-    work.reduce(stage)
-    reduced = recorder.taken()
-    last = chunks[-1]
-    if chunks[0].groups != last.groups or chunks[0].payloads != last.payloads:
-        raise ValueError(
-            f"the groups of stage {stage} differ between its first two microbatches, expected the "
-            "same names and sizes"
+class _Recording:
+    """Of a rank: its stages one after the other.
+
+    Args:
+        order: Says whether backwards come in two parts.
+        work: What the rank does.
+        manager: Its engine.
+        recorder: Hears what both do.
+    """
+
+    def __init__(
+        self,
+        order: PipelineOrder,
+        work: RankWork,
+        manager: PipelineOffloadManager,
+        recorder: Recorder,
+    ) -> None:
+        self._order = order
+        self._work = work
+        self._manager = manager
+        self._recorder = recorder
+
+    def tape(self, stage: int) -> Tape:
+        """That of a stage."""
+        rank = self._order.rank_of[stage]
+        for other in (stage - 1, stage + 1):
+            if self._order.rank_of.get(other) == rank:
+                raise ValueError(
+                    f"stages {stage} and {other} are both on rank {rank}, expected ranks whose "
+                    "stages are not next to each other; see what such a schedule costs with "
+                    "run_pipeline"
+                )
+        actions = self._order.actions[rank]
+        kinds = {action.kind for action in actions if action.stage_index == stage}
+        whole = self._played(stage, is_split=False) if "FULL_BACKWARD" in kinds else None
+        split = self._played(stage, is_split=True) if "BACKWARD_INPUT" in kinds else None
+        last = split or whole
+        assert last is not None, "each stage of a schedule has backwards"
+        return Tape(
+            groups=tuple(last.chunk.groups),
+            payloads=last.chunk.payloads_of_groups(),
+            source_bytes=tuple(last.chunk.source_bytes),
+            forward=last.forward,
+            backward=Backward() if whole is None else whole.last_part,
+            input_part=() if split is None else split.input_part,
+            weight_part=Backward() if split is None else split.last_part,
+            reduce=last.reduce,
+            sent_bytes=last.sent_bytes,
+            sent_back_bytes=last.sent_back_bytes,
         )
-    told = recorder.told
-    return Tape(
-        groups=tuple(last.groups),
-        payloads=last.payloads_of_groups(),
-        source_bytes=tuple(last.source_bytes),
-        forward=told(forwards[-1]),
-        first_backward=told(backwards[0]),
-        backward=told(backwards[-1]),
-        reduce=told(reduced),
-        sent_bytes=sent,
-        sent_back_bytes=sent_back,
-    )
+
+    def _played(self, stage: int, *, is_split: bool) -> _Played:
+        """Two microbatches, if there are as many, and what they did."""
+        work, recorder = self._work, self._recorder
+        self._begin_step()
+        num = min(2, self._order.num_microbatches)
+        sent = sent_back = 0
+        chunks: list[ChunkNotes] = []
+        forwards: list[list[Raw]] = []
+        inputs: list[list[Raw]] = []
+        lasts: list[list[Raw]] = []
+        for microbatch in range(num):
+            chunks.append(recorder.begin_chunk())
+            sent = work.forward(stage, microbatch)
+            forwards.append(recorder.taken())
+        for microbatch in range(num):
+            recorder.chunk = chunks[microbatch]
+            kind = "BACKWARD_INPUT" if is_split else "FULL_BACKWARD"
+            sent_back = work.backward(kind, stage, microbatch)
+            if is_split:
+                inputs.append(recorder.taken())
+                work.weight(stage, microbatch)
+            lasts.append(recorder.taken())
+        work.reduce(stage)
+        reduced = recorder.taken()
+        last = chunks[-1]
+        if chunks[0].groups != last.groups or chunks[0].payloads != last.payloads:
+            raise ValueError(
+                f"the groups of stage {stage} differ between its first two microbatches, expected "
+                "the same names and sizes"
+            )
+        told = recorder.told
+        return _Played(
+            last,
+            told(forwards[-1]),
+            told(inputs[-1]) if is_split else (),
+            Backward(told(lasts[0]), told(lasts[-1])),
+            told(reduced),
+            sent,
+            sent_back,
+        )
+
+    def _begin_step(self) -> None:
+        """In which everything leaves, and nothing is shared or brought ahead."""
+        self._work.begin_step()
+        wiring = self._manager.wiring
+        wiring.plan = Plan()
+        wiring.offloader.copies = _Apart()
+        split = wiring.offloader.split
+        chunks = frozenset[ChunkKey]() if split is None else split.chunks
+        wiring.offloader.split = _EachUse(wiring.transfer, chunks, is_keeping=False)
+        self._recorder.taken()
+
+
+class _Played(NamedTuple):
+    """What the last microbatch did, and of the last part of a backward also the first one."""
+
+    chunk: ChunkNotes
+    forward: tuple[Event, ...]
+    input_part: tuple[Event, ...]
+    last_part: Backward
+    reduce: tuple[Event, ...]
+    sent_bytes: int
+    sent_back_bytes: int

@@ -69,6 +69,9 @@ class ChunkNotes:
         self.tickets: WeakKeyDictionary[Ticket, int] = WeakKeyDictionary()
         """The payload of each."""
 
+        self.uses: Counter[int] = Counter()
+        """Of each payload so far."""
+
         self.closing: list[int] = []
 
     def payloads_of_groups(self) -> tuple[Payload, ...]:
@@ -99,8 +102,8 @@ class Recorder(Listener):
         self._sources: dict[int, tuple[ChunkNotes, int]] = {}
         """The source of its chunk, by number of the storage."""
 
-        self._reloads: dict[int, int] = {}
-        """The payload, by number of the storage that it came back to: perhaps long before."""
+        self._reloads: dict[int, Release] = {}
+        """By number of the storage that a payload came back to."""
 
         backend.compute.heard = (*backend.compute.heard, self._ran)
 
@@ -145,7 +148,7 @@ class Recorder(Listener):
             return Stretch((), nbytes, nbytes)
         if isinstance(raw, _Freed):
             if raw.number in self._reloads:
-                return Release(self._reloads[raw.number])
+                return self._reloads[raw.number]
             if raw.number in self._sources:
                 return Drop(self._sources[raw.number][1])
             return Stretch((), -raw.nbytes, 0)
@@ -216,9 +219,11 @@ class Recorder(Listener):
         self.chunk.groups[position] = GroupTape(group.name, tuple(self.chunk.closing))
 
     def delivered(self, ticket: Ticket, tensor: Tensor) -> None:
-        index = self.chunk.tickets.get(ticket)
+        index, uses = self.chunk.tickets.get(ticket), self.chunk.uses
         if index is not None:  # else it is refused
-            self._reloads[self.memory.number_of(tensor.untyped_storage())] = index
+            number = self.memory.number_of(tensor.untyped_storage())
+            self._reloads[number] = Release(index, uses[index])
+            uses[index] += 1
             self._raw.append(Use(index))
 
 

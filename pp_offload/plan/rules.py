@@ -3,7 +3,7 @@
 Each method does what the one of the engine does that it names; only bytes and times are moved. A
 run of both on the same tapes tells whether they still agree (tests/plan).
 
-    rules = Rules(device, HostPlaces(), Bounds(config), keys, Moved())
+    rules = Rules(device, HostPlaces(), Bounds(config), keys, uses, Moved(), Unwatched(device))
     rules.close(chunk, position, keeps=False)
     rules.use(chunk, payload)
 """
@@ -11,19 +11,22 @@ run of both on the same tapes tells whether they still agree (tests/plan).
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
-from pp_offload._groups.plan import ChunkKey
+from pp_offload._groups.chunk_queue import Key
+from pp_offload._groups.plan import ChunkKey, WeightPassKey
 from pp_offload._groups.prefetch import LARGE_BYTES, SMALL_BYTES, refill_below
+from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._memory.buffers import HostBuffer, room_for
 from pp_offload._transfer.outgoing import PACK_BYTES
+from pp_offload._transfer.pending_reloads import MAX_ABANDONED
 from pp_offload.plan.bounds import Bounds, Unwatched
 from pp_offload.plan.chunks import (
     Arrival,
-    BackwardQueue,
     Block,
     ChunkState,
     CopyIndex,
@@ -34,6 +37,8 @@ from pp_offload.plan.chunks import (
 )
 from pp_offload.plan.device import NumberDevice
 from pp_offload.plan.host import HostPlaces
+from pp_offload.plan.parts import PartUses, RunningPart, WeightState
+from pp_offload.plan.queue import BackwardQueue, Visit
 from pp_offload.simulate.clocks import VirtualEvent
 
 
@@ -45,6 +50,13 @@ class Pending:
     blocks: list[weakref.ref[Block]]
     nbytes: int
     offloaded: VirtualEvent
+
+
+class Abandoned(NamedTuple):
+    """Memory that a copy still fills, though nobody wants it."""
+
+    memory: Reload
+    reloaded: VirtualEvent
 
 
 @dataclass
@@ -65,7 +77,8 @@ class Rules:
         device: Where it works.
         host: Where payloads go.
         bounds: On what is on its way.
-        order: Chunks in backward order.
+        order: Chunks in backward order, and second parts.
+        uses: What parts of backwards use.
         moved: Counts what is moved.
         watch: Times the step.
     """
@@ -75,7 +88,8 @@ class Rules:
         device: NumberDevice,
         host: HostPlaces,
         bounds: Bounds,
-        order: Sequence[ChunkKey],
+        order: Sequence[Key],
+        uses: PartUses,
         moved: Moved,
         watch: Unwatched,
     ) -> None:
@@ -88,16 +102,26 @@ class Rules:
         self._copies = CopyIndex()
         self._pending: deque[Pending] = deque()
         self._unwanted: deque[Saved] = deque()
+        self._abandoned: deque[Abandoned] = deque()
+        self._uses = uses
+        self._part: RunningPart | None = None
+        self._weights: dict[ChunkKey, WeightState] = {}
+        self._kept: defaultdict[ChunkKey, dict[int, Held]] = defaultdict(dict)
         self._in_flight_bytes = self._reload_bytes = 0
         self._chunk: ChunkState | None = None
         self._current: GroupState | None = None
+        self._refill_below_bytes = refill_below(bounds.window.nbytes)
         self._is_done = False
 
     # Forward
 
     def open(self, chunk: ChunkState, position: int) -> None:
-        """A group starts; with the first one, the chunk is queued."""
-        self.queue.queued[chunk.key] = chunk
+        """As ``StepRecord.add``: with its first group, a chunk is queued."""
+        if position == 0:
+            self.queue.push(chunk)
+            if chunk.key in self._uses.chunks:
+                self._weights[chunk.key] = WeightState(chunk, self._uses)
+                self.queue.push(self._weights[chunk.key])
 
     def is_next(self, chunk: ChunkState) -> bool:
         """As ``StepRecord.is_next``."""
@@ -112,11 +136,13 @@ class Rules:
             return
         chunk.groups[position].sent = saved
         self._is_done = False
-        self._bounds.window.expect(sum(one.nbytes for one in saved))
+        self._bounds.window.expect(sum([one.nbytes for one in saved]))
+        self._refill_below_bytes = refill_below(self._bounds.window.nbytes)
         new = self._copies.share(saved)
         if new:
             self.watch.left(chunk.key, position, self._offload(new))
         self._copies.add(new)
+        self._uses.follow(chunk.key, saved)
 
     def _offload(self, saved: list[Saved]) -> int:
         """As ``TransferEngine.offload``."""
@@ -144,6 +170,7 @@ class Rules:
             self._in_flight_bytes += nbytes
         self._bounds.cap.expect(nbytes)
         self._keep_bounded(nbytes)
+        self._keep_few_abandoned()
         return nbytes
 
     def _place(self, batch: list[Saved], room: int) -> Block:
@@ -176,6 +203,13 @@ class Rules:
             self.watch.wait(self._pending[0].offloaded)
             self._finish()
 
+    def _keep_few_abandoned(self) -> None:
+        """As ``PendingReloads.keep_few_abandoned``."""
+        while len(self._abandoned) > MAX_ABANDONED:
+            memory, reloaded = self._abandoned.popleft()
+            self._device.compute.wait_event(reloaded)
+            self._drop(memory)
+
     def poll(self) -> None:
         """As ``Copies.poll``."""
         now_s = self._device.host.now_s
@@ -183,6 +217,8 @@ class Rules:
             self._finish()
         while self._unwanted:
             self._give_up(self._unwanted.popleft())
+        while self._abandoned and self._abandoned[0].reloaded.time_s <= now_s:
+            self._drop(self._abandoned.popleft().memory)
 
     def _finish(self) -> None:
         pending = self._pending.popleft()
@@ -200,22 +236,45 @@ class Rules:
         """As ``StepRecord.begin_backward``."""
         self.queue.begin(key)
 
+    def begin_part(self, chunk: ChunkState, part: BackwardPass) -> None:
+        """As ``PipelineOffloadManager.backward_pass``, when it is entered."""
+        self._part = RunningPart(chunk, part, self._uses, self._kept[chunk.key])
+        if not self._part.is_second:
+            self.begin_backward(chunk.key)
+            return
+        self.queue.begin(WeightPassKey(chunk.key))
+        self._chunk, self._current = chunk, chunk.groups[-1]
+        self._is_done = False
+        self._refill_below_bytes = refill_below(self._bounds.window.nbytes)
+        self._fill()
+
+    def end_part(self) -> None:
+        """As the same, when it is left."""
+        assert self._part is not None, "begin_part() comes first"
+        for held in self._part.end():
+            self._drop(held)
+        self._part = None
+        self._is_done = False
+
     def use(self, chunk: ChunkState, index: int) -> None:
         """As ``SavedActivation.unpack``."""
         one, group = chunk.saved[index], chunk.group_of[index]
         if not group.is_used or (one.has_left and one.arrival is None):
             self._on_use(chunk, group)
-        if one.has_left:
+        if not one.has_left:
+            return
+        if self._part is None:
             self._deliver(one)
+        else:
+            self._deliver_to(self._part, one)
 
-    def release(self, chunk: ChunkState, index: int) -> None:
-        """Backward has let go of what it was given."""
-        self._let_go(chunk.saved[index])
-
-    def _let_go(self, one: Saved) -> None:
-        for held in one.given:
+    def release(self, chunk: ChunkState, index: int, use: int) -> None:
+        """Backward has let go of what it was given for a use."""
+        one = chunk.saved[index]
+        if one.has_left:
+            held, one.given[use] = one.given[use], None
+            assert held is not None, "it is let go of once"
             self._drop(held)
-        one.given.clear()
 
     def gone(self, chunk: ChunkState, index: int) -> None:
         """Autograd holds it no more."""
@@ -238,14 +297,26 @@ class Rules:
         if not held.num_holders:
             self._device.memory.add(-held.nbytes)
 
-    def _deliver(self, one: Saved) -> None:
-        """As ``TransferEngine.deliver``.
+    def _deliver_to(self, part: RunningPart, one: Saved) -> None:
+        """As ``SplitBackward.deliver``."""
+        for held in part.note(one.index):
+            self._drop(held)
+        kept = part.kept(one.index)
+        if kept is not None:
+            self._give(one, kept)
+            return
+        self._deliver(one)
+        given = one.given[-1]
+        assert given is not None, "it was given just now"
+        for before in part.keep(one.index, given):
+            self._drop(before)
 
-        A tape has one release for all uses, for they had the same memory. Where this one has
-        another, the operators that had the last one are over.
-        """
-        if one.memory not in one.given:
-            self._let_go(one)
+    def _give(self, one: Saved, held: Held) -> None:
+        held.num_holders += 1
+        one.given.append(held)
+
+    def _deliver(self, one: Saved) -> None:
+        """As ``TransferEngine.deliver``."""
         if one.arrival is None:
             source = one.source_in_flight
             if source is not None:
@@ -258,9 +329,7 @@ class Rules:
             assert one.arrival.reloaded is not None
             self.watch.wait(one.arrival.reloaded)
             one.arrival.is_there = True
-        if one.memory not in one.given:
-            one.memory.num_holders += 1
-            one.given.append(one.memory)
+        self._give(one, one.memory)
         if self._used(one) <= 0:
             self._pass_on(one)
             self._give_up(one)
@@ -270,8 +339,7 @@ class Rules:
     def _take_back(self, one: Saved, source: Held) -> None:
         self.moved.taken_back += 1
         self._used(one)
-        source.num_holders += 1
-        one.given.append(source)
+        self._give(one, source)
         self._refill()
 
     def _used(self, one: Saved) -> int:
@@ -282,10 +350,13 @@ class Rules:
     def _give_up(self, one: Saved) -> None:
         """As ``PendingReloads.give_up``."""
         if one.memory is not None:
-            memory, one.memory, one.arrival = one.memory, None, None
+            memory, arrival, one.memory, one.arrival = one.memory, one.arrival, None, None
             memory.num_users -= 1
             if not memory.num_users:
                 self._reload_bytes -= one.nbytes
+                if arrival is not None and arrival.reloaded is not None and not arrival.is_there:
+                    self._abandoned.append(Abandoned(memory, arrival.reloaded))
+                    return
             self._drop(memory)
 
     # Several payloads of the same bytes
@@ -336,7 +407,7 @@ class Rules:
         self._fill()
 
     def _refill(self) -> None:
-        if self._reload_bytes < refill_below(self._bounds.window.nbytes):
+        if self._reload_bytes < self._refill_below_bytes:
             self._fill()
 
     def _fill(self) -> None:
@@ -347,8 +418,8 @@ class Rules:
         room = window_bytes - self._reload_bytes
         batches: list[list[Saved]] = []
         chosen: set[Saved] = set()
-        following = group
-        for following in chain((group,), self._after()):
+        following: Visit = group
+        for following in chain[Visit]((group,), self._after()):
             if following.is_brought:
                 continue
             batch = self._missing(following, room, chosen)
@@ -358,28 +429,35 @@ class Rules:
             if not following.is_brought:
                 break
         self._load(batches, is_ahead=True)
-        self._is_done = following.is_brought
+        if following.is_brought:  # the last one, so that all are
+            self._is_done = True
+            self._refill_below_bytes = 0
 
-    def _after(self) -> Iterator[GroupState]:
+    def _after(self) -> Iterator[Visit]:
         """As ``StepRecord.after``, from the group on that backward is at."""
-        if self._chunk is not None and self._current is not None:
+        if self._part is not None and self._part.is_second:
+            yield from self._weights[self._part.chunk.key].visits()
+        elif self._chunk is not None and self._current is not None:
             yield from reversed(self._chunk.groups[: self._current.position])
-        for chunk in self.queue.certain():
-            yield from reversed(chunk.groups)
+        for one in self.queue.certain():
+            yield from one.visits()
 
-    def _missing(self, group: GroupState, room: int, chosen: set[Saved]) -> list[Saved]:
+    def _missing(self, visit: Visit, room: int, chosen: set[Saved]) -> list[Saved]:
         """As ``Prefetcher._missing``."""
         batch: list[Saved] = []
+        wanted = visit.wanted()
         may_exceed = not chosen and self._reload_bytes == 0
-        is_current = group is self._current
-        for one in group.waiting():
+        is_current = visit is self._current
+        for number, one in enumerate(wanted):
             is_here = one.arrival is not None or (is_current and one.source_in_flight is not None)
             if not is_here and one not in chosen:
                 if one.nbytes > room and not (may_exceed and not batch):
+                    visit.claim(wanted[:number])
                     return batch
                 batch.append(one)
                 room -= one.nbytes
-        group.is_brought = True
+        visit.claim(wanted)
+        visit.is_brought = True
         return batch
 
     def _load(self, batches: list[list[Saved]], *, is_ahead: bool) -> None:

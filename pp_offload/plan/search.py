@@ -296,9 +296,7 @@ def _choices(classes: Sequence[Class]) -> Iterator[Kept]:
 
 def most_tries(order: PipelineOrder, tapes: Sequence[RankTapes]) -> int:
     """How many steps there is time for, for a plan."""
-    of_each = [
-        len(tape.forward) + len(tape.backward) for one in tapes for tape in one.stages.values()
-    ]
+    of_each = [tape.num_events for one in tapes for tape in one.stages.values()]
     return min(MAX_TRIES, MAX_EVENTS // max(1, sum(of_each) * order.num_microbatches))
 
 

@@ -84,6 +84,9 @@ class Release(NamedTuple):
 
     payload: int
 
+    use: int
+    """By which use of the payload in its chunk, from 0; parts of a backward count on."""
+
 
 class Gone(NamedTuple):
     """Autograd will not ask for it any more."""
@@ -92,6 +95,15 @@ class Gone(NamedTuple):
 
 
 Event = Stretch | Open | Close | Drop | Use | Release | Gone
+
+
+class Backward(NamedTuple):
+    """What makes gradients of parameters."""
+
+    first: tuple[Event, ...] = ()
+    """For the first microbatch, which makes the gradients that the others add to."""
+
+    later: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,10 +116,15 @@ class Tape:
     """Device memory of each source."""
 
     forward: tuple[Event, ...]
-    first_backward: tuple[Event, ...]
-    """Of the first microbatch, which makes the gradients that the others add to."""
+    backward: Backward
+    """In one part; empty where the schedule has none of the stage, as are the others."""
 
-    backward: tuple[Event, ...]
+    input_part: tuple[Event, ...]
+    """The first part of one in two, which makes gradients of inputs alone."""
+
+    weight_part: Backward
+    """The second part."""
+
     reduce: tuple[Event, ...]
     """When all backwards of the stage are over."""
 
@@ -116,6 +133,12 @@ class Tape:
 
     sent_back_bytes: int
     """What the stage before gets."""
+
+    @property
+    def num_events(self) -> int:
+        """Of a microbatch."""
+        parts = len(self.input_part) + len(self.weight_part.later)
+        return len(self.forward) + max(len(self.backward.later), parts)
 
     def nbytes(self, group: GroupTape) -> int:
         """What a group of it saves."""

@@ -55,6 +55,13 @@ def test_what_is_as_fast_as_can_be_says_so() -> None:
     assert "written to" not in output
 
 
+def test_backwards_in_two_parts() -> None:
+    schedule = ["--schedule", "interleavedzerobubble", "--virtual-stages", "2"]
+    code, output = run("plan", "cli_models:good", *SMALL, *schedule, "--limit", "1GiB")
+    assert code == 0, output
+    assert "on 2 virtual H100, interleavedzerobubble" in output
+
+
 def test_a_limit_may_have_decimals(tmp_path: Path) -> None:
     """As sweep prints them: no whole number of bytes."""
     path = tmp_path / "plan.json"
@@ -76,7 +83,6 @@ WRONG = {
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "expected a file in a directory that is there",
     f"{GOOD} --limit 1GiB --png plan.gif": "ends otherwise than pictures do",
     f"{GOOD} --limit 1GiB --schedule zbv": "expected ranks whose stages are not next to each other",
-    f"{GOOD} --limit 1GiB --schedule interleavedzerobubble": "expected whole backwards",
     "simulate cli_models:good --ranks 2 --plan nowhere.json": "No such file or directory",
     "simulate cli_models:good --ranks 2 --plan cli_models.py": "cli_models.py holds no plan",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from random import Random
@@ -13,6 +13,7 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
 from torch.nn import functional as F
@@ -125,15 +126,23 @@ class Drawn:
     num_steps: int
 
 
-def draw_pipeline(seed: int) -> Drawn:
-    """The pipeline of a seed."""
+LOOPED = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)
+
+
+def draw_pipeline(seed: int, *, schedules: Sequence[type] | None = None) -> Drawn:
+    """The pipeline of a seed.
+
+    Args:
+        schedules: One of these for at least two ranks, with two stages each; None for any whose
+            backwards are whole.
+    """
     draw = Random(seed)
-    num_ranks = draw.choice([1, 2, 3, 4])
-    schedule = draw.choice(
-        [Schedule1F1B, Schedule1F1B, ScheduleGPipe]
-        + ([ScheduleInterleaved1F1B, ScheduleLoopedBFS] if num_ranks > 1 else [])
-    )
-    is_looped = schedule in (ScheduleInterleaved1F1B, ScheduleLoopedBFS)
+    num_ranks = draw.choice([1, 2, 3, 4] if schedules is None else [2, 2, 3, 4])
+    some = [Schedule1F1B, Schedule1F1B, ScheduleGPipe]
+    if num_ranks > 1:
+        some += [ScheduleInterleaved1F1B, ScheduleLoopedBFS]
+    schedule = draw.choice(some if schedules is None else list(schedules))
+    is_looped = schedule in LOOPED
     num_stages = num_ranks * (2 if is_looped else 1)
     rounds = draw.choice([1, 2, 3])
     num_microbatches = num_ranks * rounds if is_looped else num_ranks + draw.choice([0, 0, 1, 3, 6])
@@ -168,6 +177,8 @@ def draw_pipeline(seed: int) -> Drawn:
         hardware = replace(hardware, both_links_bytes_per_s=1.3 * hardware.link_bytes_per_s)
     peers = PeerLink(bytes_per_s=10 ** draw.uniform(8, 11))
     work = Modules(stages, example=example, loss_fn=lambda y: y.sum(), groups=draw.choice(PATTERNS))
+    if schedules is not None:
+        config = replace(config, split_backward=draw.choice(["reload", "keep"]))
     order = PipelineOrder(
         schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from random_pipelines import Drawn, draw_pipeline
@@ -9,13 +10,16 @@ from random_pipelines import Drawn, draw_pipeline
 from pp_offload.plan import RankTapes, predict, record
 
 
-def planned(seed: int, *, layers: str | None = None) -> tuple[Drawn, list[RankTapes]]:
+def planned(
+    seed: int, *, layers: str | None = None, schedules: Sequence[type] | None = None
+) -> tuple[Drawn, list[RankTapes]]:
     """A pipeline, and its tapes.
 
     Args:
         layers: Pattern of what may be recomputed.
+        schedules: As for :func:`draw_pipeline`.
     """
-    drawn = draw_pipeline(seed)
+    drawn = draw_pipeline(seed, schedules=schedules)
     drawn.work.layers = layers
     config = replace(
         drawn.config, activation_offload_fraction=1.0, delta_offload_bytes_across_pp_ranks=0

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from every_choice import all_choices
+from ordered_parts import ordered_parts
 from random_pipelines import Drawn
 from small import limits, planned
+from torch.distributed.pipelining import ScheduleInterleavedZeroBubble
 
 from pp_offload._groups import auto_bounds
 from pp_offload.plan import (
@@ -71,6 +73,19 @@ def test_the_engine_does_what_was_planned(seed: int) -> None:
         plan = chosen(drawn, tapes, limit)
         if plan is not None:
             check_follows(drawn, plan)
+
+
+@pytest.mark.parametrize("seed", [2, *slow(4, 8)])
+def test_the_engine_does_so_with_backwards_in_two_parts(seed: int, few_tries: None) -> None:
+    num_found = 0
+    with ordered_parts():
+        drawn, tapes = planned(seed, schedules=[ScheduleInterleavedZeroBubble])
+        for limit in limits(drawn, tapes, 4):
+            plan = chosen(drawn, tapes, limit)
+            if plan is not None:
+                check_follows(drawn, plan)
+                num_found += 1
+    assert num_found > 1
 
 
 def test_of_a_large_model_a_part_of_all_choices_is_tried(few_tries: None) -> None:

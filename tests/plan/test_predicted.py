@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from ordered_parts import ordered_parts
 from random_pipelines import Drawn, draw_pipeline, some_recomputed
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from pp_offload import OffloadConfig, PipelineOffloadManager
 from pp_offload._groups import auto_bounds
@@ -22,6 +27,7 @@ from pp_offload.plan import rank as plan_rank
 from pp_offload.plan import rules as plan_rules
 from pp_offload.plan.bounds import Bounds
 from pp_offload.plan.chunks import CopyIndex
+from pp_offload.plan.parts import PartUses, RunningPart, WeightState
 from pp_offload.plan.pipeline import FirstStep
 from pp_offload.plan.rank import NumberRank
 from pp_offload.plan.rules import Moved, Rules
@@ -172,6 +178,22 @@ def test_parameters_that_are_not_used_yet_count() -> None:
     compare(range(1066, 1067))
 
 
+def ran_split(seed: int) -> Found:
+    """Backwards in two parts, perhaps with layers that are recomputed."""
+    drawn = draw_pipeline(seed, schedules=[ScheduleInterleavedZeroBubble])
+    with ordered_parts(), some_recomputed(drawn, seed) if seed % 4 == 0 else nullcontext():
+        return run_and_recorded(drawn)
+
+
+def test_with_backwards_in_two_parts() -> None:
+    compare(range(12), ran_split)
+
+
+@pytest.mark.slow
+def test_more_with_backwards_in_two_parts() -> None:
+    compare(range(12, 120), ran_split)
+
+
 def test_without_offload() -> None:
     for seed in range(5):
         drawn = draw_pipeline(seed)
@@ -247,6 +269,32 @@ class NothingPassedOn(Rules):
         pass
 
 
+class ForgottenBetween(RunningPart):
+    def kept(self, index: int) -> Any:
+        return None
+
+
+class ForgottenOnly(RunningPart):
+    def note(self, index: int) -> Any:
+        super().note(index)
+        return []
+
+
+class NothingForeseen(PartUses):
+    def foreseen(self, key: Any, part: Any) -> Any:
+        return {}
+
+
+class NothingClaimed(WeightState):
+    def claim(self, saved: Any) -> None:
+        pass
+
+
+class SecondPartsUnknown(WeightState):
+    def visits(self) -> Any:
+        return iter(())
+
+
 class ApartOnTheHost(CopyIndex):
     def share(self, saved: Any) -> Any:
         return list(saved)
@@ -276,6 +324,31 @@ FAULTS: dict[str, Callable[..., Any]] = {
         plan_rank, "make_plan", lambda *a: plan_rank.Plan()
     ),
 }
+
+
+FAULTS_OF_PARTS: dict[str, Callable[..., Any]] = {
+    one.__name__: lambda one=one, name=name, where=where: patch.object(where, name, one)
+    for one, name, where in (
+        (ForgottenBetween, "RunningPart", plan_rules),
+        (ForgottenOnly, "RunningPart", plan_rules),
+        (NothingForeseen, "PartUses", plan_rank),
+        (NothingClaimed, "WeightState", plan_rules),
+        (SecondPartsUnknown, "WeightState", plan_rules),
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def some_split() -> list[Found]:
+    with patch.object(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1):
+        return [ran_split(seed) for seed in (0, 1, 5)]
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_PARTS)
+def test_a_fault_in_a_rule_of_parts_shows(name: str, some_split: list[Found]) -> None:
+    with FAULTS_OF_PARTS[name]():
+        assert any(found.differences() for found in some_split)
+    assert not any(found.differences() for found in some_split)
 
 
 @pytest.fixture(scope="module")
