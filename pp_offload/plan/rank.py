@@ -202,7 +202,9 @@ class NumberRank:
     def _run(self, step: _Step, turn: Turn) -> None:
         messages, device, kind = step.messages, step.device, turn.action.kind
         if turn.needed is not None:
-            step.waited_s[turn.needed.sender] += messages.receive(turn.needed, device)
+            waited_s = messages.receive(turn.needed, device)
+            if turn.needed.sender != self._number:
+                step.waited_s[turn.needed.sender] += waited_s
         nbytes = 0
         if kind == "FORWARD":
             nbytes = self._forward(step, turn)

@@ -50,10 +50,9 @@ def record(
         config: Says which tensors may leave.
 
     Raises:
-        ValueError: Something is not known to :func:`predict`: two stages next to each other on one
-            rank; a view that is copied without the rest of its storage, or bytes that several
-            microbatches save; other streams, or copies of the program's own; or the first two
-            microbatches differ.
+        ValueError: Something is not known to :func:`predict`: a view that is copied without the
+            rest of its storage, or bytes that several microbatches or stages save; other streams,
+            or copies of the program's own; or the first two microbatches differ.
     """
     still = replace(
         hardware,
@@ -133,16 +132,13 @@ def _record_rank(
             mine = work.on(order, rank, backend)
             try:
                 mine.begin_step()
-                for stage in order.stages_of(rank):  # what is made once is there from now on
-                    mine.forward(stage, 0)
-                    mine.backward("FULL_BACKWARD", stage, 0)
+                _run_once(mine, order.stages_of(rank))
                 mine.begin_step()
                 gc.collect()
                 resident = backend.memory.live_bytes
                 manager.wiring.transfer.listeners.add(recorder)
                 with collector_off():
-                    recording = _Recording(order, mine, manager, recorder)
-                    stages = {stage: recording.tape(stage) for stage in order.stages_of(rank)}
+                    stages = _Recording(order, rank, mine, manager, recorder).tapes()
                 manager.wiring.transfer.listeners.remove(recorder)
                 _check_copies(backend, manager)
             finally:
@@ -150,6 +146,19 @@ def _record_rank(
     finally:
         manager.retire()
     return RankTapes(stages, resident)
+
+
+def _run_once(work: RankWork, stages: Sequence[int]) -> None:
+    """A microbatch: what is made once is there from now on."""
+    for run in neighbours(stages):
+        for stage in run:
+            work.forward(stage, 0)
+            if stage + 1 in run:
+                work.hand_over("FORWARD", stage, 0)
+        for stage in reversed(run):
+            work.backward("FULL_BACKWARD", stage, 0)
+            if stage - 1 in run:
+                work.hand_over("FULL_BACKWARD", stage, 0)
 
 
 class _Apart(CopyIndex):
@@ -196,11 +205,12 @@ def _check_copies(backend: VirtualBackend, manager: PipelineOffloadManager) -> N
 
 
 class _Recording:
-    """Of a rank: its stages one after the other.
+    """Of a rank. Stages next to each other hand over what they make, so they run together.
 
     Args:
         order: Says whether backwards come in two parts.
-        work: What the rank does.
+        rank: Which one.
+        work: What it does.
         manager: Its engine.
         recorder: Hears what both do.
     """
@@ -208,84 +218,44 @@ class _Recording:
     def __init__(
         self,
         order: PipelineOrder,
+        rank: int,
         work: RankWork,
         manager: PipelineOffloadManager,
         recorder: Recorder,
     ) -> None:
-        self._order = order
+        self._stages = order.stages_of(rank)
+        self._kinds = {(action.kind, action.stage_index) for action in order.actions[rank]}
+        self._num = min(2, order.num_microbatches)
         self._work = work
         self._manager = manager
         self._recorder = recorder
 
-    def tape(self, stage: int) -> Tape:
-        """That of a stage."""
-        rank = self._order.rank_of[stage]
-        for other in (stage - 1, stage + 1):
-            if self._order.rank_of.get(other) == rank:
-                raise ValueError(
-                    f"stages {stage} and {other} are both on rank {rank}, expected ranks whose "
-                    "stages are not next to each other; see what such a schedule costs with "
-                    "run_pipeline"
-                )
-        actions = self._order.actions[rank]
-        kinds = {action.kind for action in actions if action.stage_index == stage}
-        whole = self._played(stage, is_split=False) if "FULL_BACKWARD" in kinds else None
-        split = self._played(stage, is_split=True) if "BACKWARD_INPUT" in kinds else None
-        last = split or whole
-        assert last is not None, "each stage of a schedule has backwards"
-        return Tape(
-            groups=tuple(last.chunk.groups),
-            payloads=last.chunk.payloads_of_groups(),
-            source_bytes=tuple(last.chunk.source_bytes),
-            forward=last.forward,
-            backward=Backward() if whole is None else whole.last_part,
-            input_part=() if split is None else split.input_part,
-            weight_part=Backward() if split is None else split.last_part,
-            reduce=last.reduce,
-            sent_bytes=last.sent_bytes,
-            sent_back_bytes=last.sent_back_bytes,
-        )
+    def tapes(self) -> dict[int, Tape]:
+        """Those of its stages."""
+        found: dict[int, Tape] = {}
+        for run in neighbours(self._stages):
+            whole = self._played(run, "FULL_BACKWARD")
+            split = self._played(run, "BACKWARD_INPUT")
+            found |= {stage: _tape(whole.get(stage), split.get(stage)) for stage in run}
+        return found
 
-    def _played(self, stage: int, *, is_split: bool) -> _Played:
-        """Two microbatches, if there are as many, and what they did."""
-        work, recorder = self._work, self._recorder
+    def _played(self, run: Sequence[int], kind: str) -> dict[int, _Played]:
+        """Stages with such backwards run two microbatches, if there are as many; what they did."""
+        with_these = [stage for stage in run if (kind, stage) in self._kinds]
+        if not with_these:
+            return {}
         self._begin_step()
-        num = min(2, self._order.num_microbatches)
-        sent = sent_back = 0
-        chunks: list[ChunkNotes] = []
-        forwards: list[list[Raw]] = []
-        inputs: list[list[Raw]] = []
-        lasts: list[list[Raw]] = []
-        for microbatch in range(num):
-            chunks.append(recorder.begin_chunk())
-            sent = work.forward(stage, microbatch)
-            forwards.append(recorder.taken())
-        for microbatch in range(num):
-            recorder.chunk = chunks[microbatch]
-            kind = "BACKWARD_INPUT" if is_split else "FULL_BACKWARD"
-            sent_back = work.backward(kind, stage, microbatch)
-            if is_split:
-                inputs.append(recorder.taken())
-                work.weight(stage, microbatch)
-            lasts.append(recorder.taken())
-        work.reduce(stage)
-        reduced = recorder.taken()
-        last = chunks[-1]
-        if chunks[0].groups != last.groups or chunks[0].payloads != last.payloads:
-            raise ValueError(
-                f"the groups of stage {stage} differ between its first two microbatches, expected "
-                "the same names and sizes"
-            )
-        told = recorder.told
-        return _Played(
-            last,
-            told(forwards[-1]),
-            told(inputs[-1]) if is_split else (),
-            Backward(told(lasts[0]), told(lasts[-1])),
-            told(reduced),
-            sent,
-            sent_back,
-        )
+        notes = {stage: _StageNotes() for stage in run}
+        for microbatch in range(self._num):
+            for stage in run:
+                self._forward(run, stage, microbatch, notes[stage])
+        for microbatch in range(self._num):
+            for stage in reversed(run):
+                self._backward(run, stage, microbatch, kind, notes[stage])
+        for stage in run:
+            self._work.reduce(stage)
+            notes[stage].reduce = self._recorder.taken()
+        return {stage: notes[stage].told(stage, self._recorder) for stage in with_these}
 
     def _begin_step(self) -> None:
         """In which everything leaves, and nothing is shared or brought ahead."""
@@ -296,7 +266,75 @@ class _Recording:
         split = wiring.offloader.split
         chunks = frozenset[ChunkKey]() if split is None else split.chunks
         wiring.offloader.split = _EachUse(wiring.transfer, chunks, is_keeping=False)
-        self._recorder.taken()
+        self._recorder.forget()
+
+    def _forward(self, run: Sequence[int], stage: int, microbatch: int, notes: _StageNotes) -> None:
+        notes.chunks.append(self._recorder.begin_chunk())
+        notes.sent_bytes = self._work.forward(stage, microbatch)
+        if stage + 1 in run:
+            self._work.hand_over("FORWARD", stage, microbatch)
+        notes.forwards.append(self._recorder.taken())
+
+    def _backward(
+        self, run: Sequence[int], stage: int, microbatch: int, kind: str, notes: _StageNotes
+    ) -> None:
+        self._recorder.chunk = notes.chunks[microbatch]
+        notes.sent_back_bytes = self._work.backward(kind, stage, microbatch)
+        if stage - 1 in run:
+            self._work.hand_over(kind, stage, microbatch)
+        if kind == "BACKWARD_INPUT":
+            notes.inputs.append(self._recorder.taken())
+            self._work.weight(stage, microbatch)
+        notes.lasts.append(self._recorder.taken())
+
+
+def neighbours(stages: Sequence[int]) -> list[list[int]]:
+    """A rank's stages, those next to each other together."""
+    runs: list[list[int]] = []
+    for stage in stages:
+        if runs and runs[-1][-1] + 1 == stage:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return runs
+
+
+class _StageNotes:
+    """What a stage did, by microbatch."""
+
+    def __init__(self) -> None:
+        self.chunks: list[ChunkNotes] = []
+        self.forwards: list[list[Raw]] = []
+        self.inputs: list[list[Raw]] = []
+        """First parts of backwards."""
+
+        self.lasts: list[list[Raw]] = []
+        """Second parts, or backwards in one."""
+
+        self.reduce: list[Raw] = []
+        self.sent_bytes = self.sent_back_bytes = 0
+
+    def told(self, stage: int, recorder: Recorder) -> _Played:
+        """The same as events, when all backwards are over.
+
+        Raises:
+            ValueError: Microbatches have other groups.
+        """
+        first, last, told = self.chunks[0], self.chunks[-1], recorder.told
+        if first.groups != last.groups or first.payloads != last.payloads:
+            raise ValueError(
+                f"the groups of stage {stage} differ between its first two microbatches, expected "
+                "the same names and sizes"
+            )
+        return _Played(
+            last,
+            told(self.forwards[-1]),
+            told(self.inputs[-1]) if self.inputs else (),
+            Backward(told(self.lasts[0]), told(self.lasts[-1])),
+            told(self.reduce),
+            self.sent_bytes,
+            self.sent_back_bytes,
+        )
 
 
 class _Played(NamedTuple):
@@ -309,3 +347,21 @@ class _Played(NamedTuple):
     reduce: tuple[Event, ...]
     sent_bytes: int
     sent_back_bytes: int
+
+
+def _tape(whole: _Played | None, split: _Played | None) -> Tape:
+    """Of a stage, from what it did with backwards in one part, and in two."""
+    last = split or whole
+    assert last is not None, "each stage of a schedule has backwards"
+    return Tape(
+        groups=tuple(last.chunk.groups),
+        payloads=last.chunk.payloads_of_groups(),
+        source_bytes=tuple(last.chunk.source_bytes),
+        forward=last.forward,
+        backward=Backward() if whole is None else whole.last_part,
+        input_part=() if split is None else split.input_part,
+        weight_part=Backward() if split is None else split.last_part,
+        reduce=last.reduce,
+        sent_bytes=last.sent_bytes,
+        sent_back_bytes=last.sent_back_bytes,
+    )

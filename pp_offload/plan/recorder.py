@@ -123,6 +123,12 @@ class Recorder(Listener):
         raw, self._raw = self._raw, []
         return raw
 
+    def forget(self) -> None:
+        """What was heard so far, and the storages of it: a step begins."""
+        self.taken()
+        self._sources.clear()
+        self._reloads.clear()
+
     def _refuse(self, problem: str) -> None:
         """Have :meth:`taken` raise this: here it would come out of the program's forward."""
         self.problem = self.problem or problem
@@ -193,8 +199,8 @@ class Recorder(Listener):
         saved_by, source = self._sources.setdefault(number, (chunk, len(chunk.source_bytes)))
         if saved_by is not chunk:
             self._refuse(
-                f"group '{ticket.label}' saves {ticket.nbytes} bytes that another microbatch saved "
-                "as well, expected that each saves its own"
+                f"group '{ticket.label}' saves {ticket.nbytes} bytes that another microbatch or "
+                "stage saved as well, expected that each saves its own"
             )
         if source == len(chunk.source_bytes):
             chunk.source_bytes.append(rounded(storage.nbytes()))

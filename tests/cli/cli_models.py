@@ -22,6 +22,13 @@ def good(num_stages: int, length: int) -> Modules:
     return modules(num_stages, length, groups={"linear": "0", "gelu": "1"})
 
 
+def twice(num_stages: int, length: int) -> Modules:
+    """Stages that save what they return, which the next one saves as well."""
+    stages = [nn.Sequential(nn.Linear(256, 256, **KIND), nn.Sigmoid()) for _ in range(num_stages)]
+    example = torch.empty(length, 256, **KIND)
+    return Modules(stages, example=example, loss_fn=lambda y: y.sum(), groups={"layer": "*"})
+
+
 def deep(num_stages: int, length: int) -> Modules:
     """Stages whose groups hold more than may be on its way at once."""
     stages = [

@@ -55,11 +55,12 @@ def test_what_is_as_fast_as_can_be_says_so() -> None:
     assert "written to" not in output
 
 
-def test_backwards_in_two_parts() -> None:
-    schedule = ["--schedule", "interleavedzerobubble", "--virtual-stages", "2"]
-    code, output = run("plan", "cli_models:good", *SMALL, *schedule, "--limit", "1GiB")
+@pytest.mark.parametrize("schedule", ["interleavedzerobubble", "zbv", "dualpipev"])
+def test_backwards_in_two_parts(schedule: str) -> None:
+    how = ["--schedule", schedule, "--virtual-stages", "2", "--limit", "1GiB"]
+    code, output = run("plan", "cli_models:good", *SMALL, *how)
     assert code == 0, output
-    assert "on 2 virtual H100, interleavedzerobubble" in output
+    assert f"on 2 virtual H100, {schedule}" in output
 
 
 def test_a_limit_may_have_decimals(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ WRONG = {
     f"{GOOD} --limit 1GiB --gib inf": "found inf, expected a finite number",
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "expected a file in a directory that is there",
     f"{GOOD} --limit 1GiB --png plan.gif": "ends otherwise than pictures do",
-    f"{GOOD} --limit 1GiB --schedule zbv": "expected ranks whose stages are not next to each other",
+    "plan cli_models:twice --ranks 2 --limit 1GiB --schedule zbv": "or stage saved as well",
     "simulate cli_models:good --ranks 2 --plan nowhere.json": "No such file or directory",
     "simulate cli_models:good --ranks 2 --plan cli_models.py": "cli_models.py holds no plan",
 }

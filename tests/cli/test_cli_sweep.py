@@ -65,7 +65,7 @@ WRONG = {
     f"{GOOD} --gib inf": "found inf, expected a finite number",
     f"{GOOD} --png front.txt": "--png: front.txt ends otherwise than pictures do",
     f"{GOOD} --png /nowhere/front.png": "expected a file in a directory that is there",
-    f"{GOOD} --schedule zbv": "expected ranks whose stages are not next to each other",
+    "sweep cli_models:twice --ranks 2 --schedule zbv": "or stage saved as well",
 }
 
 

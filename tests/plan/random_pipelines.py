@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
 from torch.nn import functional as F
 
@@ -126,6 +128,7 @@ class Drawn:
     num_steps: int
 
 
+V_SHAPED = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 LOOPED = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)
 
 
@@ -143,9 +146,11 @@ def draw_pipeline(seed: int, *, schedules: Sequence[type] | None = None) -> Draw
         some += [ScheduleInterleaved1F1B, ScheduleLoopedBFS]
     schedule = draw.choice(some if schedules is None else list(schedules))
     is_looped = schedule in LOOPED
-    num_stages = num_ranks * (2 if is_looped else 1)
+    num_stages = num_ranks * (2 if is_looped or schedule in V_SHAPED else 1)
     rounds = draw.choice([1, 2, 3])
     num_microbatches = num_ranks * rounds if is_looped else num_ranks + draw.choice([0, 0, 1, 3, 6])
+    if schedule is ScheduleDualPipeV:
+        num_microbatches = 2 * num_ranks + draw.choice([0, 2])
     width, length = draw.choice([32, 64, 128]), draw.choice([16, 100, 256])
     with torch.device("meta"):
         stages = [

@@ -10,7 +10,7 @@ from every_choice import all_choices
 from ordered_parts import ordered_parts
 from random_pipelines import Drawn
 from small import limits, planned
-from torch.distributed.pipelining import ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 from pp_offload._groups import auto_bounds
 from pp_offload.plan import (
@@ -76,10 +76,13 @@ def test_the_engine_does_what_was_planned(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [2, *slow(4, 8)])
-def test_the_engine_does_so_with_backwards_in_two_parts(seed: int, few_tries: None) -> None:
+@pytest.mark.parametrize("schedule", [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble])
+def test_the_engine_does_so_with_backwards_in_two_parts(
+    seed: int, schedule: type, few_tries: None
+) -> None:
     num_found = 0
     with ordered_parts():
-        drawn, tapes = planned(seed, schedules=[ScheduleInterleavedZeroBubble])
+        drawn, tapes = planned(seed, schedules=[schedule])
         for limit in limits(drawn, tapes, 4):
             plan = chosen(drawn, tapes, limit)
             if plan is not None:

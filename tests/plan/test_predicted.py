@@ -15,6 +15,7 @@ from random_pipelines import Drawn, draw_pipeline, some_recomputed
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
@@ -178,9 +179,9 @@ def test_parameters_that_are_not_used_yet_count() -> None:
     compare(range(1066, 1067))
 
 
-def ran_split(seed: int) -> Found:
+def ran_split(seed: int, *schedules: type) -> Found:
     """Backwards in two parts, perhaps with layers that are recomputed."""
-    drawn = draw_pipeline(seed, schedules=[ScheduleInterleavedZeroBubble])
+    drawn = draw_pipeline(seed, schedules=schedules or [ScheduleInterleavedZeroBubble])
     with ordered_parts(), some_recomputed(drawn, seed) if seed % 4 == 0 else nullcontext():
         return run_and_recorded(drawn)
 
@@ -192,6 +193,20 @@ def test_with_backwards_in_two_parts() -> None:
 @pytest.mark.slow
 def test_more_with_backwards_in_two_parts() -> None:
     compare(range(12, 120), ran_split)
+
+
+def ran_v_shaped(seed: int) -> Found:
+    return ran_split(seed, ScheduleZBVZeroBubble, ScheduleDualPipeV)
+
+
+def test_v_shaped() -> None:
+    """Two stages of the last rank are next to each other."""
+    compare(range(8), ran_v_shaped)
+
+
+@pytest.mark.slow
+def test_more_v_shaped() -> None:
+    compare(range(8, 120), ran_v_shaped)
 
 
 def test_without_offload() -> None:
@@ -441,9 +456,12 @@ def test_a_program_that_is_not_known_is_refused(
         record(order, work, DEVICES["H100"], config)
 
 
-def test_stages_side_by_side_are_refused() -> None:
+def test_what_two_stages_side_by_side_save_is_refused() -> None:
     order = PipelineOrder(ScheduleZBVZeroBubble, num_ranks=2, num_stages=4, num_microbatches=4)
-    stages = [nn.Linear(64, 64, device="meta") for _ in range(4)]
-    work = Modules(stages, example=torch.empty(64, 64, device="meta"), loss_fn=lambda y: y.sum())
-    with pytest.raises(ValueError, match="both on rank 1"):
-        record(order, work, DEVICES["H100"])
+    with torch.device("meta"):
+        stages = [nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(4)]
+        work = Modules(
+            stages, example=torch.empty(64, 64), loss_fn=lambda y: y.sum(), groups={"a": "*"}
+        )
+    with pytest.raises(ValueError, match="another microbatch or stage saved as well"):
+        record(order, work, DEVICES["H100"], OffloadConfig(min_offloaded_tensor_size=1))
