@@ -33,6 +33,7 @@ from pp_offload.plan.device import NumberDevice
 from pp_offload.plan.host import HostPlaces
 from pp_offload.plan.parts import PartUses
 from pp_offload.plan.rules import Moved, Rules
+from pp_offload.plan.staying import staying
 from pp_offload.plan.tape import (
     Close,
     Drop,
@@ -103,6 +104,8 @@ class NumberRank:
         self.moved = Moved()
         self._number = number
         self._tapes = tapes.stages
+        if config is None:
+            self._tapes = {stage: staying(tape) for stage, tape in tapes.stages.items()}
         self._resident_bytes = tapes.resident_bytes
         self._hardware = hardware
         self._config = config
@@ -261,9 +264,9 @@ class NumberRank:
 
     def _keeps(self, rules: Rules, chunk: ChunkState, position: int) -> bool:
         """What ``Chunk.may_leave`` does not let go."""
-        if self._config is None:
-            return True
-        plan = self._plan or Plan()
+        plan = self._plan
+        if plan is None:  # nothing is known, so all leaves
+            return False
         key, name = GroupKey(chunk.key, position), chunk.tape.groups[position].name
         if plan.keeps(key, name):
             return True

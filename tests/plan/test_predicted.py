@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -210,10 +211,13 @@ def test_more_v_shaped() -> None:
 
 
 def test_without_offload() -> None:
-    for seed in range(5):
-        drawn = draw_pipeline(seed)
-        step = run_pipeline(drawn.order, drawn.work, drawn.hardware, peers=drawn.peers, num_steps=1)
-        tapes = record(drawn.order, drawn.work, drawn.hardware)
+    in_parts = [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV]
+    for seed, schedules in [*product(range(5), [None]), *product(range(3), [in_parts])]:
+        drawn = draw_pipeline(seed, schedules=schedules)
+        how = drawn.order, drawn.work, drawn.hardware
+        with ordered_parts():
+            step = run_pipeline(*how, peers=drawn.peers, num_steps=1)
+            tapes = record(*how, drawn.config)
         nothing = [Moved() for _ in step.ranks]
         without = replace(drawn, config=None, num_steps=1)  # type: ignore[arg-type]
         found = Found(without, step.ranks, nothing, tapes)
