@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -194,6 +195,22 @@ def test_with_backwards_in_two_parts() -> None:
 @pytest.mark.slow
 def test_more_with_backwards_in_two_parts() -> None:
     compare(range(12, 120), ran_split)
+
+
+def test_a_file_with_one_stage_for_each_rank(tmp_path: Path) -> None:
+    file = tmp_path / "order.csv"
+    file.write_text(
+        "0F0,0F1,0I0,0F2,0W0,0I1,0F3,0W1,0I2,0W2,0I3,0W3\n"
+        "1F0,1I0,1F1,1W0,1I1,1F2,1W1,1I2,1F3,1W2,1I3,1W3\n"
+    )
+    order = PipelineOrder(file, num_ranks=2, num_stages=2, num_microbatches=4)
+    for seed in (0, 4, 5):
+        drawn = draw_pipeline(seed, schedules=[ScheduleInterleavedZeroBubble])
+        drawn.work.stages[:] = drawn.work.stages[:2]
+        with ordered_parts():
+            found = run_and_recorded(replace(drawn, order=order))
+        assert found.differences() == [], f"seed {seed}"
+        assert any(rank.bytes_offloaded for rank in found.ran)
 
 
 def ran_v_shaped(seed: int) -> Found:
