@@ -149,3 +149,10 @@ def test_auto_plan_writes_its_figures(tmp_path: Path) -> None:
     assert row["all_gib"] < row["limit_gib"] < row["none_gib"]
     assert max(row["auto_gib"], row["most_gib"]) <= row["limit_gib"]
     assert row["plan_ratio"] >= 1 - 1e-9 and row["auto_ratio"] >= 1 - 1e-9
+
+
+def test_predict_exact_writes_its_figures(tmp_path: Path) -> None:
+    figures = run_quick("predict_exact.py", tmp_path)
+    assert figures["num_compared"] == 6 and figures["failed"] == {}
+    assert 0 < figures["num_offloading"] < 6, "or what is equal may be nothing, or all alike"
+    assert figures["num_unequal"] == 0 and figures["worst_time_gap"] <= 1e-9

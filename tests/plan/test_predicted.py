@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import predict_exact
 import pytest
 import torch
+from beside_engine import Found, ran, ran_with_recomputed, run_and_recorded
 from ordered_parts import ordered_parts
-from random_pipelines import Drawn, draw_pipeline, some_recomputed
+from random_pipelines import draw_pipeline, some_recomputed
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Schedule1F1B,
@@ -22,7 +24,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from pp_offload import OffloadConfig, PipelineOffloadManager
+from pp_offload import OffloadConfig
 from pp_offload._groups import auto_bounds
 from pp_offload._groups.prefetch import refill_below
 from pp_offload.plan import predict, record
@@ -31,105 +33,14 @@ from pp_offload.plan import rules as plan_rules
 from pp_offload.plan.bounds import Bounds
 from pp_offload.plan.chunks import CopyIndex
 from pp_offload.plan.parts import PartUses, RunningPart, WeightState
-from pp_offload.plan.pipeline import FirstStep
-from pp_offload.plan.rank import NumberRank
 from pp_offload.plan.rules import Moved, Rules
-from pp_offload.simulate import DEVICES, Modules, PipelineOrder, RankStep, run_pipeline
-
-SAME = ("peak_bytes", "host_peak_bytes", "bytes_offloaded", "num_in_flight")
-NEARLY = ("seconds", "busy_s", "stalled_s", "offload_s")
-"""To one part in 1e9 of the step: the same times are added up in another order."""
+from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
 
 
 @pytest.fixture(autouse=True)
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """These models are small, and the floor would leave nothing to choose."""
     monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
-
-
-class Managers:
-    """Has the managers of a run, whose totals are asked for before it is over."""
-
-    def __init__(self) -> None:
-        self.moved: list[Moved] = []
-
-    @contextmanager
-    def ranks(self, managers: Sequence[PipelineOffloadManager]) -> Iterator[None]:
-        yield
-        for manager in managers:
-            all_of_it = manager.statistics()
-            names = [one.name for one in fields(Moved)]
-            self.moved.append(Moved(**{name: getattr(all_of_it, name) for name in names}))
-
-
-@dataclass
-class Found:
-    drawn: Drawn
-    ran: list[RankStep]
-    moved: list[Moved]
-    tapes: Any
-
-    def differences(self) -> list[str]:
-        drawn = self.drawn
-        moved: list[Moved] = []
-        with patch.object(NumberRank, "ended", noting(moved)):
-            predicted = predict(
-                drawn.order,
-                self.tapes,
-                drawn.hardware,
-                config=drawn.config,
-                peers=drawn.peers,
-                num_steps=drawn.num_steps,
-            )
-        found = [f"moved: {self.moved} in the run, {moved} predicted"] * (self.moved != moved)
-        for number, (one, other) in enumerate(zip(self.ran, predicted.ranks, strict=True)):
-            for name in (*SAME, *NEARLY):
-                a, b = getattr(one, name), getattr(other, name)
-                if abs(a - b) > (0 if name in SAME else 1e-9 * one.seconds):
-                    found.append(f"{name} of rank {number}: ran {a}, predicted {b}")
-        if drawn.num_steps == 2 and drawn.config is not None:
-            given = drawn.order, self.tapes, drawn.hardware, replace(drawn.config, plan=None)
-            first = FirstStep(*given, drawn.peers)
-            for _ in range(2):  # the first step is as it was when another has followed it
-                if first.second(drawn.config) != predicted:
-                    found.append("another second step after the same first one")
-        return found
-
-
-def noting(moved: list[Moved]) -> Callable[[NumberRank], RankStep]:
-    ended = NumberRank.ended
-
-    def note(rank: NumberRank) -> RankStep:
-        moved.append(rank.moved)
-        return ended(rank)
-
-    return note
-
-
-def ran(seed: int, **hardware: Any) -> Found:
-    drawn = draw_pipeline(seed)
-    return run_and_recorded(replace(drawn, hardware=replace(drawn.hardware, **hardware)))
-
-
-def run_and_recorded(drawn: Drawn) -> Found:
-    managers = Managers()
-    step = run_pipeline(
-        drawn.order,
-        drawn.work,
-        drawn.hardware,
-        config=drawn.config,
-        peers=drawn.peers,
-        num_steps=drawn.num_steps,
-        trace=managers,
-    )
-    tapes = record(drawn.order, drawn.work, drawn.hardware, drawn.config)
-    return Found(drawn, step.ranks, managers.moved, tapes)
-
-
-def ran_with_recomputed(seed: int, layers_seed: int | None = None) -> Found:
-    drawn = draw_pipeline(seed)
-    with some_recomputed(drawn, seed if layers_seed is None else layers_seed):
-        return run_and_recorded(drawn)
 
 
 def compare(seeds: range, ran: Callable[[int], Found] = ran) -> None:
@@ -398,6 +309,18 @@ def test_a_fault_in_a_rule_shows(name: str, some: list[Found]) -> None:
     with FAULTS[name]():
         assert any(found.differences() for found in some)
     assert not any(found.differences() for found in some)
+
+
+def test_the_figure_of_exactness_counts_a_fault() -> None:
+    """And one that ends a run is no pipeline that was compared."""
+    rows = [predict_exact.compared(2)]
+    with FAULTS["LateFinish"]():
+        rows.append(predict_exact.compared(2))
+    with patch("beside_engine.predict", side_effect=ZeroDivisionError("once")):
+        rows.append(predict_exact.compared(2))
+    found = predict_exact.figures(rows)
+    assert (found["num_compared"], found["num_unequal"]) == (2, 1)
+    assert found["failed"] == {2: "ZeroDivisionError: once"}
 
 
 # What is not predicted says so

@@ -1,0 +1,150 @@
+"""Random pipelines, run by the engine on virtual devices and predicted in numbers.
+
+found = ran(seed)          # or ran_with_recomputed(seed)
+found.compared().unequal   # bytes and counts, in words
+found.compared().time_gap  # of all times of all ranks, the largest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from unittest.mock import patch
+
+from random_pipelines import Drawn, draw_pipeline, some_recomputed
+
+from pp_offload import PipelineOffloadManager
+from pp_offload.plan import predict, record
+from pp_offload.plan.pipeline import FirstStep
+from pp_offload.plan.rank import NumberRank
+from pp_offload.plan.rules import Moved
+from pp_offload.simulate import PipelineStep, RankStep, run_pipeline
+
+SAME = ("peak_bytes", "host_peak_bytes", "bytes_offloaded", "num_in_flight")
+NEARLY = ("seconds", "busy_s", "stalled_s", "offload_s")
+"""To one part in 1e9 of the step: the same times are added up in another order."""
+
+
+class Managers:
+    """Has the managers of a run, whose totals are asked for before it is over."""
+
+    def __init__(self) -> None:
+        self.moved: list[Moved] = []
+
+    @contextmanager
+    def ranks(self, managers: Sequence[PipelineOffloadManager]) -> Iterator[None]:
+        yield
+        for manager in managers:
+            all_of_it = manager.statistics()
+            names = [one.name for one in fields(Moved)]
+            self.moved.append(Moved(**{name: getattr(all_of_it, name) for name in names}))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A prediction beside the run."""
+
+    unequal: list[str]
+    """Bytes and counts that are not the same, in words."""
+
+    time_gap: float
+    """The largest difference of a time, as a part of the step."""
+
+    times: list[str]
+    """Those that differ by more than one part in 1e9, in words."""
+
+
+@dataclass
+class Found:
+    drawn: Drawn
+    ran: list[RankStep]
+    moved: list[Moved]
+    tapes: Any
+
+    def compared(self) -> Compared:
+        """With what is predicted."""
+        return self._compared(*self._predicted())
+
+    def differences(self) -> list[str]:
+        """In words, also of another second step after the same first one."""
+        step, moved = self._predicted()
+        compared = self._compared(step, moved)
+        return compared.unequal + compared.times + self._other_second_steps(step)
+
+    def _predicted(self) -> tuple[PipelineStep, list[Moved]]:
+        drawn = self.drawn
+        moved: list[Moved] = []
+        with patch.object(NumberRank, "ended", noting(moved)):
+            step = predict(
+                drawn.order,
+                self.tapes,
+                drawn.hardware,
+                config=drawn.config,
+                peers=drawn.peers,
+                num_steps=drawn.num_steps,
+            )
+        return step, moved
+
+    def _compared(self, step: PipelineStep, moved: list[Moved]) -> Compared:
+        unequal = [f"moved: {self.moved} in the run, {moved} predicted"] * (self.moved != moved)
+        times, gaps = [], [0.0]
+        for number, (one, other) in enumerate(zip(self.ran, step.ranks, strict=True)):
+            for name in (*SAME, *NEARLY):
+                a, b = getattr(one, name), getattr(other, name)
+                said = f"{name} of rank {number}: ran {a}, predicted {b}"
+                if name in SAME:
+                    unequal += [said] * (a != b)
+                    continue
+                gaps.append(abs(a - b) / one.seconds)
+                times += [said] * (abs(a - b) > 1e-9 * one.seconds)
+        return Compared(unequal, max(gaps), times)
+
+    def _other_second_steps(self, step: PipelineStep) -> list[str]:
+        drawn = self.drawn
+        if drawn.num_steps != 2 or drawn.config is None:
+            return []
+        given = drawn.order, self.tapes, drawn.hardware, replace(drawn.config, plan=None)
+        first = FirstStep(*given, drawn.peers)
+        return [
+            "another second step after the same first one"
+            for _ in range(2)  # the first step is as it was when another has followed it
+            if first.second(drawn.config) != step
+        ]
+
+
+def noting(moved: list[Moved]) -> Callable[[NumberRank], RankStep]:
+    ended = NumberRank.ended
+
+    def note(rank: NumberRank) -> RankStep:
+        moved.append(rank.moved)
+        return ended(rank)
+
+    return note
+
+
+def ran(seed: int, **hardware: Any) -> Found:
+    drawn = draw_pipeline(seed)
+    return run_and_recorded(replace(drawn, hardware=replace(drawn.hardware, **hardware)))
+
+
+def run_and_recorded(drawn: Drawn) -> Found:
+    managers = Managers()
+    step = run_pipeline(
+        drawn.order,
+        drawn.work,
+        drawn.hardware,
+        config=drawn.config,
+        peers=drawn.peers,
+        num_steps=drawn.num_steps,
+        trace=managers,
+    )
+    tapes = record(drawn.order, drawn.work, drawn.hardware, drawn.config)
+    return Found(drawn, step.ranks, managers.moved, tapes)
+
+
+def ran_with_recomputed(seed: int, layers_seed: int | None = None) -> Found:
+    drawn = draw_pipeline(seed)
+    with some_recomputed(drawn, seed if layers_seed is None else layers_seed):
+        return run_and_recorded(drawn)
