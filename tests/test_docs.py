@@ -46,7 +46,7 @@ EXAMPLES = {
     "simulate": 3,
     "trace": 3,
     "cli": 1,
-    "planning": 5,
+    "planning": 6,
     "megatron": 1,
 }
 """How many blocks of Python a page has; each is run below, that of Megatron in tests/compat."""
@@ -412,11 +412,23 @@ def test_a_plan_is_made_and_followed(
     )
     assert given[0].offload_plan is not None and len(given[0].offload_plan.ranks) == 4
     exec(blocks("planning")[1], {"pipeline_rank": 3, "stage_modules": [nn.Linear(1, 1)]})
-    exec(blocks("planning")[2], {})
-    exec(blocks("planning")[3], {"train": steps_of_another_model})
+    exec(blocks("planning")[3], {})
+    exec(blocks("planning")[4], {"train": steps_of_another_model})
     assert "0.000 GiB left, planned" in capsys.readouterr().out
-    exec(blocks("planning")[4], {})
+    names: dict[str, Any] = {}
+    exec(blocks("planning")[5], names)
     assert len(capsys.readouterr().out.splitlines()) == 2
+    exec(blocks("planning")[2], names)
+    assert "linear     0-3   15  64.0" in capsys.readouterr().out
+
+
+def test_the_profile_is_that_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_model.py").write_text(blocks("cli")[0])
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["profile", "my_model:stages"])
+    assert done.exit_code == 0, done.output
+    shown = section("planning", "What is worth sending").split("```")[1].strip().split("\n\n")
+    assert len(shown) == 2 and all(f"\n{table}\n" in done.output for table in shown)
 
 
 @pytest.mark.parametrize("name", ["step_of_a_rank", "step_of_four_ranks"])

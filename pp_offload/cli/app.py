@@ -16,6 +16,7 @@ from pp_offload import __version__
 from pp_offload.cli.compare import compare
 from pp_offload.cli.doctor import doctor
 from pp_offload.cli.plan import plan
+from pp_offload.cli.profile import profile
 from pp_offload.cli.simulate import simulate
 from pp_offload.cli.sweep import sweep
 from pp_offload.cli.trace import trace
@@ -28,6 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command()(simulate)
+app.command()(profile)
 app.command()(plan)
 app.command()(sweep)
 app.command()(trace)

@@ -1,6 +1,7 @@
 """What a step will cost, in numbers alone: the engine's rules, without tensors.
 
     tapes = record(order, work, DEVICES["H100"])        # one microbatch, on a virtual device
+    print(profile_table(profile(tapes, DEVICES["H100"])))
     step = predict(order, tapes, DEVICES["H100"], config=OffloadConfig())
     step.seconds, step.ranks[0].peak_bytes
     plan = choose(order, tapes, DEVICES["H100"], 40 * 2**30)            # what leaves, rank by rank
@@ -14,22 +15,30 @@ from __future__ import annotations
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 from pp_offload.plan.chooser import Chooser, choose
 from pp_offload.plan.pipeline import predict
+from pp_offload.plan.profile import ActionProfile, GroupProfile, Profile, StageProfile, profile
+from pp_offload.plan.profile_table import profile_table
 from pp_offload.plan.record import record
 from pp_offload.plan.search import InfeasibleError
 from pp_offload.plan.tape import RankTapes, Tape
 from pp_offload.plan.trade_off import Front, front
 
 __all__ = [
+    "ActionProfile",
     "Chooser",
     "Front",
+    "GroupProfile",
     "InfeasibleError",
     "OffloadPlan",
     "PlannedGroup",
+    "Profile",
     "RankPlan",
     "RankTapes",
+    "StageProfile",
     "Tape",
     "choose",
     "front",
     "predict",
+    "profile",
+    "profile_table",
     "record",
 ]

@@ -39,6 +39,13 @@ def deep(num_stages: int, length: int) -> Modules:
     return Modules(stages, example=example, loss_fn=lambda y: y.sum(), groups={"layer": "*"})
 
 
+def layered(num_stages: int, length: int) -> Modules:
+    """Says which layers may be recomputed."""
+    work = deep(num_stages, length)
+    work.layers = "*"
+    return work
+
+
 def unmarked(num_stages: int, length: int) -> Modules:
     return modules(num_stages, length)
 

@@ -27,7 +27,7 @@ def test_the_version_is_that_of_a_bug_report() -> None:
     assert "Python 3." in done.output
 
 
-COMMANDS = ("simulate", "plan", "sweep", "trace", "compare", "doctor")
+COMMANDS = ("simulate", "profile", "plan", "sweep", "trace", "compare", "doctor")
 
 
 def test_help_names_every_command() -> None:

@@ -1,0 +1,288 @@
+"""What a pipeline is made of: bytes and times of its groups and stages, read from its tapes.
+
+    found = profile(record(order, work, DEVICES["H100"]), DEVICES["H100"])
+    print(profile_table(found))
+    found.groups[0].nbytes, found.stages[0].forward.ms
+
+Nothing is reckoned from sizes of a model. Recomputation stands with stages: a layer is recomputed
+whole, and tapes do not say which groups are in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from pp_offload._common.checks import check_kind
+from pp_offload.plan.device import Bytes, NumberDevice
+from pp_offload.plan.tape import Close, Drop, Event, Gone, Open, RankTapes, Stretch, Tape, Use
+from pp_offload.simulate.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class GroupProfile:
+    """A group, for one microbatch."""
+
+    name: str
+
+    layer: int
+    """How many groups of this name are before it in its stage."""
+
+    stage: int
+
+    nbytes: int
+    """What it saves, and may send away."""
+
+    shared_with: tuple[str, ...]
+    """Names of the groups that save some of the same bytes, which are copied once."""
+
+    forward_ms: float
+    """Of operators while no other group was open inside it."""
+
+    backward_ms: float
+    """Of operators after backward has asked for something that it saved, until it asks for
+    something of another group. What was asked for once is taken to be for the operators behind.
+    """
+
+    copy_ms: float
+    """Of its bytes, to the host, with nothing else on the link."""
+
+    @property
+    def bytes_per_ms(self) -> float:
+        """What it saves for each millisecond of its forward; 0 where that takes no time."""
+        return self.nbytes / self.forward_ms if self.forward_ms else 0.0
+
+
+@dataclass(frozen=True)
+class GroupKind:
+    """Groups that are alike but for the layer and the stage."""
+
+    first: GroupProfile
+    num: int
+    stages: tuple[int, ...]
+    """Which have some."""
+
+
+@dataclass(frozen=True)
+class ActionProfile:
+    """A forward or a backward of one microbatch where nothing leaves."""
+
+    resident_bytes: int
+    """What the device holds more when it has ended; below 0 if that is less."""
+
+    transient_peak_bytes: int
+    """The most that the device holds more on the way."""
+
+    ms: float
+    """Of its operators."""
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """A stage, for one microbatch."""
+
+    stage: int
+    rank: int
+    forward: ActionProfile
+    first_backward: ActionProfile
+    """Of a step: it makes the gradients that the others add to."""
+
+    backward: ActionProfile
+    num_layers: int
+    """Which may be recomputed; for these, all recomputed was recorded, too."""
+
+    recompute_ms: float | None
+    """How much longer a backward is for each layer that it recomputes, on average. None without
+    such layers.
+    """
+
+    recompute_frees_bytes: float | None
+    """How much less a microbatch holds for each of them until its backward, on average."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a pipeline is made of."""
+
+    groups: tuple[GroupProfile, ...]
+    """By stage, in forward order."""
+
+    stages: tuple[StageProfile, ...]
+    resident_bytes: tuple[int, ...]
+    """Of each rank at the begin of a step: parameters, and what the schedule allocates."""
+
+    link_bytes_per_ms: float
+    """What copies in one direction reach."""
+
+    def kinds(self) -> list[GroupKind]:
+        """Equal groups as one, in the order in which the first of each comes."""
+        alike: dict[GroupProfile, list[GroupProfile]] = {}
+        for one in self.groups:
+            alike.setdefault(_kind(one), []).append(one)
+        return [
+            GroupKind(one[0], len(one), tuple(sorted({each.stage for each in one})))
+            for one in alike.values()
+        ]
+
+
+def _kind(one: GroupProfile) -> GroupProfile:
+    """Without its place, and in whole nanoseconds: equal operators differ by what rounding leaves
+    of the clock.
+    """
+    forward_ms, backward_ms = round(one.forward_ms, 6), round(one.backward_ms, 6)
+    return replace(one, layer=0, stage=0, forward_ms=forward_ms, backward_ms=backward_ms)
+
+
+def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
+    """What is in the tapes.
+
+    Args:
+        tapes: Rank by rank; see :func:`record`. Where layers may be recomputed, the ranks are
+            recorded with all of them recomputed, too.
+        hardware: Has the link.
+
+    Raises:
+        TypeError: ``hardware`` is no :class:`Hardware`.
+    """
+    check_kind("hardware", hardware, Hardware, "a Hardware", 'write DEVICES["H100"]')
+    groups: dict[int, list[GroupProfile]] = {}
+    stages: dict[int, StageProfile] = {}
+    for rank, one in enumerate(tapes):
+        every = one.recomputing(one.num_layers)
+        layers = dict(zip(sorted(every.stages), every.recomputed, strict=False))
+        for stage, tape in one.stages.items():
+            groups[stage] = list(_groups(stage, tape, hardware))
+            stages[stage] = _stage(
+                *(stage, rank, tape), every.stages[stage], len(layers.get(stage, ()))
+            )
+    return Profile(
+        tuple(one for stage in sorted(groups) for one in groups[stage]),
+        tuple(stages[stage] for stage in sorted(stages)),
+        tuple(one.resident_bytes for one in tapes),
+        hardware.copy_bytes_per_s / 1e3,
+    )
+
+
+def _groups(stage: int, tape: Tape, hardware: Hardware) -> Iterator[GroupProfile]:
+    forward, backward = _forward_seconds(tape), _backward_seconds(tape)
+    shared = _shared(tape)
+    num: Counter[str] = Counter()
+    for position, group in enumerate(tape.groups):
+        device = NumberDevice(hardware)
+        device.copy([tape.payloads[index].nbytes for index in group.payloads], to_host=True)
+        yield GroupProfile(
+            name=group.name,
+            layer=num[group.name],
+            stage=stage,
+            nbytes=tape.nbytes(group),
+            shared_with=shared[position],
+            forward_ms=forward[position] * 1e3,
+            backward_ms=backward[position] * 1e3,
+            copy_ms=device.d2h.busy_s * 1e3,
+        )
+        num[group.name] += 1
+
+
+def _forward_seconds(tape: Tape) -> list[float]:
+    """Of operators, by position of the innermost group that is open."""
+    seconds = [0.0] * len(tape.groups)
+    are_open: list[int] = []
+    for event in tape.forward:
+        match event:
+            case Open(position):
+                are_open.append(position)
+            case Close(position):
+                are_open.remove(position)
+            case Stretch() if are_open:
+                seconds[are_open[-1]] += sum(event.seconds)
+    return seconds
+
+
+def _backward_seconds(tape: Tape) -> list[float]:
+    """Of operators, by position of the group that backward has asked last."""
+    seconds = [0.0] * len(tape.groups)
+    group_of = {one: i for i, group in enumerate(tape.groups) for one in group.payloads}
+    asked: int | None = None
+    for event in tape.backward:
+        match event:
+            case Use(payload):
+                asked = group_of[payload]
+            case Stretch() if asked is not None:
+                seconds[asked] += sum(event.seconds)
+    return seconds
+
+
+def _shared(tape: Tape) -> list[tuple[str, ...]]:
+    """By position, names of the groups with which a group shares copies."""
+    savers: dict[tuple[int, int], set[int]] = {}
+    for position, group in enumerate(tape.groups):
+        for one in (tape.payloads[index] for index in group.payloads):
+            if one.version is not None:
+                savers.setdefault((one.source, one.version), set()).add(position)
+    found: list[set[str]] = [set() for _ in tape.groups]
+    for positions in savers.values():
+        for one_of_them in positions:
+            found[one_of_them] |= {tape.groups[i].name for i in positions - {one_of_them}}
+    return [tuple(sorted(names)) for names in found]
+
+
+def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int) -> StageProfile:
+    forward, first, backward = _actions(tape)
+    other = _actions(recomputed)
+    return StageProfile(
+        stage=stage,
+        rank=rank,
+        forward=forward,
+        first_backward=first,
+        backward=backward,
+        num_layers=num_layers,
+        recompute_ms=(other[2].ms - backward.ms) / num_layers if num_layers else None,
+        recompute_frees_bytes=(forward.resident_bytes - other[0].resident_bytes) / num_layers
+        if num_layers
+        else None,
+    )
+
+
+def _actions(tape: Tape) -> tuple[ActionProfile, ActionProfile, ActionProfile]:
+    """Forward, first backward and any other."""
+    memory = _Memory(tape)
+    forward = memory.play(tape.forward)
+    first = _Memory(tape)
+    first.play(tape.forward)
+    return forward, first.play(tape.first_backward), memory.play(tape.backward)
+
+
+class _Memory:
+    """Device memory of a microbatch that sends nothing away.
+
+    Args:
+        tape: What it does.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._num_holders = [1] * len(tape.source_bytes)
+        """Of each source: the program, and payloads that stay."""
+
+    def play(self, events: Sequence[Event]) -> ActionProfile:
+        """The next action."""
+        memory, seconds = Bytes(), 0.0
+        for event in events:
+            match event:
+                case Stretch():
+                    memory.pass_by(event.nbytes, event.rise)
+                    seconds += sum(event.seconds)
+                case Close(position):
+                    for index in self._tape.groups[position].payloads:
+                        self._num_holders[self._tape.payloads[index].source] += 1
+                case Drop(source):
+                    self._let_go(memory, source)
+                case Gone(payload):
+                    self._let_go(memory, self._tape.payloads[payload].source)
+        return ActionProfile(memory.live, memory.peak, seconds * 1e3)
+
+    def _let_go(self, memory: Bytes, source: int) -> None:
+        self._num_holders[source] -= 1
+        if not self._num_holders[source]:
+            memory.add(-self._tape.source_bytes[source])
