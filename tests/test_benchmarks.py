@@ -156,3 +156,13 @@ def test_predict_exact_writes_its_figures(tmp_path: Path) -> None:
     assert figures["num_compared"] == 6 and figures["failed"] == {}
     assert 0 < figures["num_offloading"] < 6, "or what is equal may be nothing, or all alike"
     assert figures["num_unequal"] == 0 and figures["worst_time_gap"] <= 1e-9
+
+
+def test_training_on_the_cpu_has_the_bytes_that_are_predicted(tmp_path: Path) -> None:
+    """Two layers; attention on CUDA saves two numbers that attention on a CPU does not."""
+    rows = run_quick("validate_cpu.py", tmp_path)
+    assert [(one["fraction"], one["microbatches"]) for one in rows] == [(0, 3), (0.5, 3), (1, 3)]
+    assert all(one["left_bytes"] == one["left_predicted"] for one in rows)
+    assert all(one["difference"] == 16 * 2 * one["microbatches"] for one in rows)
+    assert 0 == rows[0]["left_bytes"] < rows[1]["left_bytes"] < rows[2]["left_bytes"]
+    assert rows[0]["peak_bytes"] > rows[1]["peak_bytes"] > rows[2]["peak_bytes"]
