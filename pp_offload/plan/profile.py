@@ -16,7 +16,18 @@ from dataclasses import dataclass, replace
 
 from pp_offload._common.checks import check_kind
 from pp_offload.plan.device import Bytes, NumberDevice
-from pp_offload.plan.tape import Close, Drop, Event, Gone, Open, RankTapes, Stretch, Tape, Use
+from pp_offload.plan.tape import (
+    Backward,
+    Close,
+    Drop,
+    Event,
+    Gone,
+    Open,
+    RankTapes,
+    Stretch,
+    Tape,
+    Use,
+)
 from pp_offload.simulate.hardware import Hardware
 
 
@@ -204,7 +215,7 @@ def _backward_seconds(tape: Tape) -> list[float]:
     seconds = [0.0] * len(tape.groups)
     group_of = {one: i for i, group in enumerate(tape.groups) for one in group.payloads}
     asked: int | None = None
-    for event in tape.backward:
+    for event in _backward(tape).later:
         match event:
             case Use(payload):
                 asked = group_of[payload]
@@ -250,7 +261,15 @@ def _actions(tape: Tape) -> tuple[ActionProfile, ActionProfile, ActionProfile]:
     forward = memory.play(tape.forward)
     first = _Memory(tape)
     first.play(tape.forward)
-    return forward, first.play(tape.first_backward), memory.play(tape.backward)
+    backward = _backward(tape)
+    return forward, first.play(backward.first), memory.play(backward.later)
+
+
+def _backward(tape: Tape) -> Backward:
+    """What makes all gradients; both parts, where it comes in two."""
+    first, weights = tape.input_part, tape.weight_part
+    in_two = Backward((*first, *weights.first), (*first, *weights.later))
+    return tape.backward if tape.backward.later else in_two
 
 
 class _Memory:

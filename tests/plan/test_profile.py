@@ -11,7 +11,11 @@ import pytest
 import torch
 from random_pipelines import draw_pipeline
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from virtual_models import KIND, Stage
 
 from pp_offload import OffloadConfig, recompute_layers, use_backend
@@ -267,3 +271,21 @@ def test_without_layers_nothing_is_said_of_recomputation(llama: Stage) -> None:
 def test_hardware_is_asked_for() -> None:
     with pytest.raises(TypeError, match="hardware is 'H100', expected a Hardware"):
         profile([], "H100")  # type: ignore[arg-type]
+
+
+def test_a_backward_in_two_parts_is_both() -> None:
+    kind = {"device": "meta", "dtype": torch.bfloat16}
+    sizes = {"num_ranks": 2, "num_stages": 4, "num_microbatches": 4}
+    found = []
+    for schedule in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        stages = [nn.Sequential(nn.Linear(4096, 4096, **kind), nn.Tanh()) for _ in range(4)]
+        example = torch.empty(4096, 4096, **kind)
+        work = Modules(stages, example=example, loss_fn=square, groups={"part": "*"})
+        order = PipelineOrder(schedule, **sizes)
+        found.append(profile(record(order, work, AT_ONCE), AT_ONCE))
+    one, two = found
+    assert [each.nbytes for each in two.groups] == [each.nbytes for each in one.groups]
+    for whole, parts in zip(one.stages[1:], two.stages[1:], strict=True):
+        assert parts.forward == whole.forward
+        assert parts.backward.ms == pytest.approx(whole.backward.ms, rel=1e-9)
+        assert parts.first_backward.ms == pytest.approx(whole.first_backward.ms, rel=1e-9)
