@@ -4,9 +4,12 @@ For each pipeline with few groups every choice is predicted; a plan is made for 
 memory. The gap is how much longer a step is by the plan than by the best choice that fits.
 
     python benchmarks/plan_search.py --pipelines 500 --json plans.json
+    python benchmarks/plan_search.py --pipelines 500 --tries 100
     python benchmarks/plan_search.py --pipelines 200 --recompute --most-groups 6
 
-With ``--recompute``, layers may be recomputed, and every number of them is predicted, too.
+With ``--recompute``, layers may be recomputed, and every number of them is predicted, too. With
+``--tries``, a plan has to be found with that many: all choices are tried where they are few, and
+of a large model they are not.
 
 Figures
     mean_gap, p95_gap, worst_gap   parts of a step, over all plans
@@ -33,7 +36,8 @@ from every_choice import all_choices, every_number_and_choice, num_groups
 from small import limits, planned
 
 from pp_offload._groups import auto_bounds
-from pp_offload.plan import InfeasibleError, choose
+from pp_offload.plan import InfeasibleError, choose, search
+from pp_offload.plan.search import MAX_TRIES
 
 NUM_LIMITS = 5
 
@@ -51,11 +55,13 @@ def main() -> None:
     parser.add_argument("--pipelines", type=int, default=100, help="default: 100")
     parser.add_argument("--most-groups", type=int, default=8, help="of a pipeline; default: 8")
     parser.add_argument("--recompute", action="store_true", help="layers may be recomputed")
+    parser.add_argument("--tries", type=int, default=MAX_TRIES, help="for a plan, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the first; default: 0")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     auto_bounds.LEAST_IN_FLIGHT_BYTES = 1  # these models are small
+    search.MAX_TRIES = options.tries
     gaps: list[float] = []
     took: list[float] = []
     num_above = num_unmonotone = num_done = 0

@@ -6,7 +6,9 @@
 
 Offload costs nothing until compute waits for copies, and never helps a step. So each rank keeps as
 much as the limit lets it, and sends away what a forward saves first, which is needed last.
-Ranks differ, for the first of a pipeline has the most microbatches in flight.
+Ranks differ, for the first of a pipeline has the most microbatches in flight. Where the link has
+too much to do, another one of equal groups may have a better time to leave or to come back: so
+what was found is changed group by group in the end.
 
 NOTE [ What is proven ]
     The step without offload is a lower bound of all plans. Each rank has its operators in the same
@@ -21,12 +23,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import permutations, product
-from math import prod
+from itertools import product
+from math import comb, prod
 
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 from pp_offload.config import OffloadConfig, without_plan
-from pp_offload.plan.filling import Class, Filling, Kept, with_num
+from pp_offload.plan.changes import (
+    Stay,
+    class_changed,
+    flipped,
+    group_changed,
+    one_less,
+    stay_of,
+    subsets,
+)
+from pp_offload.plan.filling import Class, Filling, Kept
 from pp_offload.plan.pipeline import FirstStep, predict
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
@@ -47,6 +58,9 @@ MAX_TRIES = 512
 
 PART_FOR_ALL = 2
 """All choices are tried where that is no more than one in so many of the tries that are left."""
+
+MOST_FLIPPED = 3
+"""So many groups at a time are changed, of any ranks, where all such changes can be tried."""
 
 SAME = 1e-6
 """Steps are as short as each other up to this part of them."""
@@ -107,7 +121,9 @@ class Steps:
 class Tried:
     """A choice, and what it costs."""
 
-    kept: tuple[Kept, ...]
+    kept: tuple[Stay, ...]
+    """What stays, rank by rank."""
+
     step: PipelineStep
 
     def fits(self, limit_bytes: int) -> bool:
@@ -130,8 +146,8 @@ class Search:
         self._steps = steps
         self.tapes = tapes
         self._classes = [_classes(one) for one in tapes]
-        self._tried: dict[tuple[Kept, ...], Tried] = {}
-        self._filled: dict[int, list[Kept]] = {}
+        self._tried: dict[tuple[Stay, ...], Tried] = {}
+        self._filled: dict[int, list[Stay]] = {}
         """By limit, as much as fits on each rank, however long a step is."""
 
     @cached_property
@@ -159,10 +175,13 @@ class Search:
             InfeasibleError: None fits.
         """
         self._look(limit_bytes, most_steps)
-        fitting = [one for one in self._tried.values() if one.fits(limit_bytes)]
+        fitting = self._fitting(limit_bytes)
         if not fitting or max(self.first_peaks) > limit_bytes:
             raise self._infeasible(limit_bytes)
         return best_of(fitting)
+
+    def _fitting(self, limit_bytes: int) -> list[Tried]:
+        return [one for one in self._tried.values() if one.fits(limit_bytes)]
 
     def infeasible(self, limit_bytes: int) -> InfeasibleError:
         """Says the least limit that can be met, of one that cannot."""
@@ -172,23 +191,33 @@ class Search:
     def _look(self, limit_bytes: int, most_steps: int) -> None:
         num_choices = prod(len(one.places) + 1 for classes in self._classes for one in classes)
         if num_choices <= (most_steps - self._steps.num) // PART_FOR_ALL:
-            for kept in product(*map(_choices, self._classes)):
-                self._try(kept)
+            for nums in product(*map(_choices, self._classes)):
+                self._try(self._stays(nums))
         else:
             self._fill(limit_bytes)
 
     def polished(self, best: Tried, limit_bytes: int, most_steps: int) -> Tried:
-        """The shortest that one change after the other leads to, until so many are predicted."""
+        """The shortest of all choices of single groups where they are few; else that to which one
+        change after the other leads, until so many are predicted.
+        """
         filled = self._filled.get(limit_bytes, list(best.kept))
         differ = [rank for rank, kept in enumerate(filled) if kept != best.kept[rank]]
         until = max(most_steps, self._steps.num + TRIES_FILLED_UP)
         best = self._filled_up(best, filled, differ, limit_bytes, until)
+        if not self.is_bound(best) and 2**self._num_groups <= most_steps - self._steps.num:
+            for kept in product(*map(subsets, self._classes)):
+                self._try(kept)
+            return best_of(self._fitting(limit_bytes))
         while (better := self._better(best, limit_bytes, most_steps)) is not None:
             best = better
         return best
 
+    @property
+    def _num_groups(self) -> int:
+        return sum(len(one.places) for classes in self._classes for one in classes)
+
     def _filled_up(
-        self, best: Tried, filled: list[Kept], ranks: list[int], limit_bytes: int, most_steps: int
+        self, best: Tried, filled: list[Stay], ranks: list[int], limit_bytes: int, most_steps: int
     ) -> Tried:
         """The same with as many of these ranks filled as can be in a step that is as short."""
         if not ranks or self._steps.num >= most_steps:
@@ -204,9 +233,11 @@ class Search:
         return best
 
     def _better(self, best: Tried, limit_bytes: int, most_steps: int) -> Tried | None:
-        for kept in self._neighbours(best):
+        for kept in self._neighbours(best, most_steps):
             if self._steps.num >= most_steps or self.is_bound(best):
                 return None
+            if kept in self._tried:  # the best of all that were tried is what is changed
+                continue
             found = self._try(kept)
             if found.fits(limit_bytes) and best_of([best, found]) is found:
                 return found
@@ -232,33 +263,41 @@ class Search:
         """Fill each rank up to the limit, all at once."""
         ranks = [Filling(classes, limit_bytes) for classes in self._classes]
         while any(rank.is_trying for rank in ranks):
-            found = self._try([rank.proposal for rank in ranks])
+            found = self._try(self._stays([rank.proposal for rank in ranks]))
             for rank, one in zip(ranks, found.step.ranks, strict=True):
                 rank.told(one.peak_bytes)
-        self._filled[limit_bytes] = [rank.proposal for rank in ranks]
+        self._filled[limit_bytes] = self._stays([rank.proposal for rank in ranks])
         self._settle(self._filled[limit_bytes], limit_bytes)
 
-    def _neighbours(self, tried: Tried) -> Iterator[tuple[Kept, ...]]:
-        """Each with a change on one rank; first on those that stand still longest for copies."""
+    def _neighbours(self, tried: Tried, most_steps: int) -> Iterator[tuple[Stay, ...]]:
+        """With a change on one rank: first on those that stand still longest for copies, and of
+        classes before that of groups. Then with several groups changed, where all such choices can
+        be tried until ``most_steps`` are predicted.
+        """
         kept, ranks = tried.kept, tried.step.ranks
-        for rank in sorted(range(len(ranks)), key=lambda rank: -ranks[rank].stalled_s):
-            for mine in _changed(kept[rank], [len(one.places) for one in self._classes[rank]]):
-                yield (*kept[:rank], mine, *kept[rank + 1 :])
+        slowest = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].stalled_s)
+        for change in (class_changed, group_changed):
+            for rank in slowest:
+                for mine in change(kept[rank], self._classes[rank]):
+                    yield (*kept[:rank], mine, *kept[rank + 1 :])
+        for num in range(2, MOST_FLIPPED + 1):
+            if comb(self._num_groups, num) <= most_steps - self._steps.num:
+                yield from flipped(kept, self._classes, num)
 
-    def _settle(self, kept: list[Kept], limit_bytes: int) -> None:
+    def _settle(self, kept: list[Stay], limit_bytes: int) -> None:
         """Try together what was found for each rank: what one keeps changes when others wait, and
         with that what is on its way there. Who is above the limit keeps less.
         """
         while not (found := self._try(kept)).fits(limit_bytes):
             less = [
-                _one_less(mine) if one.peak_bytes > limit_bytes else mine
-                for mine, one in zip(kept, found.step.ranks, strict=True)
+                one_less(mine, classes) if one.peak_bytes > limit_bytes else mine
+                for mine, classes, one in zip(kept, self._classes, found.step.ranks, strict=True)
             ]
             if less == kept:
                 return
             kept = less
 
-    def _try(self, kept: Sequence[Kept]) -> Tried:
+    def _try(self, kept: Sequence[Stay]) -> Tried:
         known = self._tried.get(tuple(kept))
         if known is not None:
             return known
@@ -267,27 +306,12 @@ class Search:
         found = self._tried[tuple(kept)] = Tried(tuple(kept), step)
         return found
 
-    def stages(self, kept: Sequence[Kept]) -> list[tuple[tuple[PlannedGroup, ...], ...]]:
-        """The groups of each rank where it keeps so many of each class."""
-        found = []
-        for tapes, classes, nums in zip(self.tapes, self._classes, kept, strict=True):
-            stay = {
-                place for one, num in zip(classes, nums, strict=True) for place in one.places[:num]
-            }
-            found.append(tapes.planned(stay))
-        return found
+    def _stays(self, nums: Sequence[Kept]) -> list[Stay]:
+        return [stay_of(*both) for both in zip(self._classes, nums, strict=True)]
 
-
-def _changed(kept: Kept, most: Sequence[int]) -> Iterator[Kept]:
-    """All or none of a class, one more or one less of it, or one of another in place of one."""
-    numbers = range(len(most))
-    for number in numbers:
-        for num in sorted({most[number], 0, kept[number] + 1, kept[number] - 1}, reverse=True):
-            if num != kept[number] and 0 <= num <= most[number]:
-                yield with_num(kept, number, num)
-    for more, less in permutations(numbers, 2):
-        if kept[more] < most[more] and kept[less]:
-            yield with_num(with_num(kept, more, kept[more] + 1), less, kept[less] - 1)
+    def stages(self, kept: Sequence[Stay]) -> list[tuple[tuple[PlannedGroup, ...], ...]]:
+        """The groups of each rank, of which these stay."""
+        return [tapes.planned(stay) for tapes, stay in zip(self.tapes, kept, strict=True)]
 
 
 def _choices(classes: Sequence[Class]) -> Iterator[Kept]:
@@ -304,19 +328,11 @@ def best_of(tried: Sequence[Tried]) -> Tried:
     """The shortest; of those that are as short, one that sends least away, and keeps most."""
     shortest_s = min(one.step.seconds for one in tried)
     short = [one for one in tried if one.step.seconds <= shortest_s * (1 + SAME)]
-    return min(short, key=lambda one: (_bytes_sent(one), -sum(map(sum, one.kept))))
+    return min(short, key=lambda one: (_bytes_sent(one), -sum(map(len, one.kept))))
 
 
 def _bytes_sent(tried: Tried) -> int:
     return sum(rank.bytes_offloaded for rank in tried.step.ranks)
-
-
-def _one_less(kept: Kept) -> Kept:
-    """One less of the smallest class of which some stay."""
-    for number in range(len(kept) - 1, -1, -1):
-        if kept[number]:
-            return with_num(kept, number, kept[number] - 1)
-    return kept
 
 
 def _classes(tapes: RankTapes) -> list[Class]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from pp_offload.plan.filling import Kept
+from pp_offload.plan.changes import Stay
 from pp_offload.plan.search import Search, Tried
 from pp_offload.simulate.rank import PipelineStep, RankStep
 
@@ -20,7 +20,7 @@ class Known(Search):
         self._steps: Any = SimpleNamespace(num=0)
         self.slow, self.full = slow, full
 
-    def _try(self, kept: Sequence[Kept]) -> Tried:
+    def _try(self, kept: Sequence[Stay]) -> Tried:
         self._steps.num += 1
         ranks = [
             RankStep(
@@ -34,17 +34,17 @@ class Known(Search):
                 offload_s=0.0,
                 num_in_flight=1,
             )
-            for number, (num,) in enumerate(kept)
+            for number, num in enumerate(map(len, kept))
         ]
         return Tried(tuple(kept), PipelineStep(ranks))
 
 
 def filled_up(search: Known, num_ranks: int = 6, most_steps: int = 100) -> list[int]:
     """How many stay on each rank."""
-    nothing = search._try([(0,)] * num_ranks)
-    filled: list[Kept] = [(MOST,)] * num_ranks
+    nothing = search._try([frozenset()] * num_ranks)
+    filled = [frozenset((0, position) for position in range(MOST))] * num_ranks
     found = search._filled_up(nothing, filled, list(range(num_ranks)), 1, most_steps)
-    return [num for (num,) in found.kept]
+    return [len(stay) for stay in found.kept]
 
 
 def test_all_that_cost_nothing_are_filled() -> None:

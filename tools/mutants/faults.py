@@ -1698,9 +1698,18 @@ MUTANTS = [
     Mutant(
         "plans are not changed for the better",
         "pp_offload/plan/search.py",
-        "        return best_of(fitting)",
-        "        return fitting[0]",
+        "        while (better := self._better(best, limit_bytes, most_steps)) is not None:\n"
+        "            best = better\n",
+        "",
         "a step by a plan is longer than it has to be",
+        ("tests/plan/test_choose.py::test_changes_of_single_groups_lead_to_the_best",),
+    ),
+    Mutant(
+        "it is all the same to a plan which of equal groups stays",
+        "pp_offload/plan/search.py",
+        "            return best_of(self._fitting(limit_bytes))\n",
+        "            return best\n",
+        "a step by a plan is longer than it has to be where the link has too much to do",
         ("tests/plan/test_choose.py::test_no_choice_of_groups_is_better",),
     ),
     Mutant(
