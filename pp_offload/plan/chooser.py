@@ -125,6 +125,20 @@ class Chooser:
         """The step in which all stays and nothing is recomputed."""
         return self._search(self._nothing).without_offload
 
+    def needed_at_first(self, limit_bytes: int) -> dict[int, int]:
+        """Ranks that only the first step has recompute layers; and how many bytes it needs without.
+
+        All groups leave in it, whatever is planned, and bounds are not chosen yet. Later steps are
+        below the limit there where all groups leave.
+        """
+        search = self._search(self._nothing)
+        both = zip(search.first_peaks, search.all_leave().ranks, strict=True)
+        return {
+            rank: first_peak
+            for rank, (first_peak, later) in enumerate(both)
+            if later.peak_bytes <= limit_bytes < first_peak
+        }
+
     def recomputed(self) -> PipelineStep | None:
         """The step in which all layers are recomputed and nothing leaves; None without layers."""
         nums = tuple(one.num_layers for one in self._tapes)

@@ -70,7 +70,8 @@ class InfeasibleError(ValueError):
     """No choice of groups meets the limit.
 
     Attributes:
-        least_bytes: The least limit that one meets: what the fullest rank needs when all leaves.
+        least_bytes: The least limit that one meets: what the fullest rank needs whatever leaves, or
+            in the first step, in which all groups do.
     """
 
     def __init__(self, message: str, least_bytes: int) -> None:
@@ -159,6 +160,10 @@ class Search:
     def first_peaks(self) -> list[int]:
         """Of each rank in the first step, in which all groups leave whatever is planned."""
         return [rank.peak_bytes for rank in self._first.step.ranks]
+
+    def all_leave(self) -> PipelineStep:
+        """A later step in which all groups leave."""
+        return self._try([frozenset()] * len(self.tapes)).step
 
     @cached_property
     def _first(self) -> FirstStep:
@@ -249,13 +254,19 @@ class Search:
 
     def _infeasible(self, limit_bytes: int) -> InfeasibleError:
         tried = [[rank.peak_bytes for rank in one.step.ranks] for one in self._tried.values()]
-        peaks = [max(both) for both in zip(min(tried, key=max), self.first_peaks, strict=True)]
-        least = max(peaks)
+        later_peaks = min(tried, key=max)
+        least = max(later_peaks + self.first_peaks)
+        if least in later_peaks:
+            why = f"rank {later_peaks.index(least)} needs whatever leaves; "
+        else:
+            why = (
+                f"rank {self.first_peaks.index(least)} needs in the first step, where all groups "
+                "leave; give a smaller max_in_flight_bytes and prefetch_bytes, "
+            )
         return InfeasibleError(
             f"limit_bytes is {limit_bytes} ({limit_bytes / GIB:.2f} GiB), expected at least "
-            f"{least} ({least / GIB:.2f} GiB), which rank {peaks.index(least)} needs whatever "
-            "leaves; have more groups leave, take more ranks, shorter microbatches or fewer in "
-            "flight",
+            f"{least} ({least / GIB:.2f} GiB), which {why}have more groups leave, take more ranks, "
+            "shorter microbatches or fewer in flight",
             least,
         )
 

@@ -1,11 +1,12 @@
 """A plan as a table, which a person reads first.
 
-print(table(plan, predict(order, tapes, hardware, num_steps=1)))
+print(table(plan, chooser.without_offload(), chooser.needed_at_first(plan.limit_bytes)))
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.tables import format_table
@@ -22,12 +23,13 @@ leave or stay. Groups that leave do so from the second step on but for the last 
 which there is no time; in the first step all leave."""
 
 
-def table(plan: OffloadPlan, none: PipelineStep) -> str:
-    """A row for each rank.
+def table(plan: OffloadPlan, none: PipelineStep, at_first: Mapping[int, int]) -> str:
+    """A row for each rank, and for which of them the first step is why they recompute.
 
     Args:
         plan: To be shown.
         none: The step without offload.
+        at_first: As :meth:`Chooser.needed_at_first` says.
     """
     rows = [
         _row(number, *both) for number, both in enumerate(zip(plan.ranks, none.ranks, strict=True))
@@ -45,8 +47,24 @@ def table(plan: OffloadPlan, none: PipelineStep) -> str:
             "",
             format_table([HEAD, *rows]),
             NOTE,
+            *_because_of_the_first(plan, at_first),
         ]
     )
+
+
+def _because_of_the_first(plan: OffloadPlan, at_first: Mapping[int, int]) -> list[str]:
+    """A sentence if layers are recomputed for the first step alone."""
+    needs = [
+        f"{nbytes / GIB:.2f} GiB on rank {rank}"
+        for rank, nbytes in at_first.items()
+        if any(plan.ranks[rank].recomputed)
+    ]
+    if not needs:
+        return []
+    return [
+        f"\nLayers are recomputed for the first step, which without needs {', '.join(needs)};\n"
+        "later ones have room. A smaller max_in_flight_bytes and prefetch_bytes make it need less."
+    ]
 
 
 def _row(number: int, ours: RankPlan, none: RankStep) -> tuple[str, ...]:
