@@ -1,7 +1,8 @@
 """How exact ``predict`` is: beside the engine itself on virtual devices, on random pipelines.
 
-Each seed draws modules, groups, options, a schedule and a machine, as tests/plan does; with every
-second one about half of the layers are recomputed. The engine runs the pipeline, all bytes and
+Each seed draws modules, groups, options, a schedule and a machine, as tests/plan does. Of four, one
+is as it is drawn, one has about half of its layers recomputed, one has backwards in two parts, and
+one is V-shaped. The engine runs the pipeline, all bytes and
 counts of each rank have to be equal, and times are compared.
 
     nice python benchmarks/predict_exact.py --pipelines 10000 --processes 2
@@ -26,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
-from beside_engine import ran, ran_with_recomputed
+from beside_engine import ran, ran_split, ran_v_shaped, ran_with_recomputed
 
 from pp_offload._groups import auto_bounds
+
+KINDS = ran, ran_with_recomputed, ran_split, ran_v_shaped
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Row:
 def compared(seed: int) -> Row:
     """That of one pipeline."""
     try:
-        found = (ran_with_recomputed if seed % 2 else ran)(seed)
+        found = KINDS[seed % len(KINDS)](seed)
         one = found.compared()
     except Exception as failure:  # noqa: BLE001  # one of thousands: the others go on
         return Row(seed, [], [], failure=f"{type(failure).__name__}: {failure}")

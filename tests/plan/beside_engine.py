@@ -1,6 +1,6 @@
 """Random pipelines, run by the engine on virtual devices and predicted in numbers.
 
-found = ran(seed)          # or ran_with_recomputed(seed)
+found = ran(seed)          # or ran_with_recomputed, ran_split, ran_v_shaped
 found.compared().unequal   # bytes and counts, in words
 found.compared().time_gap  # of all times of all ranks, the largest
 """
@@ -8,12 +8,18 @@ found.compared().time_gap  # of all times of all ranks, the largest
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from unittest.mock import patch
 
+from ordered_parts import ordered_parts
 from random_pipelines import Drawn, draw_pipeline, some_recomputed
+from torch.distributed.pipelining import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from pp_offload import PipelineOffloadManager
 from pp_offload.plan import predict, record
@@ -148,3 +154,15 @@ def ran_with_recomputed(seed: int, layers_seed: int | None = None) -> Found:
     drawn = draw_pipeline(seed)
     with some_recomputed(drawn, seed if layers_seed is None else layers_seed):
         return run_and_recorded(drawn)
+
+
+def ran_split(seed: int, *schedules: type) -> Found:
+    """Backwards in two parts, with some layers recomputed in every fourth one."""
+    drawn = draw_pipeline(seed, schedules=schedules or [ScheduleInterleavedZeroBubble])
+    with ordered_parts(), some_recomputed(drawn, seed) if seed % 4 == 0 else nullcontext():
+        return run_and_recorded(drawn)
+
+
+def ran_v_shaped(seed: int) -> Found:
+    """The same, where two stages of a rank are next to each other."""
+    return ran_split(seed, ScheduleZBVZeroBubble, ScheduleDualPipeV)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,9 +12,16 @@ from unittest.mock import patch
 import predict_exact
 import pytest
 import torch
-from beside_engine import Found, ran, ran_with_recomputed, run_and_recorded
+from beside_engine import (
+    Found,
+    ran,
+    ran_split,
+    ran_v_shaped,
+    ran_with_recomputed,
+    run_and_recorded,
+)
 from ordered_parts import ordered_parts
-from random_pipelines import draw_pipeline, some_recomputed
+from random_pipelines import draw_pipeline
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     Schedule1F1B,
@@ -92,13 +98,6 @@ def test_parameters_that_are_not_used_yet_count() -> None:
     compare(range(1066, 1067))
 
 
-def ran_split(seed: int, *schedules: type) -> Found:
-    """Backwards in two parts, perhaps with layers that are recomputed."""
-    drawn = draw_pipeline(seed, schedules=schedules or [ScheduleInterleavedZeroBubble])
-    with ordered_parts(), some_recomputed(drawn, seed) if seed % 4 == 0 else nullcontext():
-        return run_and_recorded(drawn)
-
-
 def test_with_backwards_in_two_parts() -> None:
     compare(range(12), ran_split)
 
@@ -122,10 +121,6 @@ def test_a_file_with_one_stage_for_each_rank(tmp_path: Path) -> None:
             found = run_and_recorded(replace(drawn, order=order))
         assert found.differences() == [], f"seed {seed}"
         assert any(rank.bytes_offloaded for rank in found.ran)
-
-
-def ran_v_shaped(seed: int) -> Found:
-    return ran_split(seed, ScheduleZBVZeroBubble, ScheduleDualPipeV)
 
 
 def test_v_shaped() -> None:
