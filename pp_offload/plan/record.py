@@ -24,7 +24,6 @@ from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._megatron.current import use_manager
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
-from pp_offload._transfer.deduplication import CopyIndex
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
@@ -161,13 +160,6 @@ def _run_once(work: RankWork, stages: Sequence[int]) -> None:
                 work.hand_over("FULL_BACKWARD", stage, 0)
 
 
-class _Apart(CopyIndex):
-    """Has each group copy what it saves, so that what each backward lets go of shows."""
-
-    def share(self, tickets: list[Ticket]) -> list[Ticket]:
-        return tickets
-
-
 class _EachUse(SplitBackward):
     """Has nothing brought ahead, and all brought anew for each use, so that each use has memory of
     its own, and what backward lets go of shows.
@@ -258,11 +250,10 @@ class _Recording:
         return {stage: notes[stage].told(stage, self._recorder) for stage in with_these}
 
     def _begin_step(self) -> None:
-        """In which everything leaves, and nothing is shared or brought ahead."""
+        """In which everything leaves, and nothing is brought ahead."""
         self._work.begin_step()
         wiring = self._manager.wiring
         wiring.plan = Plan()
-        wiring.offloader.copies = _Apart()
         split = wiring.offloader.split
         chunks = frozenset[ChunkKey]() if split is None else split.chunks
         wiring.offloader.split = _EachUse(wiring.transfer, chunks, is_keeping=False)

@@ -308,14 +308,14 @@ def test_a_fault_in_a_rule_shows(name: str, some: list[Found]) -> None:
 
 def test_the_figure_of_exactness_counts_a_fault() -> None:
     """And one that ends a run is no pipeline that was compared."""
-    rows = [predict_exact.compared(2)]
+    rows = [predict_exact.compared(0)]
     with FAULTS["LateFinish"]():
-        rows.append(predict_exact.compared(2))
+        rows.append(predict_exact.compared(0))
     with patch("beside_engine.predict", side_effect=ZeroDivisionError("once")):
-        rows.append(predict_exact.compared(2))
+        rows.append(predict_exact.compared(0))
     found = predict_exact.figures(rows)
     assert (found["num_compared"], found["num_unequal"]) == (2, 1)
-    assert found["failed"] == {2: "ZeroDivisionError: once"}
+    assert found["failed"] == {0: "ZeroDivisionError: once"}
 
 
 # What is not predicted says so
