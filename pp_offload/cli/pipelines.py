@@ -1,7 +1,9 @@
 """The options that say which pipeline a command is about, and the pipeline they say.
 
-pipeline = pipeline_of(model, hf, schedule=schedule, ranks=ranks, ...)
-pipeline.order, pipeline.work, pipeline.hardware, pipeline.peers
+@on_pipeline
+def profile(made: MakePipeline, recompute: RecomputeOption = True) -> None:
+    pipeline = made()  # of --schedule, --ranks and the others, which are before its own
+    pipeline.order, pipeline.work, pipeline.hardware
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from math import isfinite
 from typing import Annotated, Any
 
@@ -28,27 +32,6 @@ GIB, GB = 2**30, 10**9
 
 MIN_NUMEL = OffloadConfig().min_offloaded_tensor_size
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(help="module:function, which returns the stages; docs/cli.md has one."),
-]
-HfOption = Annotated[
-    str | None, typer.Option(help="In its place a config.json of Transformers, or its directory.")
-]
-ScheduleOption = Annotated[
-    str, typer.Option(help=f"{', '.join(SCHEDULES)}, or a CSV file of actions.")
-]
-RanksOption = Annotated[int, typer.Option(min=1, help="Devices of the pipeline.")]
-StagesOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="Stages per rank; the least that the schedule takes if not given."),
-]
-MicrobatchesOption = Annotated[int, typer.Option(min=1, help="Of a step.")]
-LengthOption = Annotated[int, typer.Option(min=1, help="Tokens of a microbatch.")]
-DeviceOption = Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")]
-GroupsOption = Annotated[
-    str | None, typer.Option(help="Which of the model's groups leave, with commas; all if not.")
-]
 GibOption = Annotated[
     float | None,
     typer.Option(min=0, help="May be on its way, each way; the engine chooses if not given."),
@@ -67,7 +50,6 @@ class Pipeline:
     order: PipelineOrder
     work: Modules
     hardware: Hardware
-    peers: PeerLink
 
     title: str
     """In words."""
@@ -77,19 +59,32 @@ class Pipeline:
 
 
 def pipeline_of(
-    model: str | None,
-    hf: str | None,
-    *,
-    schedule: str,
-    ranks: int,
-    virtual_stages: int | None,
-    microbatches: int,
-    length: int,
-    device: str,
-    groups: str | None,
-    network_gb: float,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="module:function, which returns the stages; docs/cli.md has one."),
+    ] = None,
+    hf: Annotated[
+        str | None,
+        typer.Option(help="In its place a config.json of Transformers, or its directory."),
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option(help=f"{', '.join(SCHEDULES)}, or a CSV file of actions.")
+    ] = "1f1b",
+    ranks: Annotated[int, typer.Option(min=1, help="Devices of the pipeline.")] = 4,
+    virtual_stages: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Stages per rank; the least that the schedule takes if not given."
+        ),
+    ] = None,
+    microbatches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 16,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a microbatch.")] = 4096,
+    device: Annotated[str, typer.Option(help=f"{', '.join(DEVICES)}.")] = "H100",
+    groups: Annotated[
+        str | None, typer.Option(help="Which of the model's groups leave, with commas; all if not.")
+    ] = None,
 ) -> Pipeline:
-    """The pipeline of these options.
+    """The pipeline of these options, which are those of each command about one.
 
     Raises:
         typer.BadParameter: There is none.
@@ -99,9 +94,6 @@ def pipeline_of(
         raise wrong("MODEL", f"found {given} of module:function and --hf, expected one of the two")
     if device not in DEVICES:
         raise wrong("--device", f"found {device!r}, expected one of {', '.join(DEVICES)}")
-    check_finite("--network-gb", network_gb)
-    if network_gb <= 0:
-        raise wrong("--network-gb", f"found {network_gb:g}, expected a number above 0")
     with told("--schedule"):
         num_stages = checked_stages(schedule, virtual_stages)
         order = order_of(
@@ -124,8 +116,41 @@ def pipeline_of(
         f"stage{'s' * (num_stages > 1)} each, {microbatches} microbatches of {length} tokens; "
         f"{names} may leave"
     )
-    peers = PeerLink(bytes_per_s=network_gb * GB)
-    return Pipeline(order, work, DEVICES[device], peers, title, option)
+    return Pipeline(order, work, DEVICES[device], title, option)
+
+
+MakePipeline = Callable[[], Pipeline]
+"""Makes it, which may take a while, so other options are checked before."""
+
+
+def on_pipeline(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the options of :func:`pipeline_of` in place of its first parameter, which is a
+    :data:`MakePipeline` of them.
+    """
+    shared = signature(pipeline_of, eval_str=True).parameters
+    _, *own = signature(command, eval_str=True).parameters.values()
+
+    @wraps(command)
+    def called(**given: Any) -> None:
+        made = partial(pipeline_of, **{name: given.pop(name) for name in shared})
+        command(made, **given)
+
+    # By name alone, for those without a default may come behind others.
+    named = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in (*shared.values(), *own)]
+    called.__signature__ = Signature(named)  # type: ignore[attr-defined]
+    return called
+
+
+def peers_of(network_gb: float) -> PeerLink:
+    """What messages between ranks go over.
+
+    Raises:
+        typer.BadParameter: The number is none above 0.
+    """
+    check_finite("--network-gb", network_gb)
+    if network_gb <= 0:
+        raise wrong("--network-gb", f"found {network_gb:g}, expected a number above 0")
+    return PeerLink(bytes_per_s=network_gb * GB)
 
 
 def config_of(gib: float | None, min_numel: int) -> OffloadConfig:
@@ -148,11 +173,15 @@ def check_finite(option: str, number: float | None) -> None:
 
 
 @contextmanager
-def chooser_of(pipeline: Pipeline, config: OffloadConfig, *, recompute: bool) -> Iterator[Chooser]:
+def chooser_of(
+    pipeline: Pipeline, config: OffloadConfig, peers: PeerLink, *, recompute: bool
+) -> Iterator[Chooser]:
     """What makes plans for a pipeline, with a bar for as long as it is at work.
 
     Args:
+        pipeline: What is planned.
         config: The options beside the plan.
+        peers: What messages go over.
         recompute: Whether layers may be recomputed.
 
     Raises:
@@ -169,7 +198,7 @@ def chooser_of(pipeline: Pipeline, config: OffloadConfig, *, recompute: bool) ->
                 record(order, pipeline.work, hardware, config),
                 hardware,
                 config=config,
-                peers=pipeline.peers,
+                peers=peers,
                 progress=None if say is None else lambda num: say(num, None),
             )
         with told("--schedule"):

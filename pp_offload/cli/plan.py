@@ -10,22 +10,15 @@ import typer
 from pp_offload._common.option_sources import UNITS, parse_limit
 from pp_offload.cli.pipelines import (
     MIN_NUMEL,
-    DeviceOption,
     GibOption,
-    GroupsOption,
-    HfOption,
-    LengthOption,
-    MicrobatchesOption,
+    MakePipeline,
     MinNumelOption,
-    ModelArgument,
     NetworkOption,
-    RanksOption,
     RecomputeOption,
-    ScheduleOption,
-    StagesOption,
     chooser_of,
     config_of,
-    pipeline_of,
+    on_pipeline,
+    peers_of,
 )
 from pp_offload.cli.wrong import check_target, told, wrong
 from pp_offload.plan import InfeasibleError, OffloadPlan
@@ -33,19 +26,12 @@ from pp_offload.plan.table import table
 from pp_offload.simulate.rank import PipelineStep
 
 
+@on_pipeline
 def plan(
+    made: MakePipeline,
     limit: Annotated[
         str, typer.Option(help="The most that a device may hold: 70GiB. Less its optimizer's.")
     ],
-    model: ModelArgument = None,
-    hf: HfOption = None,
-    schedule: ScheduleOption = "1f1b",
-    ranks: RanksOption = 4,
-    virtual_stages: StagesOption = None,
-    microbatches: MicrobatchesOption = 16,
-    length: LengthOption = 4096,
-    device: DeviceOption = "H100",
-    groups: GroupsOption = None,
     gib: GibOption = None,
     min_numel: MinNumelOption = MIN_NUMEL,
     network_gb: NetworkOption = 50.0,
@@ -62,7 +48,7 @@ def plan(
 
     Parameters, gradients and activations count. No GPU is needed, and no time is measured.
     """
-    config = config_of(gib, min_numel)
+    config, peers = config_of(gib, min_numel), peers_of(network_gb)
     check_target("--output", output)
     check_target("--png", png)
     limit_bytes = parse_limit(limit)
@@ -70,19 +56,8 @@ def plan(
         raise wrong(
             "--limit", f"found {limit!r}, expected bytes with a unit of {', '.join(UNITS)}: 70GiB"
         )
-    pipeline = pipeline_of(
-        model,
-        hf,
-        schedule=schedule,
-        ranks=ranks,
-        virtual_stages=virtual_stages,
-        microbatches=microbatches,
-        length=length,
-        device=device,
-        groups=groups,
-        network_gb=network_gb,
-    )
-    with chooser_of(pipeline, config, recompute=recompute) as chooser:
+    pipeline = made()
+    with chooser_of(pipeline, config, peers, recompute=recompute) as chooser:
         try:
             found = chooser.plan(limit_bytes, made_for=pipeline.title)
         except InfeasibleError as failure:

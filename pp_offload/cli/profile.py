@@ -10,19 +10,11 @@ import typer
 
 from pp_offload.cli.pipelines import (
     MIN_NUMEL,
-    DeviceOption,
-    GroupsOption,
-    HfOption,
-    LengthOption,
-    MicrobatchesOption,
+    MakePipeline,
     MinNumelOption,
-    ModelArgument,
-    RanksOption,
     RecomputeOption,
-    ScheduleOption,
-    StagesOption,
     config_of,
-    pipeline_of,
+    on_pipeline,
 )
 from pp_offload.cli.wrong import told
 from pp_offload.plan import profile as profile_of
@@ -30,16 +22,9 @@ from pp_offload.plan import record
 from pp_offload.plan.profile_table import profile_table
 
 
+@on_pipeline
 def profile(
-    model: ModelArgument = None,
-    hf: HfOption = None,
-    schedule: ScheduleOption = "1f1b",
-    ranks: RanksOption = 4,
-    virtual_stages: StagesOption = None,
-    microbatches: MicrobatchesOption = 16,
-    length: LengthOption = 4096,
-    device: DeviceOption = "H100",
-    groups: GroupsOption = None,
+    made: MakePipeline,
     min_numel: MinNumelOption = MIN_NUMEL,
     recompute: RecomputeOption = True,
     as_json: Annotated[
@@ -53,18 +38,7 @@ def profile(
 
     No GPU is needed, and no time is measured.
     """
-    pipeline = pipeline_of(
-        model,
-        hf,
-        schedule=schedule,
-        ranks=ranks,
-        virtual_stages=virtual_stages,
-        microbatches=microbatches,
-        length=length,
-        device=device,
-        groups=groups,
-        network_gb=50.0,
-    )
+    pipeline = made()
     if not recompute:
         pipeline.work.layers = None
     config = config_of(None, min_numel)

@@ -11,20 +11,13 @@ import typer
 from pp_offload.cli.pipelines import (
     GIB,
     MIN_NUMEL,
-    DeviceOption,
     GibOption,
-    GroupsOption,
-    HfOption,
-    LengthOption,
-    MicrobatchesOption,
+    MakePipeline,
     MinNumelOption,
-    ModelArgument,
     NetworkOption,
-    RanksOption,
-    ScheduleOption,
-    StagesOption,
     check_finite,
-    pipeline_of,
+    on_pipeline,
+    peers_of,
     progress_bar,
 )
 from pp_offload.cli.wrong import check_target, told
@@ -33,16 +26,9 @@ from pp_offload.simulate.compare import compare
 from pp_offload.trace import Trace
 
 
+@on_pipeline
 def simulate(
-    model: ModelArgument = None,
-    hf: HfOption = None,
-    schedule: ScheduleOption = "1f1b",
-    ranks: RanksOption = 4,
-    virtual_stages: StagesOption = None,
-    microbatches: MicrobatchesOption = 16,
-    length: LengthOption = 4096,
-    device: DeviceOption = "H100",
-    groups: GroupsOption = None,
+    made: MakePipeline,
     fraction: Annotated[
         float, typer.Option(min=0, max=1, help="Of each rank's groups, that leaves.")
     ] = 1.0,
@@ -72,30 +58,20 @@ def simulate(
     """
     check_finite("--gib", gib)
     check_finite("--host-gib", host_gib)
+    peers = peers_of(network_gb)
     check_target("--trace", trace)
-    pipeline = pipeline_of(
-        model,
-        hf,
-        schedule=schedule,
-        ranks=ranks,
-        virtual_stages=virtual_stages,
-        microbatches=microbatches,
-        length=length,
-        device=device,
-        groups=groups,
-        network_gb=network_gb,
-    )
+    pipeline = made()
     with told("--plan"):
         config = _config(fraction, plan, gib, host_gib, min_numel)
         if config.offload_plan is not None:
-            config.offload_plan.rank(ranks - 1)
-    with progress_bar() as bar, told("MODEL" if hf is None else "--hf"):
+            config.offload_plan.rank(pipeline.order.num_ranks - 1)
+    with progress_bar() as bar, told(pipeline.option):
         found = compare(
             pipeline.order,
             pipeline.work,
             pipeline.hardware,
             config=config,
-            peers=pipeline.peers,
+            peers=peers,
             progress=bar,
             trace=None if trace is None else Trace(trace),
         )

@@ -10,22 +10,15 @@ import typer
 
 from pp_offload.cli.pipelines import (
     MIN_NUMEL,
-    DeviceOption,
     GibOption,
-    GroupsOption,
-    HfOption,
-    LengthOption,
-    MicrobatchesOption,
+    MakePipeline,
     MinNumelOption,
-    ModelArgument,
     NetworkOption,
-    RanksOption,
     RecomputeOption,
-    ScheduleOption,
-    StagesOption,
     chooser_of,
     config_of,
-    pipeline_of,
+    on_pipeline,
+    peers_of,
 )
 from pp_offload.cli.wrong import check_target, told
 from pp_offload.plan import Front, front
@@ -33,16 +26,9 @@ from pp_offload.plan.trade_off import front_table
 from pp_offload.simulate.rank import PipelineStep
 
 
+@on_pipeline
 def sweep(
-    model: ModelArgument = None,
-    hf: HfOption = None,
-    schedule: ScheduleOption = "1f1b",
-    ranks: RanksOption = 4,
-    virtual_stages: StagesOption = None,
-    microbatches: MicrobatchesOption = 16,
-    length: LengthOption = 4096,
-    device: DeviceOption = "H100",
-    groups: GroupsOption = None,
+    made: MakePipeline,
     gib: GibOption = None,
     min_numel: MinNumelOption = MIN_NUMEL,
     network_gb: NetworkOption = 50.0,
@@ -60,21 +46,10 @@ def sweep(
 
     Parameters, gradients and activations count. No GPU is needed, and no time is measured.
     """
-    config = config_of(gib, min_numel)
+    config, peers = config_of(gib, min_numel), peers_of(network_gb)
     check_target("--png", png)
-    pipeline = pipeline_of(
-        model,
-        hf,
-        schedule=schedule,
-        ranks=ranks,
-        virtual_stages=virtual_stages,
-        microbatches=microbatches,
-        length=length,
-        device=device,
-        groups=groups,
-        network_gb=network_gb,
-    )
-    with chooser_of(pipeline, config, recompute=recompute) as chooser:
+    pipeline = made()
+    with chooser_of(pipeline, config, peers, recompute=recompute) as chooser:
         found = front(chooser, num=limits, made_for=pipeline.title)
     if png is not None:
         _draw(found, png, pipeline.title)

@@ -6,26 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from cli_runs import run
 
 from pp_offload import OffloadConfig
-from pp_offload.cli.app import app
 
 SMALL = "--ranks 2 --microbatches 4 --length 256 --min-numel 1".split()
-
-
-@pytest.fixture(autouse=True)
-def _beside_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the directory of the module: it is found without PYTHONPATH."""
-    monkeypatch.chdir(Path(__file__).parent)
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    """The exit code, and what is printed on one line; what has a traceback is raised."""
-    done = CliRunner().invoke(app, [*arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, " ".join(done.output.split())
 
 
 def test_a_table_and_a_file_that_the_engine_follows(tmp_path: Path) -> None:

@@ -6,26 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from cli_runs import run
 
-from pp_offload.cli.app import app
 from pp_offload.plan import OffloadPlan
 
 SMALL = "--ranks 2 --microbatches 6 --length 1024 --min-numel 1 --gib 0.01".split()
-
-
-@pytest.fixture(autouse=True)
-def _beside_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the directory of the module: it is found without PYTHONPATH."""
-    monkeypatch.chdir(Path(__file__).parent)
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    """The exit code, and what is printed on one line; what has a traceback is raised."""
-    done = CliRunner().invoke(app, [*arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, " ".join(done.output.split())
 
 
 def test_a_row_for_each_limit_and_the_ends(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ RELOADS, PLAIN = "_transfer/pending_reloads:PendingReloads", "_transfer/plain_co
 Case = tuple[Any, ...]
 """A program behind what tells whether it went well, and faults: ``Callable``, then ``Fault``s."""
 
+FORGETS_OTHERS = Fault(f"{IN_FLIGHT}._wait_for", "for one in self._streams.known", "for one in ()")
+"""Only the live stream waits."""
+
 CASES: dict[str, Case] = {
     "d2h waits for compute": (
         programs.computed_late,
@@ -71,7 +74,7 @@ CASES: dict[str, Case] = {
     ),
     "so does each stream that may own the source": (
         programs.too_much_in_flight_of_another_stream,
-        Fault(f"{IN_FLIGHT}._wait_for", "for one in self._streams.known", "for one in ()"),
+        FORGETS_OTHERS,
     ),
     "and each that another engine has seen": (
         programs.too_much_in_flight_of_a_stream_that_another_engine_saw,
@@ -83,11 +86,11 @@ CASES: dict[str, Case] = {
     ),
     "also with a backend of another kind": (
         programs.too_much_in_flight_of_a_stream_that_another_kind_of_engine_saw,
-        Fault(f"{IN_FLIGHT}._wait_for", "for one in self._streams.known", "for one in ()"),
+        FORGETS_OTHERS,
     ),
     "and with that kind": (
         programs.too_much_in_flight_of_a_stream_that_an_engine_saw_which_wraps_streams,
-        Fault(f"{IN_FLIGHT}._wait_for", "for one in self._streams.known", "for one in ()"),
+        FORGETS_OTHERS,
     ),
     "and the host, where not all of these are known": (
         programs.too_much_in_flight_of_a_stream_long_ago,
