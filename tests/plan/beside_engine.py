@@ -83,14 +83,7 @@ class Found:
         drawn = self.drawn
         moved: list[Moved] = []
         with patch.object(NumberRank, "ended", noting(moved)):
-            step = predict(
-                drawn.order,
-                self.tapes,
-                drawn.hardware,
-                config=drawn.config,
-                peers=drawn.peers,
-                num_steps=drawn.num_steps,
-            )
+            step = predict(drawn.order, self.tapes, drawn.hardware, **drawn.options)
         return step, moved
 
     def _compared(self, step: PipelineStep, moved: list[Moved]) -> Compared:
@@ -137,16 +130,9 @@ def ran(seed: int, **hardware: Any) -> Found:
 
 def run_and_recorded(drawn: Drawn) -> Found:
     managers = Managers()
-    step = run_pipeline(
-        drawn.order,
-        drawn.work,
-        drawn.hardware,
-        config=drawn.config,
-        peers=drawn.peers,
-        num_steps=drawn.num_steps,
-        trace=managers,
-    )
-    tapes = record(drawn.order, drawn.work, drawn.hardware, drawn.config)
+    how = drawn.order, drawn.work, drawn.hardware
+    step = run_pipeline(*how, **drawn.options, trace=managers)
+    tapes = record(*how, drawn.config)
     return Found(drawn, step.ranks, managers.moved, tapes)
 
 

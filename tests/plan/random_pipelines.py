@@ -127,6 +127,11 @@ class Drawn:
     config: OffloadConfig
     num_steps: int
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """By name, of a run and of a prediction."""
+        return {"config": self.config, "peers": self.peers, "num_steps": self.num_steps}
+
 
 V_SHAPED = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
 LOOPED = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)
