@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor, nn

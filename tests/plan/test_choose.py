@@ -75,7 +75,7 @@ def num_followed(drawn: Drawn, tapes: list[RankTapes], num: int) -> int:
     return len(plans)
 
 
-@pytest.mark.parametrize("seed", [9, 22, 51, *slow(0, 7, 11)])
+@pytest.mark.parametrize("seed", [9, 20, 51, *slow(0, 7, 11)])
 def test_the_engine_does_what_was_planned(seed: int) -> None:
     assert num_followed(*planned(seed), 4) > 0
 
