@@ -288,7 +288,8 @@ def ours_for(load: Load, *, behind: int = 0) -> Engine:
 def measure(seconds: float, min_rounds: int, log: Log) -> dict[str, Any]:
     """All figures; each of the parts takes about ``seconds``."""
     figures: dict[str, Any] = {"torch": torch.__version__, "seconds": seconds}
-    parts = measure_tensors, measure_frames, measure_passthrough, measure_slope, measure_groups
+    # Calls first: peers import a compiler, and where there is one, hooks make more of them.
+    parts = measure_frames, measure_tensors, measure_passthrough, measure_slope, measure_groups
     try:
         for part in parts:
             figures |= part(seconds, min_rounds, log)
@@ -313,7 +314,7 @@ def measure_tensors(seconds: float, min_rounds: int, log: Log) -> dict[str, Any]
         name = by_size[TENSORS_PER_GROUP[0]].name
         costs[name] = {n: cost_ns(least, by_size[n], load) for n, load in loads.items()}
     floor = costs[FLOOR.name]
-    log("cost per saved tensor of 4 KiB beyond plain autograd, in us (and over the copying floor)")
+    log("\ncost per saved tensor of 4 KiB beyond plain autograd, in us, and over the copying floor")
     log(f"  {'tensors per group':24}" + "".join(f"{n:>17}" for n in loads))
     for name, found in costs.items():
         cells = (f"{ns / 1e3:9.2f} ({ns / floor[n]:5.2f})" for n, ns in found.items())
