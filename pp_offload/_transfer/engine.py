@@ -200,9 +200,7 @@ class TransferEngine:
             if ticket.begin in block.sources or block.harmed:
                 self._check_unharmed(ticket, block)
             if reload is None:
-                found = self._source_in_flight(ticket, live)
-                if found is not None:
-                    found = self._take_back(ticket, found)
+                found = self._take_back(ticket, live)
             elif (arrival := reload.arrival) is not None and arrival.is_there:
                 if arrival.stream == live:
                     found = self.reloads.take(ticket, reload, live)
@@ -237,9 +235,9 @@ class TransferEngine:
         if reload is not None and not self._is_good(reload, live):
             self.reloads.give_up(reload)
         if ticket.device_tensor is None:
-            source = self._source_in_flight(ticket, live)
+            source = self._take_back(ticket, live)
             if source is not None:
-                return self._take_back(ticket, source)
+                return source
             self._load_now(ticket)
         reload = ticket.reload
         if reload is None or reload.arrival is None:
@@ -250,10 +248,16 @@ class TransferEngine:
             )
         return reload, reload.arrival
 
-    def _source_in_flight(self, ticket: Ticket, live: Stream) -> Tensor | None:
+    def _take_back(self, ticket: Ticket, live: Stream) -> Tensor | None:
         """The source, if its copy has still to run and it belongs to the live stream."""
         held = ticket.block.sources.get(ticket.begin)
-        return held[0] if held is not None and ticket.block.stream == live else None
+        if held is None or ticket.block.stream != live:
+            return None
+        for heard in self.listeners.taken_back:
+            heard(ticket)
+        left = ticket.num_waiting
+        ticket.num_waiting = (left if left > 0 else ticket.num_members) - 1  # NOTE [ Uses ]
+        return shaped_for(ticket, held[0])
 
     def _load_now(self, ticket: Ticket) -> None:
         """Queue the reload of a ticket that is not on the device."""
@@ -270,10 +274,10 @@ class TransferEngine:
         """Where the tier could not bring it back: its source, if it could not store it either."""
         with self.lock:
             self.copies.give_up([ticket])
-            source = self._source_in_flight(ticket, live)
+            source = self._take_back(ticket, live)
             if source is None:
                 raise failure
-            return self._take_back(ticket, source)
+            return source
 
     @staticmethod
     def _is_good(reload: Reload, live: Stream) -> bool:
@@ -283,13 +287,6 @@ class TransferEngine:
         if reload.arrival is None:
             return True  # a disk is being read; no stream is part of that yet
         return reload.is_for(live) and (reload.is_used or reload.is_as_it_came)
-
-    def _take_back(self, ticket: Ticket, source: Tensor) -> Tensor:
-        for heard in self.listeners.taken_back:
-            heard(ticket)
-        left = ticket.num_waiting
-        ticket.num_waiting = (left if left > 0 else ticket.num_members) - 1  # NOTE [ Uses ]
-        return shaped_for(ticket, source)
 
     @staticmethod
     def _used_up(ticket: Ticket) -> SavedTensorModifiedError:

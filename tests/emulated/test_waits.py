@@ -155,7 +155,7 @@ CASES: dict[str, Case] = {
     ),
     "a source is taken back on its own stream": (
         programs.taken_back_on_another_stream,
-        Fault(f"{ENGINE}._source_in_flight", "ticket.block.stream == live", "True"),
+        Fault(f"{ENGINE}._take_back", "ticket.block.stream != live", "False"),
     ),
     "what came is used on the stream it came for": (
         programs.landed_for_another_stream,

@@ -215,7 +215,7 @@ PLANTED = {
     ),
     "nothing ahead": Planted("pp_offload._groups.prefetch.Prefetcher.fill", nothing),
     "no margin": Planted("pp_offload._groups.step.make_plan", lambda *seen: Plan(), num_steps=2),
-    "nothing is taken back": Planted(f"{ENGINE}._source_in_flight", nothing, order="late"),
+    "nothing is taken back": Planted(f"{ENGINE}._take_back", nothing, order="late"),
     "all that is saved is copied": Planted(
         "pp_offload._transfer.deduplication.CopyIndex.share",
         lambda index, tickets: tickets,

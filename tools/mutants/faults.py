@@ -204,8 +204,8 @@ MUTANTS = [
     Mutant(
         "source taken back on another stream",
         "pp_offload/_transfer/engine.py",
-        "return held[0] if held is not None and ticket.block.stream == live else None",
-        "return held[0] if held is not None else None",
+        "if held is None or ticket.block.stream != live:",
+        "if held is None:",
         "memory of one stream is used on another",
         (
             "tests/transfer/test_hazards.py::test_what_is_kept_on_one_stream_is_brought_again_for_another",
