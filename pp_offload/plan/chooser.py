@@ -132,12 +132,9 @@ class Chooser:
         below the limit there where all groups leave.
         """
         search = self._search(self._nothing)
-        both = zip(search.first_peaks, search.all_leave().ranks, strict=True)
-        return {
-            rank: first_peak
-            for rank, (first_peak, later) in enumerate(both)
-            if later.peak_bytes <= limit_bytes < first_peak
-        }
+        above = {rank: peak for rank, peak in enumerate(search.first_peaks) if peak > limit_bytes}
+        later = search.all_leave().ranks if above else []
+        return {rank: peak for rank, peak in above.items() if later[rank].peak_bytes <= limit_bytes}
 
     def recomputed(self) -> PipelineStep | None:
         """The step in which all layers are recomputed and nothing leaves; None without layers."""

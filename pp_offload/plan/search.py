@@ -47,7 +47,7 @@ from pp_offload.simulate.rank import PipelineStep
 
 GIB = 2**30
 
-TRIES_FILLED_UP = 4
+TRIES_FILLED_UP = 7
 """At least so many for sending less away in a step that is as short."""
 
 MAX_EVENTS = 2_000_000
@@ -206,9 +206,8 @@ class Search:
         change after the other leads, until so many are predicted.
         """
         filled = self._filled.get(limit_bytes, list(best.kept))
-        differ = [rank for rank, kept in enumerate(filled) if kept != best.kept[rank]]
         until = max(most_steps, self._steps.num + TRIES_FILLED_UP)
-        best = self._filled_up(best, filled, differ, limit_bytes, until)
+        best = self._filled_up(best, filled, limit_bytes, until)
         if not self.is_bound(best) and 2**self._num_groups <= most_steps - self._steps.num:
             for kept in product(*map(subsets, self._classes)):
                 self._try(kept)
@@ -222,9 +221,26 @@ class Search:
         return sum(len(one.places) for classes in self._classes for one in classes)
 
     def _filled_up(
-        self, best: Tried, filled: list[Stay], ranks: list[int], limit_bytes: int, most_steps: int
+        self, best: Tried, filled: Sequence[Stay], limit_bytes: int, most_steps: int
     ) -> Tried:
-        """The same with as many of these ranks filled as can be in a step that is as short."""
+        """The same with as much more staying as can be in a step that is as short: whole ranks
+        first, then what can be of each of the others.
+        """
+        ranks = _differing(best, filled)
+        best = self._ranks_filled(best, filled, ranks, limit_bytes, most_steps)
+        for rank in _differing(best, filled):
+            best = self._partly_filled(best, filled[rank], rank, limit_bytes, most_steps)
+        return best
+
+    def _ranks_filled(
+        self,
+        best: Tried,
+        filled: Sequence[Stay],
+        ranks: Sequence[int],
+        limit_bytes: int,
+        most_steps: int,
+    ) -> Tried:
+        """With as many of these ranks filled."""
         if not ranks or self._steps.num >= most_steps:
             return best
         kept = [filled[rank] if rank in ranks else one for rank, one in enumerate(best.kept)]
@@ -234,7 +250,24 @@ class Search:
         if len(ranks) > 1:
             middle = len(ranks) // 2
             for half in (ranks[:middle], ranks[middle:]):
-                best = self._filled_up(best, filled, half, limit_bytes, most_steps)
+                best = self._ranks_filled(best, filled, half, limit_bytes, most_steps)
+        return best
+
+    def _partly_filled(
+        self, best: Tried, filled: Stay, rank: int, limit_bytes: int, most_steps: int
+    ) -> Tried:
+        """With as many groups more on one rank as can be, largest first; all are too many."""
+        mine = best.kept[rank]
+        places = [place for one in self._classes[rank] for place in one.places]
+        more = [place for place in places if place in filled - mine]
+        fits, too_many = 0, len(more)
+        while too_many - fits > 1 and self._steps.num < most_steps:
+            num = (fits + too_many) // 2
+            found = self._try(_with(best.kept, rank, mine.union(more[:num])))
+            if found.fits(limit_bytes) and best_of([best, found]) is found:
+                fits, best = num, found
+            else:
+                too_many = num
         return best
 
     def _better(self, best: Tried, limit_bytes: int, most_steps: int) -> Tried | None:
@@ -290,7 +323,7 @@ class Search:
         for change in (class_changed, group_changed):
             for rank in slowest:
                 for mine in change(kept[rank], self._classes[rank]):
-                    yield (*kept[:rank], mine, *kept[rank + 1 :])
+                    yield _with(kept, rank, mine)
         for num in range(2, MOST_FLIPPED + 1):
             if comb(self._num_groups, num) <= most_steps - self._steps.num:
                 yield from flipped(kept, self._classes, num)
@@ -323,6 +356,16 @@ class Search:
     def stages(self, kept: Sequence[Stay]) -> list[tuple[tuple[PlannedGroup, ...], ...]]:
         """The groups of each rank, of which these stay."""
         return [tapes.planned(stay) for tapes, stay in zip(self.tapes, kept, strict=True)]
+
+
+def _differing(best: Tried, filled: Sequence[Stay]) -> list[int]:
+    """Ranks on which something else stays."""
+    return [rank for rank, kept in enumerate(filled) if kept != best.kept[rank]]
+
+
+def _with(kept: Sequence[Stay], rank: int, mine: Stay) -> tuple[Stay, ...]:
+    """The same but for what stays on one rank."""
+    return (*kept[:rank], mine, *kept[rank + 1 :])
 
 
 def _choices(classes: Sequence[Class]) -> Iterator[Kept]:

@@ -1805,6 +1805,14 @@ MUTANTS = [
         ("tests/plan/test_filled_up.py::test_all_that_cost_nothing_are_filled",),
     ),
     Mutant(
+        "a rank that cannot be filled keeps nothing",
+        "pp_offload/plan/search.py",
+        "        while too_many - fits > 1 and",
+        "        while False and",
+        "a rank sends away what could stay",
+        ("tests/plan/test_filled_up.py::test_a_rank_that_would_cost_some_is_filled_in_part",),
+    ),
+    Mutant(
         "a trace takes the peak of all steps for that of one",
         "pp_offload/trace/sampled.py",
         "            self._least_peak = min(self._least_peak, allocated.peak_bytes)\n",
