@@ -81,12 +81,22 @@ class ForcedRelease:
             return "it is a view, and the tensor it is a view of is in use"
         # Autograd refers to a leaf itself, without another holder of its storage; the node that
         # accumulates its gradient does so too, and reads nothing.
-        is_accumulated = tensor.is_leaf and tensor.requires_grad
+        is_accumulated = tensor.requires_grad and _is_leaf(tensor)
         node = get_gradient_edge(tensor).node if is_accumulated else None
         references = tensor._use_count()  # type: ignore[attr-defined]
         if references > (1 if node is None else 2):
             return "autograd has saved it outside of any group"
         return None
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    """Whether no operator made it. PyTorch raises where it made one of several views of what was
+    changed in place since, for then the graph of that view cannot be made anew.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def _references_to_base(view: Tensor) -> int:

@@ -125,3 +125,26 @@ def test_a_view_is_emptied_if_nobody_needs_its_base(
     loss = y.sum() if other is None else y.sum() + other.sum()
     (gradient,) = torch.autograd.grad(loss, weight)
     assert same_bits([gradient], [leaf.detach() * (2 if other is None else 4)])
+
+
+@pytest.mark.parametrize("is_needed", [True, False], ids=["a sibling in use", "nobody else"])
+def test_a_view_of_what_was_changed_in_place(
+    manager: PipelineOffloadManager, is_needed: bool
+) -> None:
+    """Its graph cannot be made anew, and PyTorch raises whenever it is asked for that."""
+    leaf = torch.randn(40).to(manager.backend.device).requires_grad_()
+    manager.reset()
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    with off_interface(True, leaf * 2, "g") as x:
+        y = x.sin()
+        named, sibling = (x * 2).chunk(2)
+        with torch.no_grad():
+            sibling.add_(1)
+        kept = sibling if is_needed else None
+        del sibling
+    y = off_interface.group_commit(y, name="g", forced_released_tensors=[named])
+    manager.backend.synchronize()
+    manager.statistics()
+    assert (named.untyped_storage().nbytes() > 0) is (kept is not None)
+    y.sum().backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, (leaf.detach() * 2).cos() * 2)

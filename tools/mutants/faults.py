@@ -1813,6 +1813,14 @@ MUTANTS = [
         ("tests/plan/test_filled_up.py::test_a_rank_that_would_cost_some_is_filled_in_part",),
     ),
     Mutant(
+        "a view whose graph cannot be made anew is asked for it",
+        "pp_offload/_groups/forced_release.py",
+        "    except RuntimeError:\n        return False",
+        "    except RuntimeError:\n        raise",
+        "a later forward raises where a sibling of a released view was changed in place",
+        ("tests/groups/test_release.py::test_a_view_of_what_was_changed_in_place",),
+    ),
+    Mutant(
         "a trace takes the peak of all steps for that of one",
         "pp_offload/trace/sampled.py",
         "            self._least_peak = min(self._least_peak, allocated.peak_bytes)\n",
