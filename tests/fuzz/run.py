@@ -11,6 +11,7 @@ NOTE [ Changed in place ]
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -450,7 +451,12 @@ def attempt(at: int, action: Callable[[], list[Tensor]]) -> Entry:
     except Exception as error:
         if is_refusal(error):
             return Entry(at, "refused", is_refused=True)
-        return Entry(at, f"{type(error).__name__}: {str(error)[:80]}")
+        return Entry(at, f"{type(error).__name__}: {_without_operator(str(error))[:80]}")
+
+
+def _without_operator(said: str) -> str:
+    """Under the mode of a simulated device ``reshape`` makes its view by another operator."""
+    return re.sub(r"^(Output \d+) of \w+ ", r"\1 ", said)
 
 
 def is_refusal(error: BaseException | None) -> bool:
