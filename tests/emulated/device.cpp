@@ -31,36 +31,41 @@ Event& event_of(void* event) {
   return *static_cast<Event*>(event);
 }
 
+int number_of(c10::Device device) {
+  return device.has_index() ? device.index() : current_device();
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
     return c10::DeviceType::PrivateUse1;
   }
   c10::Device exchangeDevice(c10::Device to) const override {
-    setDevice(to);
-    return device();
+    return emulated::device(to.has_index() ? exchange_device(to.index()) : current_device());
   }
   c10::Device getDevice() const override {
     return device();
   }
   void setDevice(c10::Device to) const override {
-    TORCH_CHECK(to.index() <= 0, "there is one emulated device, not ", to);
+    exchangeDevice(to);
   }
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  void uncheckedSetDevice(c10::Device to) const noexcept override {
+    exchangeDevice(to);
+  }
   c10::DeviceIndex deviceCount() const noexcept override {
-    return 1;
+    return NUM_DEVICES;
   }
 
-  c10::Stream getStream(c10::Device) const override {
-    return as_stream(current());
+  c10::Stream getStream(c10::Device of) const override {
+    return as_stream(current(number_of(of)));
   }
-  c10::Stream getDefaultStream(c10::Device) const override {
-    return as_stream(0);
+  c10::Stream getDefaultStream(c10::Device of) const override {
+    return as_stream(default_stream(number_of(of)));
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
-    return as_stream(next_of_pool());
+  c10::Stream getStreamFromGlobalPool(c10::Device of, bool) const override {
+    return as_stream(next_of_pool(number_of(of)));
   }
-  c10::Stream getNewStream(c10::Device, int) const override {
-    return as_stream(next_of_pool());
+  c10::Stream getNewStream(c10::Device of, int) const override {
+    return as_stream(next_of_pool(number_of(of)));
   }
   c10::Stream exchangeStream(c10::Stream to) const override {
     return as_stream(exchange_current(id_of(to)));
@@ -71,8 +76,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override {
     synchronize(id_of(stream));
   }
-  void synchronizeDevice(c10::DeviceIndex) const override {
-    synchronize_all();
+  void synchronizeDevice(c10::DeviceIndex index) const override {
+    synchronize_device(index < 0 ? current_device() : index);
   }
 
   void record(
@@ -128,20 +133,19 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return true;
   }
   c10::DeviceIndex deviceCount() const override {
-    return 1;
+    return NUM_DEVICES;
   }
   c10::DeviceIndex getCurrentDevice() const override {
-    return 0;
+    return static_cast<c10::DeviceIndex>(current_device());
   }
   void setCurrentDevice(c10::DeviceIndex index) const override {
-    TORCH_CHECK(index <= 0, "there is one emulated device, not number ", index);
+    exchange_device(index);
   }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
-    setCurrentDevice(index);
-    return 0;
+    return static_cast<c10::DeviceIndex>(exchange_device(index));
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override {
-    return 0;
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return index < 0 ? getCurrentDevice() : exchangeDevice(index);
   }
   // One generator for the host and the device: the same seed gives the same bits on both.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
@@ -150,8 +154,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex) const override {
     return at::detail::createCPUGenerator();
   }
-  c10::Device getDeviceFromPtr(void*) const override {
-    return device();
+  c10::Device getDeviceFromPtr(void* address) const override {
+    return device_at(address);
   }
   bool isPinnedPtr(const void* address) const override {
     return is_pinned(address);
@@ -224,6 +228,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         {"kernel", num_queued(Work::kernel)}, {"h2d", num_queued(Work::h2d)},
         {"d2h", num_queued(Work::d2h)}, {"d2d", num_queued(Work::d2d)}};
   });
+  m.def("device_count", [] { return NUM_DEVICES; });
   m.def("run_at_once", &run_at_once_counts);
   m.def("synchronize", &synchronize_all);
 }

@@ -1,6 +1,9 @@
 #include "memory.h"
 
+#include <c10/core/DeviceGuard.h>
+
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -13,17 +16,22 @@
 
 namespace emulated {
 
+c10::Device device(int index) {
+  return c10::Device(c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(index));
+}
+
 c10::Device device() {
-  return c10::Device(c10::DeviceType::PrivateUse1, 0);
+  return device(current_device());
 }
 
 c10::Stream as_stream(int stream) {
-  return c10::Stream(c10::Stream::UNSAFE, device(), stream);
+  return c10::Stream(c10::Stream::UNSAFE, device(device_of(stream)), stream);
 }
 
 int id_of(const c10::Stream& stream) {
-  TORCH_CHECK(stream.device() == device(), "a stream of ", stream.device(), ", not of ", device());
-  return static_cast<int>(stream.id());
+  TORCH_CHECK(stream.device_type() == device().type(), "a stream of ", stream.device());
+  // PyTorch takes 0 for the default stream of any device.
+  return stream.id() == 0 ? default_stream(stream.device_index()) : static_cast<int>(stream.id());
 }
 
 namespace {
@@ -57,17 +65,18 @@ class DeviceMemory final : public c10::DeviceAllocator {
     void* address = nullptr;
     if (free.empty()) {
       address = system_allocate(nbytes);
-      stats_.reserved_bytes[0].increase(nbytes);
-      stats_.segment[0].increase(1);
+      stats_of(stream).reserved_bytes[0].increase(nbytes);
+      stats_of(stream).segment[0].increase(1);
     } else {
       address = *free.begin(); // the lowest, as CUDA's does
       free.erase(free.begin());
       queue_deferred(stream, address);
     }
     blocks_[address] = Block{nbytes, stream, {}};
-    stats_.allocation[0].increase(1);
-    stats_.allocated_bytes[0].increase(nbytes);
-    stats_.active_bytes[0].increase(nbytes);
+    DeviceStats& stats = stats_of(stream);
+    stats.allocation[0].increase(1);
+    stats.allocated_bytes[0].increase(nbytes);
+    stats.active_bytes[0].increase(nbytes);
     // The address is its own context, which raw_allocate asks for.
     return {address, address, &give_back, device()};
   }
@@ -97,8 +106,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
     for (auto& [key, addresses] : gone) {
       for (void* address : addresses) {
         std::free(address);
-        stats_.reserved_bytes[0].decrease(key.second);
-        stats_.segment[0].decrease(1);
+        stats_of(key.first).reserved_bytes[0].decrease(key.second);
+        stats_of(key.first).segment[0].decrease(1);
       }
     }
   }
@@ -111,19 +120,25 @@ class DeviceMemory final : public c10::DeviceAllocator {
     }
   }
 
-  DeviceStats getDeviceStats(c10::DeviceIndex) override {
+  c10::Device device_at(void* address) {
     std::lock_guard<std::mutex> guard(mutex_);
-    return stats_;
+    auto found = blocks_.find(address);
+    return found == blocks_.end() ? device() : device(device_of(found->second.stream));
   }
 
-  void resetAccumulatedStats(c10::DeviceIndex) override {
+  DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     std::lock_guard<std::mutex> guard(mutex_);
-    each_stat([](c10::CachingAllocator::Stat& stat) { stat.reset_accumulated(); });
+    return stats_.at(index);
   }
 
-  void resetPeakStats(c10::DeviceIndex) override {
+  void resetAccumulatedStats(c10::DeviceIndex index) override {
     std::lock_guard<std::mutex> guard(mutex_);
-    each_stat([](c10::CachingAllocator::Stat& stat) { stat.reset_peak(); });
+    each_stat(stats_.at(index), [](c10::CachingAllocator::Stat& stat) { stat.reset_accumulated(); });
+  }
+
+  void resetPeakStats(c10::DeviceIndex index) override {
+    std::lock_guard<std::mutex> guard(mutex_);
+    each_stat(stats_.at(index), [](c10::CachingAllocator::Stat& stat) { stat.reset_peak(); });
   }
 
   void free(void* address) {
@@ -132,8 +147,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
     TORCH_INTERNAL_ASSERT(found != blocks_.end(), "not a block of the emulated device");
     Block block = std::move(found->second);
     blocks_.erase(found);
-    stats_.allocation[0].decrease(1);
-    stats_.allocated_bytes[0].decrease(block.nbytes);
+    stats_of(block.stream).allocation[0].decrease(1);
+    stats_of(block.stream).allocated_bytes[0].decrease(block.nbytes);
     if (block.used_on.empty()) {
       make_free(address, block);
       return;
@@ -165,7 +180,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   void make_free(void* address, const Block& block) {
     const size_t nbytes = block.nbytes;
     defer(block.stream, address, [=] { std::memset(address, POISON, nbytes); });
-    stats_.active_bytes[0].decrease(nbytes);
+    stats_of(block.stream).active_bytes[0].decrease(nbytes);
     free_[{block.stream, nbytes}].insert(address);
   }
 
@@ -185,11 +200,15 @@ class DeviceMemory final : public c10::DeviceAllocator {
     pending_ = std::move(left);
   }
 
+  DeviceStats& stats_of(int stream) {
+    return stats_.at(device_of(stream));
+  }
+
   template <typename F>
-  void each_stat(F&& apply) {
+  static void each_stat(DeviceStats& of_device, F&& apply) {
     for (auto* stats :
-         {&stats_.allocation, &stats_.segment, &stats_.allocated_bytes, &stats_.reserved_bytes,
-          &stats_.active_bytes}) {
+         {&of_device.allocation, &of_device.segment, &of_device.allocated_bytes,
+          &of_device.reserved_bytes, &of_device.active_bytes}) {
       for (auto& stat : *stats) {
         apply(stat);
       }
@@ -200,7 +219,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   std::unordered_map<void*, Block> blocks_;
   std::map<std::pair<int, size_t>, std::set<void*>> free_;
   std::vector<Pending> pending_;
-  DeviceStats stats_;
+  std::array<DeviceStats, NUM_DEVICES> stats_;
 };
 
 DeviceMemory& device_memory() {
@@ -315,6 +334,10 @@ const bool is_registered [[maybe_unused]] = [] {
 
 } // namespace
 
+c10::Device device_at(void* address) {
+  return device_memory().device_at(address);
+}
+
 c10::DeviceAllocator* device_allocator() {
   return &device_memory();
 }
@@ -335,6 +358,7 @@ void note_use(const c10::Storage& host, int stream) {
 }
 
 void resize(const c10::Storage& storage, size_t nbytes) {
+  const c10::DeviceGuard guard(storage.device());
   c10::DataPtr fresh = device_memory().allocate(nbytes);
   const size_t kept = std::min(nbytes, storage.nbytes());
   if (kept > 0) {

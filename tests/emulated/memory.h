@@ -11,7 +11,11 @@ namespace emulated {
 
 constexpr unsigned char POISON = 0xFF; // NaN as a float, -1 as an integer
 
+c10::Device device(int index);
+// The current one.
 c10::Device device();
+// That of a block which begins at this address.
+c10::Device device_at(void* address);
 c10::Stream as_stream(int stream);
 int id_of(const c10::Stream& stream);
 

@@ -22,19 +22,30 @@ def make_module(name: str, native: ModuleType) -> ModuleType:
 
 
 class _DeviceContext:
-    """``with torch.emulated.device(0):``; there is only one."""
+    """``with torch.emulated.device(1):``; the current device of this thread."""
 
     def __init__(self, device: object) -> None:
-        self.device = device
+        self._index = index_of(device)
+        self._before: list[int] = []
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._before.append(torch.accelerator.current_device_index())
+        torch.accelerator.set_device_index(self._index)
 
-    def __exit__(self, *exc_info: object) -> None: ...
+    def __exit__(self, *exc_info: object) -> None:
+        torch.accelerator.set_device_index(self._before.pop())
+
+
+def index_of(device: object) -> int:
+    """The number of a device; of the current one for None, or where it has none."""
+    index = device if isinstance(device, int) or device is None else torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index
 
 
 class _Device:
     def __init__(self, native: ModuleType) -> None:
         self._of_process = os.getpid()
+        self._of_native = native
 
     def is_available(self) -> bool:
         return True
@@ -43,13 +54,13 @@ class _Device:
         return True
 
     def device_count(self) -> int:
-        return 1
+        return self._of_native.device_count()
 
     def current_device(self) -> int:
-        return 0
+        return torch.accelerator.current_device_index()
 
     def set_device(self, device: object) -> None:
-        """There is only one."""
+        torch.accelerator.set_device_index(index_of(device))
 
     def _is_in_bad_fork(self) -> bool:
         """The threads of streams do not follow a fork."""
@@ -63,7 +74,7 @@ class _Device:
         return False
 
     def current_stream(self, device: object = None) -> torch.Stream:
-        return torch.accelerator.current_stream()
+        return torch.accelerator.current_stream(index_of(device))
 
     def set_stream(self, stream: torch.Stream) -> None:
         torch.accelerator.set_stream(stream)
@@ -93,19 +104,19 @@ class _Memory:
         torch.accelerator.empty_cache()
 
     def memory_allocated(self, device: object = None) -> int:
-        return torch.accelerator.memory_allocated()
+        return torch.accelerator.memory_allocated(index_of(device))
 
     def max_memory_allocated(self, device: object = None) -> int:
-        return torch.accelerator.max_memory_allocated()
+        return torch.accelerator.max_memory_allocated(index_of(device))
 
     def memory_reserved(self, device: object = None) -> int:
-        return torch.accelerator.memory_reserved()
+        return torch.accelerator.memory_reserved(index_of(device))
 
     def max_memory_reserved(self, device: object = None) -> int:
-        return torch.accelerator.max_memory_reserved()
+        return torch.accelerator.max_memory_reserved(index_of(device))
 
     def reset_peak_memory_stats(self, device: object = None) -> None:
-        torch.accelerator.reset_peak_memory_stats()
+        torch.accelerator.reset_peak_memory_stats(index_of(device))
 
 
 class _Controls:

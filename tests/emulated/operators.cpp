@@ -18,6 +18,7 @@
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
@@ -206,7 +207,7 @@ class Call {
 
   void check_device(const Tensor& tensor) const {
     TORCH_CHECK(
-        !tensor.defined() || tensor.is_privateuseone() || tensor.dim() == 0,
+        !tensor.defined() || tensor.device() == device() || (tensor.is_cpu() && tensor.dim() == 0),
         "Expected all tensors to be on the same device, but found at least two devices, ", device(),
         " and ", tensor.device(), ", in ", name());
   }
@@ -424,9 +425,31 @@ class Call {
   Stack results_;
 };
 
+// Where an operator runs: where its first tensor of a device is, or where it is told to make one.
+c10::Device device_for(const Stack& args) {
+  std::optional<c10::Device> told;
+  for (const IValue& value : args) {
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_privateuseone()) {
+      return value.toTensor().device();
+    }
+    if (value.isTensorList()) {
+      for (const Tensor& one : value.toTensorVector()) {
+        if (one.defined() && one.is_privateuseone()) {
+          return one.device();
+        }
+      }
+    }
+    if (value.isDevice() && value.toDevice().is_privateuseone()) {
+      told = value.toDevice();
+    }
+  }
+  return told && told->has_index() ? *told : device();
+}
+
 void run(const c10::OperatorHandle& op, Stack* stack) {
   const size_t num = op.schema().arguments().size();
   Stack args(stack->end() - num, stack->end());
+  const c10::DeviceGuard guard(device_for(args));
   Stack results = Call(op, std::move(args)).run();
   torch::jit::drop(*stack, num);
   for (IValue& one : results) {
@@ -460,9 +483,10 @@ void convolution_backward(const c10::OperatorHandle&, c10::DispatchKeySet, Stack
 
 Tensor empty(
     at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-    std::optional<at::Device>, std::optional<bool> pin_memory,
+    std::optional<at::Device> on, std::optional<bool> pin_memory,
     std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pin_memory.value_or(false), "only memory of the host can be pinned");
+  const c10::OptionalDeviceGuard guard(on);
   return at::detail::empty_generic(
       size, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       c10::dtype_or_default(dtype), format);
@@ -470,8 +494,9 @@ Tensor empty(
 
 Tensor empty_strided(
     at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-    std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool> pin_memory) {
+    std::optional<at::Layout>, std::optional<at::Device> on, std::optional<bool> pin_memory) {
   TORCH_CHECK(!pin_memory.value_or(false), "only memory of the host can be pinned");
+  const c10::OptionalDeviceGuard guard(on);
   return at::detail::empty_strided_generic(
       size, stride, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       c10::dtype_or_default(dtype));
@@ -501,6 +526,7 @@ void queue_copy(Work kind, Tensor target, Tensor source) {
 }
 
 void copy_to_host(const Tensor& target, const Tensor& source, bool non_blocking) {
+  const c10::DeviceGuard guard(source.device());
   queue_copy(Work::d2h, borrowed_of_host(target), borrowed(source));
   if (non_blocking && is_pinned(target.storage().data())) {
     note_use(target.storage(), current());
@@ -510,6 +536,7 @@ void copy_to_host(const Tensor& target, const Tensor& source, bool non_blocking)
 }
 
 void copy_from_host(const Tensor& target, const Tensor& source, bool non_blocking) {
+  const c10::DeviceGuard guard(target.device());
   const bool is_plain = source.scalar_type() == target.scalar_type() && source.is_contiguous();
   if (is_pinned(source.storage().data()) && is_plain) {
     queue_copy(Work::h2d, borrowed(target), borrowed_of_host(source));
@@ -521,6 +548,19 @@ void copy_from_host(const Tensor& target, const Tensor& source, bool non_blockin
   }
   if (!non_blocking) {
     synchronize(current());
+  }
+}
+
+// On the stream of the source, behind what the target's has queued; and that goes on behind it.
+void copy_on_device(const Tensor& target, const Tensor& source) {
+  const int from = current(source.device().index()), to = current(target.device().index());
+  const c10::DeviceGuard guard(source.device());
+  if (from != to) {
+    wait_for(from, record(to));
+  }
+  queue_copy(Work::d2d, borrowed(target), borrowed(source));
+  if (from != to) {
+    wait_for(to, record(from));
   }
 }
 
@@ -538,7 +578,7 @@ Tensor& copy_(Tensor& self, const Tensor& given, bool non_blocking) {
   } else if (source.is_cpu()) {
     copy_from_host(self, source, non_blocking);
   } else {
-    queue_copy(Work::d2d, borrowed(self), borrowed(source));
+    copy_on_device(self, source);
   }
   return self;
 }
@@ -554,7 +594,7 @@ Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 }
 
 at::Scalar local_scalar_dense(const Tensor& self) {
-  synchronize(current());
+  synchronize(current(self.device().index()));
   return at::native::_local_scalar_dense_cpu(borrowed(self));
 }
 
@@ -603,6 +643,7 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
 }
 
 Tensor& set_nothing(Tensor& self) {
+  const c10::DeviceGuard guard(self.device());
   return set_storage_offset(
       self,
       c10::Storage(

@@ -193,21 +193,37 @@ class Queue {
   std::mt19937_64 random_;
 };
 
+constexpr int NUM_STREAMS = NUM_DEVICES * PER_DEVICE;
+
 Queue& queue(int stream) {
   static auto* all = [] {
-    auto* made = new std::array<Queue*, POOL_SIZE + 1>();
-    for (int i = 0; i <= POOL_SIZE; ++i) {
+    auto* made = new std::array<Queue*, NUM_STREAMS>();
+    for (int i = 0; i < NUM_STREAMS; ++i) {
       (*made)[i] = new Queue(i);
     }
     return made;
   }();
   TORCH_CHECK(
-      stream >= 0 && stream <= POOL_SIZE, "stream ", stream, " of the emulated device, there are ",
-      POOL_SIZE + 1);
+      stream >= 0 && stream < NUM_STREAMS, "stream ", stream, " of emulated devices, there are ",
+      NUM_STREAMS);
   return *(*all)[stream];
 }
 
-thread_local int current_stream = 0;
+void check_device(int device) {
+  TORCH_CHECK(
+      device >= 0 && device < NUM_DEVICES, "emulated device ", device, ", there are ", NUM_DEVICES);
+}
+
+std::array<int, NUM_DEVICES> default_streams() {
+  std::array<int, NUM_DEVICES> found{};
+  for (int device = 0; device < NUM_DEVICES; ++device) {
+    found[device] = default_stream(device);
+  }
+  return found;
+}
+
+thread_local int device_now = 0;
+thread_local std::array<int, NUM_DEVICES> streams_now = default_streams();
 
 } // namespace
 
@@ -238,18 +254,33 @@ bool is_idle(int stream) {
   return queue(stream).is_idle();
 }
 
-int next_of_pool() {
-  static std::atomic<unsigned> next{0};
-  return 1 + static_cast<int>(next++ % POOL_SIZE);
+int next_of_pool(int device) {
+  static std::array<std::atomic<unsigned>, NUM_DEVICES> next{};
+  check_device(device);
+  return default_stream(device) + 1 + static_cast<int>(next[device]++ % POOL_SIZE);
+}
+
+int current_device() {
+  return device_now;
+}
+
+int exchange_device(int device) {
+  check_device(device);
+  return std::exchange(device_now, device);
 }
 
 int current() {
-  return current_stream;
+  return streams_now[device_now];
+}
+
+int current(int device) {
+  check_device(device);
+  return streams_now[device];
 }
 
 int exchange_current(int stream) {
   queue(stream); // checks that there is one
-  return std::exchange(current_stream, stream);
+  return std::exchange(streams_now[device_of(stream)], stream);
 }
 
 void await(const Mark& mark) {
@@ -279,9 +310,11 @@ void synchronize(int stream) {
   throw_failure();
 }
 
-void synchronize_all() {
+namespace {
+
+void synchronize_streams(int begin, int end) {
   std::vector<MarkPtr> marks;
-  for (int stream = 0; stream <= POOL_SIZE; ++stream) {
+  for (int stream = begin; stream < end; ++stream) {
     queue(stream).push_deferred();
     if (!is_idle(stream)) {
       marks.push_back(record(stream));
@@ -291,6 +324,17 @@ void synchronize_all() {
     await(*mark);
   }
   throw_failure();
+}
+
+} // namespace
+
+void synchronize_device(int device) {
+  check_device(device);
+  synchronize_streams(default_stream(device), default_stream(device) + PER_DEVICE);
+}
+
+void synchronize_all() {
+  synchronize_streams(0, NUM_STREAMS);
 }
 
 void set_delays(const Delays& delays) {

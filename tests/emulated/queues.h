@@ -48,8 +48,18 @@ struct Delays {
   uint64_t seed = 0;
 };
 
-// Stream 0 is the default one, 1 to POOL_SIZE are handed out in turn.
+// Each device has a default stream, and others that are handed out in turn. A stream's number is
+// also its id, and says of which device it is.
+constexpr int NUM_DEVICES = 2;
 constexpr int POOL_SIZE = 32;
+constexpr int PER_DEVICE = 1 + POOL_SIZE;
+
+inline int device_of(int stream) {
+  return stream / PER_DEVICE;
+}
+inline int default_stream(int device) {
+  return device * PER_DEVICE;
+}
 
 void push(int stream, Work kind, std::function<void()> task);
 // Queued before the next kernel or copy of the stream, the next time somebody waits for the stream,
@@ -59,14 +69,19 @@ void queue_deferred(int stream, const void* key);
 MarkPtr record(int stream);
 void wait_for(int stream, MarkPtr mark);
 bool is_idle(int stream);
-int next_of_pool();
+int next_of_pool(int device);
+// Each thread has a current device, and for each device a current stream.
+int current_device();
+int exchange_device(int device);
 int current();
+int current(int device);
 int exchange_current(int stream);
 
 // Waiting lets other Python threads run: one of them may have to open a gate first.
 void await(const Mark& mark);
 // These also throw what a task threw since this was last asked, as CUDA reports a failed kernel.
 void synchronize(int stream);
+void synchronize_device(int device);
 void synchronize_all();
 void throw_failure();
 
