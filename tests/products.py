@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from checkpointed import apply
 from torch import Tensor, nn
 
@@ -155,7 +154,7 @@ class Parameters(Product):
     def inside(self, model: nn.Module) -> nn.Module:
         self.model = OffloadModel(
             nn.Sequential(*model.layers),  # type: ignore[misc]
-            torch.device("cpu"),
+            self.backend.device,
             num_slices=2,
             checkpoint_activation=self.checkpoint,
             backend=self.backend,

@@ -21,16 +21,21 @@ ALLOCATED = "allocated_bytes.all"
 
 
 class AcceleratorBackend:
-    """The current accelerator device, with one stream for each copy direction.
+    """An accelerator device, with one stream for each copy direction.
 
     Args:
-        device: Which one; the current device when not given.
+        device: Which one. One without a number, such as ``torch.device("cuda")``, is the current
+            one, as is None.
+
+    Raises:
+        TypeError: It is no device.
+        ValueError: It is of another kind than the accelerator here, or there is none.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         if device is not None:
             check_kind("device", device, torch.device, "a torch.device", "write torch.device(...)")
-        self.device = device or _current_device()
+        self.device = _with_number(device)
         self.name = str(self.device)
         self.is_host = False
         self._index = self.device.index  # a tenth of the time that asking by device takes
@@ -112,15 +117,17 @@ class AcceleratorBackend:
         """Queue the copies; host memory must be pinned for them to be asynchronous."""
         assert isinstance(stream, torch.Stream)
         before = torch.accelerator.current_stream(self._index)
+        device = torch.accelerator.current_device_index()
         # Not ``with stream``: the stream itself keeps the one to go back to, so two threads inside
         # at once would leave with each other's.
-        torch.accelerator.set_stream(stream)
+        torch.accelerator.set_stream(stream)  # makes its device the current one, too
         try:
             with torch.no_grad():
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
         finally:
             torch.accelerator.set_stream(before)
+            torch.accelerator.set_device_index(device)  # the program's, which may be another
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Pinned memory."""
@@ -145,8 +152,16 @@ class AcceleratorBackend:
             stream.record_event().synchronize()
 
 
-def _current_device() -> torch.device:
+def _with_number(device: torch.device | None) -> torch.device:
+    """The device with its number, for a tensor's device has one, and is equal to no other."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         raise ValueError("no accelerator here; use CpuBackend, or a torch built for your device")
+    if device is not None and device.type != accelerator.type:
+        raise ValueError(
+            f"device is {device}, expected {accelerator.type}, which is the accelerator here; use "
+            "CpuBackend() for tensors of the host"
+        )
+    if device is not None and device.index is not None:
+        return device
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

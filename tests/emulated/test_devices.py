@@ -1,0 +1,258 @@
+"""Two devices in one process: each has its streams, and the engine leaves the current one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from products import PRODUCTS, Product
+from torch import Tensor, nn
+from toy import same_bits
+
+from emulated.helpers import some
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import (
+    OffloadActivations,
+    OffloadConfig,
+    OffloadModel,
+    PipelineOffloadManager,
+    offload_layers,
+    use_backend,
+)
+from pp_offload.backends import AcceleratorBackend, Backend, GraphSafeBackend, default_backend
+
+pytestmark = pytest.mark.emulated
+
+N = 1000
+WIDTH = 32
+SECOND = torch.device("emulated:1")
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+
+
+@pytest.fixture(autouse=True)
+def on_the_first_device(emulated: ModuleType) -> Iterator[None]:
+    """The second device is not the current one, before, meanwhile and afterwards."""
+    assert torch.accelerator.current_device_index() == 0
+    yield
+    found = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(0)
+    assert found == 0, f"emulated:{found} is the current device now"
+
+
+# The devices themselves
+
+
+def test_each_device_has_its_own_streams_and_memory(emulated: ModuleType) -> None:
+    given = some(N)
+    before = [torch.accelerator.memory_allocated(index) for index in range(2)]
+    x = given.to(SECOND)
+    assert x.device == (x * 2).device == torch.arange(3, device=SECOND).device == SECOND
+    assert torch.accelerator.memory_allocated(0) == before[0]
+    assert torch.accelerator.memory_allocated(1) > before[1]
+    first, second = (torch.accelerator.current_stream(index) for index in range(2))
+    assert first != second and second.device == SECOND
+    with emulated.hold(first):
+        assert (x * 2).cpu().equal(given * 2), "the second one does not wait for the first"
+    with pytest.raises(RuntimeError, match="same device"):
+        x + given.to("emulated:0")
+
+
+def test_a_copy_from_one_to_the_other_is_in_order_with_both(emulated: ModuleType) -> None:
+    given = some(N)
+    x, target = given.to("emulated:0"), torch.zeros(N, device=SECOND)
+    with emulated.hold(torch.accelerator.current_stream(0)) as gate:
+        y = x * 2
+        target.copy_(y)
+        later = target + 1
+        del y
+        gate.release()
+    assert later.cpu().equal(given * 2 + 1)
+
+
+def test_a_stream_that_is_entered_brings_its_device(emulated: ModuleType) -> None:
+    """As PyTorch does it, which is why ours goes back."""
+    before, side = torch.accelerator.current_stream(1), torch.Stream(device=SECOND)
+    torch.accelerator.set_stream(side)
+    assert torch.accelerator.current_device_index() == 1
+    torch.accelerator.set_stream(torch.accelerator.current_stream(0))
+    assert torch.accelerator.current_device_index() == 0
+    torch.accelerator.set_device_index(1)
+    torch.accelerator.set_stream(before)
+    torch.accelerator.set_device_index(0)
+
+
+# The engine on the one that is not current
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(x + self.mlp(x))
+        return found
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def train(product: Product, device: torch.device, num_steps: int = 3) -> list[Tensor]:
+    """Losses, gradients and parameters."""
+    torch.manual_seed(1)
+    model = product.inside(Net().to(device))
+    product.outside(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    for _ in range(num_steps):
+        product.begin_step()
+        for _ in range(2):
+            with product.forward():
+                loss = model(torch.randn(16, WIDTH).to(device)).square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+        optimizer.step()
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        seen += [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+    return [one.cpu() for one in seen]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_each_product_has_the_same_bits_on_a_device_that_is_not_current(
+    emulated: ModuleType, name: str
+) -> None:
+    expected = train(Product(AcceleratorBackend(SECOND)), SECOND)
+    first_bytes = torch.accelerator.max_memory_allocated(0)
+    emulated.set_delays(jitter_us=300, seed=2)
+    with use_backend(default_backend(SECOND), config=CONFIG) as manager:
+        product = PRODUCTS[name](manager.backend)
+        got = train(product, SECOND)
+        statistics = product.statistics()
+        PipelineOffloadManager.reset_instance()
+    assert same_bits(got, expected)
+    assert statistics.bytes_offloaded > 0
+    assert torch.accelerator.max_memory_allocated(0) == first_bytes, "nothing is on the other one"
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_model_on_both_has_an_engine_for_each(
+    emulated: ModuleType, tier: str, tmp_path: Path
+) -> None:
+    """As where a model is too large for one: what is between the two is copied by the program."""
+    where = tmp_path if tier == "disk" else None
+    config = OffloadConfig(min_offloaded_tensor_size=1, tiers=(tier,), disk_dir=where)
+
+    def step(contexts: list[OffloadActivations] | None) -> list[Tensor]:
+        torch.manual_seed(2)
+        parts = [Net().to(f"emulated:{index}") for index in range(2)]
+        x = torch.randn(16, WIDTH)
+        for index, part in enumerate(parts):
+            with nullcontext() if contexts is None else contexts[index]:
+                x = part(x.to(f"emulated:{index}"))
+        x.square().mean().backward()
+        return [p.grad.cpu() for part in parts for p in part.parameters() if p.grad is not None]
+
+    emulated.set_delays(jitter_us=300, seed=3)
+    contexts = [
+        OffloadActivations(
+            min_offload_size=1,
+            config=config,
+            backend=AcceleratorBackend(torch.device("emulated", index)),
+        )
+        for index in range(2)
+    ]
+    for _ in range(3):
+        assert same_bits(step(contexts), step(None))
+    assert all(one.statistics().bytes_offloaded > 0 for one in contexts)
+
+
+# A device without a number
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_device_without_a_number_is_the_current_one(emulated: ModuleType, index: int) -> None:
+    with emulated.device(index):
+        backends: list[Backend] = [
+            AcceleratorBackend(),
+            AcceleratorBackend(torch.device("emulated")),
+            default_backend(torch.device("emulated")),
+        ]
+    for backend in backends:
+        assert backend.device == torch.device("emulated", index)
+        assert backend.current_stream() == torch.accelerator.current_stream(index) or isinstance(
+            backend, GraphSafeBackend
+        )
+
+
+def test_what_is_made_for_a_device_without_a_number_works(emulated: ModuleType) -> None:
+    """What a user writes: "cuda"."""
+    torch.manual_seed(1)
+    plain = Net().to("emulated")
+    torch.manual_seed(1)
+    sliced = OffloadModel(
+        nn.Sequential(*Net().layers), torch.device("emulated"), checkpoint_activation=True
+    )
+    torch.manual_seed(1)
+    streamed = Net()
+    handle = offload_layers(streamed, "layers", device="emulated")
+    context = OffloadActivations(
+        min_offload_size=1, backend=AcceleratorBackend(torch.device("emulated"))
+    )
+    torch.manual_seed(1)
+    activations = Net().to("emulated")
+    x = torch.randn(16, WIDTH).to("emulated")
+    expected = gradients(plain, x)
+    assert same_bits(gradients(sliced, x), expected)
+    assert same_bits(gradients(streamed, x), expected)
+    with context:
+        loss = activations(x).square().mean()
+    loss.backward()
+    assert same_bits([p.grad.cpu() for p in activations.parameters()], expected)  # type: ignore[union-attr]
+    assert context.statistics().bytes_offloaded > 0
+    assert sliced._recompute is not None
+    assert sliced._recompute.stash.statistics().bytes_offloaded > 0
+    handle.close()
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model(x).square().mean().backward()
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def test_another_kind_of_device_is_refused(emulated: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"device is meta, expected emulated.*CpuBackend"):
+        AcceleratorBackend(torch.device("meta"))
+
+
+def test_groups_on_another_device_than_the_engine_are_warned_of(
+    emulated: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the manager was made before ``set_device``."""
+    layer = nn.Linear(WIDTH, WIDTH).to(SECOND)
+    with use_backend(AcceleratorBackend(), config=CONFIG) as manager:
+        for _ in range(2):
+            manager.reset()
+            manager.init_model_chunk_offload_handler(None, None, 1)
+            x = torch.randn(4, WIDTH, device=SECOND, requires_grad=True)
+            with off_interface(True, x, "mlp") as x:
+                y = layer(x).tanh()
+            off_interface.group_commit(y, name="mlp").sum().backward()
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert said.startswith("group 'mlp' offloaded nothing: none of its 1 groups saved a tensor")
+    assert "tensors on emulated:1 were saved, too, and this engine works on emulated:0" in said
