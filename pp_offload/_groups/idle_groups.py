@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from pp_offload._transfer.tensors import Eligibility
+
 logger = logging.getLogger(__name__)
 
 
@@ -48,22 +50,25 @@ class IdleGroups:
         """Groups of these names are not to come any more."""
         self._wanted.subtract(names)
 
-    def check(self, found: Mapping[str, GroupUse], smallest_numel: int) -> None:
+    def check(
+        self, found: Mapping[str, GroupUse], smallest_numel: int, eligibility: Eligibility
+    ) -> None:
         """Warn of names that did nothing in a step.
 
         Args:
             found: What the step did, by name.
             smallest_numel: Elements that a tensor needs at least to leave, in the step's chunks.
+            eligibility: Has decided what may leave.
         """
         self.num_steps_left -= 1
         for name in sorted({*found, *(+self._wanted)}):
-            problem = _problem(found.get(name), smallest_numel)
+            problem = _problem(found.get(name), smallest_numel, eligibility)
             if problem is not None and name not in self._said:
                 self._said.add(name)
                 logger.warning("group '%s' %s", name, problem)
 
 
-def _problem(use: GroupUse | None, smallest_numel: int) -> str | None:
+def _problem(use: GroupUse | None, smallest_numel: int, eligibility: Eligibility) -> str | None:
     if use is None:
         return (
             "never ran: a step had forwards, but none went through the modules its patterns match; "
@@ -82,6 +87,17 @@ def _problem(use: GroupUse | None, smallest_numel: int) -> str | None:
             f"offloaded nothing: none of its {num_committed} groups saved a tensor of at least "
             f"min_offloaded_tensor_size={smallest_numel} elements that may leave the device; lower "
             "that, or look whether the group is around the layer's forward and outside "
-            "torch.compile"
+            f"torch.compile{_elsewhere(eligibility)}"
         )
     return None
+
+
+def _elsewhere(eligibility: Eligibility) -> str:
+    """What else may be wrong, if something was saved that is on another device."""
+    if eligibility.elsewhere is None:
+        return ""
+    return (
+        f"; tensors on {eligibility.elsewhere} were saved, too, and this engine works on "
+        f"{eligibility.device}: make the device of the model the current one before the engine is "
+        "first used, or give a backend of it"
+    )

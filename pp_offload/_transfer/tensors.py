@@ -200,11 +200,15 @@ class Eligibility:
     Args:
         device: Tensors elsewhere stay where they are.
         kept: Storages of parameters, buffers and marked tensors. They and their views stay.
+
+    Attributes:
+        elsewhere: Where the last one was that stays since it is on another device; None for none.
     """
 
     def __init__(self, device: torch.device, kept: StorageSet) -> None:
-        self._device = device
+        self.device = device
         self.kept = kept
+        self.elsewhere: torch.device | None = None
 
     def can_move(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is dense memory on the device, and its bytes are all there is to it.
@@ -214,7 +218,7 @@ class Eligibility:
         return (
             has_storage(tensor)
             and tensor.numel() > 0
-            and tensor.device == self._device
+            and tensor.device == self.device
             and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
         )
 
@@ -236,9 +240,10 @@ class Eligibility:
             return False
         if tensor.layout is not torch.strided or tensor.is_nested:
             return False
-        if tensor.device != self._device or tensor.is_quantized:
+        if tensor.device != self.device:
+            self.elsewhere = tensor.device
             return False
-        if tensor.is_neg() or tensor.is_conj():
+        if tensor.is_quantized or tensor.is_neg() or tensor.is_conj():
             return False
         base = tensor._base
         if base is not None and isinstance(base, Parameter):

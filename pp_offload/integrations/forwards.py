@@ -20,13 +20,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch.nn import Module
 
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._common.checks import check_kind, check_known
 from pp_offload._groups.manager import Manager
 from pp_offload._transfer.statistics import OffloadStatistics
-from pp_offload.backends import Backend, CpuBackend, default_backend
+from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.modules import Patterns, offload_modules
 
@@ -178,6 +179,10 @@ _MEMBERS: WeakKeyDictionary[Manager, WeakSet[GroupForwards]] = WeakKeyDictionary
 
 
 def _backend_of(model: Module) -> Backend:
-    """Of the device of its parameters: beside an accelerator, a model may train on the CPU."""
-    devices = {parameter.device.type for parameter in model.parameters()}
-    return CpuBackend() if devices == {"cpu"} else default_backend()
+    """Of the device of its parameters: beside an accelerator, a model may train on the CPU, and its
+    device need not be the current one.
+    """
+    devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+    if len(devices) > 1:
+        devices.discard(torch.device("cpu"))
+    return default_backend(devices.pop() if len(devices) == 1 else None)

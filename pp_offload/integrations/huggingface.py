@@ -28,9 +28,10 @@ from pp_offload._activations.context import OffloadActivations
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._checkpoint.hidden_states import OffloadHiddenStates
 from pp_offload._common.checks import check_flag, check_known
+from pp_offload.backends import default_backend
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
-from pp_offload.integrations.trainers import backend_of, check_bases, check_trainer, meant
+from pp_offload.integrations.trainers import check_bases, check_trainer, meant
 
 ONLY = "hidden_states"
 """The option by which only the hidden states that checkpointed layers are given leave."""
@@ -157,7 +158,7 @@ class _Offloading:
         if not is_on or trainer.model is None:
             return None
         if trainer.model is not self.model:
-            backend = self.options.get("backend") or backend_of(trainer.args.device)
+            backend = self.options.get("backend") or default_backend(trainer.args.device)
             self.offload = _made(trainer.model, {**self.options, "backend": backend})
             self.figures = Figures(self.offload.statistics)
             self.model = trainer.model

@@ -22,7 +22,8 @@ from torch.nn import Module
 
 from pp_offload._common.checks import check_known, said
 from pp_offload._slices.offloaded_layers import OffloadedLayers
-from pp_offload.integrations.trainers import backend_of, check_bases, check_trainer, meant
+from pp_offload.backends import default_backend
+from pp_offload.integrations.trainers import check_bases, check_trainer, meant
 from pp_offload.layers import lists_of_layers, offload_layers
 
 OPTIONS = tuple(inspect.signature(offload_layers).parameters)[1:]
@@ -114,7 +115,7 @@ class _LayerOffloading:
             return
         options = {"frozen_only": True, **self.options}
         if not {"backend", "device"} & options.keys():
-            options["backend"] = backend_of(trainer.args.device)
+            options["backend"] = default_backend(trainer.args.device)
         layers = options.pop("layers", None) or lists_of_layers(model)
         self.offloaded = offload_layers(model, layers, **options)
         self._model = model

@@ -3,7 +3,6 @@
     check_bases(cls, Mixin)                          # when a class is made of one
     check_trainer(type(self), Mixin)                 # when it is used
     wanted = meant("layer_offloading", wanted)       # what its user asked for
-    backend = backend_of(trainer.args.device)
 
 Nothing of Hugging Face is imported here.
 """
@@ -14,10 +13,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from pp_offload._common.checks import said
-from pp_offload.backends import Backend, CpuBackend, default_backend
 
 CONTEXT = "compute_loss_context_manager"
 """A class that has it is a trainer."""
@@ -49,13 +45,6 @@ def meant(
         f"{name} is {said(wanted)}, expected True, False{known} or a mapping of options; leave it "
         "out to follow the trainer's arguments"
     )
-
-
-def backend_of(device: torch.device) -> Backend:
-    """Of a trainer's device, which need not be the current one."""
-    if device.type == "cpu":
-        return CpuBackend()
-    return default_backend(None if device.index is None else device)
 
 
 def check_bases(kind: type, mixin: type) -> None:

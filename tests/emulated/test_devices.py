@@ -24,6 +24,7 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload.backends import AcceleratorBackend, Backend, GraphSafeBackend, default_backend
+from pp_offload.integrations.forwards import offload_of
 
 pytestmark = pytest.mark.emulated
 
@@ -238,6 +239,21 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 def test_another_kind_of_device_is_refused(emulated: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"device is meta, expected emulated.*CpuBackend"):
         AcceleratorBackend(torch.device("meta"))
+
+
+def test_an_integration_takes_the_device_of_the_model(emulated: ModuleType) -> None:
+    torch.manual_seed(1)
+    model = Net().to(SECOND)
+    x = torch.randn(16, WIDTH).to(SECOND)
+    expected = gradients(model, x)
+    model.zero_grad()
+    offload = offload_of(model, None, None, {"min_offload_size": 1})
+    with offload.forward(0):
+        loss = model(x).square().mean()
+    loss.backward()
+    offload.close()
+    assert same_bits([p.grad.cpu() for p in model.parameters()], expected)  # type: ignore[union-attr]
+    assert offload.statistics().bytes_offloaded > 0
 
 
 def test_groups_on_another_device_than_the_engine_are_warned_of(
