@@ -29,10 +29,11 @@ from pp_offload.config import OffloadConfig
 from pp_offload.pipelining import Action
 from pp_offload.plan.bounds import Bounds, Unwatched
 from pp_offload.plan.chunks import ChunkState
+from pp_offload.plan.copies import Copies, Moved
 from pp_offload.plan.device import NumberDevice
 from pp_offload.plan.host import HostPlaces
 from pp_offload.plan.parts import PartUses
-from pp_offload.plan.rules import Moved, Rules
+from pp_offload.plan.rules import Rules
 from pp_offload.plan.staying import staying
 from pp_offload.plan.tape import (
     Close,
@@ -158,7 +159,8 @@ class NumberRank:
         device = NumberDevice(self._hardware)
         device.memory.add(self._resident_bytes)
         watch = Unwatched(device) if is_last else self._bounds.watch(device)
-        rules = Rules(device, self._host, self._bounds, self._order, self._uses, self.moved, watch)
+        copies = Copies(device, self._host, self._bounds, self.moved, watch)
+        rules = Rules(copies, self._bounds, self._order, self._uses)
         self._step = _Step(device, rules, messages)
         self._next = 0
 
@@ -172,7 +174,9 @@ class NumberRank:
             number = self._number if differ else 0  # or each of many equal ranks makes the same
             self._plan = make_plan(tuple(shapes), config, number)
         left = self._hardware.memory_bytes - step.device.memory.peak
-        self._bounds.choose(step.rules.watch, kept=self._plan.kept, unused_bytes=max(0, left))
+        self._bounds.choose(
+            step.rules.copies.watch, kept=self._plan.kept, unused_bytes=max(0, left)
+        )
 
     def _shape(self, key: ChunkKey) -> ChunkShape:
         tape = self._tapes[list(self._vp_stage)[key.vp_stage]]
@@ -307,7 +311,7 @@ class _Step:
         }
         """By kind of event, who is told its numbers."""
 
-        self.sent_before = rules.moved.bytes_offloaded
+        self.sent_before = rules.copies.moved.bytes_offloaded
         self.chunks: dict[ChunkKey, ChunkState] = {}
         """Those whose backward is to come."""
 

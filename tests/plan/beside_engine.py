@@ -23,9 +23,9 @@ from torch.distributed.pipelining import (
 
 from pp_offload import PipelineOffloadManager
 from pp_offload.plan import predict, record
+from pp_offload.plan.copies import Moved
 from pp_offload.plan.pipeline import FirstStep
 from pp_offload.plan.rank import NumberRank
-from pp_offload.plan.rules import Moved
 from pp_offload.simulate import PipelineStep, RankStep, run_pipeline
 
 SAME = ("peak_bytes", "host_peak_bytes", "bytes_offloaded", "num_in_flight")

@@ -34,12 +34,15 @@ from pp_offload import OffloadConfig
 from pp_offload._groups import auto_bounds
 from pp_offload._groups.prefetch import refill_below
 from pp_offload.plan import predict, record
+from pp_offload.plan import prefetch as plan_prefetch
 from pp_offload.plan import rank as plan_rank
 from pp_offload.plan import rules as plan_rules
 from pp_offload.plan.bounds import Bounds
 from pp_offload.plan.chunks import CopyIndex
+from pp_offload.plan.copies import Copies, Moved
 from pp_offload.plan.parts import PartUses, RunningPart, WeightState
-from pp_offload.plan.rules import Moved, Rules
+from pp_offload.plan.prefetch import Prefetcher
+from pp_offload.plan.rules import Rules
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
 
 
@@ -164,51 +167,51 @@ class NoTakeBack(Rules):
         super()._deliver(one)
 
 
-class NoCap(Rules):
-    def _keep_bounded(self, last_bytes: int) -> None:
-        self.poll()
-
-
-class NothingAhead(Rules):
-    def _fill(self) -> None:
-        pass
-
-
-class EarlyRefill(Rules):
-    def _refill(self) -> None:
-        self._fill()
-
-
-class OneBatch(Rules):
-    def _load(self, batches: Any, *, is_ahead: bool) -> None:
-        for batch in batches:
-            super()._load([batch], is_ahead=is_ahead)
-
-
 class NoMargin(Rules):
     def is_next(self, chunk: Any) -> bool:
-        return False
-
-
-class NextChunkOnly(Rules):
-    def _after(self) -> Any:
-        if self._chunk is not None and self._current is not None:
-            yield from reversed(self._chunk.groups[: self._current.position])
-
-
-class LateFinish(Rules):
-    def poll(self) -> None:
-        pass
-
-
-class NothingShared(Rules):
-    def _share(self, one: Any) -> bool:
         return False
 
 
 class NothingPassedOn(Rules):
     def _pass_on(self, one: Any) -> None:
         pass
+
+
+class NoCap(Copies):
+    def _keep_bounded(self, last_bytes: int) -> None:
+        self.poll()
+
+
+class LateFinish(Copies):
+    def poll(self) -> None:
+        pass
+
+
+class NothingShared(Copies):
+    def share(self, one: Any) -> bool:
+        return False
+
+
+class NothingAhead(Prefetcher):
+    def fill(self) -> None:
+        pass
+
+
+class EarlyRefill(Prefetcher):
+    def refill(self) -> None:
+        self.fill()
+
+
+class OneBatch(Prefetcher):
+    def _load(self, batches: Any, *, is_ahead: bool) -> None:
+        for batch in batches:
+            super()._load([batch], is_ahead=is_ahead)
+
+
+class NextChunkOnly(Prefetcher):
+    def _after(self) -> Any:
+        if self._chunk is not None and self._current is not None:
+            yield from reversed(self._chunk.groups[: self._current.position])
 
 
 class ForgottenBetween(RunningPart):
@@ -243,23 +246,17 @@ class ApartOnTheHost(CopyIndex):
 
 
 FAULTS: dict[str, Callable[..., Any]] = {
-    one.__name__: lambda one=one: patch.object(plan_rank, "Rules", one)
-    for one in (
-        NoTakeBack,
-        NoCap,
-        NothingAhead,
-        EarlyRefill,
-        OneBatch,
-        NoMargin,
-        NextChunkOnly,
-        LateFinish,
-        NothingShared,
-        NothingPassedOn,
+    one.__name__: lambda one=one, name=name, where=where: patch.object(where, name, one)
+    for name, where, some in (
+        ("Rules", plan_rank, (NoTakeBack, NoMargin, NothingPassedOn)),
+        ("Copies", plan_rank, (NoCap, LateFinish, NothingShared)),
+        ("Prefetcher", plan_rules, (NothingAhead, EarlyRefill, OneBatch, NextChunkOnly)),
     )
+    for one in some
 } | {
     "no bounds are chosen": lambda: patch.object(Bounds, "choose", lambda *a, **k: None),
     "half of the window": lambda: patch.object(
-        plan_rules, "refill_below", lambda nbytes: refill_below(nbytes) // 2
+        plan_prefetch, "refill_below", lambda nbytes: refill_below(nbytes) // 2
     ),
     "copied again by each group": lambda: patch.object(plan_rules, "CopyIndex", ApartOnTheHost),
     "the first plan stays": lambda: patch.object(
