@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -99,6 +100,10 @@ class Plain:
 
     def switch(self, is_on: bool) -> None:
         """Offload is enabled or disabled."""
+
+    def as_now(self) -> Callable[[], AbstractContextManager[object]]:
+        """Contexts in which a region that is computed again does what it does now."""
+        return nullcontext
 
     def mark(self, tensor: Tensor) -> None:
         """A tensor is not to be offloaded."""
@@ -317,6 +322,18 @@ class Witness(Plain):
 
     def switch(self, is_on: bool) -> None:
         self._is_on = is_on
+
+    def as_now(self) -> Callable[[], AbstractContextManager[object]]:
+        return partial(self._with, self._is_on)
+
+    @contextmanager
+    def _with(self, is_on: bool) -> Iterator[None]:
+        """A checkpoint counts what it sees saved, which are no tensors inside of hooks."""
+        before, self._is_on = self._is_on, is_on
+        try:
+            yield
+        finally:
+            self._is_on = before
 
     def _hooks(self) -> AbstractContextManager[object]:
         if not torch.is_grad_enabled():

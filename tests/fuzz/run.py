@@ -219,6 +219,7 @@ class Again:
         self._part = part
         self._num_tensors = num_tensors
         self._engine = engine
+        self._as_now = engine.as_now()
         self._is_first = True
 
     def __call__(self, *given: Tensor) -> Tensor:
@@ -226,8 +227,9 @@ class Again:
         frame = Frame(list(tensors), list(weights), tensors)
         is_first, self._is_first = self._is_first, False
         try:
-            for part in self._part.body:
-                PARTS[type(part)](part, frame, self._engine)
+            with self._as_now():
+                for part in self._part.body:
+                    PARTS[type(part)](part, frame, self._engine)
         finally:
             frame.close()
         if is_first:
