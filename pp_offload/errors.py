@@ -2,6 +2,11 @@
 
 Everything raised on purpose derives from :class:`OffloadError`, or is a plain ``ValueError`` for an
 argument that cannot be right. A bare device error never reaches the user.
+
+NOTE [ Failures in the log ]
+    A handler may keep what it is given: a queue, a test, a service for errors. An exception has the
+    frames that it came through, and these have tensors, which would stay on the device. So the log
+    is given ``str(failure)``.
 """
 
 

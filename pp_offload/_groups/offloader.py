@@ -86,7 +86,7 @@ class Offloader:
             "groups may follow, without another warning",
             group.name,
             group.counts.nbytes,
-            failure,
+            str(failure),  # NOTE [ Failures in the log ]
         )
         self._has_warned = True
 

@@ -348,7 +348,7 @@ class TransferEngine:
         except OffloadError:
             raise
         except Exception as failure:  # a copy that failed raises for whoever needs its bytes
-            logger.debug("host memory stays as it is, for a copy failed: %s", failure)
+            logger.debug("host memory stays as it is, for a copy failed: %s", str(failure))
 
     def release_idle(self) -> None:
         """Give memory back to the system that no saved tensor needs; waits for copies.

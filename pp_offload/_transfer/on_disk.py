@@ -70,7 +70,7 @@ class OnDisk(Tier):
             logging.DEBUG if self._has_warned else logging.WARNING,
             "offloaded activations could not be written and stay in memory, as will what follows "
             "in this step; from now on without a warning: %s",
-            failure,
+            str(failure),
         )
         self._has_warned = True
 

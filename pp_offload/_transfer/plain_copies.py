@@ -166,7 +166,7 @@ class PlainCopies:
                 logger.warning(
                     "gradients for which the host budget has no room are in ordinary memory; their "
                     "copies are slower and block: %s",
-                    refused,
+                    str(refused),
                 )
             return pageable(nbytes)
 

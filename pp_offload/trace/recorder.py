@@ -140,7 +140,7 @@ class Recorder(Listener):
                 if not event.query():
                     event.synchronize()
             except Exception as failure:  # who needs the bytes is told; here it has no time
-                logger.debug("a copy has no time, for it failed: %s", failure)
+                logger.debug("a copy has no time, for it failed: %s", str(failure))
 
     # What the engine tells
 

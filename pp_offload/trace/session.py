@@ -122,7 +122,8 @@ class Trace:
                 try:
                     self._write(joined(found), path)
                 except OSError as failure:  # it is tried again when the block is left
-                    logger.error("%s cannot be written now, training goes on: %s", path, failure)
+                    said = str(failure)  # NOTE [ Failures in the log ]
+                    logger.error("%s cannot be written now, training goes on: %s", path, said)
 
         for rank, manager in enumerate(managers, first_rank):
             known = {"num_ranks": num_ranks, "max_events": self._max_events}
@@ -147,7 +148,7 @@ class Trace:
         except OSError as failure:
             if error is None:
                 raise
-            logger.error("%s cannot be written: %s", path, failure)
+            logger.error("%s cannot be written: %s", path, str(failure))
 
     def _write(self, timeline: Timeline, path: Path) -> None:
         write(timeline, path)

@@ -170,6 +170,21 @@ def test_what_found_no_room_is_not_said_to_have_left(caplog: pytest.LogCaptureFi
     assert "find no room" in caplog.text and "still on the device" not in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["cpu", "late"])
+def test_what_the_log_keeps_of_a_group_without_room_holds_no_tensor(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a handler does that sends records later, or shows them."""
+    config = OffloadConfig(min_offloaded_tensor_size=1, host_budget_bytes=0)
+    with use_backend(make_backend(kind), config=config) as manager:
+        y, kept = one_chain(manager)
+        storage = weakref.ref(kept.pop().untyped_storage())
+        y.sum().backward()
+        del y
+    assert "find no room" in caplog.records[0].getMessage()
+    assert storage() is None
+
+
 def test_without_verify_there_is_no_verifier() -> None:
     with use_backend(make_backend("cpu")) as manager:
         listeners = manager.wiring.transfer.listeners
