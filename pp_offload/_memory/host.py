@@ -230,6 +230,11 @@ class HostMemory:
             self.source.num_allocations,
         )
 
+    def count_in(self, budget: HostBudget) -> None:
+        """Have its slabs count in a budget as well, which knows of none where this was copied."""
+        for slab in self._slabs:
+            slab.reserved = budget.reserve(slab.nbytes, force=True)
+
     def close(self) -> None:
         """Drop all memory that no buffer in use needs, once the copies that use it are done."""
         self._is_closed = True

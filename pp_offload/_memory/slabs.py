@@ -28,14 +28,18 @@ Allocate = Callable[[int], Tensor]
 
 
 class Slab:
-    """Host memory, counted in a budget for as long as anybody refers to this object."""
+    """Host memory, counted in a budget for as long as anybody refers to this object.
 
-    __slots__ = ("_reserved", "data", "nbytes")
+    Attributes:
+        reserved: Its part of the budget.
+    """
 
-    def __init__(self, data: Tensor, reserved: Reserved) -> None:
+    __slots__ = ("data", "nbytes", "reserved")
+
+    def __init__(self, data: Tensor, reserved: Reserved | None) -> None:
         self.data = data
         self.nbytes = data.numel()
-        self._reserved = reserved
+        self.reserved = reserved
 
 
 class SlabSource:

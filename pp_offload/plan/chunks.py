@@ -72,6 +72,10 @@ class Block:
         first = [other for other in self.placed if other.begin == begin]
         self.shared.setdefault(begin, first).append(one)
 
+    def unshare(self, one: Saved) -> None:
+        """It stays on the device after all."""
+        self.shared[one.begin].remove(one)
+
 
 class Arrival:
     """Payloads that come together; the event behind their copies is there once they are queued."""
@@ -139,6 +143,12 @@ class Saved:
         """Those of the same bytes: saved later, so brought and used earlier, come first."""
         same = () if self.block is None else self.block.shared.get(self.begin, ())
         return [one for one in reversed(same) if one is not self and not one.is_gone]
+
+    def stay(self) -> None:
+        """As if it had not left: no room was found for its group."""
+        if self.block is not None and self not in self.block.placed:
+            self.block.unshare(self)
+        self.block, self.has_left = None, False
 
     def sizes(self) -> list[int]:
         """Of the copies that move it."""

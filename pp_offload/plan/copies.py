@@ -101,8 +101,8 @@ class Copies:
         Raises:
             MemoryError: The host has no room for the rest of it.
         """
-        device, nbytes = self.device, sum(one.nbytes for one in saved)
         blocks = [self._place(batch, room) for batch, room in packs(saved)]
+        device, nbytes = self.device, sum(one.nbytes for one in saved)
         buffers = [block.loan.buffer for block in blocks]
         device.d2h.wait_stream(device.compute)
         self._d2h_waits_for_last_users(buffers)

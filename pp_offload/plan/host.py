@@ -2,8 +2,8 @@
 
 Where no range is long enough, a payload lies in several pieces, and is copied in as many.
 
-    places = HostPlaces()
-    loan = places.allocate(2**20)
+    places = HostPlaces(limit_bytes=2**30)
+    loan = places.allocate(2**20)    # or raises MemoryError
     sizes = pieces(loan, 0, 2**20)   # nearly always one
 """
 
@@ -22,14 +22,22 @@ from pp_offload._memory.unfinished import when_finished
 
 
 class HostPlaces:
-    """Host memory of one rank, over all its steps."""
+    """Host memory of one rank, over all its steps.
 
-    def __init__(self) -> None:
-        with as_another_process():  # whose budget is not this one's
-            self._memory = HostMemory(_no_bytes, HostBudget(UNLIMITED))
+    Args:
+        limit_bytes: What the rank may take; None for no limit.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._budget = _budget(UNLIMITED if limit_bytes is None else limit_bytes)
+        self._memory = HostMemory(_no_bytes, self._budget)
 
     def allocate(self, nbytes: int) -> Loan:
-        """Room for as long as anybody refers to it."""
+        """Room for as long as anybody refers to it.
+
+        Raises:
+            MemoryError: It would be over the limit.
+        """
         return self._memory.allocate(nbytes)
 
     def compact(self) -> None:
@@ -39,15 +47,21 @@ class HostPlaces:
 
     def copied(self) -> HostPlaces:
         """Another one in the same state. To be called between steps, when nobody has anything."""
-        other, budget = HostPlaces(), self._memory.source.budget
-        # A budget has a lock, which cannot be copied. This one has no end, so both may draw on it.
-        other._memory = copy.deepcopy(self._memory, {id(budget): budget})
+        other = copy.copy(self)
+        other._budget = _budget(self._budget.limit_bytes)
+        other._memory = copy.deepcopy(self._memory, {id(self._budget): other._budget})
+        other._memory.count_in(other._budget)
         return other
 
     @property
     def peak_bytes(self) -> int:
         """The most that was taken at a time."""
         return self._memory.statistics().peak
+
+
+def _budget(limit_bytes: int) -> HostBudget:
+    with as_another_process():  # whose budget is not this one's
+        return HostBudget(limit_bytes)
 
 
 def pieces(loan: Loan, begin: int, nbytes: int) -> list[int]:

@@ -34,16 +34,17 @@ def predict(
         tapes: What that is, rank by rank; see :func:`record`.
         hardware: What each rank's device is like. How long operators take is in the tapes.
         config: Options of each rank's engine; None for no offload. Only ``max_in_flight_bytes``,
-            ``prefetch_bytes``, ``device_budget_bytes``, ``activation_offload_fraction``,
-            ``delta_offload_bytes_across_pp_ranks`` and ``split_backward`` are used; what may leave
-            is in the tapes.
+            ``prefetch_bytes``, ``device_budget_bytes``, ``host_budget_bytes``,
+            ``activation_offload_fraction``, ``delta_offload_bytes_across_pp_ranks`` and
+            ``split_backward`` are used; what may leave is in the tapes. Each rank may take
+            ``host_budget_bytes`` of host memory, or as much as it needs where that is None.
         peers: How messages pass from rank to rank; the default is a network.
         num_steps: The engine derives its plan and its bounds from the first ones.
 
     Raises:
         TypeError: An argument is of another kind.
-        ValueError: There is not a tape for each rank and stage, or the config has a disk, a limit
-            on host memory or an automatic plan.
+        ValueError: There is not a tape for each rank and stage, or the config has a disk or an
+            automatic plan.
     """
     check_count("num_steps", num_steps, least=1)
     with collector_off():  # it would look for garbage among all that ranks keep, again and again
@@ -128,10 +129,10 @@ def _check_known(config: OffloadConfig) -> None:
             f"plan is {AUTO!r}, which an engine makes from what its device tells; expected a plan "
             "of choose(), or none: see what that costs with run_pipeline"
         )
-    if config.tiers != ("host",) or config.host_budget_bytes is not None:
+    if config.tiers != ("host",):
         raise ValueError(
-            f"tiers is {config.tiers} and host_budget_bytes is {config.host_budget_bytes}, "
-            "expected host memory alone, without a limit; see what others cost with run_pipeline"
+            f"tiers is {config.tiers}, expected host memory alone; see what others cost with "
+            "run_pipeline"
         )
 
 

@@ -112,7 +112,7 @@ class NumberRank:
         self._config = config
         self._vp_stage = {stage: index for index, stage in enumerate(order.stages_of(number))}
         self._bounds = Bounds(config or OffloadConfig())
-        self._host = HostPlaces()
+        self._host = HostPlaces(None if config is None else config.host_budget_bytes)
         self._plan: Plan | None = None
         self._step: _Step | None = None
         self._turns = self._turns_of(order)

@@ -70,7 +70,13 @@ class Rules:
         self._prefetcher.expect(sum([one.nbytes for one in saved]))
         new = self._index.share(saved)
         if new:
-            nbytes = self.copies.offload(new)
+            try:
+                nbytes = self.copies.offload(new)
+            except MemoryError:
+                for one in reversed(saved):  # as a list of tickets goes, last one first
+                    one.stay()
+                self._keep(saved)
+                return
             self.copies.watch.left(chunk.key, position, nbytes)
         self._index.add(new)
         chunk.groups[position].sent = saved

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -134,6 +135,18 @@ def run_and_recorded(drawn: Drawn) -> Found:
     step = run_pipeline(*how, **drawn.options, trace=managers)
     tapes = record(*how, drawn.config)
     return Found(drawn, step.ranks, managers.moved, tapes)
+
+
+def ran_with_budget(seed: int) -> Found:
+    """With less host memory than all that leaves would take, on some rank at least."""
+    draw = Random(seed)
+    drawn = draw_pipeline(seed)
+    tapes = record(drawn.order, drawn.work, drawn.hardware, drawn.config)
+    step = predict(drawn.order, tapes, drawn.hardware, **drawn.options)
+    most = max(rank.host_peak_bytes for rank in step.ranks)
+    budget_bytes = int(most * draw.choice([0.2, 0.5, 0.8, 0.95]))
+    config = replace(drawn.config, host_budget_bytes=max(1, budget_bytes))
+    return run_and_recorded(replace(drawn, config=config))
 
 
 def ran_with_recomputed(seed: int, layers_seed: int | None = None) -> Found:

@@ -17,6 +17,7 @@ from beside_engine import (
     ran,
     ran_split,
     ran_v_shaped,
+    ran_with_budget,
     ran_with_recomputed,
     run_and_recorded,
 )
@@ -99,6 +100,30 @@ def test_parameters_that_are_not_used_yet_count() -> None:
     of the only step comes before that.
     """
     compare(range(1066, 1067))
+
+
+def test_with_too_little_host_memory() -> None:
+    """What finds no room stays on the device, from the first group on that does not fit."""
+    compare(range(300, 324), ran_with_budget)
+
+
+def test_a_budget_binds_in_most_of_them() -> None:
+    num = 0
+    for seed in range(300, 310):
+        found = ran_with_budget(seed)
+        without = replace(found.drawn.config, host_budget_bytes=None)
+        options = {**found.drawn.options, "config": without}
+        step = predict(found.drawn.order, found.tapes, found.drawn.hardware, **options)
+        num += any(
+            mine.bytes_offloaded < all_of_it.bytes_offloaded
+            for mine, all_of_it in zip(found.ran, step.ranks, strict=True)
+        )
+    assert num >= 5
+
+
+@pytest.mark.slow
+def test_more_with_too_little_host_memory() -> None:
+    compare(range(324, 424), ran_with_budget)
 
 
 def test_with_backwards_in_two_parts() -> None:
@@ -323,8 +348,6 @@ def test_what_is_not_known_is_refused() -> None:
     tapes = record(drawn.order, drawn.work, drawn.hardware)
     with pytest.raises(ValueError, match="expected host memory alone"):
         predict(drawn.order, tapes, drawn.hardware, config=OffloadConfig(tiers=("disk",)))
-    with pytest.raises(ValueError, match="expected host memory alone"):
-        predict(drawn.order, tapes, drawn.hardware, config=OffloadConfig(host_budget_bytes=1))
     with pytest.raises(ValueError, match="rank by rank"):
         predict(drawn.order, tapes[:-1], drawn.hardware)
 
