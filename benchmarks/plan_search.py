@@ -36,8 +36,8 @@ from every_choice import all_choices, every_number_and_choice, num_groups
 from small import limits, planned
 
 from pp_offload._groups import auto_bounds
-from pp_offload.plan import InfeasibleError, choose, search
-from pp_offload.plan.search import MAX_TRIES
+from pp_offload.plan import InfeasibleError, choose, steps
+from pp_offload.plan.steps import MAX_TRIES
 
 NUM_LIMITS = 5
 
@@ -61,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     auto_bounds.LEAST_IN_FLIGHT_BYTES = 1  # these models are small
-    search.MAX_TRIES = options.tries
+    steps.MAX_TRIES = options.tries
     gaps: list[float] = []
     took: list[float] = []
     num_above = num_unmonotone = num_done = 0

@@ -36,6 +36,9 @@ GibOption = Annotated[
     float | None,
     typer.Option(min=0, help="May be on its way, each way; the engine chooses if not given."),
 ]
+HostGibOption = Annotated[
+    float | None, typer.Option(min=0, help="Host memory of a rank; what it needs if not given.")
+]
 MinNumelOption = Annotated[int, typer.Option(min=0, help="Tensors of fewer elements stay.")]
 RecomputeOption = Annotated[
     bool, typer.Option(help="Layers may be recomputed, where the link has too much to do.")
@@ -153,12 +156,16 @@ def peers_of(network_gb: float) -> PeerLink:
     return PeerLink(bytes_per_s=network_gb * GB)
 
 
-def config_of(gib: float | None, min_numel: int) -> OffloadConfig:
+def config_of(gib: float | None, host_gib: float | None, min_numel: int) -> OffloadConfig:
     """The options of the engine beside a plan."""
     check_finite("--gib", gib)
+    check_finite("--host-gib", host_gib)
     ahead: Any = "auto" if gib is None else int(gib * GIB)
     return OffloadConfig(
-        max_in_flight_bytes=ahead, prefetch_bytes=ahead, min_offloaded_tensor_size=min_numel
+        max_in_flight_bytes=ahead,
+        prefetch_bytes=ahead,
+        host_budget_bytes=None if host_gib is None else int(host_gib * GIB),
+        min_offloaded_tensor_size=min_numel,
     )
 
 

@@ -11,6 +11,7 @@ from pp_offload._common.option_sources import UNITS, parse_limit
 from pp_offload.cli.pipelines import (
     MIN_NUMEL,
     GibOption,
+    HostGibOption,
     MakePipeline,
     MinNumelOption,
     NetworkOption,
@@ -33,6 +34,7 @@ def plan(
         str, typer.Option(help="The most that a device may hold: 70GiB. Less its optimizer's.")
     ],
     gib: GibOption = None,
+    host_gib: HostGibOption = None,
     min_numel: MinNumelOption = MIN_NUMEL,
     network_gb: NetworkOption = 50.0,
     recompute: RecomputeOption = True,
@@ -48,7 +50,7 @@ def plan(
 
     Parameters, gradients and activations count. No GPU is needed, and no time is measured.
     """
-    config, peers = config_of(gib, min_numel), peers_of(network_gb)
+    config, peers = config_of(gib, host_gib, min_numel), peers_of(network_gb)
     check_target("--output", output)
     check_target("--png", png)
     limit_bytes = parse_limit(limit)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from pp_offload.cli.pipelines import (
-    GIB,
     MIN_NUMEL,
     GibOption,
+    HostGibOption,
     MakePipeline,
     MinNumelOption,
     NetworkOption,
-    check_finite,
+    config_of,
     on_pipeline,
     peers_of,
     progress_bar,
 )
 from pp_offload.cli.wrong import check_target, told
-from pp_offload.config import OffloadConfig
 from pp_offload.simulate.compare import compare
 from pp_offload.trace import Trace
 
@@ -37,9 +37,7 @@ def simulate(
         typer.Option(help="In place of a fraction a plan, as pp-offload plan has written it."),
     ] = None,
     gib: GibOption = None,
-    host_gib: Annotated[
-        float | None, typer.Option(min=0, help="Host memory of a rank; what it needs if not given.")
-    ] = None,
+    host_gib: HostGibOption = None,
     min_numel: MinNumelOption = MIN_NUMEL,
     network_gb: NetworkOption = 50.0,
     trace: Annotated[
@@ -56,13 +54,11 @@ def simulate(
     The engine runs as it is, on tensors without data and streams with clocks: no GPU is needed, and
     no time is measured.
     """
-    check_finite("--gib", gib)
-    check_finite("--host-gib", host_gib)
-    peers = peers_of(network_gb)
+    others, peers = config_of(gib, host_gib, min_numel), peers_of(network_gb)
     check_target("--trace", trace)
     pipeline = made()
     with told("--plan"):
-        config = _config(fraction, plan, gib, host_gib, min_numel)
+        config = replace(others, activation_offload_fraction=fraction, plan=plan)
         if config.offload_plan is not None:
             config.offload_plan.rank(pipeline.order.num_ranks - 1)
     with progress_bar() as bar, told(pipeline.option):
@@ -80,21 +76,3 @@ def simulate(
         return
     typer.echo(f"{pipeline.title}\n")
     typer.echo(found.table(pipeline.hardware.memory_bytes))
-
-
-def _config(
-    fraction: float,
-    plan: Path | None,
-    gib: float | None,
-    host_gib: float | None,
-    min_numel: int,
-) -> OffloadConfig:
-    ahead: Any = "auto" if gib is None else int(gib * GIB)
-    return OffloadConfig(
-        activation_offload_fraction=fraction,
-        plan=plan,
-        max_in_flight_bytes=ahead,
-        prefetch_bytes=ahead,
-        host_budget_bytes=None if host_gib is None else int(host_gib * GIB),
-        min_offloaded_tensor_size=min_numel,
-    )

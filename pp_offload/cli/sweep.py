@@ -11,6 +11,7 @@ import typer
 from pp_offload.cli.pipelines import (
     MIN_NUMEL,
     GibOption,
+    HostGibOption,
     MakePipeline,
     MinNumelOption,
     NetworkOption,
@@ -30,6 +31,7 @@ from pp_offload.simulate.rank import PipelineStep
 def sweep(
     made: MakePipeline,
     gib: GibOption = None,
+    host_gib: HostGibOption = None,
     min_numel: MinNumelOption = MIN_NUMEL,
     network_gb: NetworkOption = 50.0,
     recompute: RecomputeOption = True,
@@ -46,7 +48,7 @@ def sweep(
 
     Parameters, gradients and activations count. No GPU is needed, and no time is measured.
     """
-    config, peers = config_of(gib, min_numel), peers_of(network_gb)
+    config, peers = config_of(gib, host_gib, min_numel), peers_of(network_gb)
     check_target("--png", png)
     pipeline = made()
     with chooser_of(pipeline, config, peers, recompute=recompute) as chooser:

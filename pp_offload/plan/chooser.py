@@ -24,7 +24,8 @@ from pp_offload._common.checks import check_count
 from pp_offload._common.garbage import collector_off
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload.config import OffloadConfig
-from pp_offload.plan.search import SAME, InfeasibleError, Search, Steps, Tried, most_tries
+from pp_offload.plan.search import InfeasibleError, Search
+from pp_offload.plan.steps import SAME, Steps, Tried, most_tries
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink

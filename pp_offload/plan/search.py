@@ -20,14 +20,12 @@ NOTE [ What is proven ]
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from math import comb, prod
 
-from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
-from pp_offload.config import OffloadConfig, without_plan
+from pp_offload._common.offload_plan import PlannedGroup, RankPlan
 from pp_offload.plan.changes import (
     Stay,
     class_changed,
@@ -38,11 +36,9 @@ from pp_offload.plan.changes import (
     subsets,
 )
 from pp_offload.plan.filling import Class, Filling, Kept
-from pp_offload.plan.pipeline import FirstStep, predict
+from pp_offload.plan.pipeline import FirstStep
+from pp_offload.plan.steps import SAME, Steps, Tried, best_of
 from pp_offload.plan.tape import RankTapes
-from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.messages import PeerLink
-from pp_offload.simulate.orders import PipelineOrder
 from pp_offload.simulate.rank import PipelineStep
 
 GIB = 2**30
@@ -50,20 +46,11 @@ GIB = 2**30
 TRIES_FILLED_UP = 7
 """At least so many for sending less away in a step that is as short."""
 
-MAX_EVENTS = 2_000_000
-"""How many events of tapes are played for a plan, about: some seconds of a core."""
-
-MAX_TRIES = 512
-"""No more steps are tried for a plan, however short they are."""
-
 PART_FOR_ALL = 2
 """All choices are tried where that is no more than one in so many of the tries that are left."""
 
 MOST_FLIPPED = 3
 """So many groups at a time are changed, of any ranks, where all such changes can be tried."""
-
-SAME = 1e-6
-"""Steps are as short as each other up to this part of them."""
 
 
 class InfeasibleError(ValueError):
@@ -77,59 +64,6 @@ class InfeasibleError(ValueError):
     def __init__(self, message: str, least_bytes: int) -> None:
         super().__init__(message)
         self.least_bytes = least_bytes
-
-
-@dataclass
-class Steps:
-    """Predicts steps of one pipeline, and tells how many."""
-
-    order: PipelineOrder
-    hardware: Hardware
-    config: OffloadConfig
-    """The options beside the plan."""
-
-    peers: PeerLink | None
-    progress: Callable[[int], None] | None
-    max_tries: int
-    """For a plan, where they are not needed to find one at all."""
-
-    num: int = 0
-    """Predicted so far."""
-
-    def without_offload(self, tapes: Sequence[RankTapes]) -> PipelineStep:
-        """The step in which all stays."""
-        self._count()
-        return predict(self.order, tapes, self.hardware, peers=self.peers, num_steps=1)
-
-    def first(self, tapes: Sequence[RankTapes]) -> FirstStep:
-        """The first step, in which no engine knows a plan, and all groups leave."""
-        self._count()
-        return FirstStep(self.order, tapes, self.hardware, without_plan(self.config), self.peers)
-
-    def planned(self, first: FirstStep, ranks: Sequence[RankPlan]) -> PipelineStep:
-        """A step by a plan."""
-        self._count()
-        plan = OffloadPlan("", 0, 0.0, 0.0, tuple(ranks))
-        return first.second(replace(without_plan(self.config), plan=plan))
-
-    def _count(self) -> None:
-        if self.progress is not None:
-            self.progress(self.num)
-        self.num += 1
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A choice, and what it costs."""
-
-    kept: tuple[Stay, ...]
-    """What stays, rank by rank."""
-
-    step: PipelineStep
-
-    def fits(self, limit_bytes: int) -> bool:
-        """Whether no peak is above the limit."""
-        return all(rank.peak_bytes <= limit_bytes for rank in self.step.ranks)
 
 
 class Search:
@@ -298,10 +232,14 @@ class Search:
             )
         return InfeasibleError(
             f"limit_bytes is {limit_bytes} ({limit_bytes / GIB:.2f} GiB), expected at least "
-            f"{least} ({least / GIB:.2f} GiB), which {why}have more groups leave, take more ranks, "
-            "shorter microbatches or fewer in flight",
+            f"{least} ({least / GIB:.2f} GiB), which {why}{self._more_host_memory()}have more "
+            "groups leave, take more ranks, shorter microbatches or fewer in flight",
             least,
         )
+
+    def _more_host_memory(self) -> str:
+        had = self._steps.config.host_budget_bytes
+        return "" if had is None else f"give a larger host_budget_bytes than {had}, "
 
     def _fill(self, limit_bytes: int) -> None:
         """Fill each rank up to the limit, all at once."""
@@ -370,23 +308,6 @@ def _with(kept: Sequence[Stay], rank: int, mine: Stay) -> tuple[Stay, ...]:
 
 def _choices(classes: Sequence[Class]) -> Iterator[Kept]:
     return product(*(range(len(one.places) + 1) for one in classes))
-
-
-def most_tries(order: PipelineOrder, tapes: Sequence[RankTapes]) -> int:
-    """How many steps there is time for, for a plan."""
-    of_each = [tape.num_events for one in tapes for tape in one.stages.values()]
-    return min(MAX_TRIES, MAX_EVENTS // max(1, sum(of_each) * order.num_microbatches))
-
-
-def best_of(tried: Sequence[Tried]) -> Tried:
-    """The shortest; of those that are as short, one that sends least away, and keeps most."""
-    shortest_s = min(one.step.seconds for one in tried)
-    short = [one for one in tried if one.step.seconds <= shortest_s * (1 + SAME)]
-    return min(short, key=lambda one: (_bytes_sent(one), -sum(map(len, one.kept))))
-
-
-def _bytes_sent(tried: Tried) -> int:
-    return sum(rank.bytes_offloaded for rank in tried.step.ranks)
 
 
 def _classes(tapes: RankTapes) -> list[Class]:

@@ -57,6 +57,20 @@ def test_a_limit_may_have_decimals(tmp_path: Path) -> None:
     assert plan is not None and plan.limit_bytes == 95 * 2**30 // 100
 
 
+def test_host_memory_may_have_a_limit_too(tmp_path: Path) -> None:
+    """With less, fewer groups leave in the first step."""
+    path = tmp_path / "plan.json"
+    where = ["--limit", "560kB", "-o", str(path)]
+    peaks = []
+    for host_gib in ("1", "0.0001"):
+        code, output = run("plan", "cli_models:good", *SMALL, *where, "--host-gib", host_gib)
+        assert code == 0, output
+        plan = OffloadConfig(plan=path).offload_plan
+        assert plan is not None
+        peaks.append(max(rank.host_peak_bytes for rank in plan.ranks))
+    assert peaks[1] <= 0.0001 * 2**30 < peaks[0]
+
+
 GOOD = "plan cli_models:good --ranks 2"
 WRONG = {
     "plan cli_models:good": "Missing option '--limit'",
@@ -66,6 +80,8 @@ WRONG = {
     f"{GOOD} --limit 1Gb": "found '1Gb', expected bytes with a unit of B, kB",
     f"{GOOD} --limit many": "found 'many', expected bytes with a unit of B, kB",
     f"{GOOD} --limit 1GiB --gib inf": "found inf, expected a finite number",
+    f"{GOOD} --limit 1GiB --host-gib inf": "--host-gib: found inf, expected a finite number",
+    f"{GOOD} --limit 1 --host-gib 1": "give a larger host_budget_bytes than 1073741824, have more",
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "expected a file in a directory that is there",
     f"{GOOD} --limit 1GiB --png plan.gif": "ends otherwise than pictures do",
     "plan cli_models:twice --ranks 2 --limit 1GiB --schedule zbv": "or stage saved as well",

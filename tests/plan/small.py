@@ -28,6 +28,17 @@ def planned(
     return drawn, record(drawn.order, drawn.work, drawn.hardware, config)
 
 
+def with_host_memory(
+    drawn: Drawn, tapes: list[RankTapes], part: float
+) -> tuple[Drawn, list[RankTapes]]:
+    """The same with so much of what the fullest rank would take on the host."""
+    how = drawn.order, tapes, drawn.hardware
+    step = predict(*how, peers=drawn.peers, config=drawn.config)
+    most = max(rank.host_peak_bytes for rank in step.ranks)
+    config = replace(drawn.config, host_budget_bytes=int(part * most))
+    return replace(drawn, config=config), tapes
+
+
 def limits(drawn: Drawn, tapes: list[RankTapes], num: int) -> list[int]:
     """From what is needed where all leaves to what is needed where nothing does."""
     how = drawn.order, tapes, drawn.hardware

@@ -9,7 +9,7 @@ import pytest
 from every_choice import all_choices
 from ordered_parts import ordered_parts
 from random_pipelines import Drawn
-from small import limits, planned
+from small import limits, planned, with_host_memory
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 from pp_offload._groups import auto_bounds
@@ -20,7 +20,7 @@ from pp_offload.plan import (
     RankTapes,
     choose,
     predict,
-    search,
+    steps,
 )
 from pp_offload.simulate import RankStep, run_pipeline
 
@@ -34,8 +34,8 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a model so large that not all choices can be tried."""
-    monkeypatch.setattr(search, "MAX_TRIES", 24)
-    monkeypatch.setattr(search, "MAX_EVENTS", 0)
+    monkeypatch.setattr(steps, "MAX_TRIES", 24)
+    monkeypatch.setattr(steps, "MAX_EVENTS", 0)
 
 
 def slow(*seeds: int) -> list[Any]:
@@ -89,6 +89,17 @@ def test_the_engine_does_so_with_backwards_in_two_parts(
         assert num_followed(*planned(seed, schedules=[schedule]), 4) > 1
 
 
+@pytest.mark.parametrize("seed", [9, 20, *slow(0, 7, 11, 51)])
+def test_the_engine_does_so_with_little_host_memory(seed: int) -> None:
+    for part in (0.3, 0.8):
+        drawn, tapes = with_host_memory(*planned(seed), part)
+        assert num_followed(drawn, tapes, 3) > 0
+        for limit in limits(drawn, tapes, 3):
+            plan = chosen(drawn, tapes, limit)
+            most = drawn.config.host_budget_bytes
+            assert plan is None or all(rank.host_peak_bytes <= most for rank in plan.ranks)
+
+
 def test_of_a_large_model_a_part_of_all_choices_is_tried(few_tries: None) -> None:
     assert sum(num_followed(*planned(seed), 3) for seed in (7, 9, 51)) > 5
 
@@ -100,8 +111,11 @@ def first_step(drawn: Drawn, tapes: list[RankTapes]) -> list[RankStep]:
 
 
 @pytest.mark.parametrize("seed", [20, 22, 35, 39, 51, 91, 160, *slow(198, 319)])
-def test_no_choice_of_groups_is_better(seed: int) -> None:
+@pytest.mark.parametrize("part", [None, 0.5])
+def test_no_choice_of_groups_is_better(seed: int, part: float | None) -> None:
     drawn, tapes = planned(seed)
+    if part is not None:
+        drawn, tapes = with_host_memory(drawn, tapes, part)
     every = list(all_choices(drawn, tapes))
     assert len(every) > 7
     first = max(rank.peak_bytes for rank in first_step(drawn, tapes))
@@ -122,7 +136,7 @@ def test_changes_of_single_groups_lead_to_the_best(
     """With fewer tries than there are choices; which of equal groups stay makes a difference."""
     drawn, tapes = planned(seed)
     every = list(all_choices(drawn, tapes))
-    monkeypatch.setattr(search, "MAX_TRIES", len(every) - 4)
+    monkeypatch.setattr(steps, "MAX_TRIES", len(every) - 4)
     for limit in limits(drawn, tapes, 5):
         plan = chosen(drawn, tapes, limit)
         best = min(seconds for peak, seconds in every if peak <= limit)
@@ -149,6 +163,18 @@ def test_the_least_limit_that_is_told_is_one(seed: int) -> None:
     assert plan is not None and chosen(drawn, tapes, least - 1) is None
     peaks = [rank.peak_bytes for rank in (*plan.ranks, *first_step(drawn, tapes))]
     assert max(peaks) == least
+
+
+def test_a_limit_that_needs_more_host_memory_says_so() -> None:
+    drawn, tapes = with_host_memory(*planned(9), 0.3)
+    had = drawn.config.host_budget_bytes
+    with pytest.raises(InfeasibleError, match=f"larger host_budget_bytes than {had}") as refused:
+        choose(drawn.order, tapes, drawn.hardware, 1, config=drawn.config, peers=drawn.peers)
+    more = replace(drawn, config=replace(drawn.config, host_budget_bytes=None))
+    with pytest.raises(InfeasibleError) as refused_with_more:
+        choose(more.order, tapes, more.hardware, 1, config=more.config, peers=more.peers)
+    assert refused_with_more.value.least_bytes < refused.value.least_bytes
+    assert "host_budget_bytes" not in str(refused_with_more.value)
 
 
 def test_with_room_for_all_everything_stays() -> None:

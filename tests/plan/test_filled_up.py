@@ -8,7 +8,8 @@ from typing import Any
 
 from pp_offload.plan.changes import Stay
 from pp_offload.plan.filling import Class
-from pp_offload.plan.search import Search, Tried
+from pp_offload.plan.search import Search
+from pp_offload.plan.steps import Tried
 from pp_offload.simulate.rank import PipelineStep, RankStep
 
 MOST = 5

@@ -1821,6 +1821,33 @@ MUTANTS = [
         ("tests/groups/test_release.py::test_a_view_of_what_was_changed_in_place",),
     ),
     Mutant(
+        "the log keeps the frames of a group without room",
+        "pp_offload/_groups/offloader.py",
+        "            str(failure),",
+        "            failure,",
+        "a handler that keeps records keeps the tensors of a group on the device",
+        (
+            "tests/field/test_second_references.py"
+            "::test_what_the_log_keeps_of_a_group_without_room_holds_no_tensor",
+        ),
+    ),
+    Mutant(
+        "what finds no room is predicted to have left",
+        "pp_offload/plan/rules.py",
+        "                    one.stay()",
+        "                    pass",
+        "a plan with a limit on host memory is wrong",
+        ("tests/plan/test_predicted.py::test_with_too_little_host_memory",),
+    ),
+    Mutant(
+        "first steps share a budget with those that follow",
+        "pp_offload/plan/host.py",
+        "        other._memory.count_in(other._budget)\n",
+        "",
+        "a plan takes more host memory than there is",
+        ("tests/plan/test_predicted.py::test_with_too_little_host_memory",),
+    ),
+    Mutant(
         "a trace takes the peak of all steps for that of one",
         "pp_offload/trace/sampled.py",
         "            self._least_peak = min(self._least_peak, allocated.peak_bytes)\n",
