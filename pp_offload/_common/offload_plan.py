@@ -73,6 +73,9 @@ class RankPlan:
     offload_s: float = 0.0
     """How long these copies take."""
 
+    on_demand_reloads: int | None = None
+    """Payloads that come only when backward is at their group; None where the file does not say."""
+
     def recomputed_in(self, vp_stage: int) -> tuple[str, ...]:
         """Names of the layers that one virtual stage recomputes."""
         return self.recomputed[vp_stage] if vp_stage < len(self.recomputed) else ()
@@ -187,6 +190,7 @@ def _rank_plan(found: Any) -> RankPlan:
         stalled_s=_seconds(found, "stalled_s"),
         bytes_offloaded=_count(found, "bytes_offloaded"),
         offload_s=_seconds(found, "offload_s"),
+        on_demand_reloads=_count_if_told(found, "on_demand_reloads"),
     )
 
 
@@ -219,6 +223,11 @@ def _count(found: Any, name: str) -> int:
     if number < 0:
         raise ConfigError(f"{name} is {number}, expected an integer of at least 0; {HOW}")
     return number
+
+
+def _count_if_told(found: Any, name: str) -> int | None:
+    """None where the file is older than what it counts."""
+    return None if found.get(name) is None else _count(found, name)
 
 
 def _seconds(found: Any, name: str) -> float:

@@ -113,6 +113,7 @@ class Chooser:
                 busy_s=one.busy_s,
                 stalled_s=one.stalled_s,
                 bytes_offloaded=one.bytes_offloaded,
+                on_demand_reloads=one.on_demand_reloads,
                 offload_s=one.offload_s,
             )
             for stages, one, tapes in zip(

@@ -289,7 +289,8 @@ class NumberRank:
             waited_s=dict(step.waited_s),
             peak_bytes=step.device.memory.peak,
             host_peak_bytes=self._host.peak_bytes,
-            bytes_offloaded=self.moved.bytes_offloaded - step.sent_before,
+            bytes_offloaded=self.moved.bytes_offloaded - step.before.bytes_offloaded,
+            on_demand_reloads=self.moved.on_demand_reloads - step.before.on_demand_reloads,
             offload_s=step.device.d2h.busy_s,
             num_in_flight=step.most_in_flight,
         )
@@ -311,7 +312,9 @@ class _Step:
         }
         """By kind of event, who is told its numbers."""
 
-        self.sent_before = rules.copies.moved.bytes_offloaded
+        self.before = copy.copy(rules.copies.moved)
+        """What was moved in earlier steps."""
+
         self.chunks: dict[ChunkKey, ChunkState] = {}
         """Those whose backward is to come."""
 

@@ -44,6 +44,9 @@ class RankStep:
     bytes_offloaded: int
     """Copied to the host."""
 
+    on_demand_reloads: int
+    """Payloads that came only when backward was at their group."""
+
     offload_s: float
     """How long these copies took, without what they waited for."""
 
@@ -177,7 +180,7 @@ class _Count:
         self._busy_s = backend.compute.busy_s
         self._stalled_s = backend.compute.stalled_s
         self._copied_s = backend.offload_s
-        self._offloaded = manager.statistics().bytes_offloaded
+        self._before = manager.statistics()
         self._in_flight = self._most_in_flight = 0
         backend.memory.take_peak()
 
@@ -198,7 +201,8 @@ class _Count:
             waited_s=dict(self.waited_s),
             peak_bytes=self._backend.memory.peak_bytes,
             host_peak_bytes=statistics.host_bytes_peak,
-            bytes_offloaded=statistics.bytes_offloaded - self._offloaded,
+            bytes_offloaded=statistics.bytes_offloaded - self._before.bytes_offloaded,
+            on_demand_reloads=statistics.on_demand_reloads - self._before.on_demand_reloads,
             offload_s=self._backend.offload_s - self._copied_s,
             num_in_flight=self._most_in_flight,
         )

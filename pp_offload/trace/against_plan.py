@@ -29,11 +29,12 @@ GIB, GB = 2**30, 10**9
 TOLERANCE = 0.02
 """What differs by less is as planned."""
 
-HEAD = ("rank", "peak GiB", "host GiB", "step ms", "stalled ms", "sent GiB", "GB/s")
+HEAD = ("rank", "peak GiB", "host GiB", "step ms", "stalled ms", "on demand", "sent GiB", "GB/s")
 
 NOTE = """\
 Planned / found; - is what the trace does not say. stalled: ms of a step in which compute stands
-still for copies. sent: copied to the host. GB/s: while it was."""
+still for copies. on demand: tensors that came only when backward was at their group. sent: copied
+to the host. GB/s: while it was."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,16 @@ class RankCompared:
         if abs(planned - found) > TOLERANCE * self.planned_s:
             yield (
                 f"compute waits {_ms(found)} ms for copies, planned {_ms(planned)}, with bytes, "
-                "compute and rates as planned: the bounds are others; plan with the "
-                "max_in_flight_bytes and prefetch_bytes of this run"
+                f"compute and rates as planned{self._on_demand()}: the bounds are others; plan "
+                "with the max_in_flight_bytes and prefetch_bytes of this run"
             )
+
+    def _on_demand(self) -> str:
+        """What came late, where more did than planned."""
+        planned, found = self.planned.on_demand_reloads, self.found.on_demand_reloads
+        if planned is None or found is None or found <= planned:
+            return ""
+        return f", and {found} tensors on demand, planned {planned}"
 
     def row(self) -> tuple[str, ...]:
         """Of a table, without its rank."""
@@ -143,6 +151,7 @@ class RankCompared:
             *peaks,
             _both(self.planned_s, found.seconds, _ms),
             _both(planned.stalled_s, self.found_stalled_s, _ms),
+            _both(planned.on_demand_reloads, found.on_demand_reloads, str),
             _both(planned.bytes_offloaded, found.offloaded_bytes, _gib),
             _both(self.planned_rate, found.offload_bytes_per_s, _gb),
         )
@@ -222,6 +231,7 @@ def _found_figures(one: RankCompared) -> dict[str, Any]:
         "busy_s": found.busy_s,
         "stalled_s": one.found_stalled_s,
         "bytes_offloaded": found.offloaded_bytes,
+        "on_demand_reloads": found.on_demand_reloads,
         "offload_s": found.offload_s,
         "step_s": found.seconds,
         "offload_bytes_per_s": found.offload_bytes_per_s,

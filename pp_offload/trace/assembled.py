@@ -90,7 +90,7 @@ class _Assembly:
         if len(over) > len(notes):  # the recording has an end of its own
             ends.append(over[-1])
         for note, end in zip(notes, ends, strict=False):
-            args = {"step": note.number}
+            args = {"step": note.number, "on_demand_reloads": note.on_demand_reloads}
             if note.peak_bytes is not None:
                 args["device_peak_bytes"] = note.peak_bytes
             yield from self._span(STEPS, f"step {note.number}", note.at, end, args)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pp_offload.trace.events import COUNTERS, DEVICE, OPERATORS, STEPS, Span, Timeline
 from pp_offload.trace.intervals import Interval, common, total, without
@@ -41,6 +42,9 @@ class RankFigures:
     written_bytes: int
     read_bytes: int
     """To the disk and from there."""
+
+    on_demand_reloads: int | None
+    """Payloads that came only when backward was at their group; None if the trace does not say."""
 
     peak_bytes: Mapping[str, int]
     """The most of each counter that the trace has. Of the device's, also between the times at which
@@ -142,8 +146,15 @@ def _figures(timeline: Timeline, rank: int, window: Interval, spans: Sequence[Sp
         reload_s=back[1],
         written_bytes=_copied(spans, Kind.WRITE, window)[0],
         read_bytes=_copied(spans, Kind.READ, window)[0],
+        on_demand_reloads=_step_at(spans, window).get("on_demand_reloads"),
         peak_bytes=_peaks(timeline, rank, window, spans),
     )
+
+
+def _step_at(spans: Sequence[Span], window: Interval) -> Mapping[str, Any]:
+    """What the step with this window says of itself."""
+    found = [one.args for one in spans if one.track == STEPS and one.begin_s == window[0]]
+    return found[0] if found else {}
 
 
 def _copied(spans: Sequence[Span], kind: Kind, window: Interval) -> tuple[int, float]:
@@ -165,7 +176,7 @@ def _peaks(
         inside = [one.nbytes for one in samples if window[0] < one.time_s < window[1]]
         if before or inside:
             found[counter] = max(before + inside)
-    for span in spans:
-        if span.track == STEPS and span.begin_s == window[0] and "device_peak_bytes" in span.args:
-            found[DEVICE] = max(found.get(DEVICE, 0), int(span.args["device_peak_bytes"]))
+    told = _step_at(spans, window).get("device_peak_bytes")
+    if told is not None:
+        found[DEVICE] = max(found.get(DEVICE, 0), int(told))
     return found

@@ -119,6 +119,9 @@ class StepNote:
     peak_bytes: int | None = None
     """The most that was allocated in it, where that is known."""
 
+    on_demand_reloads: int = 0
+    """Payloads that came only when backward was at their group."""
+
 
 class Sampled(NamedTuple):
     """Counters, as the host knew them when it queued this point of compute."""

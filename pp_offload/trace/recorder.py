@@ -168,6 +168,10 @@ class Recorder(Listener):
                 pass
         self._note("reached", -1, group)
 
+    def reloads_queued(self, num: int, *, is_ahead: bool) -> None:
+        if self.steps and not is_ahead:
+            self.steps[-1].on_demand_reloads += num
+
     def taken_back(self, ticket: Ticket) -> None:
         if self.notes is not None:
             self.notes.take_back(ticket)

@@ -41,6 +41,7 @@ class Known(Search):
                 peak_bytes=2 if number in self.full and num else 1,
                 host_peak_bytes=0,
                 bytes_offloaded=MOST - num,
+                on_demand_reloads=0,
                 offload_s=0.0,
                 num_in_flight=1,
             )

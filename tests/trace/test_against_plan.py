@@ -26,6 +26,7 @@ GIB = 2**30
 ORDER = PipelineOrder(Schedule1F1B, num_ranks=4, num_stages=4, num_microbatches=8)
 DEVICE = replace(DEVICES["A100"], launch_s=0.0)
 CONFIG = OffloadConfig(max_in_flight_bytes=2**24, prefetch_bytes=2**24)
+NARROW = replace(CONFIG, max_in_flight_bytes=1, prefetch_bytes=0)
 
 
 def work_of(length: int = 2048) -> Modules:
@@ -71,12 +72,37 @@ def test_what_was_planned_is_what_was_done(plan: OffloadPlan, tmp_path: Path) ->
     for one in found.ranks:
         assert one.differences == []
         assert one.found.offloaded_bytes == one.planned.bytes_offloaded
+        assert one.found.on_demand_reloads == one.planned.on_demand_reloads
         assert one.found.peak_bytes["device"] == one.planned.peak_bytes
         assert one.found.busy_s == pytest.approx(one.planned.busy_s, rel=1e-9)
         assert one.found.offload_s == pytest.approx(one.planned.offload_s, rel=1e-9)
         assert one.found_stalled_s == pytest.approx(one.planned.stalled_s, rel=1e-9)
     assert found.table().endswith("nothing differs by more than 2%")
     assert json.loads(json.dumps(found.figures())) == found.figures()
+
+
+def test_what_comes_on_demand_is_planned(plan: OffloadPlan, tmp_path: Path) -> None:
+    tapes = record(ORDER, work_of(), DEVICE, NARROW)
+    how = {"config": NARROW, "made_for": "a test"}
+    narrow = choose(ORDER, tapes, DEVICE, plan.limit_bytes, **how)
+    found = compare_with_plan(narrow, run(tmp_path, narrow, config=NARROW))
+    numbers = [(one.planned.on_demand_reloads, one.found.on_demand_reloads) for one in found.ranks]
+    assert all(planned == done for planned, done in numbers) and any(map(sum, numbers))
+    assert all(one.differences == [] for one in found.ranks)
+    file = tmp_path / "plan.json"
+    narrow.save(file)
+    assert OffloadPlan.load(file) == narrow
+
+
+def test_a_plan_of_before_does_not_say_what_comes_on_demand(plan: OffloadPlan) -> None:
+    found = plan.to_dict()
+    found["ranks"] = [
+        {name: value for name, value in rank.items() if name != "on_demand_reloads"}
+        for rank in found["ranks"]
+    ]
+    older = OffloadPlan.from_dict(found)
+    assert [rank.on_demand_reloads for rank in older.ranks] == [None] * 4
+    assert replace(older, ranks=plan.ranks) == plan
 
 
 def all_that_differs(plan: OffloadPlan, timeline: Timeline) -> list[str]:
@@ -107,9 +133,9 @@ def test_a_slower_link(plan: OffloadPlan, tmp_path: Path) -> None:
 
 
 def test_other_bounds(plan: OffloadPlan, tmp_path: Path) -> None:
-    narrow = replace(CONFIG, max_in_flight_bytes=1, prefetch_bytes=0)
-    found = all_that_differs(plan, run(tmp_path, plan, config=narrow))
+    found = all_that_differs(plan, run(tmp_path, plan, config=NARROW))
     assert found and all("the bounds are others" in text for text in found)
+    assert any("tensors on demand, planned" in text for text in found)
 
 
 def compared(**found: object) -> RankCompared:
@@ -123,6 +149,7 @@ def compared(**found: object) -> RankCompared:
         "busy_s": 0.8,
         "waited_s": dict.fromkeys(WAITS, 0.0) | {Kind.WAITS_FOR_RELOAD: 0.1},
         "peak_bytes": {"device": 8 * GIB, "host": 4 * GIB},
+        "on_demand_reloads": None,
     }
     none = dict.fromkeys(
         "offloaded_bytes reloaded_bytes offload_s reload_s written_bytes read_bytes".split(), 0
@@ -148,7 +175,7 @@ def test_where_nobody_knows_when_compute_works() -> None:
 
 def test_what_a_trace_does_not_say_is_left_out() -> None:
     (row,) = [compared(busy_s=None, peak_bytes={}).row()]
-    assert row[0] == "8.000 / -" and row[-1] == "- / -"
+    assert row[0] == "8.000 / -" and row[-1] == "- / -" and row[4] == "- / -"
 
 
 def test_another_number_of_ranks(plan: OffloadPlan, tmp_path: Path) -> None:
