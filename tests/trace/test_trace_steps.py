@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from conftest import BACKENDS, make_backend
 from field_checks import make_inputs
 from test_captures import manager_of, pair, step
 from test_trace_file import check_schema
+from threaded import settled
 from toy import AwayBackend, batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -42,8 +45,14 @@ def num_heard(manager: PipelineOffloadManager) -> int:
     return sum(len(getattr(listeners, event.name)) for event in fields(listeners))
 
 
-def train(num_steps: int, width: int = 8) -> None:
+def train(num_steps: int, width: int = 8, after: Callable[[], object] = lambda: None) -> None:
+    """``after`` each forward."""
     model = make_model(width=width)
+
+    def hook(*args: object) -> None:
+        after()
+
+    model.register_forward_hook(hook)
     for number in range(num_steps):
         run_step(model, batches(3, width, number), in_flight=2)
 
@@ -103,9 +112,7 @@ def test_what_a_disk_does(make: Any, tiers: tuple[str, ...], tmp_path: Path) -> 
     with use_backend(make(), config=config) as manager:
         files = [tier.disk for tier in manager.wiring.transfer.tiers if tier.name == "disk"]
         with Trace(tmp_path / "out.json") as trace:
-            train(2, width=64)
-            manager.backend.synchronize()
-            manager.wiring.transfer.poll()
+            train(2, width=64, after=partial(settled, manager))  # else memory may still have it
             assert all(file.heard for file in files)
         assert not any(file.heard for file in files)
         statistics = manager.statistics()
