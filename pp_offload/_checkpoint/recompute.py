@@ -185,7 +185,7 @@ class Recompute:
             return tuple(leaves)
 
         if _has_parameters(function) and not any(tensor.requires_grad for tensor in tensors):
-            tensors = [*tensors, torch.empty(0, requires_grad=True)]
+            tensors = [*tensors, torch.empty(0, requires_grad=True, device="cpu")]
         outputs = checkpoint(run, *tensors, use_reentrant=True, **self._options)
         return tree_unflatten(outputs, trees[0])
 

@@ -153,7 +153,7 @@ def pageable(nbytes: int) -> Tensor:
         MemoryError: The system has not so much.
     """
     try:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as failure:
         raise MemoryError(f"the system has no {nbytes} bytes of memory: {failure}") from failure
 

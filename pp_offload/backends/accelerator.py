@@ -132,7 +132,7 @@ class AcceleratorBackend:
     def allocate_host(self, nbytes: int) -> Tensor:
         """Pinned memory."""
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as failure:
             raise MemoryError(f"cannot pin {nbytes} bytes of host memory: {failure}") from failure
 

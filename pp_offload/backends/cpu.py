@@ -217,7 +217,7 @@ class CpuBackend:
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Ordinary memory: the device is the host."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def trim_host(self) -> None:
         """Nothing is kept."""

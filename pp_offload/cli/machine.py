@@ -186,7 +186,7 @@ def _memlock() -> str:
 def _pin() -> str:
     if not torch.accelerator.is_available():
         return "not tried: memory is pinned for an accelerator, and there is none"
-    pinned = torch.empty(PINNED_TRIAL_BYTES, dtype=torch.uint8).pin_memory()
+    pinned = torch.empty(PINNED_TRIAL_BYTES, dtype=torch.uint8, device="cpu").pin_memory()
     return "works" if pinned.is_pinned() else "gave memory that is not pinned"
 
 

@@ -47,7 +47,8 @@ class WeakTensor:
         storage = self._storage()
         if storage is None or storage.nbytes() < self.extent.stop:
             return None
-        tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._geometry)
+        tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
+        tensor.set_(storage, *self._geometry)
         tensor = neg_view(tensor) if self._is_neg else tensor
         return tensor.conj() if self._is_conj else tensor
 

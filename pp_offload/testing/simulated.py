@@ -145,7 +145,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         self._timeline.forbid_in_capture("host memory is allocated")
         self.num_host_allocations += 1
         with self._inside():
-            buffer = torch.empty(nbytes, dtype=torch.uint8).fill_(POISON)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu").fill_(POISON)
         self._timeline.detector.see(buffer.untyped_storage(), self._current.clock, is_host=True)
         return buffer
 

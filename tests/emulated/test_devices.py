@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +24,14 @@ from pp_offload import (
     offload_layers,
     use_backend,
 )
-from pp_offload.backends import AcceleratorBackend, Backend, GraphSafeBackend, default_backend
+from pp_offload._memory.slabs import pageable
+from pp_offload.backends import (
+    AcceleratorBackend,
+    Backend,
+    CpuBackend,
+    GraphSafeBackend,
+    default_backend,
+)
 from pp_offload.integrations.forwards import offload_of
 
 pytestmark = pytest.mark.emulated
@@ -272,3 +280,44 @@ def test_groups_on_another_device_than_the_engine_are_warned_of(
     (said,) = [one.getMessage() for one in caplog.records]
     assert said.startswith("group 'mlp' offloaded nothing: none of its 1 groups saved a tensor")
     assert "tensors on emulated:1 were saved, too, and this engine works on emulated:0" in said
+
+
+# A default device, as programs set it
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_default_device_changes_nothing(
+    emulated: ModuleType, name: str, tier: str, tmp_path: Path
+) -> None:
+    """``torch.set_default_device("cuda")``: what is to be on the host says so."""
+    where = tmp_path if tier == "disk" else None
+    config = OffloadConfig(min_offloaded_tensor_size=1, tiers=(tier,), disk_dir=where)
+    device = torch.device("emulated:0")
+    expected = train(Product(AcceleratorBackend()), device)
+    for default in (None, device):
+        torch.set_default_device(default)
+        try:
+            with use_backend(default_backend(), config=config) as manager:
+                product = PRODUCTS[name](manager.backend)
+                before = torch.accelerator.memory_allocated(0)
+                assert same_bits(train(product, device), expected)
+                statistics = product.statistics()
+                del product
+                PipelineOffloadManager.reset_instance()
+        finally:
+            torch.set_default_device(None)
+        gc.collect()
+        assert torch.accelerator.memory_allocated(0) <= before
+        assert statistics.bytes_offloaded > 0 and statistics.host_bytes_peak > 0
+
+
+def test_host_memory_is_on_the_host_whatever_the_default(emulated: ModuleType) -> None:
+    torch.set_default_device("emulated")
+    try:
+        pinned = AcceleratorBackend().allocate_host(2**16)
+        ordinary = pageable(2**16)
+        on_cpu = CpuBackend().allocate_host(2**16)
+    finally:
+        torch.set_default_device(None)
+    assert pinned.is_cpu and pinned.is_pinned() and ordinary.is_cpu and on_cpu.is_cpu

@@ -1848,6 +1848,14 @@ MUTANTS = [
         ("tests/plan/test_predicted.py::test_with_too_little_host_memory",),
     ),
     Mutant(
+        "pinned memory is on the default device",
+        "pp_offload/backends/accelerator.py",
+        'dtype=torch.uint8, device="cpu", pin_memory=True)',
+        "dtype=torch.uint8, pin_memory=True)",
+        "with a default device what is offloaded stays on the device",
+        ("tests/common/test_devices_are_said.py",),
+    ),
+    Mutant(
         "a trace takes the peak of all steps for that of one",
         "pp_offload/trace/sampled.py",
         "            self._least_peak = min(self._least_peak, allocated.peak_bytes)\n",
