@@ -1,9 +1,9 @@
 """How exact ``predict`` is: beside the engine itself on virtual devices, on random pipelines.
 
-Each seed draws modules, groups, options, a schedule and a machine, as tests/plan does. Of four, one
-is as it is drawn, one has about half of its layers recomputed, one has backwards in two parts, and
-one is V-shaped. The engine runs the pipeline, all bytes and
-counts of each rank have to be equal, and times are compared.
+Each seed draws modules, groups, options, a schedule and a machine, as tests/plan does. Of six, one
+is as it is drawn, one has about half of its layers recomputed, one has backwards in two parts, one
+is V-shaped, one has too little host memory, and one an optimizer. The engine runs the pipeline, all
+bytes and counts of each rank have to be equal, and times are compared.
 
     nice python benchmarks/predict_exact.py --pipelines 10000 --processes 2
 
@@ -27,11 +27,21 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
-from beside_engine import ran, ran_split, ran_v_shaped, ran_with_recomputed
+from beside_engine import (
+    ran,
+    ran_split,
+    ran_v_shaped,
+    ran_with_budget,
+    ran_with_optimizer,
+    ran_with_recomputed,
+)
 
 from pp_offload._groups import auto_bounds
 
-KINDS = ran, ran_with_recomputed, ran_split, ran_v_shaped
+KINDS = (
+    *(ran, ran_with_recomputed, ran_split, ran_v_shaped),
+    *(ran_with_budget, ran_with_optimizer),
+)
 
 
 @dataclass(frozen=True)

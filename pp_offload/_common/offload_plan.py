@@ -54,7 +54,12 @@ class RankPlan:
     """
 
     peak_bytes: int = 0
-    """Of its device; parameters and gradients count, the optimizer does not."""
+    """Of its device; parameters and gradients count, and the optimizer's state if one was planned
+    with.
+    """
+
+    optimizer_bytes: int = 0
+    """Of the peak, the state of the optimizer; 0 where none was planned with, or it has none."""
 
     host_peak_bytes: int = 0
 
@@ -184,6 +189,7 @@ def _rank_plan(found: Any) -> RankPlan:
         stages=_each(_list(found, "stages"), lambda stage: _each(stage, _planned_group)),
         recomputed=_each(_list(found, "recomputed"), lambda stage: _each(stage, _name)),
         peak_bytes=_count(found, "peak_bytes"),
+        optimizer_bytes=_count_if_told(found, "optimizer_bytes") or 0,
         host_peak_bytes=_count(found, "host_peak_bytes"),
         seconds=_seconds(found, "seconds"),
         busy_s=_seconds(found, "busy_s"),

@@ -11,6 +11,8 @@ import importlib.util
 import inspect
 import os
 import sys
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 
 from pp_offload.cli.wrong import told, wrong
 from pp_offload.simulate import Modules
+from pp_offload.simulate.stages import MakeOptimizer
 
 HF = "--hf"
 
@@ -38,23 +41,7 @@ def from_function(name: str, *, num_stages: int, length: int) -> Modules:
         typer.BadParameter: There is none, or it returns something else. What fails inside it keeps
             its traceback.
     """
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise wrong("MODEL", f"found {name!r}, expected module:function, such as my_model:stages")
-    sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as failure:
-        if failure.name is None or not f"{module_name}.".startswith(f"{failure.name}."):
-            raise  # the module is there; something that it imports is not
-        said = f"no module {failure.name!r} here or installed, expected that of module:function; "
-        raise wrong("MODEL", said + "go where it is, or set PYTHONPATH") from failure
-    finally:
-        sys.path.remove(os.getcwd())
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        found = "is no function" if hasattr(module, function_name) else "is not there"
-        raise wrong("MODEL", f"{function_name} of {module_name} {found}, {HOW}")
+    function = imported(name, "MODEL", "such as my_model:stages", HOW)
     with told("MODEL"):
         _check_takes(function, name)
     with told("MODEL"):
@@ -67,6 +54,55 @@ def from_function(name: str, *, num_stages: int, length: int) -> Modules:
             f"{name} returned {len(work.stages)} stages, expected num_stages: {num_stages}",
         )
     return work
+
+
+def imported(name: str, option: str, example: str, how: str) -> Callable[..., Any]:
+    """The function of ``module:function``; the module is looked for here, too.
+
+    Raises:
+        typer.BadParameter: There is none.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise wrong(option, f"found {name!r}, expected module:function, {example}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as failure:
+        if failure.name is None or not f"{module_name}.".startswith(f"{failure.name}."):
+            raise  # the module is there; something that it imports is not
+        said = f"no module {failure.name!r} here or installed, expected that of module:function; "
+        raise wrong(option, said + "go where it is, or set PYTHONPATH") from failure
+    finally:
+        sys.path.remove(os.getcwd())
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        found = "is no function" if hasattr(module, function_name) else "is not there"
+        raise wrong(option, f"{function_name} of {module_name} {found}, {how}")
+    return cast(Callable[..., Any], function)
+
+
+def optimizer_of(name: str) -> MakeOptimizer:
+    """What makes an optimizer.
+
+    Args:
+        name: Of a class of ``torch.optim``, which gets no options, or ``module:function``.
+
+    Raises:
+        typer.BadParameter: There is none.
+    """
+    option = "--optimizer"
+    how = "expected a function of a list of parameters that returns a torch.optim.Optimizer"
+    if ":" in name:
+        return imported(name, option, "such as my_model:optimizer", how)
+    kind = getattr(torch.optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        known = [one for one in dir(torch.optim) if one.lower() == name.lower()]
+        near = f", such as {known[0]}" if known else ""
+        raise wrong(
+            option, f"found {name!r}, expected a class of torch.optim{near}, or module:function"
+        )
+    return kind
 
 
 def _check_takes(function: object, name: str) -> None:

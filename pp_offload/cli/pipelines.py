@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pp_offload.cli.models import from_function, from_hugging_face, with_groups
+from pp_offload.cli.models import from_function, from_hugging_face, optimizer_of, with_groups
 from pp_offload.cli.wrong import told, wrong
 from pp_offload.config import OffloadConfig
 from pp_offload.plan import Chooser, record
@@ -86,6 +86,10 @@ def pipeline_of(
     groups: Annotated[
         str | None, typer.Option(help="Which of the model's groups leave, with commas; all if not.")
     ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="It ends each step: AdamW, as in torch.optim, or module:function."),
+    ] = None,
 ) -> Pipeline:
     """The pipeline of these options, which are those of each command about one.
 
@@ -113,12 +117,16 @@ def pipeline_of(
         assert model is not None
         work = from_function(model, **sizes)
     work = with_groups(work, groups)
+    if optimizer is not None:
+        work.optimizer = optimizer_of(optimizer)
     names = "groups that the model marks" if work.groups is None else " and ".join(work.groups)
     title = (
         f"{model or hf} on {ranks} virtual {device}, {schedule}, {num_stages} "
         f"stage{'s' * (num_stages > 1)} each, {microbatches} microbatches of {length} tokens; "
         f"{names} may leave"
     )
+    if optimizer is not None:
+        title += f"; {optimizer} ends a step"
     return Pipeline(order, work, DEVICES[device], title, option)
 
 

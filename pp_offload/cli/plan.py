@@ -30,9 +30,7 @@ from pp_offload.simulate.rank import PipelineStep
 @on_pipeline
 def plan(
     made: MakePipeline,
-    limit: Annotated[
-        str, typer.Option(help="The most that a device may hold: 70GiB. Less its optimizer's.")
-    ],
+    limit: Annotated[str, typer.Option(help="The most that a device may hold: 70GiB.")],
     gib: GibOption = None,
     host_gib: HostGibOption = None,
     min_numel: MinNumelOption = MIN_NUMEL,
@@ -48,7 +46,8 @@ def plan(
     So that no device holds more than the limit, and a step is as short as was found. The file is
     for OffloadConfig(plan="plan.json").
 
-    Parameters, gradients and activations count. No GPU is needed, and no time is measured.
+    Parameters, gradients and activations count, and with --optimizer its state. No GPU is needed,
+    and no time is measured.
     """
     config, peers = config_of(gib, host_gib, min_numel), peers_of(network_gb)
     check_target("--output", output)

@@ -46,7 +46,8 @@ def sweep(
     A plan is made for each of some limits, from the least that can be met to what a step needs
     without offload.
 
-    Parameters, gradients and activations count. No GPU is needed, and no time is measured.
+    Parameters, gradients and activations count, and with --optimizer its state. No GPU is needed,
+    and no time is measured.
     """
     config, peers = config_of(gib, host_gib, min_numel), peers_of(network_gb)
     check_target("--png", png)

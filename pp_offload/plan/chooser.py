@@ -57,8 +57,8 @@ def choose(
 
     Args:
         order, tapes, hardware, peers: As for :func:`predict`.
-        limit_bytes: For each device. Parameters and gradients are part of the peak; the optimizer,
-            and what an allocator cannot use, are not.
+        limit_bytes: For each device. Parameters and gradients are part of the peak, and the
+            optimizer if the tapes have one; what an allocator cannot use is not.
         config: The options beside the plan, such as bounds.
         made_for: Model, schedule and device, in words, for who reads the file.
         progress: Called before each step that is predicted, with how many were.
@@ -108,6 +108,7 @@ class Chooser:
                 stages=stages,
                 recomputed=tapes.recomputed,
                 peak_bytes=one.peak_bytes,
+                optimizer_bytes=tapes.update.state_bytes,
                 host_peak_bytes=one.host_peak_bytes,
                 seconds=one.seconds,
                 busy_s=one.busy_s,

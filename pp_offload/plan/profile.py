@@ -26,6 +26,7 @@ from pp_offload.plan.tape import (
     RankTapes,
     Stretch,
     Tape,
+    Update,
     Use,
 )
 from pp_offload.simulate.hardware import Hardware
@@ -77,7 +78,7 @@ class GroupKind:
 
 @dataclass(frozen=True)
 class ActionProfile:
-    """A forward or a backward of one microbatch where nothing leaves."""
+    """A forward or a backward of one microbatch where nothing leaves, or an optimizer's step."""
 
     resident_bytes: int
     """What the device holds more when it has ended; below 0 if that is less."""
@@ -126,6 +127,11 @@ class Profile:
     link_bytes_per_ms: float
     """What copies in one direction reach."""
 
+    optimizers: tuple[ActionProfile | None, ...] = ()
+    """By rank, what ends a step: the state that it keeps, and what it takes on the way. None where
+    there is none.
+    """
+
     def kinds(self) -> list[GroupKind]:
         """Equal groups as one, in the order in which the first of each comes."""
         alike: dict[GroupProfile, list[GroupProfile]] = {}
@@ -172,7 +178,18 @@ def profile(tapes: Sequence[RankTapes], hardware: Hardware) -> Profile:
         tuple(stages[stage] for stage in sorted(stages)),
         tuple(one.resident_bytes for one in tapes),
         hardware.copy_bytes_per_s / 1e3,
+        tuple(_optimizer(one.update) for one in tapes),
     )
+
+
+def _optimizer(update: Update) -> ActionProfile | None:
+    if not update.later:
+        return None
+    memory, seconds = Bytes(), 0.0
+    for one in update.later:
+        memory.pass_by(one.nbytes, one.rise)
+        seconds += sum(one.seconds)
+    return ActionProfile(update.state_bytes, memory.peak, seconds * 1e3)
 
 
 def _groups(stage: int, tape: Tape, hardware: Hardware) -> Iterator[GroupProfile]:

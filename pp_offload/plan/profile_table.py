@@ -18,6 +18,8 @@ STAGES = (
     *("forward ms", "backward ms", "recompute ms", "frees GiB"),
 )
 
+OPTIMIZERS = ("rank", "optimizer's state GiB", "peak", "ms")
+
 NOTE = """\
 Of one microbatch, a row for all groups that are alike. MiB/ms: what a group saves for each
 millisecond of its forward. The link carries {link:.1f}: a group below that leaves in less time than
@@ -30,8 +32,12 @@ it runs, the backward's with the gradients that it makes. recompute: of each lay
 computes anew, and how much less a microbatch holds for it."""
 
 
+OPTIMIZERS_NOTE = """\
+Of the end of each step; the state is there from that of the first one on."""
+
+
 def profile_table(found: Profile) -> str:
-    """A row for each kind of group, and one for each stage."""
+    """A row for each kind of group, one for each stage, and one for each optimizer."""
     kinds = [_group(one) for one in found.kinds()]
     stages = [_stage(one, found.resident_bytes[one.rank]) for one in found.stages]
     return "\n".join(
@@ -41,8 +47,23 @@ def profile_table(found: Profile) -> str:
             "",
             format_table([STAGES, *stages]),
             STAGES_NOTE,
+            *_optimizers(found),
         ]
     )
+
+
+def _optimizers(found: Profile) -> list[str]:
+    rows = [
+        (
+            str(rank),
+            f"{one.resident_bytes / GIB:.2f}",
+            f"{one.transient_peak_bytes / GIB:.2f}",
+            f"{one.ms:.2f}",
+        )
+        for rank, one in enumerate(found.optimizers)
+        if one is not None
+    ]
+    return ["", format_table([OPTIMIZERS, *rows]), OPTIMIZERS_NOTE] if rows else []
 
 
 def _group(kind: GroupKind) -> tuple[str, ...]:

@@ -108,6 +108,8 @@ class NumberRank:
         if config is None:
             self._tapes = {stage: staying(tape) for stage, tape in tapes.stages.items()}
         self._resident_bytes = tapes.resident_bytes
+        self._update = tapes.update
+        self._has_state = False
         self._hardware = hardware
         self._config = config
         self._vp_stage = {stage: index for index, stage in enumerate(order.stages_of(number))}
@@ -158,6 +160,7 @@ class NumberRank:
         self._host.compact()
         device = NumberDevice(self._hardware)
         device.memory.add(self._resident_bytes)
+        device.memory.add(self._update.state_bytes * self._has_state)
         watch = Unwatched(device) if is_last else self._bounds.watch(device)
         copies = Copies(device, self._host, self._bounds, self.moved, watch)
         rules = Rules(copies, self._bounds, self._order, self._uses)
@@ -199,6 +202,9 @@ class NumberRank:
                 break
             self._next += 1
             self._run(step, turn)
+        if begin < self._next == len(self._turns):
+            self._play(step, self._update.later if self._has_state else self._update.first, None)
+            self._has_state = True
         return self._next - begin
 
     @property

@@ -27,7 +27,7 @@ from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
-from pp_offload.plan.tape import Backward, Event, RankTapes, Tape
+from pp_offload.plan.tape import Backward, Event, RankTapes, Stretch, Tape, Update
 from pp_offload.simulate.clocks import VirtualStream
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
@@ -132,9 +132,10 @@ def _record_rank(
             try:
                 mine.begin_step()
                 _run_once(mine, order.stages_of(rank))
+                update = _updates(mine, order.stages_of(rank), recorder)
                 mine.begin_step()
                 gc.collect()
-                resident = backend.memory.live_bytes
+                resident = backend.memory.live_bytes - update.state_bytes
                 manager.wiring.transfer.listeners.add(recorder)
                 with collector_off():
                     stages = _Recording(order, rank, mine, manager, recorder).tapes()
@@ -144,7 +145,26 @@ def _record_rank(
                 mine.close()
     finally:
         manager.retire()
-    return RankTapes(stages, resident)
+    return RankTapes(stages, resident, update)
+
+
+def _updates(work: RankWork, stages: Sequence[int], recorder: Recorder) -> Update:
+    """The first update, when all gradients are there, and another one."""
+    recorder.taken()
+    work.update()
+    first = recorder.taken()
+    if not first:
+        return Update()
+    work.begin_step()
+    _run_once(work, stages)
+    recorder.taken()
+    work.update()
+    return Update(*[_stretches(recorder.told(raw)) for raw in (first, recorder.taken())])
+
+
+def _stretches(events: Sequence[Event]) -> tuple[Stretch, ...]:
+    """All of them, for an optimizer has no groups."""
+    return tuple(one for one in events if isinstance(one, Stretch))
 
 
 def _run_once(work: RankWork, stages: Sequence[int]) -> None:

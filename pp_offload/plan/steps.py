@@ -49,9 +49,10 @@ class Steps:
     """Predicted so far."""
 
     def without_offload(self, tapes: Sequence[RankTapes]) -> PipelineStep:
-        """The step in which all stays."""
+        """The step in which all stays; a later one than the first, if an optimizer has a state."""
         self._count()
-        return predict(self.order, tapes, self.hardware, peers=self.peers, num_steps=1)
+        num_steps = 1 + any(one.update.state_bytes for one in tapes)
+        return predict(self.order, tapes, self.hardware, peers=self.peers, num_steps=num_steps)
 
     def first(self, tapes: Sequence[RankTapes]) -> FirstStep:
         """The first step, in which no engine knows a plan, and all groups leave."""

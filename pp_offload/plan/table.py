@@ -47,9 +47,18 @@ def table(plan: OffloadPlan, none: PipelineStep, at_first: Mapping[int, int]) ->
             "",
             format_table([HEAD, *rows]),
             NOTE,
+            *_of_the_optimizer(plan),
             *_because_of_the_first(plan, at_first),
         ]
     )
+
+
+def _of_the_optimizer(plan: OffloadPlan) -> list[str]:
+    """Whether it is in the peaks."""
+    most = max((rank.optimizer_bytes for rank in plan.ranks), default=0)
+    if not most:
+        return ["Peaks are without an optimizer's state."]
+    return [f"Peaks are with the optimizer's state, at most {most / GIB:.2f} GiB on a rank."]
 
 
 def _because_of_the_first(plan: OffloadPlan, at_first: Mapping[int, int]) -> list[str]:

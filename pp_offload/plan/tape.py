@@ -145,13 +145,29 @@ class Tape:
         return sum(self.payloads[index].nbytes for index in group.payloads)
 
 
+class Update(NamedTuple):
+    """What an optimizer does at the end of a step; nothing where there is none."""
+
+    first: tuple[Stretch, ...] = ()
+    """In the first step, in which it makes its state."""
+
+    later: tuple[Stretch, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Device memory that it has from the first step on."""
+        return sum(one.nbytes for one in self.first)
+
+
 @dataclass(frozen=True)
 class RankTapes:
     """All that a rank does."""
 
     stages: dict[int, Tape]
     resident_bytes: int
-    """Device memory at the begin of a step: parameters, and what the schedule allocates."""
+    """Device memory at the begin of the first step: parameters, and what the schedule allocates."""
+
+    update: Update = Update()
 
     recomputed: tuple[tuple[str, ...], ...] = ()
     """Names of the layers that backward recomputes, by virtual stage."""

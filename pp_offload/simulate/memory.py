@@ -179,7 +179,11 @@ class DeviceMemory:
         for buffer in model.buffers():
             self.name(buffer, "parameters")
         if optimizer is not None:
-            optimizer.register_step_post_hook(self._name_state)
+            self.follow_optimizer(optimizer)
+
+    def follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Name an optimizer's state, after each of its steps."""
+        optimizer.register_step_post_hook(self._name_state)
 
     def follow_groups(self, manager: Manager) -> None:
         """Name what groups keep on the device, of a manager whose options do not change."""

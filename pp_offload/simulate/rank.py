@@ -141,6 +141,8 @@ class VirtualRank:
         made = self._messages.made_by(*action)
         if made is not None:
             self._send(action, made, nbytes)
+        if not self.has_more:
+            self._work.update()
 
     def ended(self) -> RankStep:
         """What the step cost, when all actions are over."""

@@ -52,6 +52,9 @@ class RankWork(Protocol):
     def reduce(self, stage: int) -> None:
         """All backwards of a stage are over."""
 
+    def update(self) -> None:
+        """All actions of a step are over: parameters are updated."""
+
     def close(self) -> None:
         """There is no further step."""
 
@@ -122,8 +125,15 @@ class _TimedWork:
     def reduce(self, stage: int) -> None:
         pass
 
+    def update(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
+
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes the optimizer of a rank."""
 
 
 class Modules:
@@ -137,9 +147,12 @@ class Modules:
             the modules mark their groups themselves.
         layers: Pattern of the names of modules that a plan may have recomputed, such as
             ``"layers.*"``; None where all are to be computed once.
+        optimizer: Makes the optimizer of a rank, of the parameters of its stages that require grad:
+            ``lambda parameters: torch.optim.AdamW(parameters)``. It ends each step of the rank,
+            and its state is there from the end of the first step on. None for none.
 
     Raises:
-        TypeError: ``stages`` are not modules.
+        TypeError: ``stages`` are not modules, or ``optimizer`` cannot be called.
         ValueError: A parameter is not on ``meta``, or no stage has a module for ``layers``.
     """
 
@@ -151,7 +164,13 @@ class Modules:
         loss_fn: Callable[[Any], Tensor],
         groups: Patterns | None = None,
         layers: str | None = None,
+        optimizer: MakeOptimizer | None = None,
     ) -> None:
+        if optimizer is not None and not callable(optimizer):
+            raise TypeError(
+                f"optimizer is {said(optimizer)}, expected a function of a list of parameters that "
+                "makes one, for each rank has its own: lambda p: torch.optim.AdamW(p)"
+            )
         for index, stage in enumerate(stages):
             check_kind(f"stages[{index}]", stage, nn.Module, "a module")
             for name, one in (*stage.named_parameters(), *stage.named_buffers()):
@@ -164,6 +183,7 @@ class Modules:
         self.loss_fn = loss_fn
         self.groups = groups
         self.layers = layers
+        self.optimizer = optimizer
         if layers is not None and not any(map(self.layers_of, range(len(stages)))):
             raise ValueError(
                 f"layers is {layers!r}, which fits no name of a module in any stage; expected a "
@@ -205,13 +225,15 @@ class Modules:
             module = self.stages[stage]
             for one in (*module.parameters(), *module.buffers()):  # there before they are used
                 backend.memory.see(one.untyped_storage())
-        return _ModuleWork(self, order, rank)
+        return _ModuleWork(self, order, rank, backend)
 
 
 class _ModuleWork:
     """PyTorch's stages, without its messages."""
 
-    def __init__(self, work: Modules, order: PipelineOrder, rank: int) -> None:
+    def __init__(
+        self, work: Modules, order: PipelineOrder, rank: int, backend: VirtualBackend
+    ) -> None:
         self._work = work
         self._num_microbatches = order.num_microbatches
         self._losses: dict[int, Tensor] = {}
@@ -224,6 +246,10 @@ class _ModuleWork:
         for stage in self._stages.values():
             prepare_stage(stage, order.num_microbatches)
         self._attached = attach(schedule, work.groups)
+        modules = [stage.submod for stage in self._stages.values()]
+        self._optimizer = None if work.optimizer is None else _optimizer(work.optimizer, modules)
+        if self._optimizer is not None:
+            backend.memory.follow_optimizer(self._optimizer)
 
     def begin_step(self) -> None:
         self._clear()
@@ -268,8 +294,21 @@ class _ModuleWork:
     def reduce(self, stage: int) -> None:
         self._stages[stage].perform_reduce_grad(self._num_microbatches)
 
+    def update(self) -> None:
+        if self._optimizer is None:
+            return
+        try:
+            self._optimizer.step()
+        except RuntimeError as failure:
+            raise ValueError(
+                f"the optimizer is a {type(self._optimizer).__name__}, expected one that can run "
+                "without data, such as torch.optim.AdamW; leave it out, and leave room for it "
+                f"below the limit: {failure}"
+            ) from failure
+
     def close(self) -> None:
         self._attached.detach()
+        self._optimizer = None
         self._clear()
 
     def _clear(self) -> None:
@@ -279,6 +318,19 @@ class _ModuleWork:
         for stage in self._stages.values():
             stage.clear_runtime_states()
             stage.submod.zero_grad()
+
+
+def _optimizer(make: MakeOptimizer, modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
+    """As on an accelerator, where PyTorch by itself updates many parameters with one operator."""
+    named = {id(one): one for module in modules for one in module.parameters() if one.requires_grad}
+    optimizer = make(list(named.values()))
+    check_kind(
+        "what optimizer returns", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer"
+    )
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+    return optimizer
 
 
 def _stage(work: Modules, order: PipelineOrder, index: int, rank: int) -> PipelineStage:

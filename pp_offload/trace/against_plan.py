@@ -108,8 +108,8 @@ class RankCompared:
     def _peaks(self) -> Iterator[str]:
         """Lower ones are fine: many devices are only looked at between groups."""
         causes = {
-            DEVICE: "the optimizer's state, buffers of messages or other memory that a plan does "
-            "not know; leave room for it below the limit",
+            DEVICE: f"{self._unknown_memory} that a plan does not know; leave room for it below "
+            "the limit",
             HOST: "the run has other options for host memory, or other groups leave",
         }
         for counter, planned in self._planned_peaks.items():
@@ -119,6 +119,11 @@ class RankCompared:
                     f"{counter} memory has a peak of {_gib(found)} GiB, planned {_gib(planned)}: "
                     f"{causes[counter]}"
                 )
+
+    @property
+    def _unknown_memory(self) -> str:
+        others = "buffers of messages or other memory"
+        return others if self.planned.optimizer_bytes else f"the optimizer's state, {others}"
 
     @property
     def _planned_peaks(self) -> dict[str, int]:

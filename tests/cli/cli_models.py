@@ -22,6 +22,10 @@ def good(num_stages: int, length: int) -> Modules:
     return modules(num_stages, length, groups={"linear": "0", "gelu": "1"})
 
 
+def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 def twice(num_stages: int, length: int) -> Modules:
     """Stages that save what they return, which the next one saves as well."""
     stages = [nn.Sequential(nn.Linear(256, 256, **KIND), nn.Sigmoid()) for _ in range(num_stages)]

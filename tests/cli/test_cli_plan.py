@@ -71,6 +71,25 @@ def test_host_memory_may_have_a_limit_too(tmp_path: Path) -> None:
     assert peaks[1] <= 0.0001 * 2**30 < peaks[0]
 
 
+def test_an_optimizer_is_part_of_the_peak(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for name in (None, "AdamW", "cli_models:optimizer"):
+        with_it = [] if name is None else ["--optimizer", name]
+        how = ["--limit", "1GiB", "-o", str(path), *with_it]
+        code, output = run("plan", "cli_models:good", *SMALL, *how)
+        assert code == 0, output
+        said = "with the optimizer's state, at most" if name else "without an optimizer's state"
+        assert f"Peaks are {said}" in output
+        assert name is None or f"{name} ends a step" in output
+        plan = OffloadConfig(plan=path).offload_plan
+        assert plan is not None
+        assert all((rank.optimizer_bytes > 0) is (name is not None) for rank in plan.ranks)
+    code, output = run("profile", "cli_models:good", *SMALL, "--optimizer", "AdamW")
+    assert code == 0 and "optimizer's state GiB" in output
+    code, output = run("simulate", "cli_models:good", *SMALL, "--optimizer", "AdamW", "--json")
+    assert code == 0, output
+
+
 GOOD = "plan cli_models:good --ranks 2"
 WRONG = {
     "plan cli_models:good": "Missing option '--limit'",
@@ -82,6 +101,9 @@ WRONG = {
     f"{GOOD} --limit 1GiB --gib inf": "found inf, expected a finite number",
     f"{GOOD} --limit 1GiB --host-gib inf": "--host-gib: found inf, expected a finite number",
     f"{GOOD} --limit 1 --host-gib 1": "give a larger host_budget_bytes than 1073741824, have more",
+    f"{GOOD} --limit 1GiB --optimizer adamw": "expected a class of torch.optim, such as AdamW, or",
+    f"{GOOD} --limit 1GiB --optimizer Adafactor": "Adafactor, expected one that can run without",
+    f"{GOOD} --limit 1GiB --optimizer cli_models:KIND": "KIND of cli_models is no function, expec",
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "expected a file in a directory that is there",
     f"{GOOD} --limit 1GiB --png plan.gif": "ends otherwise than pictures do",
     "plan cli_models:twice --ranks 2 --limit 1GiB --schedule zbv": "or stage saved as well",

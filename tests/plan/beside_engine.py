@@ -14,8 +14,10 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from ordered_parts import ordered_parts
 from random_pipelines import Drawn, draw_pipeline, some_recomputed
+from torch import nn
 from torch.distributed.pipelining import (
     ScheduleDualPipeV,
     ScheduleInterleavedZeroBubble,
@@ -147,6 +149,32 @@ def ran_with_budget(seed: int) -> Found:
     budget_bytes = int(most * draw.choice([0.2, 0.5, 0.8, 0.95]))
     config = replace(drawn.config, host_budget_bytes=max(1, budget_bytes))
     return run_and_recorded(replace(drawn, config=config))
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "AdamW, one by one": lambda p: torch.optim.AdamW(p, foreach=False),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True),
+}
+
+
+def ran_with_optimizer(seed: int) -> Found:
+    """Of any kind of pipeline, with some parameters frozen in every third one."""
+    draw = Random(seed)
+    is_split = draw.random() < 0.3
+    schedules = [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble] if is_split else None
+    drawn = draw_pipeline(seed, schedules=schedules)
+    drawn.work.optimizer = OPTIMIZERS[draw.choice(list(OPTIMIZERS))]
+    if seed % 3 == 0:
+        for stage in drawn.work.stages:
+            for parameter in stage[0].parameters():
+                parameter.requires_grad_(draw.random() < 0.5)
+    recomputed = some_recomputed(drawn, seed) if draw.random() < 0.3 else nullcontext()
+    with ordered_parts() if is_split else nullcontext(), recomputed:
+        return run_and_recorded(drawn)
 
 
 def ran_with_recomputed(seed: int, layers_seed: int | None = None) -> Found:

@@ -1856,6 +1856,22 @@ MUTANTS = [
         ("tests/common/test_devices_are_said.py",),
     ),
     Mutant(
+        "an optimizer's state is there in the first step",
+        "pp_offload/plan/rank.py",
+        "self._update.state_bytes * self._has_state)",
+        "self._update.state_bytes)",
+        "predicted peaks of first steps are too high",
+        ("tests/plan/test_optimizer.py::test_random_pipelines_cost_what_they_cost_the_engine",),
+    ),
+    Mutant(
+        "a plan is beside a step without an optimizer's state",
+        "pp_offload/plan/steps.py",
+        "num_steps = 1 + any(one.update.state_bytes for one in tapes)",
+        "num_steps = 1",
+        "ranks that lack memory are not told from others",
+        ("tests/plan/test_optimizer.py::test_the_step_without_offload_has_its_state",),
+    ),
+    Mutant(
         "a trace takes the peak of all steps for that of one",
         "pp_offload/trace/sampled.py",
         "            self._least_peak = min(self._least_peak, allocated.peak_bytes)\n",
