@@ -75,6 +75,7 @@ def _problem(use: GroupUse | None, smallest_numel: int, eligibility: Eligibility
             "look whether the step calls them, and not a copy or a function of theirs, or compiles "
             "around them"
         )
+    elsewhere = eligibility.elsewhere_said()
     num_committed = use.num_groups - use.num_open
     if num_committed == 0:
         return (
@@ -87,17 +88,6 @@ def _problem(use: GroupUse | None, smallest_numel: int, eligibility: Eligibility
             f"offloaded nothing: none of its {num_committed} groups saved a tensor of at least "
             f"min_offloaded_tensor_size={smallest_numel} elements that may leave the device; lower "
             "that, or look whether the group is around the layer's forward and outside "
-            f"torch.compile{_elsewhere(eligibility)}"
+            f"torch.compile{'; ' * bool(elsewhere)}{elsewhere}"
         )
     return None
-
-
-def _elsewhere(eligibility: Eligibility) -> str:
-    """What else may be wrong, if something was saved that is on another device."""
-    if eligibility.elsewhere is None:
-        return ""
-    return (
-        f"; tensors on {eligibility.elsewhere} were saved, too, and this engine works on "
-        f"{eligibility.device}: make the device of the model the current one before the engine is "
-        "first used, or give a backend of it"
-    )

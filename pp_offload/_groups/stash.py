@@ -12,6 +12,7 @@ microbatch of its own, so any number may be in flight.
 
 from __future__ import annotations
 
+import logging
 import threading
 from functools import partial
 
@@ -30,6 +31,8 @@ from pp_offload._transfer.saved_tensor import Packed, Resident, is_in_backward
 from pp_offload._transfer.statistics import OffloadStatistics, collect
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, config_or_default
+
+logger = logging.getLogger(__name__)
 
 
 class _Forward(threading.local):
@@ -72,6 +75,7 @@ class ActivationStash:
         allocate = None if use_pin_memory else pageable
         self._make = partial(Wiring.made, self.backend, config, allocate=allocate)
         self._inherited: Wiring | None = None
+        self._has_warned = False
         self._start()
 
     def _start(self) -> None:
@@ -96,7 +100,16 @@ class ActivationStash:
             self._wiring.offloader.copies.forget_dead()
         self._wiring.transfer.compact()
         self._wiring.offloader.check_freed()
+        self._warn_of_elsewhere()
         self._forward.chunk = Chunk(0, self._wiring)
+
+    def _warn_of_elsewhere(self) -> None:
+        """Once, if nothing ever left, for tensors are on another device than the engine's."""
+        wiring = self._wiring
+        said = wiring.eligibility.elsewhere_said()
+        if said and not self._has_warned and not wiring.transfer.counters.bytes_offloaded:
+            self._has_warned = True
+            logger.warning("'%s' offloaded nothing: %s", self.name, said)
 
     @property
     def is_over(self) -> bool:

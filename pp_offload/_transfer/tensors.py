@@ -210,6 +210,16 @@ class Eligibility:
         self.kept = kept
         self.elsewhere: torch.device | None = None
 
+    def elsewhere_said(self) -> str:
+        """What is wrong where all that was saved is on another device; empty if none is."""
+        if self.elsewhere is None:
+            return ""
+        return (
+            f"tensors on {self.elsewhere} were saved, and this engine works on {self.device}: make "
+            "the device of the model the current one before the engine is first used, or give a "
+            "backend of it"
+        )
+
     def can_move(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is dense memory on the device, and its bytes are all there is to it.
 

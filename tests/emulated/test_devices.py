@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from checkpointed import apply
 from products import PRODUCTS, Product
 from torch import Tensor, nn
 from toy import same_bits
@@ -279,7 +280,24 @@ def test_groups_on_another_device_than_the_engine_are_warned_of(
             off_interface.group_commit(y, name="mlp").sum().backward()
     (said,) = [one.getMessage() for one in caplog.records]
     assert said.startswith("group 'mlp' offloaded nothing: none of its 1 groups saved a tensor")
-    assert "tensors on emulated:1 were saved, too, and this engine works on emulated:0" in said
+    assert "tensors on emulated:1 were saved, and this engine works on emulated:0" in said
+
+
+@pytest.mark.parametrize("kind", ["context", "checkpoint"])
+def test_activations_on_another_device_than_the_engine_are_warned_of(
+    emulated: ModuleType, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On every rank but the first, where the context was made before ``set_device``."""
+    model = Net().to(SECOND)
+    context = OffloadActivations(min_offload_size=1, backend=AcceleratorBackend())
+    if kind == "checkpoint":
+        apply(model, "layers", "full, offload", AcceleratorBackend())
+    for _ in range(3):
+        with context if kind == "context" else nullcontext():
+            loss = model(torch.randn(16, WIDTH, device=SECOND, requires_grad=True)).square().mean()
+        loss.backward()
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert "offloaded nothing: tensors on emulated:1 were saved, and this engine" in said
 
 
 # A default device, as programs set it
