@@ -240,7 +240,8 @@ def test_device_memory_is_arithmetic(order: str, stash: int, window: int) -> Non
                 y = y.sin()
         left = 12 % stash
         assert backend.device_bytes - before == (left + 1) * nbytes, "what is left, and y"
-        assert backend.take_device_peak() - before == max(2, stash) * nbytes
+        # Those that gathered leave when the next operator saves, before it makes its output.
+        assert backend.take_device_peak() - before == (stash + 1) * nbytes
         y.backward(torch.ones(numel))
         # y and its gradient; what was saved and its cosine; the gradients behind and before it.
         assert backend.take_device_peak() - before == max(6 + window, 7 if left else 0) * nbytes
@@ -263,7 +264,7 @@ def test_no_op_inside() -> None:
             y = y.sin()
         assert offload.statistics().live_tensors == 0
         y = y.cos()
-        assert offload.statistics().live_tensors == 1
+    assert offload.statistics().live_tensors == 1
     y.sum().backward()
 
 

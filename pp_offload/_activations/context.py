@@ -172,6 +172,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
                 "many exits as entries, on the same thread; use it in a with statement"
             )
         self._leave()
+        self.stash.send_if_full()
 
     def _leave(self) -> None:
         self._here.entered[-1].leave()

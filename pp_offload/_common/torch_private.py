@@ -34,6 +34,7 @@ FUNCTIONS = (
     "torch._C.DispatchKey",
     "torch._C._DisableTorchDispatch",
     "torch._C._SetExcludeDispatchKeyGuard",
+    "torch._C._autograd._get_sequence_nr",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._top_saved_tensors_default_hooks",
@@ -195,6 +196,9 @@ try:
     top_hooks: Callable[[bool], tuple[Callable[..., Any], Any] | None]
     top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
+    sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+    """One more than that of the node made last on this thread."""
+
     graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
     """The number of the backward that runs on this thread; -1 outside."""
 
@@ -294,6 +298,7 @@ __all__ = [
     "push_hooks",
     "queue_callback",
     "schedule_of_csv",
+    "sequence_number",
     "top_hooks",
     "tree_flatten",
     "tree_leaves",

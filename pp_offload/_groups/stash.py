@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pp_offload._common.processes import current
+from pp_offload._common.torch_private import sequence_number
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.group import Group, GroupState
@@ -41,6 +42,8 @@ class _Forward(threading.local):
     def __init__(self) -> None:
         self.chunk: Chunk | None = None
         self.open: Group | None = None
+        self.number = -1
+        """Of the node that saved last."""
 
 
 class ActivationStash:
@@ -144,13 +147,23 @@ class ActivationStash:
         if is_dense and tensor.nbytes < self.min_offload_size:
             return Resident(tensor)
         group = self._forward.open
+        if self.max_tensors is not None:
+            # Not when it becomes full, nor while the same operator saves more: it runs after that,
+            # and may write what it saved and count no change, as rrelu does with its noise.
+            number, self._forward.number = self._forward.number, sequence_number()
+            if number != self._forward.number:
+                self.send_if_full()
+                group = self._forward.open
         if group is None or group.is_used:  # by a backward inside the forward: it stays there
             group = self._forward.open = chunk.start(self.name)
-        packed = chunk.pack(group, tensor)
-        if self.max_tensors is not None and not isinstance(packed, Resident):
+        return chunk.pack(group, tensor)
+
+    def send_if_full(self) -> None:
+        """Offload what has gathered if it is as many as leave together: no operator is running."""
+        group = self._forward.open
+        if group is not None and self.max_tensors is not None:
             if len(group.saved_refs) >= self.max_tensors:
                 self.send()
-        return packed
 
     def send(self) -> None:
         """Offload what has gathered."""

@@ -1872,6 +1872,14 @@ MUTANTS = [
         ("tests/plan/test_optimizer.py::test_the_step_without_offload_has_its_state",),
     ),
     Mutant(
+        "an operator's tensors leave before it has run",
+        "pp_offload/_groups/stash.py",
+        "            if number != self._forward.number:\n",
+        "            if True:\n",
+        "noise that is drawn after it was saved comes back as it was before",
+        ("tests/activations/test_written_after_saved.py",),
+    ),
+    Mutant(
         "a trace takes the peak of all steps for that of one",
         "pp_offload/trace/sampled.py",
         "            self._least_peak = min(self._least_peak, allocated.peak_bytes)\n",

@@ -1,0 +1,37 @@
+"""An operator that writes what it saved: autograd saves before the kernel runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import BACKENDS, make_backend
+from torch import Tensor, nn
+from toy import same_bits
+
+from pp_offload import OffloadActivations, use_backend
+
+
+def step(device: torch.device, context: OffloadActivations | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.RReLU())]
+    model = nn.Sequential(*layers).to(device)
+    x = torch.randn(4, 8).to(device)
+    if context is None:
+        loss = model(x).square().mean()
+    else:
+        with context:
+            loss = model(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("num", [1, 2, 3, 5, 8])
+def test_noise_that_is_drawn_after_it_was_saved(kind: str, num: int) -> None:
+    """Whichever of the tensors of an operator is the last for which there is room."""
+    with use_backend(make_backend(kind)) as manager:
+        backend = manager.backend
+        context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=num, backend=backend)
+        for _ in range(2):
+            assert same_bits(step(backend.device, context), step(backend.device, None))
+        assert context.statistics().bytes_offloaded > 0
