@@ -58,9 +58,6 @@ class RankPlan:
     with.
     """
 
-    optimizer_bytes: int = 0
-    """Of the peak, the state of the optimizer; 0 where none was planned with, or it has none."""
-
     host_peak_bytes: int = 0
 
     seconds: float = 0.0
@@ -80,6 +77,9 @@ class RankPlan:
 
     on_demand_reloads: int | None = None
     """Payloads that come only when backward is at their group; None where the file does not say."""
+
+    optimizer_bytes: int = 0
+    """Of the peak, the state of the optimizer; 0 where none was planned with, or it has none."""
 
     def recomputed_in(self, vp_stage: int) -> tuple[str, ...]:
         """Names of the layers that one virtual stage recomputes."""
