@@ -111,11 +111,11 @@ class Search:
             most_steps: There is time until so many are predicted.
 
         Raises:
-            InfeasibleError: None fits.
+            InfeasibleError: None fits. The first step is not looked at.
         """
         self._look(limit_bytes, most_steps)
         fitting = self._fitting(limit_bytes)
-        if not fitting or max(self.first_peaks) > limit_bytes:
+        if not fitting:
             raise self._infeasible(limit_bytes)
         return best_of(fitting)
 

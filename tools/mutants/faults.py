@@ -1681,9 +1681,9 @@ MUTANTS = [
     ),
     Mutant(
         "plans forget the first step",
-        "pp_offload/plan/search.py",
-        "if not fitting or max(self.first_peaks) > limit_bytes:",
-        "if not fitting:",
+        "pp_offload/plan/chooser.py",
+        "        if max(search.first_peaks) > self._limit_bytes:",
+        "        if False:",
         "a training by a plan is out of memory in its first step",
         ("tests/plan/test_choose.py::test_the_least_limit_that_is_told_is_one",),
     ),
