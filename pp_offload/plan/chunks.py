@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from pp_offload._groups.plan import ChunkKey
 from pp_offload._memory.buffers import Loan
+from pp_offload.plan.device import Bytes
 from pp_offload.plan.host import pieces
 from pp_offload.plan.tape import Payload, Tape
 from pp_offload.simulate.clocks import VirtualEvent
@@ -32,6 +33,12 @@ class Held:
     def __init__(self, nbytes: int, num_holders: int = 1) -> None:
         self.nbytes = nbytes
         self.num_holders = num_holders
+
+    def let_go(self, memory: Bytes) -> None:
+        """One holder less."""
+        self.num_holders -= 1
+        if not self.num_holders:
+            memory.add(-self.nbytes)
 
 
 class Reload(Held):
@@ -71,10 +78,6 @@ class Block:
         one.block, one.begin, one.has_left = self, begin, True
         first = [other for other in self.placed if other.begin == begin]
         self.shared.setdefault(begin, first).append(one)
-
-    def unshare(self, one: Saved) -> None:
-        """It stays on the device after all."""
-        self.shared[one.begin].remove(one)
 
 
 class Arrival:
@@ -142,13 +145,23 @@ class Saved:
     def others(self) -> list[Saved]:
         """Those of the same bytes: saved later, so brought and used earlier, come first."""
         same = () if self.block is None else self.block.shared.get(self.begin, ())
-        return [one for one in reversed(same) if one is not self and not one.is_gone]
+        return [one for one in reversed(same) if one is not self and one.block is not None]
 
     def stay(self) -> None:
-        """As if it had not left: no room was found for its group."""
-        if self.block is not None and self not in self.block.placed:
-            self.block.unshare(self)
+        """It does not leave, whatever was begun for that; autograd holds its source."""
         self.block, self.has_left = None, False
+        self.source.num_holders += 1
+
+    def give(self, held: Held) -> None:
+        """Backward has this memory of it until it lets go."""
+        held.num_holders += 1
+        self.given.append(held)
+
+    def used(self) -> int:
+        """It was asked for; how often it is expected to be asked for again."""
+        left = self.num_waiting
+        self.num_waiting = left = (left if left > 0 else self.spec.num_uses) - 1
+        return left
 
     def sizes(self) -> list[int]:
         """Of the copies that move it."""

@@ -1,10 +1,8 @@
-"""Reloads ahead of backward, in numbers.
+"""Brings payloads before backward asks, in numbers; see :mod:`pp_offload._groups.prefetch`.
 
-    prefetcher = Prefetcher(copies, queue, bounds)
-    prefetcher.expect(nbytes)            # a group has left
-    prefetcher.on_use(chunk, group)      # backward uses it
-
-Each method does what the one of the engine does that it names.
+prefetch = Prefetcher(transfer, queue, bounds.window)
+prefetch.on_use(chunk, group)   # backward is there
+prefetch.fill()                 # some of the window is free
 """
 
 from __future__ import annotations
@@ -13,99 +11,69 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from pp_offload._groups.prefetch import LARGE_BYTES, SMALL_BYTES, refill_below
-from pp_offload.plan.bounds import Bounds
+from pp_offload._transfer.bound import Bound
 from pp_offload.plan.chunks import ChunkState, GroupState, Saved
-from pp_offload.plan.copies import Copies
 from pp_offload.plan.parts import WeightState
 from pp_offload.plan.queue import BackwardQueue, Visit
+from pp_offload.plan.transfer import Transfer
 
 
 class Prefetcher:
-    """Fills one rank's window.
+    """Fills the window.
 
     Args:
-        copies: Bring payloads.
+        transfer: Brings payloads.
         queue: Says which chunks come next.
-        bounds: Have the window.
+        window: On bytes that may be on the device unused.
 
     Attributes:
-        second: The second part of a backward, while it runs.
+        second: The second part of a backward, while that runs.
     """
 
-    def __init__(self, copies: Copies, queue: BackwardQueue, bounds: Bounds) -> None:
+    def __init__(self, transfer: Transfer, queue: BackwardQueue, window: Bound) -> None:
         self.second: WeightState | None = None
-        self._copies = copies
+        self._transfer = transfer
+        self._reloads = transfer.reloads
         self._queue = queue
-        self._window = bounds.window
+        self._window = window
         self._chunk: ChunkState | None = None
         self._current: GroupState | None = None
-        self._refill_below_bytes = refill_below(bounds.window.nbytes)
         self._is_done = False
-
-    def change(self) -> None:
-        """As ``Step.change``: there may be more to bring."""
-        self._is_done = False
+        self._reloads.refill_below_bytes = refill_below(window.nbytes)
 
     def expect(self, nbytes: int) -> None:
-        """As the method of ``Prefetcher`` of this name."""
+        """A group of so many bytes leaves, and will come back."""
+        self._is_done = False
         self._window.expect(nbytes)
-        self._refill_below_bytes = refill_below(self._window.nbytes)
+        self._reloads.refill_below_bytes = refill_below(self._window.nbytes)
+
+    def change(self) -> None:
+        """As ``Step.change``: there may be more to bring than before."""
+        self._is_done = False
 
     def resume(self, chunk: ChunkState, group: GroupState) -> None:
-        """As the method of ``Prefetcher`` of this name."""
-        self._chunk, self._current = chunk, group
-        self._is_done = False
-        self._refill_below_bytes = refill_below(self._window.nbytes)
+        """Backward is at a group again: fill the window from there on."""
+        self._chunk, self._current, self._is_done = chunk, group, False
+        self._reloads.refill_below_bytes = refill_below(self._window.nbytes)
         self.fill()
 
     def on_use(self, chunk: ChunkState, group: GroupState) -> None:
-        """As the method of ``Prefetcher`` of this name."""
+        """Backward uses a group: bring it, and fill the window."""
         if group is not self._current or not group.is_used:
-            self._chunk, self._current = chunk, group
-            if not group.is_used:
-                group.is_used = True
-                self._copies.watch.reached(chunk.key, group.position)
+            self._chunk, self._current, group.is_used = chunk, group, True
             if not group.is_brought:
-                room = self._window.nbytes - self._copies.reload_bytes
-                batch = self._missing(group, room, set())
+                batch = self._missing(group, self._window.nbytes - self._reloads.nbytes, set())
                 if batch:
                     self._load([batch], is_ahead=False)
         self.fill()
 
     def refill(self) -> None:
         """As ``TransferEngine.deliver`` does it."""
-        if self._copies.reload_bytes < self._refill_below_bytes:
+        if self._reloads.nbytes < self._reloads.refill_below_bytes:
             self.fill()
 
-    def fill(self) -> None:
-        """As the method of ``Prefetcher`` of this name."""
-        group, window_bytes, reload_bytes = (
-            self._current,
-            self._window.nbytes,
-            self._copies.reload_bytes,
-        )
-        if group is None or self._is_done or reload_bytes > refill_below(window_bytes):
-            return
-        room = window_bytes - reload_bytes
-        batches: list[list[Saved]] = []
-        chosen: set[Saved] = set()
-        following: Visit = group
-        for following in chain[Visit]((group,), self._after()):
-            if following.is_brought:
-                continue
-            batch = self._missing(following, room, chosen)
-            batches.append(batch)
-            chosen.update(batch)
-            room -= sum(one.nbytes for one in batch)
-            if not following.is_brought:
-                break
-        self._load(batches, is_ahead=True)
-        if following.is_brought:  # the last one, so that all are
-            self._is_done = True
-            self._refill_below_bytes = 0
-
     def comes_soon(self, one: Saved) -> bool:
-        """As the method of ``Prefetcher`` of this name."""
+        """Whether backward will ask for it within the next window of bytes."""
         room = self._window.nbytes
         for following in self._after():
             for other in following.waiting():
@@ -115,6 +83,29 @@ class Prefetcher:
             if room < 0:
                 return False
         return False
+
+    def fill(self) -> None:
+        """Bring what comes next until the window is full, once some of it is free."""
+        group, window_bytes = self._current, self._window.nbytes
+        if group is None or self._is_done or self._reloads.nbytes > refill_below(window_bytes):
+            return
+        room = window_bytes - self._reloads.nbytes
+        batches: list[list[Saved]] = []
+        chosen: set[Saved] = set()
+        following: Visit = group
+        for following in chain[Visit]((group,), self._after()):
+            if following.is_brought:
+                continue
+            batch = self._missing(following, room, chosen)
+            batches.append(batch)
+            chosen.update(batch)
+            room -= sum([one.nbytes for one in batch])
+            if not following.is_brought:
+                break
+        self._load(batches, is_ahead=True)
+        if following.is_brought:  # the last one, so that all are
+            self._is_done = True
+            self._reloads.refill_below_bytes = 0
 
     def _after(self) -> Iterator[Visit]:
         """As ``StepRecord.after``, from the group on that backward is at."""
@@ -126,10 +117,9 @@ class Prefetcher:
             yield from one.visits()
 
     def _missing(self, visit: Visit, room: int, chosen: set[Saved]) -> list[Saved]:
-        """As the method of ``Prefetcher`` of this name."""
         batch: list[Saved] = []
         wanted = visit.wanted()
-        may_exceed = not chosen and self._copies.reload_bytes == 0
+        may_exceed = not chosen and self._reloads.nbytes == 0
         is_current = visit is self._current
         for number, one in enumerate(wanted):
             is_here = one.arrival is not None or (is_current and one.source_in_flight is not None)
@@ -143,16 +133,9 @@ class Prefetcher:
         visit.is_brought = True
         return batch
 
-    def _load(self, batches: list[list[Saved]], *, is_ahead: bool) -> None:
-        """As the method of ``Prefetcher`` of this name."""
-        copies = self._copies
+    def _load(self, batches: Sequence[Sequence[Saved]], *, is_ahead: bool) -> None:
         for together in batched(batches):
-            copies.poll()
-            num = copies.bring(together)
-            if is_ahead:
-                copies.moved.prefetched_reloads += num
-            else:
-                copies.moved.on_demand_reloads += num
+            self._transfer.reload(together, is_ahead=is_ahead)
 
 
 def batched(batches: Sequence[Sequence[Saved]]) -> Iterator[list[Saved]]:

@@ -47,6 +47,7 @@ from pp_offload.plan.tape import (
     Tape,
     Use,
 )
+from pp_offload.plan.transfer import Transfer
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Message, Messages, PeerLink
 from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
@@ -162,8 +163,8 @@ class NumberRank:
         device.memory.add(self._resident_bytes)
         device.memory.add(self._update.state_bytes * self._has_state)
         watch = Unwatched(device) if is_last else self._bounds.watch(device)
-        copies = Copies(device, self._host, self._bounds, self.moved, watch)
-        rules = Rules(copies, self._bounds, self._order, self._uses)
+        copies = Copies(device, self._bounds.cap, self.moved, watch)
+        rules = Rules(Transfer(copies, self._host), self._bounds, self._order, self._uses)
         self._step = _Step(device, rules, messages)
         self._next = 0
 

@@ -3,7 +3,7 @@
 Each method does what the one of the engine does that it names; only bytes and times are moved. A
 run of both on the same tapes tells whether they still agree (tests/plan).
 
-    rules = Rules(Copies(device, host, bounds, Moved(), watch), bounds, keys, uses)
+    rules = Rules(Transfer(copies, HostPlaces()), bounds, keys, uses)
     rules.close(chunk, position, keeps=False)
     rules.use(chunk, payload)
 """
@@ -18,28 +18,34 @@ from pp_offload._groups.plan import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload.plan.bounds import Bounds
 from pp_offload.plan.chunks import ChunkState, CopyIndex, Held, Saved
-from pp_offload.plan.copies import Copies
 from pp_offload.plan.parts import PartUses, RunningPart, WeightState
 from pp_offload.plan.prefetch import Prefetcher
 from pp_offload.plan.queue import BackwardQueue
+from pp_offload.plan.transfer import Transfer
 
 
 class Rules:
     """One rank's engine.
 
     Args:
-        copies: To the host and back.
-        bounds: On what is on its way.
+        transfer: Moves payloads.
+        bounds: On what is ahead.
         order: Chunks in backward order, and second parts.
         uses: What parts of backwards use.
+
+    Attributes:
+        copies: To the host and back.
+        queue: Of chunks whose backward is to come.
     """
 
     def __init__(
-        self, copies: Copies, bounds: Bounds, order: Sequence[Key], uses: PartUses
+        self, transfer: Transfer, bounds: Bounds, order: Sequence[Key], uses: PartUses
     ) -> None:
-        self.copies = copies
+        self.copies = transfer.copies
         self.queue = BackwardQueue(order)
-        self._prefetcher = Prefetcher(copies, self.queue, bounds)
+        self._transfer = transfer
+        self._memory = self.copies.device.memory
+        self._prefetcher = Prefetcher(transfer, self.queue, bounds.window)
         self._index = CopyIndex()
         self._uses = uses
         self._part: RunningPart | None = None
@@ -61,31 +67,27 @@ class Rules:
         return next(self.queue.certain(), None) is chunk
 
     def close(self, chunk: ChunkState, position: int, *, keeps: bool) -> None:
-        """As ``Chunk.close``: a group leaves, or stays."""
+        """A group is committed: it leaves, or stays."""
         saved = [chunk.saved[index] for index in chunk.tape.groups[position].payloads]
         if keeps:
-            self._keep(saved)
+            for one in saved:
+                one.stay()
             return
-        self._prefetcher.change()
         self._prefetcher.expect(sum([one.nbytes for one in saved]))
+        try:
+            self._move(chunk, position, saved)
+        except MemoryError:  # there is no room for all of it, so all of it stays
+            for one in reversed(saved):  # as a list of tickets goes, last one first
+                one.stay()
+
+    def _move(self, chunk: ChunkState, position: int, saved: list[Saved]) -> None:
+        """As ``Offloader.move``."""
         new = self._index.share(saved)
         if new:
-            try:
-                nbytes = self.copies.offload(new)
-            except MemoryError:
-                for one in reversed(saved):  # as a list of tickets goes, last one first
-                    one.stay()
-                self._keep(saved)
-                return
-            self.copies.watch.left(chunk.key, position, nbytes)
+            self.copies.watch.left(chunk.key, position, self._transfer.offload(new))
         self._index.add(new)
         chunk.groups[position].sent = saved
         self._uses.follow(chunk.key, saved)
-
-    @staticmethod
-    def _keep(saved: Sequence[Saved]) -> None:
-        for one in saved:
-            one.source.num_holders += 1
 
     # Backward
 
@@ -107,14 +109,17 @@ class Rules:
         """As the same, when it is left."""
         assert self._part is not None, "begin_part() comes first"
         for held in self._part.end():
-            self.copies.drop(held)
+            held.let_go(self._memory)
         self._part = self._prefetcher.second = None
         self._prefetcher.change()
 
     def use(self, chunk: ChunkState, index: int) -> None:
         """As ``SavedActivation.unpack``."""
         one, group = chunk.saved[index], chunk.group_of[index]
-        if not group.is_used or (one.has_left and one.arrival is None):
+        if not group.is_used:
+            self.copies.watch.reached(chunk.key, group.position)
+            self._prefetcher.on_use(chunk, group)
+        elif one.has_left and one.arrival is None:
             self._prefetcher.on_use(chunk, group)
         if not one.has_left:
             return
@@ -129,78 +134,56 @@ class Rules:
         if one.has_left:
             held, one.given[use] = one.given[use], None
             assert held is not None, "it is let go of once"
-            self.copies.drop(held)
+            held.let_go(self._memory)
 
     def gone(self, chunk: ChunkState, index: int) -> None:
         """Autograd holds it no more."""
         one = chunk.saved[index]
         one.is_gone = True
         if not one.has_left:
-            self.copies.drop(one.source)
+            one.source.let_go(self._memory)
             return
         if one.arrival is not None:
-            self.copies.want_no_more(one)
+            self._transfer.reloads.forget(one)
         one.block = None
 
     def drop(self, chunk: ChunkState, source: int) -> None:
         """The program has let go of what was saved."""
-        self.copies.drop(chunk.sources[source])
+        chunk.sources[source].let_go(self._memory)
 
     def _deliver_to(self, part: RunningPart, one: Saved) -> None:
         """As ``SplitBackward.deliver``."""
         for held in part.note(one.index):
-            self.copies.drop(held)
+            held.let_go(self._memory)
         kept = part.kept(one.index)
         if kept is not None:
-            self._give(one, kept)
+            one.give(kept)
             return
         self._deliver(one)
         given = one.given[-1]
         assert given is not None, "it was given just now"
         for before in part.keep(one.index, given):
-            self.copies.drop(before)
-
-    def _give(self, one: Saved, held: Held) -> None:
-        held.num_holders += 1
-        one.given.append(held)
+            before.let_go(self._memory)
 
     def _deliver(self, one: Saved) -> None:
         """As ``TransferEngine.deliver``."""
-        copies = self.copies
         if one.arrival is None:
             source = one.source_in_flight
             if source is not None:
                 self._take_back(one, source)
                 return
-            copies.poll()
-            copies.moved.on_demand_reloads += copies.bring([one])
+            self._transfer.load_now(one)
         assert one.arrival is not None and one.memory is not None
-        if not one.arrival.is_there:
-            assert one.arrival.reloaded is not None
-            copies.watch.wait(one.arrival.reloaded)
-            one.arrival.is_there = True
-        self._give(one, one.memory)
-        if self._used(one) <= 0:
-            self._pass_on(one)
-            copies.give_up(one)
-        copies.watch.used(one.nbytes, one.num_waiting, one.spec.num_uses)
+        self._transfer.copies.wait_once(one.arrival)
+        one.give(one.memory)
+        if one.used() <= 0:
+            self._transfer.reloads.pass_on(one, self._prefetcher.comes_soon)
+            self._transfer.reloads.give_up(one)
+        self.copies.watch.used(one.nbytes, one.num_waiting, one.spec.num_uses)
         self._prefetcher.refill()
 
     def _take_back(self, one: Saved, source: Held) -> None:
         self.copies.moved.taken_back += 1
-        self._used(one)
-        self._give(one, source)
+        one.used()
+        one.give(source)
         self._prefetcher.refill()
-
-    def _used(self, one: Saved) -> int:
-        left = one.num_waiting
-        one.num_waiting = (left if left > 0 else one.spec.num_uses) - 1
-        return one.num_waiting
-
-    def _pass_on(self, one: Saved) -> None:
-        """As ``PendingReloads._pass_on``."""
-        for other in one.others():
-            if other.num_waiting > 0 and other.arrival is None:
-                if self._prefetcher.comes_soon(other):
-                    self.copies.share(other)
-                    return

@@ -34,16 +34,20 @@ from torch.distributed.pipelining import (
 from pp_offload import OffloadConfig
 from pp_offload._groups import auto_bounds
 from pp_offload._groups.prefetch import refill_below
+from pp_offload.plan import copies as plan_copies
 from pp_offload.plan import predict, record
 from pp_offload.plan import prefetch as plan_prefetch
 from pp_offload.plan import rank as plan_rank
 from pp_offload.plan import rules as plan_rules
 from pp_offload.plan.bounds import Bounds
 from pp_offload.plan.chunks import CopyIndex
-from pp_offload.plan.copies import Copies, Moved
+from pp_offload.plan.copies import Moved
+from pp_offload.plan.in_flight import InFlight
 from pp_offload.plan.parts import PartUses, RunningPart, WeightState
+from pp_offload.plan.pending_reloads import PendingReloads
 from pp_offload.plan.prefetch import Prefetcher
 from pp_offload.plan.rules import Rules
+from pp_offload.plan.transfer import Transfer
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
 
 
@@ -197,24 +201,24 @@ class NoMargin(Rules):
         return False
 
 
-class NothingPassedOn(Rules):
-    def _pass_on(self, one: Any) -> None:
-        pass
+class NoCap(InFlight):
+    def keep_bounded(self, last_bytes: int, poll: Any) -> None:
+        poll()
 
 
-class NoCap(Copies):
-    def _keep_bounded(self, last_bytes: int) -> None:
-        self.poll()
-
-
-class LateFinish(Copies):
+class LateFinish(Transfer):
     def poll(self) -> None:
         pass
 
 
-class NothingShared(Copies):
+class NothingShared(PendingReloads):
     def share(self, one: Any) -> bool:
         return False
+
+
+class NothingPassedOn(PendingReloads):
+    def pass_on(self, one: Any, comes_soon: Any) -> None:
+        pass
 
 
 class NothingAhead(Prefetcher):
@@ -273,8 +277,10 @@ class ApartOnTheHost(CopyIndex):
 FAULTS: dict[str, Callable[..., Any]] = {
     one.__name__: lambda one=one, name=name, where=where: patch.object(where, name, one)
     for name, where, some in (
-        ("Rules", plan_rank, (NoTakeBack, NoMargin, NothingPassedOn)),
-        ("Copies", plan_rank, (NoCap, LateFinish, NothingShared)),
+        ("Rules", plan_rank, (NoTakeBack, NoMargin)),
+        ("Transfer", plan_rank, (LateFinish,)),
+        ("InFlight", plan_copies, (NoCap,)),
+        ("PendingReloads", plan_copies, (NothingShared, NothingPassedOn)),
         ("Prefetcher", plan_rules, (NothingAhead, EarlyRefill, OneBatch, NextChunkOnly)),
     )
     for one in some

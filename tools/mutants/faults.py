@@ -1834,8 +1834,8 @@ MUTANTS = [
     Mutant(
         "what finds no room is predicted to have left",
         "pp_offload/plan/rules.py",
-        "                    one.stay()",
-        "                    pass",
+        "last one first\n                one.stay()",
+        "last one first\n                pass",
         "a plan with a limit on host memory is wrong",
         ("tests/plan/test_predicted.py::test_with_too_little_host_memory",),
     ),
