@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
+from typing import cast
 
 from pp_offload._memory.buffers import HostBuffer, Loan
-from pp_offload._memory.disk import DiskEvent, DiskFile
+from pp_offload._memory.disk import DiskEvent, DiskExtent, DiskFile
 from pp_offload._memory.host import HostMemory
 from pp_offload._memory.unfinished import Unfinished, check_finished
 from pp_offload._transfer.block import Block, BlockState
@@ -101,12 +102,15 @@ class StagedDisk(OnDisk):
         # A stream cannot wait for a thread, but check_finished has seen all threads end.
         copies = tuple(event for event in uses if not isinstance(event, DiskEvent))
         loan.buffer.before, loan.buffer.last_use = copies, None
-        return [place(batch, DiskBlock(self, self.disk.allocate(nbytes, len(batch)), loan))]
+        return [self._block(batch, self.disk.allocate(nbytes, len(batch)), loan)]
+
+    def _block(self, batch: list[Ticket], extent: DiskExtent, loan: Loan) -> Block:
+        return place(batch, DiskBlock(self, extent, loan))
 
     def store(self, tickets: Sequence[Ticket], blocks: Sequence[Block]) -> int:
         """Copy tickets into the staging buffer; :meth:`poll` then has it written to disk."""
         nbytes = self._copies.copy_to_host(tickets, blocks)
-        self._arriving += [weakref.ref(one) for one in blocks if isinstance(one, DiskBlock)]
+        self._arriving += [weakref.ref(cast(DiskBlock, one)) for one in blocks]
         self._copies.poll()
         self.poll()
         return nbytes

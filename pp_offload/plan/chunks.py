@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pp_offload._groups.plan import ChunkKey
-from pp_offload._memory.buffers import Loan
+from pp_offload._memory.buffers import Loan, room_for
 from pp_offload.plan.device import Bytes
-from pp_offload.plan.host import pieces
+from pp_offload.plan.pieces import pieces
 from pp_offload.plan.tape import Payload, Tape
 from pp_offload.simulate.clocks import VirtualEvent
 
@@ -38,7 +38,7 @@ class Held:
         """One holder less."""
         self.num_holders -= 1
         if not self.num_holders:
-            memory.add(-self.nbytes)
+            memory.live -= self.nbytes
 
 
 class Reload(Held):
@@ -59,11 +59,13 @@ class Reload(Held):
 class Block:
     """Host memory, for as long as one of its payloads refers to it."""
 
-    __slots__ = ("__weakref__", "in_flight", "loan", "offloaded_s", "placed", "shared")
+    __slots__ = ("__weakref__", "in_flight", "loan", "offloaded", "placed", "shared")
 
     def __init__(self, loan: Loan) -> None:
-        self.loan = loan
-        self.offloaded_s = 0.0
+        self.loan: Loan | None = loan
+        self.offloaded: VirtualEvent | None = None
+        """Behind the copy that filled it."""
+
         self.in_flight: dict[int, Held] = {}
         """By first byte, sources that may be taken back."""
 
@@ -73,6 +75,15 @@ class Block:
         self.shared: dict[int, list[Saved]] = {}
         """By first byte, all payloads of bytes that several groups saved."""
 
+    def place(self, batch: Sequence[Saved]) -> Block:
+        """Give each payload its place, one behind the other; gives back itself."""
+        begin = 0
+        for one in batch:
+            one.block, one.begin, one.has_left = self, begin, True
+            self.placed.append(one)
+            begin += room_for(one.nbytes)
+        return self
+
     def share(self, one: Saved, begin: int) -> None:
         """As the method of ``_transfer.block.Block``; ``one`` has its bytes here."""
         one.block, one.begin, one.has_left = self, begin, True
@@ -81,7 +92,10 @@ class Block:
 
 
 class Arrival:
-    """Payloads that come together; the event behind their copies is there once they are queued."""
+    """Payloads that come together; the event behind their copies is there once they are queued.
+
+    One without memory stands for a payload that is read ahead.
+    """
 
     __slots__ = ("is_there", "reloaded")
 
@@ -138,6 +152,16 @@ class Saved:
         self.has_left = self.is_gone = False
 
     @property
+    def reload(self) -> Arrival | None:
+        """As that of a ticket; None where nothing has begun to bring it."""
+        return self.arrival
+
+    @property
+    def device_tensor(self) -> Reload | None:
+        """As that of a ticket."""
+        return self.memory
+
+    @property
     def source_in_flight(self) -> Held | None:
         """What may be taken back, until its copy to the host has ended."""
         return None if self.block is None else self.block.in_flight.get(self.begin)
@@ -165,7 +189,7 @@ class Saved:
 
     def sizes(self) -> list[int]:
         """Of the copies that move it."""
-        assert self.block is not None
+        assert self.block is not None and self.block.loan is not None
         return pieces(self.block.loan, self.begin, self.nbytes)
 
 

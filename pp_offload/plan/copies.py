@@ -7,7 +7,7 @@ copies.copy_to_device(saved)         # from there
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pp_offload._memory.buffers import HostBuffer
@@ -57,14 +57,14 @@ class Copies:
     def copy_to_host(self, saved: Sequence[Saved], blocks: Sequence[Block]) -> int:
         """Copy payloads to their places; how many bytes."""
         device, nbytes = self.device, sum([one.nbytes for one in saved])
-        buffers = [block.loan.buffer for block in blocks]
+        buffers = buffers_of(blocks)
         device.d2h.wait_stream(device.compute)
         self._d2h_waits_for_last_users(buffers)
         sizes = [size for one in saved for size in one.sizes()]
         offloaded = self.watch.copy(sizes, to_host=True)
-        offloaded_s = offloaded.time_s
-        for block, buffer in zip(blocks, buffers, strict=True):
-            block.offloaded_s = offloaded_s
+        for block in blocks:
+            block.offloaded = offloaded
+        for buffer in buffers:
             buffer.last_use = offloaded
             buffer.before = ()
         self.moved.bytes_offloaded += nbytes
@@ -110,22 +110,30 @@ class Copies:
         device.h2d.wait_stream(device.compute)
         blocks = {one.block: None for one in saved if one.block is not None}
         for block in blocks:
-            device.h2d.wait_until(block.offloaded_s)
+            if block.offloaded is not None:
+                device.h2d.wait_until(block.offloaded.time_s)
         sizes = [size for one in saved for size in one.sizes()]
         arrival.reloaded = self.watch.copy(sizes, to_host=False)
-        for block in blocks:
-            block.loan.buffer.last_use = arrival.reloaded
+        for buffer in buffers_of(blocks):
+            buffer.last_use = arrival.reloaded
 
     # Both
 
-    def wait_once(self, arrival: Arrival) -> None:
-        """Make compute wait, once for all that come together."""
-        if not arrival.is_there:
-            assert arrival.reloaded is not None, "its copies are queued"
-            self.watch.wait(arrival.reloaded)
-            arrival.is_there = True
+    def wait_for(self, arrival: Arrival) -> None:
+        """Make compute wait for all that come together."""
+        assert arrival.reloaded is not None, "its copies are queued"
+        self.watch.wait(arrival.reloaded)
+        arrival.is_there = True
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive."""
-        self.in_flight.poll()
-        self.reloads.poll()
+        in_flight, reloads = self.in_flight, self.reloads
+        if in_flight.queue:  # this is called so often that calls for nothing count
+            in_flight.poll()
+        if reloads.gone or reloads.abandoned:
+            reloads.poll()
+
+
+def buffers_of(blocks: Iterable[Block]) -> list[HostBuffer]:
+    """Their host memory."""
+    return [loan.buffer for block in blocks if (loan := block.loan) is not None]

@@ -1,85 +1,72 @@
-"""Where payloads lie in host memory: the engine's own allocator, over memory without bytes.
+"""Host memory as a tier, in numbers; see :mod:`pp_offload._transfer.host_tier`.
 
-Where no range is long enough, a payload lies in several pieces, and is copied in as many.
-
-    places = HostPlaces(limit_bytes=2**30)
-    loan = places.allocate(2**20)    # or raises MemoryError
-    sizes = pieces(loan, 0, 2**20)   # nearly always one
+tier = HostTier(copies, memory)
+blocks = tier.allocate(batch, 2**20)   # or raises MemoryError
+tier.store(saved, blocks)
+tier.load(saved, is_ahead=True)
 """
 
 from __future__ import annotations
 
-import copy
-from contextlib import nullcontext
+from collections.abc import Sequence
+from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from pp_offload._memory.budget import UNLIMITED, HostBudget, as_another_process
-from pp_offload._memory.buffers import Loan
 from pp_offload._memory.host import HostMemory
-from pp_offload._memory.unfinished import when_finished
+from pp_offload.plan.chunks import Block, Saved
+from pp_offload.plan.copies import Copies
 
 
-class HostPlaces:
-    """Host memory of one rank, over all its steps.
+class NumberTier(Protocol):
+    """A place for payloads, as ``Tier`` says it."""
 
-    Args:
-        limit_bytes: What the rank may take; None for no limit.
-    """
-
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self._budget = _budget(UNLIMITED if limit_bytes is None else limit_bytes)
-        self._memory = HostMemory(_no_bytes, self._budget)
-
-    def allocate(self, nbytes: int) -> Loan:
-        """Room for as long as anybody refers to it.
-
-        Raises:
-            MemoryError: It would be over the limit.
-        """
-        return self._memory.allocate(nbytes)
-
-    def compact(self) -> None:
-        """Between steps; see :meth:`HostMemory.compact`. All that nobody has is free then."""
-        when_finished(nullcontext(), self._memory.compact)
-        self._memory.bytes_in_use()  # as for a rank whose statistics are asked for
-
-    def copied(self) -> HostPlaces:
-        """Another one in the same state. To be called between steps, when nobody has anything."""
-        other = copy.copy(self)
-        other._budget = _budget(self._budget.limit_bytes)
-        other._memory = copy.deepcopy(self._memory, {id(self._budget): other._budget})
-        other._memory.count_in(other._budget)
-        return other
+    is_gathering: bool
+    """Whether all of a group is stored at once."""
 
     @property
-    def peak_bytes(self) -> int:
-        """The most that was taken at a time."""
-        return self._memory.statistics().peak
+    def is_bringing(self) -> bool:
+        """Whether something goes on to the device only in :meth:`poll`."""
+        ...
+
+    def allocate(self, batch: list[Saved], nbytes: int) -> list[Block]:
+        """Room for payloads that share it."""
+        ...
+
+    def store(self, saved: Sequence[Saved], blocks: Sequence[Block]) -> int:
+        """Queue copies of payloads to their places; how many bytes."""
+        ...
+
+    def load(self, saved: Sequence[Saved], *, is_ahead: bool) -> int:
+        """Begin to bring payloads back; how many are on their way."""
+        ...
+
+    def poll(self) -> None:
+        """Go on with what has ended meanwhile."""
+        ...
 
 
-def _budget(limit_bytes: int) -> HostBudget:
-    with as_another_process():  # whose budget is not this one's
-        return HostBudget(limit_bytes)
+class HostTier(NumberTier):
+    """Keeps payloads in host memory.
 
+    Args:
+        copies: Queues the copies.
+        host: The memory.
+    """
 
-def pieces(loan: Loan, begin: int, nbytes: int) -> list[int]:
-    """The sizes of the pieces in which a payload lies."""
-    buffer = loan.buffer
-    if len(buffer.ranges) == 1:
-        return [nbytes]
-    found: list[int] = []
-    left = buffer.nbytes  # the last range may be longer than what is left for it
-    for one in buffer.ranges:
-        piece = min(left, one.nbytes)
-        left -= piece
-        if begin < piece and nbytes > 0:
-            found.append(min(nbytes, piece - begin))
-            nbytes -= found[-1]
-        begin = max(0, begin - piece)
-    return found
+    is_gathering = True
+    is_bringing = False
 
+    def __init__(self, copies: Copies, host: HostMemory) -> None:
+        self._copies = copies
+        self._host = host
 
-def _no_bytes(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    def allocate(self, batch: list[Saved], nbytes: int) -> list[Block]:
+        return [Block(self._host.allocate(nbytes)).place(batch)]
+
+    def store(self, saved: Sequence[Saved], blocks: Sequence[Block]) -> int:
+        return self._copies.copy_to_host(saved, blocks)
+
+    def load(self, saved: Sequence[Saved], *, is_ahead: bool) -> int:
+        return self._copies.copy_to_device(saved)
+
+    def poll(self) -> None:
+        return

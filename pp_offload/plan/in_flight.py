@@ -40,6 +40,7 @@ class InFlight:
     Attributes:
         bound: See above.
         nbytes: Under way.
+        queue: In what batches.
     """
 
     def __init__(self, device: NumberDevice, bound: Bound, watch: Unwatched) -> None:
@@ -48,7 +49,7 @@ class InFlight:
         self._host = device.host
         self._memory = device.memory
         self._watch = watch
-        self._queue: deque[Pending] = deque()
+        self.queue: deque[Pending] = deque()
 
     def begin(
         self, saved: Sequence[Saved], blocks: Sequence[Block], nbytes: int, offloaded: VirtualEvent
@@ -61,14 +62,14 @@ class InFlight:
             assert one.block is not None
             one.block.in_flight[one.begin] = one.source
         sources = [one.source for one in saved]
-        self._queue.append(
+        self.queue.append(
             Pending(sources, [weakref.ref(block) for block in blocks], nbytes, offloaded)
         )
         self.nbytes += nbytes
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive."""
-        now_s, queue = self._host.now_s, self._queue
+        now_s, queue = self._host.now_s, self.queue
         while queue and queue[0].offloaded.time_s <= now_s:
             self._finish()
 
@@ -76,15 +77,15 @@ class InFlight:
         """Make compute wait until no more is in flight than may be."""
         cap_bytes = self.bound.nbytes
         most = max(cap_bytes, last_bytes) if cap_bytes else 0
-        while self._queue:
+        while self.queue:
             poll()
             if self.nbytes <= most:
                 return
-            self._watch.wait(self._queue[0].offloaded)
+            self._watch.wait(self.queue[0].offloaded)
             self._finish()
 
     def _finish(self) -> None:
-        pending = self._queue.popleft()
+        pending = self.queue.popleft()
         self.nbytes -= pending.nbytes
         for ref in pending.blocks:
             block = ref()

@@ -33,23 +33,31 @@ class PendingReloads:
 
     Attributes:
         nbytes: Their bytes.
-        refill_below_bytes: With fewer of them, more should be brought; prefetch sets it.
+        gone: Payloads whose reload nobody will ask for.
+        abandoned: Memory of such ones, as long as copies fill it.
     """
 
     def __init__(self, device: NumberDevice) -> None:
         self.nbytes = 0
-        self.refill_below_bytes = 0
         self._device = device
-        self._gone: deque[Saved] = deque()
-        self._abandoned: deque[Abandoned] = deque()
+        self.gone: deque[Saved] = deque()
+        self.abandoned: deque[Abandoned] = deque()
+
+    def expect(self, saved: Sequence[Saved]) -> None:
+        """They will come; :meth:`begin` says later where."""
+        for one in saved:
+            if one.arrival is None:
+                one.arrival = Arrival()
+                self.nbytes += one.nbytes
 
     def begin(self, saved: Sequence[Saved], arrival: Arrival) -> None:
         """They have memory from now on."""
         memory = self._device.memory
         for one in saved:
+            if one.arrival is None:
+                self.nbytes += one.nbytes
             one.arrival, one.memory = arrival, Reload(one.spec.reload_bytes)
             memory.add(one.spec.reload_bytes)
-            self.nbytes += one.nbytes
 
     # Several payloads of the same bytes
 
@@ -58,6 +66,8 @@ class PendingReloads:
         for other in one.others():
             if other.arrival is not None and other.memory is not None:
                 if other.arrival.reloaded is not None:
+                    if one.arrival is not None:  # expected, which its memory is from now on
+                        self.nbytes -= one.nbytes
                     one.arrival, one.memory = other.arrival, other.memory
                     other.memory.num_users += 1
                     other.memory.num_holders += 1
@@ -75,23 +85,25 @@ class PendingReloads:
 
     def give_up(self, one: Saved) -> None:
         """Its memory stays until the copy into it has run."""
-        if one.memory is not None:
-            memory, arrival, one.memory, one.arrival = one.memory, one.arrival, None, None
-            memory.num_users -= 1
-            if not memory.num_users:
-                self.nbytes -= one.nbytes
-                if arrival is not None and arrival.reloaded is not None and not arrival.is_there:
-                    self._abandoned.append(Abandoned(memory, arrival.reloaded))
-                    return
-            memory.let_go(self._device.memory)
+        memory, arrival, one.memory, one.arrival = one.memory, one.arrival, None, None
+        if memory is None:
+            self.nbytes -= one.nbytes * (arrival is not None)
+            return
+        memory.num_users -= 1
+        if not memory.num_users:
+            self.nbytes -= one.nbytes
+            if arrival is not None and arrival.reloaded is not None and not arrival.is_there:
+                self.abandoned.append(Abandoned(memory, arrival.reloaded))
+                return
+        memory.let_go(self._device.memory)
 
     def forget(self, one: Saved) -> None:
         """Autograd holds it no more: :meth:`poll` gives it up."""
-        self._gone.append(one)
+        self.gone.append(one)
 
     def poll(self) -> None:
         """Give up what was meant for payloads that are gone; forget copies that are over."""
-        gone, abandoned = self._gone, self._abandoned
+        gone, abandoned = self.gone, self.abandoned
         while gone:
             self.give_up(gone.popleft())
         while abandoned and abandoned[0].reloaded.time_s <= self._device.host.now_s:
@@ -99,7 +111,7 @@ class PendingReloads:
 
     def keep_few_abandoned(self) -> None:
         """Let more than a few go: compute waits for the copies into them."""
-        while len(self._abandoned) > MAX_ABANDONED:
-            memory, reloaded = self._abandoned.popleft()
+        while len(self.abandoned) > MAX_ABANDONED:
+            memory, reloaded = self.abandoned.popleft()
             self._device.compute.wait_event(reloaded)
             memory.let_go(self._device.memory)

@@ -36,15 +36,16 @@ def predict(
         config: Options of each rank's engine; None for no offload. Only ``max_in_flight_bytes``,
             ``prefetch_bytes``, ``device_budget_bytes``, ``host_budget_bytes``,
             ``activation_offload_fraction``, ``delta_offload_bytes_across_pp_ranks`` and
-            ``split_backward`` are used; what may leave is in the tapes. Each rank may take
-            ``host_budget_bytes`` of host memory, or as much as it needs where that is None.
+            ``split_backward`` are used, and ``tiers`` of host and disk; what may leave is in
+            the tapes. Each rank may take ``host_budget_bytes`` of host memory, or as much as it
+            needs where that is None.
         peers: How messages pass from rank to rank; the default is a network.
         num_steps: The engine derives its plan and its bounds from the first ones.
 
     Raises:
         TypeError: An argument is of another kind.
-        ValueError: There is not a tape for each rank and stage, or the config has a disk or an
-            automatic plan.
+        ValueError: There is not a tape for each rank and stage, or the config has a tier of another
+            kind or an automatic plan.
     """
     check_count("num_steps", num_steps, least=1)
     with collector_off():  # it would look for garbage among all that ranks keep, again and again
@@ -85,6 +86,9 @@ class FirstStep:
         with collector_off():
             _run_step(self._ranks, Messages(order, self._peers), is_last=False)
         self.step = _ended(self._ranks)
+        end_s = max(rank.seconds for rank in self._ranks)
+        for rank in self._ranks:
+            rank.wait_until(end_s)
 
     def second(self, config: OffloadConfig) -> PipelineStep:
         """The step after this one, by the plan of ``config``. Its other options are the same."""
@@ -112,8 +116,9 @@ def _ranks(
 
 
 def _run_step(ranks: Sequence[NumberRank], messages: Messages, *, is_last: bool) -> None:
+    begin_s = max(rank.seconds for rank in ranks)
     for rank in ranks:
-        rank.begin_step(messages, is_last=is_last)
+        rank.begin_step(messages, begin_s, is_last=is_last)
     while any(rank.has_more for rank in ranks):
         num = sum([rank.run_what_can() for rank in ranks])
         assert num, "a schedule is looked at for circles when it is made"
@@ -129,10 +134,10 @@ def _check_known(config: OffloadConfig) -> None:
             f"plan is {AUTO!r}, which an engine makes from what its device tells; expected a plan "
             "of choose(), or none: see what that costs with run_pipeline"
         )
-    if config.tiers != ("host",):
+    if not {"host", "disk"}.issuperset(config.tiers):
         raise ValueError(
-            f"tiers is {config.tiers}, expected host memory alone; see what others cost with "
-            "run_pipeline"
+            f"tiers is {config.tiers}, expected the host, the disk, or both; see what others cost "
+            "with run_pipeline"
         )
 
 

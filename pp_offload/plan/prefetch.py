@@ -39,13 +39,13 @@ class Prefetcher:
         self._chunk: ChunkState | None = None
         self._current: GroupState | None = None
         self._is_done = False
-        self._reloads.refill_below_bytes = refill_below(window.nbytes)
+        self._few_bytes = self._refill_below_bytes = refill_below(window.nbytes)
 
     def expect(self, nbytes: int) -> None:
         """A group of so many bytes leaves, and will come back."""
         self._is_done = False
         self._window.expect(nbytes)
-        self._reloads.refill_below_bytes = refill_below(self._window.nbytes)
+        self._few_bytes = self._refill_below_bytes = refill_below(self._window.nbytes)
 
     def change(self) -> None:
         """As ``Step.change``: there may be more to bring than before."""
@@ -54,7 +54,7 @@ class Prefetcher:
     def resume(self, chunk: ChunkState, group: GroupState) -> None:
         """Backward is at a group again: fill the window from there on."""
         self._chunk, self._current, self._is_done = chunk, group, False
-        self._reloads.refill_below_bytes = refill_below(self._window.nbytes)
+        self._few_bytes = self._refill_below_bytes = refill_below(self._window.nbytes)
         self.fill()
 
     def on_use(self, chunk: ChunkState, group: GroupState) -> None:
@@ -69,7 +69,7 @@ class Prefetcher:
 
     def refill(self) -> None:
         """As ``TransferEngine.deliver`` does it."""
-        if self._reloads.nbytes < self._reloads.refill_below_bytes:
+        if self._reloads.nbytes < self._refill_below_bytes:
             self.fill()
 
     def comes_soon(self, one: Saved) -> bool:
@@ -86,10 +86,10 @@ class Prefetcher:
 
     def fill(self) -> None:
         """Bring what comes next until the window is full, once some of it is free."""
-        group, window_bytes = self._current, self._window.nbytes
-        if group is None or self._is_done or self._reloads.nbytes > refill_below(window_bytes):
+        group, unused_bytes = self._current, self._reloads.nbytes
+        if group is None or self._is_done or unused_bytes > self._few_bytes:
             return
-        room = window_bytes - self._reloads.nbytes
+        room = self._window.nbytes - unused_bytes
         batches: list[list[Saved]] = []
         chosen: set[Saved] = set()
         following: Visit = group
@@ -105,7 +105,7 @@ class Prefetcher:
         self._load(batches, is_ahead=True)
         if following.is_brought:  # the last one, so that all are
             self._is_done = True
-            self._reloads.refill_below_bytes = 0
+            self._refill_below_bytes = 0
 
     def _after(self) -> Iterator[Visit]:
         """As ``StepRecord.after``, from the group on that backward is at."""

@@ -1,7 +1,7 @@
 """One rank in numbers: it plays the tape of each action.
 
 rank = NumberRank(order, 0, tapes[0], hardware, config)
-rank.begin_step(messages, is_last=True)
+rank.begin_step(messages, 0.0, is_last=True)
 while rank.has_more:
     rank.run_what_can()
 rank.ended().peak_bytes
@@ -31,8 +31,8 @@ from pp_offload.plan.bounds import Bounds, Unwatched
 from pp_offload.plan.chunks import ChunkState
 from pp_offload.plan.copies import Copies, Moved
 from pp_offload.plan.device import NumberDevice
-from pp_offload.plan.host import HostPlaces
 from pp_offload.plan.parts import PartUses
+from pp_offload.plan.places import Places
 from pp_offload.plan.rules import Rules
 from pp_offload.plan.staying import staying
 from pp_offload.plan.tape import (
@@ -115,7 +115,7 @@ class NumberRank:
         self._config = config
         self._vp_stage = {stage: index for index, stage in enumerate(order.stages_of(number))}
         self._bounds = Bounds(config or OffloadConfig())
-        self._host = HostPlaces(None if config is None else config.host_budget_bytes)
+        self._places = Places(config or OffloadConfig(), hardware)
         self._plan: Plan | None = None
         self._step: _Step | None = None
         self._turns = self._turns_of(order)
@@ -139,32 +139,42 @@ class NumberRank:
         ``config``. This one stays as it is, so others may follow it.
         """
         assert self._plan is None and not self.has_more, "it has had one whole step"
-        self._running.device.synchronize()  # or host memory is copied while its events are to come
-        self._host.compact()  # as the next step begins with; then there is little to copy
+        self._places.compact()  # as the next step begins with; then there is little to copy
         other = copy.copy(self)
         other.moved, other._config = copy.copy(self.moved), config
-        other._bounds, other._host = self._bounds.copied(), self._host.copied()
+        other._bounds, other._places = self._bounds.copied(), self._places.copied()
         other._uses = self._uses.copied()
         return other
 
-    def begin_step(self, messages: Messages, *, is_last: bool) -> None:
+    @property
+    def seconds(self) -> float:
+        """When all of the step has run; 0 before the first one."""
+        return 0.0 if self._step is None else self._step.device.seconds
+
+    def wait_until(self, time_s: float) -> None:
+        """Have the host wait, as it does at the end of a step until all ranks have ended it."""
+        if self._step is not None:
+            self._step.device.host.wait_until(time_s)
+
+    def begin_step(self, messages: Messages, begin_s: float, *, is_last: bool) -> None:
         """From the first action again, with the plan and the bounds that the last step taught.
 
         Args:
             messages: To and from the others.
+            begin_s: When all ranks had ended the last one. Then clocks begin anew.
             is_last: Whether no step is to learn from this one.
         """
-        before = self._step
-        if before is not None:
-            before.device.synchronize()
-            self._learn(before)
-        self._host.compact()
+        self.wait_until(begin_s)
+        if self._step is not None:
+            self._learn(self._step)
+        self._places.compact()
         device = NumberDevice(self._hardware)
         device.memory.add(self._resident_bytes)
         device.memory.add(self._update.state_bytes * self._has_state)
         watch = Unwatched(device) if is_last else self._bounds.watch(device)
         copies = Copies(device, self._bounds.cap, self.moved, watch)
-        rules = Rules(Transfer(copies, self._host), self._bounds, self._order, self._uses)
+        transfer = Transfer(copies, self._places.tiers(copies, begin_s))
+        rules = Rules(transfer, self._bounds, self._order, self._uses)
         self._step = _Step(device, rules, messages)
         self._next = 0
 
@@ -295,7 +305,7 @@ class NumberRank:
             stalled_s=max(0.0, compute.stalled_s - sum(step.waited_s.values())),
             waited_s=dict(step.waited_s),
             peak_bytes=step.device.memory.peak,
-            host_peak_bytes=self._host.peak_bytes,
+            host_peak_bytes=self._places.peak_bytes,
             bytes_offloaded=self.moved.bytes_offloaded - step.before.bytes_offloaded,
             on_demand_reloads=self.moved.on_demand_reloads - step.before.on_demand_reloads,
             offload_s=step.device.d2h.busy_s,

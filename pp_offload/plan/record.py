@@ -65,6 +65,7 @@ def record(
         without_plan(config or OffloadConfig()),
         host_budget_bytes=UNLIMITED,
         tiers=("host",),
+        disk_dir=None,
         verify=False,
     )
     work.prepare(order, VirtualBackend(hardware))

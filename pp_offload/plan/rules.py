@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 
 from pp_offload._groups.chunk_queue import Key
 from pp_offload._groups.plan import ChunkKey, WeightPassKey
@@ -74,11 +75,11 @@ class Rules:
                 one.stay()
             return
         self._prefetcher.expect(sum([one.nbytes for one in saved]))
-        try:
+        with suppress(MemoryError):
             self._move(chunk, position, saved)
-        except MemoryError:  # there is no room for all of it, so all of it stays
-            for one in reversed(saved):  # as a list of tickets goes, last one first
-                one.stay()
+            return
+        for one in reversed(saved):  # there is no room; as a list of tickets goes, last one first
+            one.stay()
 
     def _move(self, chunk: ChunkState, position: int, saved: list[Saved]) -> None:
         """As ``Offloader.move``."""
@@ -167,18 +168,23 @@ class Rules:
 
     def _deliver(self, one: Saved) -> None:
         """As ``TransferEngine.deliver``."""
-        if one.arrival is None:
+        transfer = self._transfer
+        if transfer.is_bringing:
+            transfer.poll()
+        if one.memory is None:
             source = one.source_in_flight
             if source is not None:
                 self._take_back(one, source)
                 return
-            self._transfer.load_now(one)
-        assert one.arrival is not None and one.memory is not None
-        self._transfer.copies.wait_once(one.arrival)
+            transfer.load_now(one)
+        assert one.block is not None and one.arrival is not None and one.memory is not None
+        if not one.arrival.is_there:
+            self.copies.wait_for(one.arrival)
         one.give(one.memory)
         if one.used() <= 0:
-            self._transfer.reloads.pass_on(one, self._prefetcher.comes_soon)
-            self._transfer.reloads.give_up(one)
+            if one.block.shared:
+                transfer.reloads.pass_on(one, self._prefetcher.comes_soon)
+            transfer.reloads.give_up(one)
         self.copies.watch.used(one.nbytes, one.num_waiting, one.spec.num_uses)
         self._prefetcher.refill()
 

@@ -56,21 +56,54 @@ class DiskClock:
         self.busy_s += seconds
         return begin_s, self.free_at_s
 
+    def queue(
+        self,
+        extent: DiskExtent,
+        *,
+        writes: bool,
+        ended: DiskEvent | None = None,
+        after: Sequence[Event] = (),
+    ) -> ClockedWork:
+        """Write an extent, or read it, behind what was queued for it before.
 
-class _Work:
-    """What was queued, as an event follows it."""
+        Args:
+            extent: Of a :class:`VirtualRange`.
+            writes: Else it is read.
+            ended: Follows the work.
+            after: What else has to end first.
+        """
+        may_begin_s = max(map(_end_s, after), default=0.0)  # the queue keeps the extent's order
+        begin_s, end_s = self.run(may_begin_s, extent.nbytes, writes=writes)
+        queued = ClockedWork(self.host, begin_s, end_s)
+        if writes and isinstance(extent.file_range, VirtualRange):
+            extent.file_range.work = queued
+        extent.last_use = DiskEvent() if ended is None else ended
+        extent.last_use.follow(queued)
+        return queued
 
-    def __init__(self, host: HostClock, end_s: float) -> None:
+
+class ClockedWork:
+    """What was queued, as an event follows it.
+
+    Args:
+        host: By whose clock it ends.
+        begin_s, end_s: When.
+    """
+
+    __slots__ = ("begin_s", "end_s", "host")
+
+    def __init__(self, host: HostClock, begin_s: float, end_s: float) -> None:
+        self.host = host
+        self.begin_s = begin_s
         self.end_s = end_s
-        self._host = host
 
     def done(self) -> bool:
         """Whether the host's clock has come so far."""
-        return self.end_s <= self._host.now_s
+        return self.end_s <= self.host.now_s
 
     def result(self) -> None:
         """Have the host wait until then."""
-        self._host.wait_until(self.end_s)
+        self.host.wait_until(self.end_s)
 
 
 class VirtualRange(FileRange):
@@ -79,7 +112,7 @@ class VirtualRange(FileRange):
     __slots__ = ("work",)
 
     def __init__(self, *args: Any) -> None:
-        self.work: _Work | None = None
+        self.work: ClockedWork | None = None
         super().__init__(*args)
 
     @property
@@ -115,22 +148,17 @@ class VirtualDisk(DiskFile):
         after: Sequence[Event] = (),
     ) -> DiskEvent:
         self._check_open()
-        clock, writes, nbytes = self._clock, name == "write", extent.nbytes
-        may_begin_s = max(map(_end_s, after), default=0.0)  # the queue keeps the extent's order
-        begin_s, end_s = clock.run(may_begin_s, nbytes, writes=writes)
-        for heard in self.heard:
-            heard(name, nbytes, begin_s, end_s)
-        queued = _Work(clock.host, end_s)
-        if writes and isinstance(extent.file_range, VirtualRange):
-            extent.file_range.work = queued
         event = DiskEvent() if ended is None else ended
-        extent.last_use = event
-        event.follow(queued)
+        queued = self._clock.queue(extent, writes=name == "write", ended=event, after=after)
+        for heard in self.heard:
+            heard(name, extent.nbytes, queued.begin_s, queued.end_s)
         return event
 
 
 def _end_s(event: Event) -> float:
     """When it ends; before everything if it is of something without a time."""
     if isinstance(event, DiskEvent):
-        return max([piece.end_s for piece in event.pieces if isinstance(piece, _Work)], default=0.0)
+        return max(
+            [piece.end_s for piece in event.pieces if isinstance(piece, ClockedWork)], default=0.0
+        )
     return event.time_s if isinstance(event, VirtualEvent) else 0.0

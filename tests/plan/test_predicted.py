@@ -31,7 +31,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from pp_offload import OffloadConfig
+from pp_offload import OffloadConfig, config
 from pp_offload._groups import auto_bounds
 from pp_offload._groups.prefetch import refill_below
 from pp_offload.plan import copies as plan_copies
@@ -349,11 +349,12 @@ def test_the_figure_of_exactness_counts_a_fault() -> None:
 # What is not predicted says so
 
 
-def test_what_is_not_known_is_refused() -> None:
+def test_what_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "TIERS", [*config.TIERS, "own"])  # as add_tier does it
     drawn = draw_pipeline(0)
     tapes = record(drawn.order, drawn.work, drawn.hardware)
-    with pytest.raises(ValueError, match="expected host memory alone"):
-        predict(drawn.order, tapes, drawn.hardware, config=OffloadConfig(tiers=("disk",)))
+    with pytest.raises(ValueError, match="expected the host, the disk, or both"):
+        predict(drawn.order, tapes, drawn.hardware, config=OffloadConfig(tiers=("own",)))
     with pytest.raises(ValueError, match="rank by rank"):
         predict(drawn.order, tapes[:-1], drawn.hardware)
 
