@@ -1,9 +1,10 @@
 """How exact ``predict`` is: beside the engine itself on virtual devices, on random pipelines.
 
-Each seed draws modules, groups, options, a schedule and a machine, as tests/plan does. Of six, one
-is as it is drawn, one has about half of its layers recomputed, one has backwards in two parts, one
-is V-shaped, one has too little host memory, and one an optimizer. The engine runs the pipeline, all
-bytes and counts of each rank have to be equal, and times are compared.
+Each seed draws modules, groups, options, a schedule and a machine, as tests/plan does. Of seven,
+one is as it is drawn, one has about half of its layers recomputed, one has backwards in two parts,
+one is V-shaped, one has too little host memory, one an optimizer, and one of any of the first four
+kinds a disk. The engine runs the pipeline, all bytes and counts of each rank have to be equal, and
+times are compared.
 
     nice python benchmarks/predict_exact.py --pipelines 10000 --processes 2
 
@@ -32,6 +33,7 @@ from beside_engine import (
     ran_split,
     ran_v_shaped,
     ran_with_budget,
+    ran_with_disk,
     ran_with_optimizer,
     ran_with_recomputed,
 )
@@ -40,7 +42,7 @@ from pp_offload._groups import auto_bounds
 
 KINDS = (
     *(ran, ran_with_recomputed, ran_split, ran_v_shaped),
-    *(ran_with_budget, ran_with_optimizer),
+    *(ran_with_budget, ran_with_optimizer, ran_with_disk),
 )
 
 
@@ -93,10 +95,10 @@ def main() -> None:
     parser.add_argument("--pipelines", type=int, default=100, help="default: 100")
     parser.add_argument("--seed", type=int, default=0, help="of the first; default: 0")
     parser.add_argument("--processes", type=int, default=1, help="default: 1")
-    parser.add_argument("--quick", action="store_true", help="six of them")
+    parser.add_argument("--quick", action="store_true", help="one of each")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    seeds = range(options.seed, options.seed + (6 if options.quick else options.pipelines))
+    seeds = range(options.seed, options.seed + (len(KINDS) if options.quick else options.pipelines))
     rows = []
     with Pool(options.processes, prepare) as pool:
         for row in pool.imap_unordered(compared, seeds, chunksize=8):

@@ -153,8 +153,8 @@ def test_auto_plan_writes_its_figures(tmp_path: Path) -> None:
 
 def test_predict_exact_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("predict_exact.py", tmp_path)
-    assert figures["num_compared"] == 6 and figures["failed"] == {}
-    assert 0 < figures["num_offloading"] < 6, "or what is equal may be nothing, or all alike"
+    assert figures["num_compared"] == 7 and figures["failed"] == {}
+    assert 0 < figures["num_offloading"] < 7, "or what is equal may be nothing, or all alike"
     assert figures["num_unequal"] == 0 and figures["worst_time_gap"] <= 1e-9
 
 
