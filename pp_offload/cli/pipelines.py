@@ -39,6 +39,9 @@ GibOption = Annotated[
 HostGibOption = Annotated[
     float | None, typer.Option(min=0, help="Host memory of a rank; what it needs if not given.")
 ]
+TiersOption = Annotated[
+    str, typer.Option(help="Where groups go: host, disk, or host,disk, the disk when it is full.")
+]
 MinNumelOption = Annotated[int, typer.Option(min=0, help="Tensors of fewer elements stay.")]
 RecomputeOption = Annotated[
     bool, typer.Option(help="Layers may be recomputed, where the link has too much to do.")
@@ -164,17 +167,25 @@ def peers_of(network_gb: float) -> PeerLink:
     return PeerLink(bytes_per_s=network_gb * GB)
 
 
-def config_of(gib: float | None, host_gib: float | None, min_numel: int) -> OffloadConfig:
-    """The options of the engine beside a plan."""
+def config_of(
+    min_numel: int, *, gib: float | None = None, host_gib: float | None = None, tiers: str = "host"
+) -> OffloadConfig:
+    """The options of the engine beside a plan.
+
+    Raises:
+        typer.BadParameter: One of them cannot be.
+    """
     check_finite("--gib", gib)
     check_finite("--host-gib", host_gib)
     ahead: Any = "auto" if gib is None else int(gib * GIB)
-    return OffloadConfig(
-        max_in_flight_bytes=ahead,
-        prefetch_bytes=ahead,
-        host_budget_bytes=None if host_gib is None else int(host_gib * GIB),
-        min_offloaded_tensor_size=min_numel,
-    )
+    with told("--tiers"):
+        return OffloadConfig(
+            max_in_flight_bytes=ahead,
+            prefetch_bytes=ahead,
+            host_budget_bytes=None if host_gib is None else int(host_gib * GIB),
+            min_offloaded_tensor_size=min_numel,
+            tiers=tuple(part.strip() for part in tiers.split(",")),
+        )
 
 
 def check_finite(option: str, number: float | None) -> None:

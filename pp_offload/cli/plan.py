@@ -16,12 +16,14 @@ from pp_offload.cli.pipelines import (
     MinNumelOption,
     NetworkOption,
     RecomputeOption,
+    TiersOption,
     chooser_of,
     config_of,
     on_pipeline,
     peers_of,
 )
 from pp_offload.cli.wrong import check_target, told, wrong
+from pp_offload.config import OffloadConfig
 from pp_offload.plan import InfeasibleError, OffloadPlan
 from pp_offload.plan.table import table
 from pp_offload.simulate.rank import PipelineStep
@@ -33,6 +35,7 @@ def plan(
     limit: Annotated[str, typer.Option(help="The most that a device may hold: 70GiB.")],
     gib: GibOption = None,
     host_gib: HostGibOption = None,
+    tiers: TiersOption = "host",
     min_numel: MinNumelOption = MIN_NUMEL,
     network_gb: NetworkOption = 50.0,
     recompute: RecomputeOption = True,
@@ -49,7 +52,8 @@ def plan(
     Parameters, gradients and activations count, and with --optimizer its state. No GPU is needed,
     and no time is measured.
     """
-    config, peers = config_of(gib, host_gib, min_numel), peers_of(network_gb)
+    config = config_of(min_numel, gib=gib, host_gib=host_gib, tiers=tiers)
+    peers = peers_of(network_gb)
     check_target("--output", output)
     check_target("--png", png)
     limit_bytes = parse_limit(limit)
@@ -61,6 +65,7 @@ def plan(
     with chooser_of(pipeline, config, peers, recompute=recompute) as chooser:
         try:
             found = chooser.plan(limit_bytes, made_for=pipeline.title)
+            roomier = chooser.with_more_on_the_host(found)
         except InfeasibleError as failure:
             more = "" if recompute else "; or leave out --no-recompute"
             raise wrong("--limit", f"{failure}{more}") from failure
@@ -68,17 +73,25 @@ def plan(
         found.save(output)
     none, at_first = chooser.without_offload(), chooser.needed_at_first(limit_bytes)
     typer.echo(f"{pipeline.title}\n")
-    typer.echo(table(found, none, at_first))
+    typer.echo(table(found, none, at_first, roomier))
     if png is not None:
         _draw(found, none, png)
         typer.echo(f"\nthe picture is in {png}")
     if output is not None:
-        typer.echo(f'\nwritten to {output}; follow it with OffloadConfig(plan="{output}")')
+        beside = "".join(f", {name}={value!r}" for name, value in _beside(config))
+        typer.echo(f'\nwritten to {output}; follow it with OffloadConfig(plan="{output}"{beside})')
         if any(names for rank in found.ranks for names in rank.recomputed):
             typer.echo(
                 "before that, for each stage of a rank: recompute_layers(module, "
                 "plan.rank(rank).recomputed[number])"
             )
+
+
+def _beside(config: OffloadConfig) -> list[tuple[str, object]]:
+    """Options without which the engine would do something else than what was planned."""
+    names = ("host_budget_bytes", "tiers")
+    given = [(name, getattr(config, name)) for name in names]
+    return [(name, value) for name, value in given if value != getattr(OffloadConfig(), name)]
 
 
 def _draw(found: OffloadPlan, none: PipelineStep, png: Path) -> None:

@@ -41,7 +41,7 @@ def profile(
     pipeline = made()
     if not recompute:
         pipeline.work.layers = None
-    config = config_of(None, None, min_numel)
+    config = config_of(min_numel)
     with told(f"{pipeline.option} or --schedule"):
         tapes = record(pipeline.order, pipeline.work, pipeline.hardware, config)
     found = profile_of(tapes, pipeline.hardware)

@@ -16,6 +16,7 @@ from pp_offload.cli.pipelines import (
     MakePipeline,
     MinNumelOption,
     NetworkOption,
+    TiersOption,
     config_of,
     on_pipeline,
     peers_of,
@@ -38,6 +39,7 @@ def simulate(
     ] = None,
     gib: GibOption = None,
     host_gib: HostGibOption = None,
+    tiers: TiersOption = "host",
     min_numel: MinNumelOption = MIN_NUMEL,
     network_gb: NetworkOption = 50.0,
     trace: Annotated[
@@ -54,7 +56,8 @@ def simulate(
     The engine runs as it is, on tensors without data and streams with clocks: no GPU is needed, and
     no time is measured.
     """
-    others, peers = config_of(gib, host_gib, min_numel), peers_of(network_gb)
+    others = config_of(min_numel, gib=gib, host_gib=host_gib, tiers=tiers)
+    peers = peers_of(network_gb)
     check_target("--trace", trace)
     pipeline = made()
     with told("--plan"):

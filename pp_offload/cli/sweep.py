@@ -16,6 +16,7 @@ from pp_offload.cli.pipelines import (
     MinNumelOption,
     NetworkOption,
     RecomputeOption,
+    TiersOption,
     chooser_of,
     config_of,
     on_pipeline,
@@ -32,6 +33,7 @@ def sweep(
     made: MakePipeline,
     gib: GibOption = None,
     host_gib: HostGibOption = None,
+    tiers: TiersOption = "host",
     min_numel: MinNumelOption = MIN_NUMEL,
     network_gb: NetworkOption = 50.0,
     recompute: RecomputeOption = True,
@@ -49,7 +51,8 @@ def sweep(
     Parameters, gradients and activations count, and with --optimizer its state. No GPU is needed,
     and no time is measured.
     """
-    config, peers = config_of(gib, host_gib, min_numel), peers_of(network_gb)
+    config = config_of(min_numel, gib=gib, host_gib=host_gib, tiers=tiers)
+    peers = peers_of(network_gb)
     check_target("--png", png)
     pipeline = made()
     with chooser_of(pipeline, config, peers, recompute=recompute) as chooser:

@@ -59,7 +59,8 @@ def choose(
         order, tapes, hardware, peers: As for :func:`predict`.
         limit_bytes: For each device. Parameters and gradients are part of the peak, and the
             optimizer if the tapes have one; what an allocator cannot use is not.
-        config: The options beside the plan, such as bounds.
+        config: The options beside the plan, such as bounds. With ``host_budget_bytes`` the plan is
+            for so much host memory on each rank; a group that finds no room there stays.
         made_for: Model, schedule and device, in words, for who reads the file.
         progress: Called before each step that is predicted, with how many were.
 
@@ -138,6 +139,31 @@ class Chooser:
         above = {rank: peak for rank, peak in enumerate(search.first_peaks) if peak > limit_bytes}
         later = search.all_leave().ranks if above else []
         return {rank: peak for rank, peak in above.items() if later[rank].peak_bytes <= limit_bytes}
+
+    def with_more_on_the_host(self, plan: OffloadPlan) -> OffloadPlan | None:
+        """A plan for the same limit with as much host memory as it takes, if its step is shorter.
+
+        Then ``host_budget_bytes`` is what binds. Takes as long as ``plan`` did, but where a shorter
+        step is not worth it, or all groups have room.
+        """
+        if not _is_worth(plan.least_seconds, plan.seconds):
+            return None
+        if self._search(self._nothing).roomier is None:
+            return None
+        steps = self._steps.with_more_on_the_host()
+        other = Chooser(
+            steps.order,
+            self._tapes,
+            steps.hardware,
+            config=steps.config,
+            peers=steps.peers,
+            progress=steps.progress,
+        )
+        try:
+            found = other.plan(plan.limit_bytes, made_for=plan.made_for)
+        except InfeasibleError:  # what comes back needs room, too
+            return None
+        return found if _is_shorter(found.seconds, plan.seconds) else None
 
     def recomputed(self) -> PipelineStep | None:
         """The step in which all layers are recomputed and nothing leaves; None without layers."""

@@ -103,6 +103,15 @@ class Search:
     def _first(self) -> FirstStep:
         return self._steps.first(self.tapes)
 
+    @cached_property
+    def roomier(self) -> Search | None:
+        """The same with as much host memory as groups take; None where that changes nothing."""
+        if self._steps.config.host_budget_bytes is None:
+            return None
+        other = Search(self._steps.with_more_on_the_host(), self.tapes)
+        is_same = other._first.step == self._first.step and other.all_leave() == self.all_leave()
+        return None if is_same else other
+
     def found(self, limit_bytes: int, most_steps: int) -> Tried:
         """A short step that fits: the shortest, where there are few choices.
 
@@ -230,16 +239,26 @@ class Search:
                 f"rank {self.first_peaks.index(least)} needs in the first step, where all groups "
                 "leave; give a smaller max_in_flight_bytes and prefetch_bytes, "
             )
+        why += self._more_host_memory(limit_bytes, least)
         return InfeasibleError(
             f"limit_bytes is {limit_bytes} ({limit_bytes / GIB:.2f} GiB), expected at least "
-            f"{least} ({least / GIB:.2f} GiB), which {why}{self._more_host_memory()}have more "
-            "groups leave, take more ranks, shorter microbatches or fewer in flight",
+            f"{least} ({least / GIB:.2f} GiB), which {why}have more groups leave, take more ranks, "
+            "shorter microbatches or fewer in flight",
             least,
         )
 
-    def _more_host_memory(self) -> str:
-        had = self._steps.config.host_budget_bytes
-        return "" if had is None else f"give a larger host_budget_bytes than {had}, "
+    def _more_host_memory(self, limit_bytes: int, least: int) -> str:
+        """What to give, if less than ``least`` is enough where all that leaves has room."""
+        if self.roomier is None:
+            return ""
+        enough = self.roomier.infeasible(limit_bytes).least_bytes
+        if enough >= least:
+            return ""
+        host = max(rank.host_peak_bytes for rank in self.roomier.all_leave().ranks)
+        return (
+            f"give a larger host_budget_bytes than {self._steps.config.host_budget_bytes}: all "
+            f"groups take {host} on a rank, and then {enough} ({enough / GIB:.2f} GiB) are enough; "
+        )
 
     def _fill(self, limit_bytes: int) -> None:
         """Fill each rank up to the limit, all at once."""

@@ -65,6 +65,10 @@ class Steps:
         plan = OffloadPlan("", 0, 0.0, 0.0, tuple(ranks))
         return first.second(replace(without_plan(self.config), plan=plan))
 
+    def with_more_on_the_host(self) -> Steps:
+        """The same with as much host memory as groups take."""
+        return replace(self, config=replace(self.config, host_budget_bytes=None))
+
     def _count(self) -> None:
         if self.progress is not None:
             self.progress(self.num)

@@ -71,6 +71,24 @@ def test_host_memory_may_have_a_limit_too(tmp_path: Path) -> None:
     assert peaks[1] <= 0.0001 * 2**30 < peaks[0]
 
 
+def test_groups_may_go_to_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    how = ["--tiers", "host,disk", "--host-gib", "0.0001"]
+    code, output = run("plan", "cli_models:good", *SMALL, *how, "--limit", "560kB", "-o", str(path))
+    assert code == 0, output
+    beside = "host_budget_bytes=107374, tiers=('host', 'disk')"
+    assert f'follow it with OffloadConfig(plan="{path}", {beside})' in output
+    code, output = run("simulate", "cli_models:good", *SMALL, *how, "--plan", str(path), "--json")
+    assert code == 0, output
+    plan = OffloadConfig(plan=path).offload_plan
+    found = json.loads(output)["with offload"]
+    assert plan is not None
+    for name in ("peak_bytes", "host_peak_bytes"):
+        assert [rank[name] for rank in found["ranks"]] == [getattr(one, name) for one in plan.ranks]
+    code, output = run("sweep", "cli_models:good", *SMALL, *how, "--limits", "2")
+    assert code == 0, output
+
+
 def test_an_optimizer_is_part_of_the_peak(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for name in (None, "AdamW", "cli_models:optimizer"):
@@ -91,6 +109,7 @@ def test_an_optimizer_is_part_of_the_peak(tmp_path: Path) -> None:
 
 
 GOOD = "plan cli_models:good --ranks 2"
+DEEP = "--ranks 2 --microbatches 4 --length 4096 --min-numel 1"
 WRONG = {
     "plan cli_models:good": "Missing option '--limit'",
     "plan --limit 1GiB": "found neither of module:function and --hf, expected one of the two",
@@ -100,7 +119,8 @@ WRONG = {
     f"{GOOD} --limit many": "found 'many', expected bytes with a unit of B, kB",
     f"{GOOD} --limit 1GiB --gib inf": "found inf, expected a finite number",
     f"{GOOD} --limit 1GiB --host-gib inf": "--host-gib: found inf, expected a finite number",
-    f"{GOOD} --limit 1 --host-gib 1": "give a larger host_budget_bytes than 1073741824, have more",
+    f"plan cli_models:deep {DEEP} --limit 1 --host-gib 0.3": "give a larger host_budget_bytes than",
+    f"{GOOD} --limit 1GiB --tiers tape": "--tiers: OffloadConfig is invalid: tiers is the tuple",
     f"{GOOD} --limit 1GiB --optimizer adamw": "expected a class of torch.optim, such as AdamW, or",
     f"{GOOD} --limit 1GiB --optimizer Adafactor": "Adafactor, expected one that can run without",
     f"{GOOD} --limit 1GiB --optimizer cli_models:KIND": "KIND of cli_models is no function, expec",

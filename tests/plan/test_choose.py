@@ -9,7 +9,7 @@ import pytest
 from every_choice import all_choices
 from ordered_parts import ordered_parts
 from random_pipelines import Drawn
-from small import limits, planned, with_host_memory
+from small import limits, planned, with_disk, with_host_memory
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 from pp_offload._groups import auto_bounds
@@ -100,6 +100,14 @@ def test_the_engine_does_so_with_little_host_memory(seed: int) -> None:
             assert plan is None or all(rank.host_peak_bytes <= most for rank in plan.ranks)
 
 
+@pytest.mark.parametrize("seed", [20, *slow(0, 7, 9, 11, 51)])
+def test_the_engine_does_so_with_a_disk(seed: int) -> None:
+    drawn, tapes = with_disk(*planned(seed))
+    assert num_followed(drawn, tapes, 4) > 0
+    alone = replace(drawn, config=replace(drawn.config, tiers=("disk",), host_budget_bytes=None))
+    assert num_followed(alone, tapes, 3) > 0
+
+
 def test_of_a_large_model_a_part_of_all_choices_is_tried(few_tries: None) -> None:
     assert sum(num_followed(*planned(seed), 3) for seed in (7, 9, 51)) > 5
 
@@ -111,11 +119,13 @@ def first_step(drawn: Drawn, tapes: list[RankTapes]) -> list[RankStep]:
 
 
 @pytest.mark.parametrize("seed", [20, 22, 35, 39, 51, 91, 160, *slow(198, 319)])
-@pytest.mark.parametrize("part", [None, 0.5])
-def test_no_choice_of_groups_is_better(seed: int, part: float | None) -> None:
+@pytest.mark.parametrize("where", ["on the host", "in half of what it takes there", "on disk, too"])
+def test_no_choice_of_groups_is_better(seed: int, where: str) -> None:
     drawn, tapes = planned(seed)
-    if part is not None:
-        drawn, tapes = with_host_memory(drawn, tapes, part)
+    if where == "in half of what it takes there":
+        drawn, tapes = with_host_memory(drawn, tapes, 0.5)
+    elif where == "on disk, too":
+        drawn, tapes = with_disk(drawn, tapes)
     every = list(all_choices(drawn, tapes))
     assert len(every) > 7
     first = max(rank.peak_bytes for rank in first_step(drawn, tapes))
@@ -175,6 +185,14 @@ def test_a_limit_that_needs_more_host_memory_says_so() -> None:
         choose(more.order, tapes, more.hardware, 1, config=more.config, peers=more.peers)
     assert refused_with_more.value.least_bytes < refused.value.least_bytes
     assert "host_budget_bytes" not in str(refused_with_more.value)
+    assert f"and then {refused_with_more.value.least_bytes} (" in str(refused.value)
+
+
+def test_a_limit_that_needs_no_more_host_memory_does_not_say_so() -> None:
+    drawn, tapes = with_host_memory(*planned(9), 2.0)
+    with pytest.raises(InfeasibleError) as refused:
+        choose(drawn.order, tapes, drawn.hardware, 1, config=drawn.config, peers=drawn.peers)
+    assert "host_budget_bytes" not in str(refused.value)
 
 
 def test_with_room_for_all_everything_stays() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from random_pipelines import Drawn
-from small import planned
+from small import limits, planned, with_host_memory
 from test_choose import first_step, small_bounds
 
 from pp_offload.plan import Chooser, InfeasibleError, OffloadPlan, RankTapes
@@ -24,7 +24,8 @@ def chooser_of(drawn: Drawn, tapes: list[RankTapes], **bounds: int) -> Chooser:
 def shown(chooser: Chooser, plan: OffloadPlan) -> str:
     """The table on one line."""
     at_first = chooser.needed_at_first(plan.limit_bytes)
-    return " ".join(table(plan, chooser.without_offload(), at_first).split())
+    roomier = chooser.with_more_on_the_host(plan)
+    return " ".join(table(plan, chooser.without_offload(), at_first, roomier).split())
 
 
 def num_recomputed(plan: OffloadPlan) -> int:
@@ -62,6 +63,21 @@ def test_a_rank_that_recomputes_nothing_is_not_named() -> None:
     assert not any(plan.ranks[1].recomputed)
     text = table(plan, chooser.without_offload(), {0: 3 * 2**30, 1: 2**40})
     assert "which without needs 3.00 GiB on rank 0; later" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("seed", [8, pytest.param(0, marks=pytest.mark.slow)])
+def test_host_memory_binds(seed: int) -> None:
+    """With more of it the step is as short as the table says; and then it binds no more."""
+    drawn, tapes = planned(seed)
+    *_, limit, _ = limits(drawn, tapes, 4)
+    little = chooser_of(*with_host_memory(drawn, tapes, 0.6))
+    plan, more = little.plan(limit), chooser_of(drawn, tapes).plan(limit)
+    host = max(rank.host_peak_bytes for rank in more.ranks)
+    said = f"Host memory is what binds: with {host / 2**30:.2f} GiB of it on a rank a step takes "
+    assert f"{said}{more.seconds * 1e3:.1f} ms, " in shown(little, plan)
+    for enough in (chooser_of(*with_host_memory(drawn, tapes, 2.0)), chooser_of(drawn, tapes)):
+        assert enough.plan(limit).seconds == more.seconds < plan.seconds
+        assert "Host memory" not in shown(enough, more)
 
 
 def test_a_limit_that_the_first_step_is_above() -> None:
