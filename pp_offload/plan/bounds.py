@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 
-from pp_offload._groups.auto_bounds import NUM_TIMED, is_wanted, least_bounds, within
+from pp_offload._groups.auto_bounds import GROWN, NUM_TIMED, is_wanted, least_bounds, within
 from pp_offload._groups.bounds import left_of_budget
 from pp_offload._groups.plan import ChunkKey, GroupKey
 from pp_offload._groups.prefetch import SMALL_BYTES
@@ -100,6 +100,7 @@ class Bounds:
         self.window = Bound(config.prefetch_bytes, SMALL_BYTES)
         self._config = config
         self._num_left = NUM_TIMED if is_wanted(config) else 0
+        self._sent_when_timed = 0
         left = left_of_budget(config)
         if left is not None:
             given = (config.max_in_flight_bytes, config.prefetch_bytes)
@@ -118,17 +119,27 @@ class Bounds:
         return Watch(device) if self._num_left else Unwatched(device)
 
     def choose(
-        self, watch: Unwatched, *, kept: Collection[GroupKey], unused_bytes: int | None
+        self,
+        watch: Unwatched,
+        *,
+        kept: Collection[GroupKey],
+        unused_bytes: int | None,
+        sent_bytes: int,
     ) -> None:
-        """Choose from the times of a step, if it was timed.
+        """Choose from the times of a step, if it was timed; as ``AutoBounds`` between two steps.
 
         Args:
             watch: Of the step.
             kept: Groups that the next step keeps.
             unused_bytes: Of the device; None where it has no end.
+            sent_bytes: That left in the step. Where more does than when it was timed, as with more
+                room on the host, the next ones are timed again.
         """
         if not isinstance(watch, Watch):
+            if not self._num_left and 0 < self._sent_when_timed * GROWN < sent_bytes:
+                self._num_left = NUM_TIMED
             return
+        self._sent_when_timed = sent_bytes
         self._num_left -= 1
         least = least_bounds(watch.times, watch.laps, kept)
         if least is not None:

@@ -189,7 +189,10 @@ class NumberRank:
             self._plan = make_plan(tuple(shapes), config, number)
         left = self._hardware.memory_bytes - step.device.memory.peak
         self._bounds.choose(
-            step.rules.copies.watch, kept=self._plan.kept, unused_bytes=max(0, left)
+            step.rules.copies.watch,
+            kept=self._plan.kept,
+            unused_bytes=max(0, left),
+            sent_bytes=self.moved.bytes_offloaded - step.before.bytes_offloaded,
         )
 
     def _shape(self, key: ChunkKey) -> ChunkShape:

@@ -3,7 +3,7 @@
 Each method does what the one of the engine does that it names; only bytes and times are moved. A
 run of both on the same tapes tells whether they still agree (tests/plan).
 
-    rules = Rules(Transfer(copies, HostPlaces()), bounds, keys, uses)
+    rules = Rules(Transfer(copies, tiers), bounds, keys, uses)
     rules.close(chunk, position, keeps=False)
     rules.use(chunk, payload)
 """

@@ -39,9 +39,10 @@ from pp_offload.plan import predict, record
 from pp_offload.plan import prefetch as plan_prefetch
 from pp_offload.plan import rank as plan_rank
 from pp_offload.plan import rules as plan_rules
-from pp_offload.plan.bounds import Bounds
+from pp_offload.plan.bounds import Bounds, Watch
 from pp_offload.plan.chunks import CopyIndex
 from pp_offload.plan.copies import Moved
+from pp_offload.plan.device import NumberDevice
 from pp_offload.plan.in_flight import InFlight
 from pp_offload.plan.parts import PartUses, RunningPart, WeightState
 from pp_offload.plan.pending_reloads import PendingReloads
@@ -185,6 +186,15 @@ def test_bounds_do_not_outgrow_the_device() -> None:
     assert full.differences() == []
     full.drawn = endless.drawn
     assert full.differences(), "or it says nothing"
+
+
+def test_steps_are_timed_again_when_more_leaves() -> None:
+    """As the engine does, which has the same numbers."""
+    device, bounds = NumberDevice(DEVICES["H100"]), Bounds(OffloadConfig())
+    for sent, is_timed in ((100, True), (100, False), (110, False), (111, True), (111, True)):
+        watch = bounds.watch(device)
+        bounds.choose(watch, kept=(), unused_bytes=None, sent_bytes=sent)
+        assert isinstance(bounds.watch(device), Watch) is is_timed
 
 
 # Each rule counts
