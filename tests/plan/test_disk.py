@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from beside_engine import Found, drawn_of_any_kind, ran_with_disk, run_and_recorded
+from random_pipelines import draw_pipeline
 
 from pp_offload._groups import auto_bounds
 from pp_offload._memory.host import HostMemory
 from pp_offload.plan import copies as plan_copies
 from pp_offload.plan import disk as plan_disk
 from pp_offload.plan import places as plan_places
+from pp_offload.plan import predict, record
 from pp_offload.plan import rank as plan_rank
 from pp_offload.plan.chunks import Held, Saved
 from pp_offload.plan.device import NumberDevice
@@ -53,6 +56,19 @@ def test_more_of_them() -> None:
 @pytest.mark.exhaustive
 def test_a_thousand_of_them() -> None:
     compare(range(1000, 2000))
+
+
+def test_where_the_file_is_does_not_matter(tmp_path: Path) -> None:
+    """Nothing is recorded there, and nothing is predicted of it."""
+    drawn = draw_pipeline(0)
+    steps = []
+    for config in (
+        replace(drawn.config, tiers=("disk",)),
+        replace(drawn.config, tiers=("disk",), disk_dir=tmp_path / "nowhere"),
+    ):
+        tapes = record(drawn.order, drawn.work, drawn.hardware, config)
+        steps.append(predict(drawn.order, tapes, drawn.hardware, config=config))
+    assert steps[0] == steps[1] and not any(tmp_path.iterdir())
 
 
 # Work of a step that the next one begins with
