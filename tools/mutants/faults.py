@@ -1639,8 +1639,8 @@ MUTANTS = [
     Mutant(
         "predicted bounds outgrow the device",
         "pp_offload/plan/rank.py",
-        "kept=self._plan.kept, unused_bytes=max(0, left)",
-        "kept=self._plan.kept, unused_bytes=None",
+        "            unused_bytes=max(0, left),",
+        "            unused_bytes=None,",
         "predicted with more in flight than the device has room for",
         ("tests/plan/test_predicted.py::test_bounds_do_not_outgrow_the_device",),
     ),
@@ -1853,7 +1853,7 @@ MUTANTS = [
         "self._clock.free_at_s = max(0.0, before.free_at_s - begin_s)",
         "self._clock.free_at_s = 0.0",
         "a step behind one with too much for the disk is predicted too short",
-        ("tests/plan/test_disk.py::test_what_is_written_still_goes_on_in_the_next_step",),
+        ("tests/plan/test_predicted_disk.py::test_what_is_written_still_goes_on_in_the_next_step",),
     ),
     Mutant(
         "what is read ahead counts again where it shares memory",
@@ -1861,7 +1861,7 @@ MUTANTS = [
         "                        self.nbytes -= one.nbytes\n",
         "                        pass\n",
         "predicted steps read less ahead than the engine does",
-        ("tests/plan/test_disk.py::test_random_pipelines_cost_what_they_cost_the_engine",),
+        ("tests/plan/test_predicted_disk.py::test_random_pipelines_cost_what_they_cost_the_engine",),
     ),
     Mutant(
         "predicted host memory leaves nothing for the way to the disk",
@@ -1869,7 +1869,7 @@ MUTANTS = [
         'whole.but_for(STAGING_SHARE) if "disk" in config.tiers else whole',
         "whole",
         "steps with little host memory are predicted to have more of it",
-        ("tests/plan/test_disk.py::test_random_pipelines_cost_what_they_cost_the_engine",),
+        ("tests/plan/test_predicted_disk.py::test_random_pipelines_cost_what_they_cost_the_engine",),
     ),
     Mutant(
         "pinned memory is on the default device",
