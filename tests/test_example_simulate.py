@@ -15,7 +15,7 @@ from pp_offload.trace import read
 
 SCRIPT = str(ROOT / "examples" / "simulate_llama.py")
 FIELDS = "seconds busy_s stalled_s waited_s waits_most_for num_in_flight".split()
-FIELDS += "peak_bytes host_peak_bytes bytes_offloaded offload_s".split()
+FIELDS += "peak_bytes host_peak_bytes bytes_offloaded on_demand_reloads offload_s".split()
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,8 @@ class AcceleratorBackend:
 
 def _with_number(device: torch.device | None) -> torch.device:
     """The device with its number, for a tensor's device has one, and is equal to no other."""
+    if device is not None and device.index is not None:
+        return device
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         raise ValueError("no accelerator here; use CpuBackend, or a torch built for your device")
@@ -162,6 +164,4 @@ def _with_number(device: torch.device | None) -> torch.device:
             f"device is {device}, expected {accelerator.type}, which is the accelerator here; use "
             "CpuBackend() for tensors of the host"
         )
-    if device is not None and device.index is not None:
-        return device
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -18,6 +18,7 @@ class Current(threading.local):
 
     def __init__(self) -> None:
         self.stream: object = f"compute of {threading.get_ident()}"
+        self.device = 1
 
 
 class Meeting(torch.Tensor):
@@ -40,7 +41,16 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
     monkeypatch.setattr(
         torch.accelerator, "set_stream", lambda stream: setattr(current, "stream", stream)
     )
+    keep_devices(monkeypatch, current)
     return current
+
+
+def keep_devices(monkeypatch: pytest.MonkeyPatch, current: Current) -> None:
+    """Have the current device be part of it."""
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current.device)
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda index: setattr(current, "device", index)
+    )
 
 
 def backend_without_a_device() -> AcceleratorBackend:
@@ -93,6 +103,7 @@ def test_a_stream_is_asked_for_by_index(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
+    keep_devices(monkeypatch, Current())
     backend = AcceleratorBackend(torch.device("cpu", 0))
     asked.clear()
     assert backend.current_stream() is stream

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,14 @@ pytestmark = pytest.mark.emulated
 
 N = 1000
 WIDTH = 32
-SECOND = torch.device("emulated:1")
+SECOND: Any = "emulated:1"
+"""There is no such device before it is loaded, so it is a name here."""
+
+
+def second() -> torch.device:
+    return torch.device(SECOND)
+
+
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 
 
@@ -60,11 +68,11 @@ def test_each_device_has_its_own_streams_and_memory(emulated: ModuleType) -> Non
     given = some(N)
     before = [torch.accelerator.memory_allocated(index) for index in range(2)]
     x = given.to(SECOND)
-    assert x.device == (x * 2).device == torch.arange(3, device=SECOND).device == SECOND
+    assert x.device == (x * 2).device == torch.arange(3, device=SECOND).device == second()
     assert torch.accelerator.memory_allocated(0) == before[0]
     assert torch.accelerator.memory_allocated(1) > before[1]
-    first, second = (torch.accelerator.current_stream(index) for index in range(2))
-    assert first != second and second.device == SECOND
+    first, other = (torch.accelerator.current_stream(index) for index in range(2))
+    assert first != other and other.device == second()
     with emulated.hold(first):
         assert (x * 2).cpu().equal(given * 2), "the second one does not wait for the first"
     with pytest.raises(RuntimeError, match="same device"):
@@ -147,12 +155,12 @@ def train(product: Product, device: torch.device, num_steps: int = 3) -> list[Te
 def test_each_product_has_the_same_bits_on_a_device_that_is_not_current(
     emulated: ModuleType, name: str
 ) -> None:
-    expected = train(Product(AcceleratorBackend(SECOND)), SECOND)
+    expected = train(Product(AcceleratorBackend(second())), second())
     first_bytes = torch.accelerator.max_memory_allocated(0)
     emulated.set_delays(jitter_us=300, seed=2)
-    with use_backend(default_backend(SECOND), config=CONFIG) as manager:
+    with use_backend(default_backend(second()), config=CONFIG) as manager:
         product = PRODUCTS[name](manager.backend)
-        got = train(product, SECOND)
+        got = train(product, second())
         statistics = product.statistics()
         PipelineOffloadManager.reset_instance()
     assert same_bits(got, expected)
