@@ -1861,7 +1861,9 @@ MUTANTS = [
         "                        self.nbytes -= one.nbytes\n",
         "                        pass\n",
         "predicted steps read less ahead than the engine does",
-        ("tests/plan/test_predicted_disk.py::test_random_pipelines_cost_what_they_cost_the_engine",),
+        (
+            "tests/plan/test_predicted_disk.py::test_random_pipelines_cost_what_they_cost_the_engine",
+        ),
     ),
     Mutant(
         "predicted host memory leaves nothing for the way to the disk",
@@ -1869,7 +1871,9 @@ MUTANTS = [
         'whole.but_for(STAGING_SHARE) if "disk" in config.tiers else whole',
         "whole",
         "steps with little host memory are predicted to have more of it",
-        ("tests/plan/test_predicted_disk.py::test_random_pipelines_cost_what_they_cost_the_engine",),
+        (
+            "tests/plan/test_predicted_disk.py::test_random_pipelines_cost_what_they_cost_the_engine",
+        ),
     ),
     Mutant(
         "pinned memory is on the default device",
