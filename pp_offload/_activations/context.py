@@ -51,7 +51,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         use_streams: Let them run beside it; otherwise compute waits for every copy, and nothing is
             prefetched, whatever ``config`` says.
         min_offload_size: Smaller tensors stay on the device. In bytes.
-        max_fwd_stash_size: How many tensors may be on the device before they leave together.
+        max_fwd_stash_size: How many tensors gather on the device before they leave together, when
+            the next operator saves one.
         config: Which tiers, and how much of them. Options about groups have no effect.
         backend: Device to work on; the accelerator where there is one, else the CPU.
 

@@ -30,6 +30,7 @@ from pp_offload._activations.context import Entered, OffloadActivations
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_kind
 from pp_offload._common.torch_private import CheckpointWrapper
+from pp_offload._groups.stash import ActivationStash
 from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
@@ -85,7 +86,7 @@ class OffloadHiddenStates(OffloadActivations):
             backend=backend,
         )
         self.keep_module(model)
-        self.pack_hook = _only_noted(self.stash.pack)
+        self.pack_hook = _only_noted(self.stash)
         self._model = weakref.ref(model)
         self._has_warned = False
 
@@ -136,12 +137,14 @@ class _OfThread(threading.local):
 _here = _OfThread()
 
 
-def _only_noted(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:
+def _only_noted(stash: ActivationStash) -> Callable[[Tensor], Packed]:
     def hook(tensor: Tensor) -> Packed:
         if tensor is not _here.noted:
             return Resident(tensor)
         _here.noted = None
-        return pack(tensor)
+        packed = stash.pack(tensor)
+        stash.send_if_full()  # no operator saves it, but a checkpoint, which writes nothing
+        return packed
 
     return hook
 

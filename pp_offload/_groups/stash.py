@@ -146,20 +146,26 @@ class ActivationStash:
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         if is_dense and tensor.nbytes < self.min_offload_size:
             return Resident(tensor)
+        if self.max_tensors is not None and self._is_another_operator():
+            self.send_if_full()
         group = self._forward.open
-        if self.max_tensors is not None:
-            # Not when it becomes full, nor while the same operator saves more: it runs after that,
-            # and may write what it saved and count no change, as rrelu does with its noise.
-            number, self._forward.number = self._forward.number, sequence_number()
-            if number != self._forward.number:
-                self.send_if_full()
-                group = self._forward.open
         if group is None or group.is_used:  # by a backward inside the forward: it stays there
             group = self._forward.open = chunk.start(self.name)
         return chunk.pack(group, tensor)
 
+    def _is_another_operator(self) -> bool:
+        """Whether another operator saves now than the last time that this was asked.
+
+        An operator runs after it has saved, and may write what it saved and count no change, as
+        rrelu does with its noise. So nothing leaves before the next one saves.
+        """
+        before, self._forward.number = self._forward.number, sequence_number()
+        return before != self._forward.number
+
     def send_if_full(self) -> None:
-        """Offload what has gathered if it is as many as leave together: no operator is running."""
+        """Offload what has gathered, if it is as many as leave together. Whatever has saved some of
+        it must have run.
+        """
         group = self._forward.open
         if group is not None and self.max_tensors is not None:
             if len(group.saved_refs) >= self.max_tensors:
