@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from pp_offload._transfer.tensors import Eligibility
-
 logger = logging.getLogger(__name__)
 
 
@@ -51,31 +49,30 @@ class IdleGroups:
         self._wanted.subtract(names)
 
     def check(
-        self, found: Mapping[str, GroupUse], smallest_numel: int, eligibility: Eligibility
+        self, found: Mapping[str, GroupUse], smallest_numel: int, elsewhere: str = ""
     ) -> None:
         """Warn of names that did nothing in a step.
 
         Args:
             found: What the step did, by name.
             smallest_numel: Elements that a tensor needs at least to leave, in the step's chunks.
-            eligibility: Has decided what may leave.
+            elsewhere: What is wrong where tensors are on another device; empty if none is.
         """
         self.num_steps_left -= 1
         for name in sorted({*found, *(+self._wanted)}):
-            problem = _problem(found.get(name), smallest_numel, eligibility)
+            problem = _problem(found.get(name), smallest_numel, elsewhere)
             if problem is not None and name not in self._said:
                 self._said.add(name)
                 logger.warning("group '%s' %s", name, problem)
 
 
-def _problem(use: GroupUse | None, smallest_numel: int, eligibility: Eligibility) -> str | None:
+def _problem(use: GroupUse | None, smallest_numel: int, elsewhere: str) -> str | None:
     if use is None:
         return (
             "never ran: a step had forwards, but none went through the modules its patterns match; "
             "look whether the step calls them, and not a copy or a function of theirs, or compiles "
             "around them"
         )
-    elsewhere = eligibility.elsewhere_said()
     num_committed = use.num_groups - use.num_open
     if num_committed == 0:
         return (

@@ -336,7 +336,8 @@ class Manager:
         is_silent = self._was_disabled or self.forward.is_evaluating
         is_silent = is_silent or not self.idle_groups.num_steps_left
         if smallest is not None and not is_silent:
-            self.idle_groups.check(step.group_uses(), smallest, self.wiring.eligibility)
+            elsewhere = self.wiring.eligibility.elsewhere_said()
+            self.idle_groups.check(step.group_uses(), smallest, elsewhere)
         self._was_disabled = not self.wiring.is_enabled
 
     def learn(self) -> None:
