@@ -29,7 +29,8 @@ class AcceleratorBackend:
 
     Raises:
         TypeError: It is no device.
-        ValueError: It is of another kind than the accelerator here, or there is none.
+        ValueError: It has no number, and is of another kind than the accelerator here, or there is
+            none.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

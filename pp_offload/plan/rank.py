@@ -279,7 +279,7 @@ class NumberRank:
                     run(event.seconds)
                 pass_by(event.nbytes, event.rise)
                 continue
-            assert chunk is not None, "nothing is saved when gradients are reduced"
+            assert chunk is not None, "nothing is saved behind the last backward"
             if type(event) is Close:
                 keeps = self._keeps(step.rules, chunk, event.group)
                 step.rules.close(chunk, event.group, keeps=keeps)

@@ -164,8 +164,9 @@ def _updates(work: RankWork, stages: Sequence[int], recorder: Recorder) -> Updat
 
 
 def _stretches(events: Sequence[Event]) -> tuple[Stretch, ...]:
-    """All of them, for an optimizer has no groups."""
-    return tuple(one for one in events if isinstance(one, Stretch))
+    found = tuple(one for one in events if isinstance(one, Stretch))
+    assert len(found) == len(events), "an optimizer has no groups"
+    return found
 
 
 def _run_once(work: RankWork, stages: Sequence[int]) -> None:

@@ -299,11 +299,12 @@ class _ModuleWork:
             return
         try:
             self._optimizer.step()
-        except RuntimeError as failure:
+        except (AssertionError, RuntimeError, TypeError) as failure:
             raise ValueError(
-                f"the optimizer is a {type(self._optimizer).__name__}, expected one that can run "
-                "without data, such as torch.optim.AdamW; leave it out, and leave room for it "
-                f"below the limit: {failure}"
+                f"the optimizer is {type(self._optimizer).__name__}, expected one that can run "
+                "without data, on meta and without a closure, such as torch.optim.AdamW without "
+                "fused and capturable; take that, or none and leave room for it below the limit: "
+                f"{type(failure).__name__}: {failure}"
             ) from failure
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside_engine import OPTIMIZERS, Found, ran_with_optimizer
+from beside_engine import OPTIMIZERS, compare, ran_with_optimizer
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
@@ -23,27 +23,20 @@ CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 DEVICE = DEVICES["H100"]
 
 
-def compare(seeds: range) -> list[Found]:
-    found = [ran_with_optimizer(seed) for seed in seeds]
-    for seed, one in zip(seeds, found, strict=True):
-        assert one.differences() == [], f"seed {seed}"
-    return found
-
-
 @pytest.fixture(autouse=True)
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
 
 
 def test_random_pipelines_cost_what_they_cost_the_engine() -> None:
-    found = compare(range(16))
+    found = compare(range(16), ran_with_optimizer)
     assert {one.drawn.num_steps for one in found} == {1, 2, 3, 4}
     assert sum(one.tapes[0].update.state_bytes > 0 for one in found) > 8
 
 
 @pytest.mark.slow
 def test_more_of_them() -> None:
-    compare(range(16, 120))
+    compare(range(16, 120), ran_with_optimizer)
 
 
 def pipeline(name: str | None) -> tuple[PipelineOrder, Modules]:
@@ -202,10 +195,19 @@ def test_what_is_no_optimizer_is_refused() -> None:
         run_pipeline(order, work, DEVICE, config=CONFIG)
 
 
-def test_one_that_looks_at_data_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (torch.optim.Adafactor, "Adafactor"),  # looks at data
+        (torch.optim.LBFGS, "LBFGS"),  # wants a closure
+        (lambda p: torch.optim.AdamW(p, capturable=True), "AdamW"),
+        (lambda p: torch.optim.AdamW(p, fused=True), "AdamW"),
+    ],
+)
+def test_one_that_cannot_run_here_is_refused(make: Any, name: str) -> None:
     order, work = pipeline(None)
-    work.optimizer = torch.optim.Adafactor
-    message = r"the optimizer is a Adafactor, expected one that can run without data.*leave room"
+    work.optimizer = make
+    message = f"the optimizer is {name}, expected one that can run without data.*leave room"
     for run in (run_pipeline, record):
         with pytest.raises(ValueError, match=message):
             run(order, work, DEVICE, config=CONFIG)
