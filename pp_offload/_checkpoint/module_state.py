@@ -3,7 +3,7 @@
 Batch norm counts, spectral norm iterates, a router moves its bias: a second run of such a forward
 would start from what the first run left, and change it again.
 
-    before = memory.of(module)   # ahead of the first run
+    before = memory.of([module])   # ahead of the first run
     with before.restored():      # around every later one
         module(x)
 
@@ -17,7 +17,7 @@ NOTE [ Changed without a trace ]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -63,14 +63,14 @@ class Before:
 
 @dataclass(frozen=True)
 class ModuleBefore:
-    """All buffers of a module, and whether its parts were in training, at the first run."""
+    """All buffers of modules, and whether their parts were in training, at the first run."""
 
     buffers: tuple[Before, ...] = ()
     modes: tuple[tuple[Module, bool], ...] = ()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the module has copies of its state then; afterwards, its present state again."""
+        """Inside, they have copies of their state then; afterwards, their present state again."""
         now = [(one, one.owner.get(one.name)) for one in self.buffers if not one.is_certainly_same]
         switched = [module for module, mode in self.modes if module.training != mode]
         copies = _Copies(one.values for one, _ in now)
@@ -94,19 +94,18 @@ class BufferMemory:
     def __init__(self) -> None:
         self._copies = WeakTensorKeyDictionary()
 
-    def of(self, function: object) -> ModuleBefore:
-        """The state of a module, or of the module that a method is bound to, as it is now."""
-        module = getattr(function, "__self__", function)
-        if not isinstance(module, Module):
-            return ModuleBefore()
+    def of(self, modules: Iterable[Module]) -> ModuleBefore:
+        """The state of modules and all their parts as it is now."""
+        parts = list({id(part): part for one in modules for part in one.modules()}.values())
         with torch.no_grad():
             return ModuleBefore(
-                tuple(self._all_of(module)), tuple((one, one.training) for one in module.modules())
+                tuple(self._all_of(parts)), tuple((one, one.training) for one in parts)
             )
 
-    def _all_of(self, module: Module) -> Iterator[Before]:
-        copies = _Copies(module.buffers())
-        for owner in module.modules():
+    def _all_of(self, parts: Sequence[Module]) -> Iterator[Before]:
+        buffers = (buffer for owner in parts for buffer in owner._buffers.values())
+        copies = _Copies(buffer for buffer in buffers if buffer is not None)
+        for owner in parts:
             for name, buffer in owner._buffers.items():
                 if buffer is None:
                     continue
@@ -127,7 +126,7 @@ class BufferMemory:
 class _Copies:
     """Copies of tensors; those that share memory share it in their copies."""
 
-    def __init__(self, tensors: Iterator[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         distinct = {id(tensor): tensor for tensor in tensors}.values()
         self._uses = Counter(map(_storage_key, distinct))
         self._storages: dict[object, UntypedStorage] = {}

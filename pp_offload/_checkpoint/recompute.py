@@ -2,7 +2,7 @@
 
 A tensor anywhere in the arguments is handed to :func:`torch.utils.checkpoint.checkpoint` as one
 that it saves, so it passes the hooks of autograd, and with a stash it leaves the device. A function
-that runs again sees its module's buffers as they were, and changes none.
+that runs again sees its modules' buffers as they were, and changes none.
 
     recompute = Recompute(ActivationStash("inputs"))
     y = recompute(layer, x, mask=mask)
@@ -11,7 +11,7 @@ that runs again sees its module's buffers as they were, and changes none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from pp_offload._checkpoint.module_state import BufferMemory
+from pp_offload._checkpoint.modules_of import modules_of
 from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs, OpPolicy
 from pp_offload._common.torch_private import disable_dynamo, tree_flatten, tree_unflatten
 from pp_offload._groups.checkpoint_regions import (
@@ -125,20 +126,20 @@ class Recompute:
         self.counts.forward_calls += 1
         call = _Call(function, args, kwargs)
         if not self._has_warned_of_cache:
-            self._warn_of_cache(function, call)
+            self._warn_of_cache(call)
         run = self._reentrant if self._use_reentrant else self._non_reentrant
         with self._saving():
-            outputs = run(function, call, call.tensors())
+            outputs = run(call, call.tensors())
         self._send()
         return outputs
 
-    def _warn_of_cache(self, function: Any, call: _Call) -> None:
+    def _warn_of_cache(self, call: _Call) -> None:
         """Hugging Face's own checkpoints leave a cache out; it must not reach one of these."""
-        cache, layer = call.cache(), getattr(function, "__self__", function)
-        if cache is None or getattr(layer, "_can_checkpoint_with_cache", False):
+        cache, layers = call.cache(), call.modules
+        if cache is None or any(getattr(one, "_can_checkpoint_with_cache", 0) for one in layers):
             return
         self._has_warned_of_cache = True
-        name = f"layer {type(layer).__name__}" if isinstance(layer, Module) else "function"
+        name = f"layer {type(layers[0]).__name__}" if len(layers) == 1 else "function"
         warnings.warn(
             f"a {name} is checkpointed and was given a {type(cache).__name__} to fill: where "
             "backward runs it again, it fills that a second time, so gradients may be wrong and "
@@ -147,8 +148,8 @@ class Recompute:
             stacklevel=3,
         )
 
-    def _non_reentrant(self, function: Any, call: Callable[..., Any], tensors: list[Tensor]) -> Any:
-        before = self._buffers.of(function)
+    def _non_reentrant(self, call: _Call, tensors: list[Tensor]) -> Any:
+        before = self._buffers.of(call.modules)
         kept = self._kept_outputs()
 
         groups = nullcontext if self.with_groups else without_groups
@@ -171,9 +172,9 @@ class Recompute:
         options = {"use_reentrant": False, "context_fn": contexts, **self._options}
         return checkpoint(call, *tensors, **options)
 
-    def _reentrant(self, function: Any, call: Callable[..., Any], tensors: list[Tensor]) -> Any:
+    def _reentrant(self, call: _Call, tensors: list[Tensor]) -> Any:
         """Outputs may be a tree here, too; and inputs need no gradient if parameters do."""
-        before = self._buffers.of(function)
+        before = self._buffers.of(call.modules)
         num_tensors = len(tensors)
         trees: list[Any] = []
 
@@ -184,7 +185,7 @@ class Recompute:
             trees.append(tree)
             return tuple(leaves)
 
-        if _has_parameters(function) and not any(tensor.requires_grad for tensor in tensors):
+        if _have_parameters(call.modules) and not any(tensor.requires_grad for tensor in tensors):
             tensors = [*tensors, torch.empty(0, requires_grad=True, device="cpu")]
         outputs = checkpoint(run, *tensors, use_reentrant=True, **self._options)
         return tree_unflatten(outputs, trees[0])
@@ -212,6 +213,9 @@ class _Call:
 
     The first run gets the very objects of the call, and may fill a list in them; later runs get
     containers like those.
+
+    Attributes:
+        modules: Those it computes with, as far as one can see.
     """
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -219,6 +223,7 @@ class _Call:
         self._first: tuple[Any, Any] | None = (args, kwargs)
         leaves, self._tree = tree_flatten((args, kwargs))
         self._others = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.modules = modules_of(function, *self._others)
 
     def tensors(self) -> list[Tensor]:
         """The tensors in the arguments. To be asked before the first run."""
@@ -264,9 +269,9 @@ class _Anew:
         return self._entered.__exit__(kind, error, trace)
 
 
-def _has_parameters(function: object) -> bool:
-    """Whether the function has parameters that gradients flow to."""
-    return isinstance(function, Module) and any(p.requires_grad for p in function.parameters())
+def _have_parameters(modules: Iterable[Module]) -> bool:
+    """Whether gradients flow to parameters of theirs."""
+    return any(p.requires_grad for module in modules for p in module.parameters())
 
 
 def _is_cache(value: object) -> bool:
