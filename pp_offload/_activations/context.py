@@ -24,10 +24,9 @@ from dataclasses import replace
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from pp_offload._activations.exclusions import forget_excluded, is_excluded
+from pp_offload._activations.met_modules import MetModules
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem
 from pp_offload._groups.checkpoint_regions import Keeping, Saving, is_recomputing
 from pp_offload._groups.hook_scopes import Caller, HookScope
@@ -158,7 +157,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         forget_excluded()
         self.stash.begin()
         if not self._knows_model:
-            entered.watch = register_module_forward_pre_hook(self._keep_buffers)
+            entered.met = MetModules(self._keep_buffers)
+            entered.met.begin()
         entered.scope.enter(Saving(self.pack_hook))
 
     def __exit__(self, *args: object) -> None:
@@ -196,9 +196,12 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         """What was moved and what is in use, exact at the call."""
         return self.stash.statistics()
 
-    def _keep_buffers(self, module: Module, _: object) -> None:
-        """Keep buffers: batch norm changes its own without a trace, also while a copy runs."""
-        for buffer in module._buffers.values():
+    def _keep_buffers(self, module: Module) -> None:
+        """Keep buffers: batch norm changes its own without a trace, also while a copy runs. Of
+        modules in a compiled one nobody is seen.
+        """
+        is_compiled = "_orig_mod" in module._modules
+        for buffer in module.buffers() if is_compiled else module._buffers.values():
             if buffer is not None:
                 self.stash.keep(buffer)
 
@@ -210,12 +213,12 @@ class Entered:
         scope: Hooks for saved tensors.
 
     Attributes:
-        watch: A hook that sees each module whose forward runs.
+        met: Sees each module whose forward runs.
     """
 
     def __init__(self, scope: HookScope) -> None:
         self.scope = scope
-        self.watch: RemovableHandle | None = None
+        self.met: MetModules | None = None
 
     @property
     def is_over(self) -> bool:
@@ -225,8 +228,8 @@ class Entered:
     def leave(self) -> None:
         """Take it away. Twice is fine."""
         self.scope.leave()
-        if self.watch is not None:
-            self.watch.remove()
+        if self.met is not None:
+            self.met.end()
 
 
 class _OfThread(threading.local):

@@ -54,6 +54,7 @@ FUNCTIONS = (
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper",
     "torch.distributed.pipelining._utils.InferenceMode",
     "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
+    "torch.nn.modules.module._global_forward_pre_hooks",
     "torch.utils._mode_utils.no_dispatch",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._python_dispatch._disable_current_modes",
@@ -191,6 +192,10 @@ try:
     has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type
     neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 
+    forward_pre_hooks: dict[int, Callable[..., Any]]
+    forward_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
+    """Of all modules; in order."""
+
     pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
     push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
     top_hooks: Callable[[bool], tuple[Callable[..., Any], Any] | None]
@@ -285,6 +290,7 @@ __all__ = [
     "disable_current_modes",
     "disable_dynamo",
     "foreach_copy_",
+    "forward_pre_hooks",
     "graph_task_id",
     "has_compatible_shallow_copy_type",
     "is_profiling",
