@@ -133,6 +133,14 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 @pytest.fixture
+def vectors_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small vectors leave as well, which stay since they may be statistics: to see how bytes of
+    any shape move.
+    """
+    monkeypatch.setattr("pp_offload._transfer.tensors.MAX_STATISTICS", 0)
+
+
+@pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -34,7 +34,7 @@ class Scaled(Tensor):
     @classmethod
     def of(cls, x: Tensor) -> Scaled:
         """``x``, rounded."""
-        scale = x.abs().amax().reshape(1) / 127
+        scale = x.abs().amax().reshape(1, 1) / 127
         return cls((x / scale).round().to(torch.int8), scale)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

@@ -28,6 +28,9 @@ ALIGNMENT = 512
 MAX_PADDING_BYTES = 2**20
 """Device memory that may be spent to give a gathered view the offset it had."""
 
+MAX_STATISTICS = 2**14
+"""Elements that a vector of statistics may have; batch norm has one for each channel."""
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -235,8 +238,9 @@ class Eligibility:
     def admits(self, tensor: Tensor, min_numel: int) -> bool:
         """Whether ``tensor`` may be offloaded when autograd saves it.
 
-        True for a plain tensor of at least ``min_numel`` elements that :meth:`can_move` and is not
-        kept. A parameter, or a view of one, is kept from now on.
+        True for a plain tensor of at least ``min_numel`` elements that :meth:`can_move`, is not
+        kept and not like :func:`statistics <_may_be_statistics>`. A parameter, or a view of one, is
+        kept from now on.
         """
         if type(tensor) is not Tensor:
             is_plain = type(tensor) is Parameter and tensor.layout is torch.strided
@@ -247,6 +251,8 @@ class Eligibility:
             return False
         numel = tensor.numel()
         if numel < min_numel or numel == 0:  # first, for most that stay are small
+            return False
+        if numel <= MAX_STATISTICS and tensor.dim() <= 1 and _may_be_statistics(tensor):
             return False
         if tensor.layout is not torch.strided or tensor.is_nested:
             return False
@@ -261,3 +267,12 @@ class Eligibility:
             return False
         kept = self.kept
         return tensor.untyped_storage()._cdata not in kept.known or tensor not in kept
+
+
+def _may_be_statistics(tensor: Tensor) -> bool:
+    """Whether a small vector may be what batch norm, or an observer, keeps from batch to batch.
+
+    Their kernels write it and count no change, also while a copy of it is under way, or after one
+    was made that another group would share. Where it is a module's buffer it is kept anyway.
+    """
+    return not tensor.requires_grad and tensor.is_floating_point()

@@ -14,6 +14,7 @@ from torch.nn.modules import module as torch_module
 from toy import same_bits
 
 from pp_offload import OffloadActivations
+from pp_offload._activations.met_modules import MetModules
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `torch.compile")
 
@@ -149,18 +150,17 @@ def test_code_compiled_outside_of_a_context_is_right_inside() -> None:
 
 def test_two_contexts_see_modules_until_each_is_left() -> None:
     """In any order: on two threads, the first to begin may be the first to end."""
-    contexts = [
-        OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=make_backend("cpu"))
-        for _ in range(2)
-    ]
-    layer = Turned()
-    x = torch.randn(ROWS, WIDTH).requires_grad_()
-    for first, second in (contexts, contexts[::-1]):
-        first.__enter__()
-        second.__enter__()
-        assert torch_module._global_forward_pre_hooks
-        layer(x)
-        second.__exit__()
-        layer(x)
-        first.__exit__()
+    seen: list[tuple[int, nn.Module]] = []
+    layer = nn.Tanh()
+    for order in ((0, 1), (1, 0)):
+        both = [MetModules(lambda module, number=n: seen.append((number, module))) for n in (0, 1)]
+        for met in both:
+            met.begin()
+        layer(torch.ones(2))
+        both[order[0]].end()
+        layer(torch.ones(2))
+        both[order[1]].end()
+        layer(torch.ones(2))
+        assert seen == [(0, layer), (1, layer), (order[1], layer)]
         assert not torch_module._global_forward_pre_hooks
+        seen.clear()

@@ -54,7 +54,7 @@ class Squares(torch.autograd.Function):
 @pytest.mark.parametrize("flag", [None, "_TE_do_not_offload", "_do_not_offload", "_unknown"])
 def test_what_is_flagged_stays(manager: Any, flag: str | None) -> None:
     off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
-    x = torch.linspace(0, 1, 9).to(manager.backend.device).requires_grad_()
+    x = torch.linspace(0, 1, 9).view(3, 3).to(manager.backend.device).requires_grad_()
     group = off_interface(True, x, "act")
     with group as y:
         y = Squares.apply(y, flag)

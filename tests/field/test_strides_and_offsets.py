@@ -15,7 +15,7 @@ from wrapped import KeepsSaved
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager
 
-pytestmark = pytest.mark.field("F40")
+pytestmark = [pytest.mark.field("F40"), pytest.mark.usefixtures("vectors_move")]
 
 NUMEL = 210
 

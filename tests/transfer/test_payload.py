@@ -19,6 +19,8 @@ from pp_offload._transfer.saved_tensor import Resident
 from pp_offload._transfer.tensors import Geometry
 from pp_offload._transfer.ticket import SavedActivation
 
+pytestmark = pytest.mark.usefixtures("vectors_move")
+
 Make = Callable[[Tensor], Tensor]
 
 COVERING: dict[str, Make] = {

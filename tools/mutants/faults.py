@@ -7,6 +7,9 @@ from runner import Mutant
 HAZARDS = "tests/transfer/test_hazards.py"
 MAIN_CALLS = "tests/compat/test_megatron_calls.py"
 MAIN_PARTS = "tests/compat/test_megatron_parts.py"
+STATISTICS = "tests/field/test_statistics_of_batches.py"
+COMPILED = "tests/activations/test_compiled_models.py"
+MODULES_OF = "tests/checkpoint/test_modules_of.py"
 
 MUTANTS = [
     # Six that every test passed once.
@@ -2036,5 +2039,70 @@ MUTANTS = [
         "if False:",
         "memory is given to others while it is copied, and the copy is taken for what was saved",
         (f"{MAIN_CALLS}::test_what_is_discarded_before_its_copy_is_an_error",),
+    ),
+    # Modules: what they keep from batch to batch, and what a compiler sees.
+    Mutant(
+        "statistics of batches leave",
+        "pp_offload/_transfer/tensors.py",
+        "return not tensor.requires_grad and tensor.is_floating_point()",
+        "return False",
+        "batch norm writes its statistics while they are copied, and counts no change",
+        (STATISTICS,),
+    ),
+    Mutant(
+        "hook traced",
+        "pp_offload/_activations/met_modules.py",
+        "if torch.compiler.is_compiling():",
+        "if False:",
+        "a model is not compiled, or refused with fullgraph, inside of a context",
+        (f"{COMPILED}::test_a_model_is_compiled_once",),
+    ),
+    Mutant(
+        "hook in a new place each time",
+        "pp_offload/_activations/met_modules.py",
+        "forward_pre_hooks[_PLACE] = _meet",
+        "forward_pre_hooks[-len(_seeing) - id(self)] = _meet",
+        "a model is compiled for every context anew",
+        (f"{COMPILED}::test_a_model_is_compiled_once",),
+    ),
+    Mutant(
+        "one context ends the hook of all",
+        "pp_offload/_activations/met_modules.py",
+        "            if not _seeing:\n                forward_pre_hooks",
+        "            if True:\n                forward_pre_hooks",
+        "the other context finds no more buffers",
+        (f"{COMPILED}::test_two_contexts_see_modules_until_each_is_left",),
+    ),
+    Mutant(
+        "buffers of a compiled module leave",
+        "pp_offload/_activations/context.py",
+        'is_compiled = "_orig_mod" in module._modules',
+        "is_compiled = False",
+        "what is on the device anyway is copied for every forward",
+        (f"{COMPILED}::test_buffers_in_a_compiled_module_stay",),
+    ),
+    Mutant(
+        "no look into a partial",
+        "pp_offload/_checkpoint/modules_of.py",
+        "if isinstance(value, partial):",
+        "if False:",
+        "Hugging Face's layers change their buffers twice",
+        (f"{MODULES_OF}::test_buffers_change_once",),
+    ),
+    Mutant(
+        "no look into a closure",
+        "pp_offload/_checkpoint/modules_of.py",
+        "yield from map(_content, function.__closure__ or ())",
+        "yield from ()",
+        "the layers of a lambda change their buffers twice",
+        (f"{MODULES_OF}::test_buffers_change_once",),
+    ),
+    Mutant(
+        "no look at arguments",
+        "pp_offload/_checkpoint/recompute.py",
+        "modules_of(function, *self._others)",
+        "modules_of(function)",
+        "a layer that a function is given changes its buffers twice",
+        (f"{MODULES_OF}::test_a_module_among_arguments",),
     ),
 ]
