@@ -2,6 +2,12 @@
 
 ``payload.py`` says when a storage moves whole; other views are gathered. Bytes are always counted
 on distinct elements: a broadcast is one element, however large its shape.
+
+NOTE [ Statistics ]
+    A small vector that needs no gradient may be what batch norm, or an observer, keeps from batch
+    to batch. Their kernels write it and count no change, also while a copy of it is under way, or
+    after one was made that another group would share. Autograd reads what is there at the backward,
+    so it has to stay. Where it is a module's buffer it may be known, but not to every product.
 """
 
 from __future__ import annotations
@@ -239,8 +245,7 @@ class Eligibility:
         """Whether ``tensor`` may be offloaded when autograd saves it.
 
         True for a plain tensor of at least ``min_numel`` elements that :meth:`can_move`, is not
-        kept and not like :func:`statistics <_may_be_statistics>`. A parameter, or a view of one, is
-        kept from now on.
+        kept and cannot be statistics. A parameter, or a view of one, is kept from now on.
         """
         if type(tensor) is not Tensor:
             is_plain = type(tensor) is Parameter and tensor.layout is torch.strided
@@ -252,8 +257,9 @@ class Eligibility:
         numel = tensor.numel()
         if numel < min_numel or numel == 0:  # first, for most that stay are small
             return False
-        if numel <= MAX_STATISTICS and tensor.dim() <= 1 and _may_be_statistics(tensor):
-            return False
+        if numel <= MAX_STATISTICS and tensor.dim() <= 1 and not tensor.requires_grad:
+            if tensor.is_floating_point():
+                return False  # NOTE [ Statistics ]
         if tensor.layout is not torch.strided or tensor.is_nested:
             return False
         if tensor.device != self.device:
@@ -267,12 +273,3 @@ class Eligibility:
             return False
         kept = self.kept
         return tensor.untyped_storage()._cdata not in kept.known or tensor not in kept
-
-
-def _may_be_statistics(tensor: Tensor) -> bool:
-    """Whether a small vector may be what batch norm, or an observer, keeps from batch to batch.
-
-    Their kernels write it and count no change, also while a copy of it is under way, or after one
-    was made that another group would share. Where it is a module's buffer it is kept anyway.
-    """
-    return not tensor.requires_grad and tensor.is_floating_point()
