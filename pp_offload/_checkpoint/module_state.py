@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.nn import Module
+from torch.nn import Module, RReLU
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pp_offload._memory.storages import has_storage
@@ -67,6 +67,13 @@ class ModuleBefore:
 
     buffers: tuple[Before, ...] = ()
     modes: tuple[tuple[Module, bool], ...] = ()
+
+    @property
+    def draws_after_saving(self) -> bool:
+        """Whether an operator inside draws its noise when it has saved the memory for it. Who stops
+        when all is saved again stops before (pytorch/pytorch#193671).
+        """
+        return any(isinstance(module, RReLU) for module, _ in self.modes)
 
     @contextmanager
     def restored(self) -> Iterator[None]:

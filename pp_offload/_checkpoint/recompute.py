@@ -170,6 +170,8 @@ class Recompute:
             return first(), _Anew(again)
 
         options = {"use_reentrant": False, "context_fn": contexts, **self._options}
+        if before.draws_after_saving:
+            options["early_stop"] = False
         return checkpoint(call, *tensors, **options)
 
     def _reentrant(self, call: _Call, tensors: list[Tensor]) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
 from torch import Tensor, nn
 from toy import same_bits
 
-from pp_offload import OffloadActivations, use_backend
+from pp_offload import OffloadActivations, checkpoint, use_backend
 
 
 def step(device: torch.device, context: OffloadActivations | None) -> list[Tensor]:
@@ -35,3 +37,42 @@ def test_noise_that_is_drawn_after_it_was_saved(kind: str, num: int) -> None:
         for _ in range(2):
             assert same_bits(step(backend.device, context), step(backend.device, None))
         assert context.statistics().bytes_offloaded > 0
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.RReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+CALLS: dict[str, Callable[[Noisy], Callable[[Tensor], Tensor]]] = {
+    "module": lambda layer: layer,
+    "method": lambda layer: layer.layers.forward,
+    "lambda": lambda layer: lambda x: layer(x),
+    "before others": lambda layer: lambda x: layer(x).sin(),
+}
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("made", CALLS.values(), ids=CALLS)
+def test_a_checkpoint_computes_until_the_noise_is_drawn(
+    made: Callable[[Noisy], Callable[[Tensor], Tensor]], offload: bool, kind: str
+) -> None:
+    backend = make_backend(kind)
+    found = []
+    for is_on in (False, True):
+        torch.manual_seed(0)
+        layer = Noisy().to(backend.device)
+        x = torch.randn(64, 8).to(backend.device).requires_grad_()
+        options = {"offload_inputs": offload, "min_offload_size": 1, "backend": backend}
+        with backend.activate():
+            function = made(layer)
+            y = checkpoint(function, x, **options) if is_on else function(x)
+            y.square().sum().backward()
+        grads = [one.grad for one in (x, *layer.parameters())]
+        found.append([grad for grad in grads if grad is not None])
+    assert same_bits(*found)

@@ -9,6 +9,7 @@ MAIN_CALLS = "tests/compat/test_megatron_calls.py"
 MAIN_PARTS = "tests/compat/test_megatron_parts.py"
 STATISTICS = "tests/field/test_statistics_of_batches.py"
 COMPILED = "tests/activations/test_compiled_models.py"
+WRITTEN = "tests/activations/test_written_after_saved.py"
 MODULES_OF = "tests/checkpoint/test_modules_of.py"
 
 MUTANTS = [
@@ -2104,5 +2105,13 @@ MUTANTS = [
         "modules_of(function)",
         "a layer that a function is given changes its buffers twice",
         (f"{MODULES_OF}::test_a_module_among_arguments",),
+    ),
+    Mutant(
+        "noise of a recomputation not drawn",
+        "pp_offload/_checkpoint/recompute.py",
+        "if before.draws_after_saving:",
+        "if False:",
+        "PyTorch stops when the memory for it is saved, and backward reads what was there",
+        (f"{WRITTEN}::test_a_checkpoint_computes_until_the_noise_is_drawn",),
     ),
 ]
