@@ -79,7 +79,14 @@ ONLY_IN = {
 """Names that the package does without where they are missing."""
 
 ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
-    "Tensor": ("_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_use_count", "_version"),
+    "Tensor": (
+        "_backward_hooks",
+        "_base",
+        "_is_zerotensor",
+        "_post_accumulate_grad_hooks",
+        "_use_count",
+        "_version",
+    ),
     "UntypedStorage": ("_cdata",),
     "Node": ("_sequence_nr", "_set_sequence_nr"),
     "OpOverload": ("_overloadpacket", "_schema"),

@@ -232,13 +232,15 @@ class Eligibility:
     def can_move(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is dense memory on the device, and its bytes are all there is to it.
 
-        The flag of a lazily conjugated or negated tensor is not part of the bytes.
+        The flag of a lazily conjugated or negated tensor is not part of the bytes, and the zeros
+        that forward-mode AD makes have none.
         """
         return (
             has_storage(tensor)
             and tensor.numel() > 0
             and tensor.device == self.device
             and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+            and not tensor._is_zerotensor()
         )
 
     def admits(self, tensor: Tensor, min_numel: int) -> bool:
@@ -265,7 +267,7 @@ class Eligibility:
         if tensor.device != self.device:
             self.elsewhere = tensor.device
             return False
-        if tensor.is_quantized or tensor.is_neg() or tensor.is_conj():
+        if tensor.is_quantized or tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
             return False
         base = tensor._base
         if base is not None and isinstance(base, Parameter):

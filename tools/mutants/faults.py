@@ -2114,4 +2114,12 @@ MUTANTS = [
         "PyTorch stops when the memory for it is saved, and backward reads what was there",
         (f"{WRITTEN}::test_a_checkpoint_computes_until_the_noise_is_drawn",),
     ),
+    Mutant(
+        "zeros without memory leave",
+        "pp_offload/_transfer/tensors.py",
+        "tensor.is_conj() or tensor._is_zerotensor():",
+        "tensor.is_conj():",
+        "forward-mode AD saves zeros that no copy can read",
+        ("tests/transfer/test_zero_tensors.py::test_gradients_are_equal",),
+    ),
 ]
