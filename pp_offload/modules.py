@@ -12,6 +12,7 @@ or call ``init_chunk_handler``.
 from __future__ import annotations
 
 import difflib
+import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -230,7 +231,8 @@ class _GroupAround:
         if group is None:
             return
         was_open = group.is_open
-        group.__exit__()
+        # PyTorch calls this while it handles what the forward raised, and gives no output.
+        group.__exit__(*(sys.exc_info() if output is None else ()))
         if was_open:
             group.group_commit(output, self.name)
 

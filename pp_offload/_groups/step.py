@@ -212,6 +212,10 @@ class StepRecord(Step):
         options = self.options or config
         return make_plan(tuple(one.shape for one in records), options, self.pipeline_rank, stay)
 
+    def has_failed(self) -> bool:
+        """Whether a forward raised inside of a group: what is behind it did not run."""
+        return any(group.has_failed for one in self._forward.values() for group in one.groups)
+
     def group_uses(self) -> dict[str, GroupUse]:
         """What the step did, by group name."""
         groups, tensors, num_open = Counter[str](), Counter[str](), Counter[str]()

@@ -84,3 +84,70 @@ def test_a_marker_in_a_compiled_region(caplog: pytest.LogCaptureFixture) -> None
         train(torch.compile(model, backend="eager"), numel=1)
     ours = [r.getMessage() for r in caplog.records if r.name.startswith("pp_offload")]
     assert [message[:24] for message in ours] == ["group 'called' never ran"]
+
+
+class Failing(nn.Module):
+    """Three layers, of which one may raise; the last saves nothing if the first raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.fails_in: int | None = None
+
+    def compute(self, x: Tensor, number: int) -> Tensor:
+        y = self.layers[number](x).sin()
+        if self.fails_in == number:
+            raise MemoryError
+        return y.sin()
+
+
+class Marked(Failing):
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(3):
+            with off_interface(True, x, f"part{number}") as x:
+                x = self.compute(x, number)
+            x = off_interface.group_commit(x, name=f"part{number}")
+        return x
+
+
+class Part(nn.Module):
+    def __init__(self, model: Failing, number: int) -> None:
+        super().__init__()
+        self.number, self.of = number, [model]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of[0].compute(x, self.number)
+
+
+class Named(Failing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(Part(self, number) for number in range(3)))
+        offload_modules(self, {f"part{number}": f"parts.{number}" for number in range(3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x)
+
+
+@pytest.mark.parametrize("kind", [Marked, Named])
+@pytest.mark.parametrize("fails_in", range(3))
+@pytest.mark.parametrize("microbatch", [0, 1])
+def test_a_forward_that_raised_is_not_a_group_that_does_nothing(
+    caplog: pytest.LogCaptureFixture, kind: type[Failing], fails_in: int, microbatch: int
+) -> None:
+    """The program goes on with the next step, as after a batch that was too large."""
+    configure(OffloadConfig(min_offloaded_tensor_size=1))
+    model = kind()
+    for step in range(3):
+        off_interface.reset()
+        for number, x in enumerate(batches(2, step=step)):
+            off_interface.init_chunk_handler(None, None, 1)
+            model.fails_in = fails_in if (step, number) == (0, microbatch) else None
+            try:
+                model(x.requires_grad_()).square().mean().backward()
+            except MemoryError:
+                break
+    off_interface.reset()
+    assert not caplog.records
+    manager = PipelineOffloadManager.get_instance()
+    assert manager.statistics().bytes_offloaded > 0

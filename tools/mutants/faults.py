@@ -10,6 +10,7 @@ MAIN_PARTS = "tests/compat/test_megatron_parts.py"
 STATISTICS = "tests/field/test_statistics_of_batches.py"
 COMPILED = "tests/activations/test_compiled_models.py"
 WRITTEN = "tests/activations/test_written_after_saved.py"
+IDLE = "tests/field/test_groups_that_do_nothing.py"
 MODULES_OF = "tests/checkpoint/test_modules_of.py"
 
 MUTANTS = [
@@ -2121,5 +2122,13 @@ MUTANTS = [
         "tensor.is_conj():",
         "forward-mode AD saves zeros that no copy can read",
         ("tests/transfer/test_zero_tensors.py::test_gradients_are_equal",),
+    ),
+    Mutant(
+        "a step that failed is looked at",
+        "pp_offload/_groups/step.py",
+        "any(group.has_failed for one",
+        "any(False for one",
+        "groups behind a forward that raised are warned of",
+        (f"{IDLE}::test_a_forward_that_raised_is_not_a_group_that_does_nothing",),
     ),
 ]
