@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations
 
-from pp_offload.plan.filling import Class, Kept
+from pp_offload.plan.classes import Class, Kept
 
 Stay = frozenset[tuple[int, int]]
 """Which groups of a rank stay: stage and position of each."""
@@ -64,12 +64,10 @@ def flipped(
         )
 
 
-def one_less(stay: Stay, classes: Sequence[Class]) -> Stay:
-    """One less of the smallest class of which some stay."""
-    for one in reversed(classes):
-        if not stay.isdisjoint(one.places):
-            return _less(stay, one)
-    return stay
+def fewer(stay: Stay, classes: Sequence[Class], num: int) -> Stay:
+    """So many less of the last classes of which some stay, or none if there are no more."""
+    staying = [place for one in classes for place in one.places if place in stay]
+    return frozenset(staying[:-num])
 
 
 def subsets(classes: Sequence[Class]) -> Iterator[Stay]:

@@ -19,7 +19,6 @@ NOTE [ What is proven ]
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import product
@@ -31,11 +30,12 @@ from pp_offload.plan.changes import (
     class_changed,
     flipped,
     group_changed,
-    one_less,
     stay_of,
     subsets,
 )
-from pp_offload.plan.filling import Class, Filling, Kept
+from pp_offload.plan.classes import Class, Kept, classes_of, num_groups, spread_out
+from pp_offload.plan.filled import filled, settle
+from pp_offload.plan.filling import has_many
 from pp_offload.plan.pipeline import FirstStep
 from pp_offload.plan.steps import SAME, Steps, Tried, best_of
 from pp_offload.plan.tape import RankTapes
@@ -45,6 +45,9 @@ GIB = 2**30
 
 TRIES_FILLED_UP = 7
 """At least so many for sending less away in a step that is as short."""
+
+TRIES_TO_FILL = 24
+"""At least so many for filling ranks: a plan is found however long a prediction takes."""
 
 PART_FOR_ALL = 2
 """All choices are tried where that is no more than one in so many of the tries that are left."""
@@ -80,7 +83,7 @@ class Search:
     def __init__(self, steps: Steps, tapes: Sequence[RankTapes]) -> None:
         self._steps = steps
         self.tapes = tapes
-        self._classes = [_classes(one) for one in tapes]
+        self._classes = [classes_of(one) for one in tapes]
         self._tried: dict[tuple[Stay, ...], Tried] = {}
         self._filled: dict[int, list[Stay]] = {}
         """By limit, as much as fits on each rank, however long a step is."""
@@ -142,7 +145,7 @@ class Search:
             for nums in product(*map(_choices, self._classes)):
                 self._try(self._stays(nums))
         else:
-            self._fill(limit_bytes)
+            self._fill(limit_bytes, most_steps)
 
     def polished(self, best: Tried, limit_bytes: int, most_steps: int) -> Tried:
         """The shortest of all choices of single groups where they are few; else that to which one
@@ -161,7 +164,7 @@ class Search:
 
     @property
     def _num_groups(self) -> int:
-        return sum(len(one.places) for classes in self._classes for one in classes)
+        return sum(map(num_groups, self._classes))
 
     def _filled_up(
         self, best: Tried, filled: Sequence[Stay], limit_bytes: int, most_steps: int
@@ -201,8 +204,8 @@ class Search:
     ) -> Tried:
         """With as many groups more on one rank as can be, largest first; all are too many."""
         mine = best.kept[rank]
-        places = [place for one in self._classes[rank] for place in one.places]
-        more = [place for place in places if place in filled - mine]
+        missing = filled - mine
+        more = [place for one in self._classes[rank] for place in one.places if place in missing]
         fits, too_many = 0, len(more)
         while too_many - fits > 1 and self._steps.num < most_steps:
             num = (fits + too_many) // 2
@@ -260,43 +263,58 @@ class Search:
             f"groups take {host} on a rank, and then {enough} ({enough / GIB:.2f} GiB) are enough; "
         )
 
-    def _fill(self, limit_bytes: int) -> None:
-        """Fill each rank up to the limit, all at once."""
-        ranks = [Filling(classes, limit_bytes) for classes in self._classes]
-        while any(rank.is_trying for rank in ranks):
-            found = self._try(self._stays([rank.proposal for rank in ranks]))
-            for rank, one in zip(ranks, found.step.ranks, strict=True):
-                rank.told(one.peak_bytes)
-        self._filled[limit_bytes] = self._stays([rank.proposal for rank in ranks])
-        self._settle(self._filled[limit_bytes], limit_bytes)
+    def _fill(self, limit_bytes: int, most_steps: int) -> None:
+        """Fill each rank up to the limit, largest groups first. Where that is longer than without
+        offload, once more with what leaves spread out, and once more with many classes one by one
+        where there is a try for each.
+        """
+        self._filled[limit_bytes] = self._fill_by(self._classes, limit_bytes, most_steps)
+        if self._is_worth_more(limit_bytes, most_steps):
+            self._fill_by(list(map(spread_out, self._classes)), limit_bytes, most_steps)
+        num = max(map(len, filter(has_many, self._classes)), default=most_steps)
+        has_time = self._steps.num + num < most_steps
+        if has_time and self._is_worth_more(limit_bytes, most_steps):
+            self._fill_by(self._classes, limit_bytes, most_steps, one_by_one=True)
+        if not self._fitting(limit_bytes):  # ranks that were full alone may have no room together
+            self.all_leave()
+
+    def _is_worth_more(self, limit_bytes: int, most_steps: int) -> bool:
+        """Whether there is time, and nothing is as short as a step can be."""
+        fitting = self._fitting(limit_bytes)
+        is_bound = bool(fitting) and self.is_bound(best_of(fitting))
+        return not is_bound and (self._steps.num < most_steps or not fitting)
+
+    def _fill_by(
+        self,
+        ranks: Sequence[Sequence[Class]],
+        limit_bytes: int,
+        most_steps: int,
+        *,
+        one_by_one: bool = False,
+    ) -> list[Stay]:
+        """The same in the order of these classes; what was found."""
+        most_tries = max(TRIES_TO_FILL, most_steps - self._steps.num)
+        found = filled(self._try, ranks, limit_bytes, most_tries, one_by_one=one_by_one)
+        settle(self._try, found, ranks, limit_bytes)
+        return found
 
     def _neighbours(self, tried: Tried, most_steps: int) -> Iterator[tuple[Stay, ...]]:
         """With a change on one rank: first on those that stand still longest for copies, and of
-        classes before that of groups. Then with several groups changed, where all such choices can
-        be tried until ``most_steps`` are predicted.
+        classes before that of groups, where there is a try for each of them. Of more the first ones
+        alone would be changed, and of so many each means little. Then with several groups changed,
+        where all such choices can be tried until ``most_steps`` are predicted.
         """
         kept, ranks = tried.kept, tried.step.ranks
         slowest = sorted(range(len(ranks)), key=lambda rank: -ranks[rank].stalled_s)
-        for change in (class_changed, group_changed):
+        for change, how_many in ((class_changed, len), (group_changed, num_groups)):
             for rank in slowest:
-                for mine in change(kept[rank], self._classes[rank]):
-                    yield _with(kept, rank, mine)
+                classes = self._classes[rank]
+                if how_many(classes) <= self._steps.max_tries:
+                    for mine in change(kept[rank], classes):
+                        yield _with(kept, rank, mine)
         for num in range(2, MOST_FLIPPED + 1):
             if comb(self._num_groups, num) <= most_steps - self._steps.num:
                 yield from flipped(kept, self._classes, num)
-
-    def _settle(self, kept: list[Stay], limit_bytes: int) -> None:
-        """Try together what was found for each rank: what one keeps changes when others wait, and
-        with that what is on its way there. Who is above the limit keeps less.
-        """
-        while not (found := self._try(kept)).fits(limit_bytes):
-            less = [
-                one_less(mine, classes) if one.peak_bytes > limit_bytes else mine
-                for mine, classes, one in zip(kept, self._classes, found.step.ranks, strict=True)
-            ]
-            if less == kept:
-                return
-            kept = less
 
     def _try(self, kept: Sequence[Stay]) -> Tried:
         known = self._tried.get(tuple(kept))
@@ -327,13 +345,3 @@ def _with(kept: Sequence[Stay], rank: int, mine: Stay) -> tuple[Stay, ...]:
 
 def _choices(classes: Sequence[Class]) -> Iterator[Kept]:
     return product(*(range(len(one.places) + 1) for one in classes))
-
-
-def _classes(tapes: RankTapes) -> list[Class]:
-    """Of a rank's groups that have something to move, largest first."""
-    places: defaultdict[tuple[int, int, str], list[tuple[int, int]]] = defaultdict(list)
-    for stage, tape in tapes.stages.items():
-        for position, group in enumerate(tape.groups):
-            if group.payloads:
-                places[tape.nbytes(group), stage, group.name].append((stage, position))
-    return [Class(key[0], tuple(places[key][::-1])) for key in sorted(places, reverse=True)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pp_offload.plan.changes import (
     Stay,
     class_changed,
+    fewer,
     flipped,
     group_changed,
-    one_less,
     stay_of,
     subsets,
 )
-from pp_offload.plan.filling import Class
+from pp_offload.plan.classes import Class
 
 LARGE = Class(8, ((0, 5), (0, 3), (0, 1)))
 SMALL = Class(2, ((0, 4), (0, 2)))
@@ -60,10 +60,12 @@ def test_several_groups_are_changed_at_a_time_on_any_ranks() -> None:
     assert list(flipped(kept, ranks, 3)) == [(stays(2), nothing)]
 
 
-def test_one_less_is_the_first_saved_of_the_smallest() -> None:
-    assert one_less(stays(5, 3, 4, 2), CLASSES) == stays(5, 3, 4)
-    assert one_less(stays(5, 3), CLASSES) == stays(5)
-    assert one_less(stays(), CLASSES) == stays()
+def test_fewer_are_without_the_first_saved_of_the_smallest() -> None:
+    assert fewer(stays(5, 3, 4, 2), CLASSES, 1) == stays(5, 3, 4)
+    assert fewer(stays(5, 3), CLASSES, 1) == stays(5)
+    assert fewer(stays(5, 3, 4, 2), CLASSES, 3) == stays(5)
+    assert fewer(stays(5, 4), CLASSES, 8) == stays()
+    assert fewer(stays(), CLASSES, 1) == stays()
 
 
 def test_all_choices_are_all_subsets() -> None:

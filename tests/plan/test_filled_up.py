@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pp_offload.plan.changes import Stay
-from pp_offload.plan.filling import Class
+from pp_offload.plan.classes import Class
 from pp_offload.plan.search import Search
 from pp_offload.plan.steps import Tried
 from pp_offload.simulate.rank import PipelineStep, RankStep

@@ -1818,6 +1818,55 @@ MUTANTS = [
         ("tests/plan/test_filled_up.py::test_a_rank_that_would_cost_some_is_filled_in_part",),
     ),
     Mutant(
+        "each of many classes is tried by itself",
+        "pp_offload/plan/filling.py",
+        "self._in_runs = has_many(classes) and not one_by_one",
+        "self._in_runs = False",
+        "a plan for a thousand different groups takes minutes",
+        ("tests/plan/test_many_groups.py::test_a_plan_takes_a_few_predictions",),
+    ),
+    Mutant(
+        "of many groups the first ones are changed",
+        "pp_offload/plan/search.py",
+        "if how_many(classes) <= self._steps.max_tries:",
+        "if True:",
+        "a plan for a thousand groups takes all tries, and gains little",
+        (
+            "tests/plan/test_many_groups.py::"
+            "test_they_are_not_changed_one_by_one_without_a_try_for_each",
+        ),
+    ),
+    Mutant(
+        "ranks are filled however many tries are left",
+        "pp_offload/plan/filling.py",
+        "            self.is_trying = self._num_left > 0\n",
+        "",
+        "a plan for a large model takes as long as it may",
+        (
+            "tests/plan/test_filling.py::"
+            "test_no_more_tries_are_taken_than_there_are_and_what_is_found_fits",
+        ),
+    ),
+    Mutant(
+        "nothing is spread out",
+        "pp_offload/plan/search.py",
+        "self._fill_by(list(map(spread_out, self._classes)), limit_bytes, most_steps)",
+        "pass",
+        "all that leaves is saved at once, and a step is longer than it has to be",
+        ("tests/plan/test_many_groups.py::test_what_leaves_is_spread_over_a_forward",),
+    ),
+    Mutant(
+        "ranks that are too full together keep one group less at a time",
+        "pp_offload/plan/filled.py",
+        "kept, num = less, 2 * num",
+        "kept, num = less, num",
+        "a plan takes a try for each group that has to leave",
+        (
+            "tests/plan/test_filled.py::"
+            "test_who_is_above_the_limit_keeps_less_in_larger_and_larger_parts",
+        ),
+    ),
+    Mutant(
         "a view whose graph cannot be made anew is asked for it",
         "pp_offload/_groups/forced_release.py",
         "    except RuntimeError:\n        return False",
