@@ -6,6 +6,7 @@ memory. The gap is how much longer a step is by the plan than by the best choice
     python benchmarks/plan_search.py --pipelines 500 --json plans.json
     python benchmarks/plan_search.py --pipelines 500 --tries 100
     python benchmarks/plan_search.py --pipelines 200 --recompute --most-groups 6
+    python benchmarks/plan_search.py --different 1000 --part 0.5
 
 With ``--recompute``, layers may be recomputed, and every number of them is predicted, too. With
 ``--tries``, a plan has to be found with that many: all choices are tried where they are few, and
@@ -17,6 +18,17 @@ Figures
     num_above                      plans whose peak is above their limit
     num_unmonotone                 plans that are slower than one of the same pipeline for less
     seconds_for_a_plan             median, of this machine
+
+With ``--different``, one plan is made for one rank with so many groups, no two of which are equal,
+and two microbatches: for a limit that is ``--part`` of the way from the peak where all groups leave
+to that without offload.
+
+Figures
+    num_steps                      that were predicted
+    choose_s, predictions_s        CPU time of the choice, and of the predictions in it
+    others_s                       of all else in it
+    gap_to_bound                   to a step without offload, which no plan is below
+    room_left                      part of the limit that is above the peak
 """
 
 from __future__ import annotations
@@ -26,18 +38,22 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
 from every_choice import all_choices, every_number_and_choice, num_groups
+from many_groups import limit_between, many_groups
 from small import limits, planned
 
 from pp_offload._groups import auto_bounds
 from pp_offload.plan import InfeasibleError, choose, steps
-from pp_offload.plan.steps import MAX_TRIES
+from pp_offload.plan.steps import MAX_TRIES, Steps
 
 NUM_LIMITS = 5
 
@@ -57,11 +73,65 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="layers may be recomputed")
     parser.add_argument("--tries", type=int, default=MAX_TRIES, help="for a plan, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the first; default: 0")
+    parser.add_argument("--different", type=int, help="groups of one rank, in place of pipelines")
+    parser.add_argument("--part", type=float, default=0.5, help="where its limit is; default: 0.5")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    auto_bounds.LEAST_IN_FLIGHT_BYTES = 1  # these models are small
     steps.MAX_TRIES = options.tries
+    if options.different is None:
+        figures = of_pipelines(options)
+    else:
+        figures = of_different(options.different, options.part)
+    for name, value in figures.items():
+        print(f"{name:20}{value:12.6g}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def of_different(num: int, part: float) -> dict[str, Any]:
+    """Of one rank whose groups all differ."""
+    drawn, tapes = many_groups(num)
+    limit = limit_between(drawn, tapes, part)
+    predicted: list[float] = []
+    with timed(predicted):
+        begin_s = time.process_time()
+        plan = choose(drawn.order, tapes, drawn.hardware, limit)
+        choose_s = time.process_time() - begin_s
+    return {
+        "num_groups": num,
+        "part": part,
+        "num_steps": len(predicted),
+        "choose_s": choose_s,
+        "predictions_s": sum(predicted),
+        "others_s": choose_s - sum(predicted),
+        "gap_to_bound": plan.seconds / plan.least_seconds - 1,
+        "room_left": 1 - plan.ranks[0].peak_bytes / limit,
+    }
+
+
+@contextmanager
+def timed(took: list[float]) -> Iterator[None]:
+    """Meanwhile it is noted how long each predicted step takes."""
+    with ExitStack() as stack:
+        for name in ("without_offload", "first", "planned"):
+            stack.enter_context(patch.object(Steps, name, _noting(getattr(Steps, name), took)))
+        yield
+
+
+def _noting(predicts: Callable[..., Any], took: list[float]) -> Callable[..., Any]:
+    def predict(*args: Any) -> Any:
+        begin_s = time.process_time()
+        step = predicts(*args)
+        took.append(time.process_time() - begin_s)
+        return step
+
+    return predict
+
+
+def of_pipelines(options: argparse.Namespace) -> dict[str, Any]:
+    """Of random ones, beside all choices."""
+    auto_bounds.LEAST_IN_FLIGHT_BYTES = 1  # these models are small
     gaps: list[float] = []
     took: list[float] = []
     num_above = num_unmonotone = num_done = 0
@@ -92,7 +162,7 @@ def main() -> None:
             num_unmonotone += plan.seconds > fastest * (1 + SAME)
             fastest = min(fastest, plan.seconds)
     gaps.sort()
-    figures: dict[str, Any] = {
+    return {
         "num_pipelines": num_done,
         "num_plans": len(gaps),
         "mean_gap": mean(gaps),
@@ -102,10 +172,6 @@ def main() -> None:
         "num_unmonotone": num_unmonotone,
         "seconds_for_a_plan": median(took),
     }
-    for name, value in figures.items():
-        print(f"{name:20}{value:12.6g}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
