@@ -236,7 +236,8 @@ class Search:
         later_peaks = min(tried, key=max)
         least = max(later_peaks + self.first_peaks)
         if least in later_peaks:
-            why = f"rank {later_peaks.index(least)} needs whatever leaves; "
+            rank = later_peaks.index(least)
+            why = f"rank {rank} needs whatever leaves{self._of_that(rank)}; "
         else:
             why = (
                 f"rank {self.first_peaks.index(least)} needs in the first step, where all groups "
@@ -249,6 +250,11 @@ class Search:
             "shorter microbatches or fewer in flight",
             least,
         )
+
+    def _of_that(self, rank: int) -> str:
+        """How much of it is an optimizer's, on which no choice of groups has an effect."""
+        nbytes = self.tapes[rank].update.state_bytes
+        return f", {nbytes / GIB:.2f} GiB of that for its optimizer's state" if nbytes else ""
 
     def _more_host_memory(self, limit_bytes: int, least: int) -> str:
         """What to give, if less than ``least`` is enough where all that leaves has room."""

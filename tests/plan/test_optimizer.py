@@ -167,6 +167,18 @@ def test_the_least_limit_counts_it() -> None:
     assert least[1] >= least[0] + 2 * parameters
 
 
+def test_a_limit_that_is_refused_says_how_much_is_its_state() -> None:
+    for name in (None, "SGD", "AdamW"):
+        order, work = pipeline(name)
+        chooser = Chooser(order, record(order, work, DEVICE, CONFIG), DEVICE, config=CONFIG)
+        with pytest.raises(InfeasibleError, match="whatever leaves") as refused:
+            chooser.plan(1)
+        state = sum(one.nbytes for one in work.stages[0].parameters()) * 2 / 2**30
+        said = f"rank 0 needs whatever leaves, {state:.2f} GiB of that for its optimizer's state; "
+        assert (said in str(refused.value)) is (name == "AdamW")
+        assert ("state" in str(refused.value)) is (name == "AdamW")
+
+
 def test_part_of_the_state_is_an_optimizer_of_part_of_the_parameters() -> None:
     """As where states are sharded over replicas."""
 
