@@ -247,9 +247,16 @@ class Search:
         return InfeasibleError(
             f"limit_bytes is {limit_bytes} ({limit_bytes / GIB:.2f} GiB), expected at least "
             f"{least} ({least / GIB:.2f} GiB), which {why}have more groups leave, take more ranks, "
-            "shorter microbatches or fewer in flight",
+            f"shorter microbatches or fewer in flight{self._without(limit_bytes)}",
             least,
         )
+
+    def _without(self, limit_bytes: int) -> str:
+        """That nothing has to leave, where the first step, in which all does, takes more for it."""
+        most = max(rank.peak_bytes for rank in self.without_offload.ranks)
+        if most > limit_bytes:
+            return ""
+        return f"; or train without offload, for which {most} ({most / GIB:.2f} GiB) are enough"
 
     def _of_that(self, rank: int) -> str:
         """How much of it is an optimizer's, on which no choice of groups has an effect."""

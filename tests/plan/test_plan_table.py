@@ -91,6 +91,18 @@ def test_a_limit_that_the_first_step_is_above() -> None:
     assert fewer.value.least_bytes < refused.value.least_bytes
 
 
+def test_a_limit_that_is_enough_without_offload() -> None:
+    """In the first step all leaves, and what is on its way takes more than what could stay."""
+    drawn, tapes = planned(22)
+    chooser = chooser_of(drawn, tapes, max_in_flight_bytes=2**40, prefetch_bytes=2**40)
+    enough = max(rank.peak_bytes for rank in chooser.without_offload().ranks)
+    for limit, is_enough in ((enough - 1, False), (enough, True)):
+        with pytest.raises(InfeasibleError, match="expected at least") as refused:
+            chooser.plan(limit)
+        assert refused.value.least_bytes > enough
+        assert ("or train without offload, for which" in str(refused.value)) is is_enough
+
+
 def test_a_limit_that_no_step_is_below() -> None:
     drawn, tapes = planned(5)
     with pytest.raises(InfeasibleError, match="rank 0 needs whatever leaves; have") as failure:
