@@ -264,6 +264,8 @@ if not TYPE_CHECKING:  # or a name that does not exist would be taken for one th
 
             known = near(name, __all__)
             raise AttributeError(f"module 'pp_offload' has no attribute {name!r}{known}")
+        if _WHERE[name] == __name__:  # a module of the package, whose attribute it becomes
+            return importlib.import_module(f"{__name__}.{name}")
         module = importlib.import_module(_WHERE[name])
         globals()[name] = found = getattr(module, name)
         return found

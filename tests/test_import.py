@@ -65,6 +65,20 @@ def test_names_are_where_the_table_says() -> None:
     assert len(pp_offload._WHERE) == sum(map(len, pp_offload._MODULES.values())), "in two modules"
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from pp_offload import pipelining",
+        "import pp_offload; pp_offload.pipelining.attach",
+        "from pp_offload import *; pipelining.attach",
+        "import pp_offload.pipelining; pp_offload.pipelining.attach",
+        "from pp_offload.pipelining import attach",
+    ],
+)
+def test_a_module_that_is_a_name_may_come_first(code: str) -> None:
+    assert "pp_offload.pipelining" in modules_after(code)
+
+
 def test_every_name_is_there_and_listed() -> None:
     assert set(pp_offload.__all__) <= set(dir(pp_offload))
     for name in pp_offload.__all__:

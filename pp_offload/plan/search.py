@@ -158,9 +158,18 @@ class Search:
             for kept in product(*map(subsets, self._classes)):
                 self._try(kept)
             return best_of(self._fitting(limit_bytes))
-        while (better := self._better(best, limit_bytes, most_steps)) is not None:
-            best = better
+        best = self._changed(best, limit_bytes, most_steps)
+        other = self._try(filled)  # changes of the best one may lead nowhere
+        if other.fits(limit_bytes) and not self.is_bound(best):
+            best = best_of([best, self._changed(other, limit_bytes, most_steps)])
         return best
+
+    def _changed(self, one: Tried, limit_bytes: int, most_steps: int) -> Tried:
+        """To what one change after the other leads, each to a shorter step."""
+        seen: set[tuple[Stay, ...]] = set()  # of two that are as short, each may be a bit better
+        while (better := self._better(one, limit_bytes, most_steps, seen)) is not None:
+            one = better
+        return one
 
     @property
     def _num_groups(self) -> int:
@@ -216,12 +225,15 @@ class Search:
                 too_many = num
         return best
 
-    def _better(self, best: Tried, limit_bytes: int, most_steps: int) -> Tried | None:
+    def _better(
+        self, best: Tried, limit_bytes: int, most_steps: int, seen: set[tuple[Stay, ...]]
+    ) -> Tried | None:
         for kept in self._neighbours(best, most_steps):
             if self._steps.num >= most_steps or self.is_bound(best):
                 return None
-            if kept in self._tried:  # the best of all that were tried is what is changed
+            if kept in seen:
                 continue
+            seen.add(kept)
             found = self._try(kept)
             if found.fits(limit_bytes) and best_of([best, found]) is found:
                 return found

@@ -1695,8 +1695,8 @@ MUTANTS = [
     Mutant(
         "plans are not changed for the better",
         "pp_offload/plan/search.py",
-        "        while (better := self._better(best, limit_bytes, most_steps)) is not None:\n"
-        "            best = better\n",
+        "        while (better := self._better(one, limit_bytes, most_steps, seen)) is not None:\n"
+        "            one = better\n",
         "",
         "a step by a plan is longer than it has to be",
         ("tests/plan/test_choose.py::test_changes_of_single_groups_lead_to_the_best",),
