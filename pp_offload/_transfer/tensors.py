@@ -34,6 +34,15 @@ ALIGNMENT = 512
 MAX_PADDING_BYTES = 2**20
 """Device memory that may be spent to give a gathered view the offset it had."""
 
+FLAGGED_DTYPES = frozenset(
+    one
+    for one in vars(torch).values()
+    if isinstance(one, torch.dtype) and (one.is_complex or str(one).startswith("torch.q"))
+)
+"""A tensor of another dtype is neither quantized nor lazily conjugated, and is not asked, for it
+would be asked at every save. Any may be lazily negated.
+"""
+
 MAX_STATISTICS = 2**14
 """Elements that a vector of statistics may have; batch norm has one for each channel."""
 
@@ -239,8 +248,8 @@ class Eligibility:
             has_storage(tensor)
             and tensor.numel() > 0
             and tensor.device == self.device
-            and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
-            and not tensor._is_zerotensor()
+            and not (tensor.is_neg() or tensor._is_zerotensor())
+            and not (tensor.dtype in FLAGGED_DTYPES and (tensor.is_quantized or tensor.is_conj()))
         )
 
     def admits(self, tensor: Tensor, min_numel: int) -> bool:
@@ -267,7 +276,9 @@ class Eligibility:
         if tensor.device != self.device:
             self.elsewhere = tensor.device
             return False
-        if tensor.is_quantized or tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
+        if tensor.is_neg() or tensor._is_zerotensor():
+            return False
+        if tensor.dtype in FLAGGED_DTYPES and (tensor.is_quantized or tensor.is_conj()):
             return False
         base = tensor._base
         if base is not None and isinstance(base, Parameter):

@@ -17,6 +17,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, use_backend
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._groups.stash import ActivationStash
+from pp_offload._transfer.tensors import FLAGGED_DTYPES
 from pp_offload.backends import Backend
 
 Region = Callable[..., Tensor]
@@ -122,3 +123,11 @@ def test_zeros_that_are_offloaded_by_hand_stay(kind: str) -> None:
         assert same_bits([found + ones], [ones])
         has_memory = not zeros._is_zerotensor()  # as on a device that has no such zeros
         assert (manager.statistics().bytes_offloaded > 0) is has_memory
+
+
+@pytest.mark.filterwarnings("ignore")  # of kinds that PyTorch does not fully support
+def test_kinds_that_stay_are_known_by_their_dtype() -> None:
+    """A tensor of any other dtype is not asked whether it is of such a kind."""
+    for dtype in {one for one in vars(torch).values() if isinstance(one, torch.dtype)}:
+        tensor = torch.empty(1, dtype=dtype, device="meta")
+        assert (dtype in FLAGGED_DTYPES) == (tensor.is_quantized or tensor.conj().is_conj())

@@ -2167,10 +2167,26 @@ MUTANTS = [
     Mutant(
         "zeros without memory leave",
         "pp_offload/_transfer/tensors.py",
-        "tensor.is_conj() or tensor._is_zerotensor():",
-        "tensor.is_conj():",
+        "if tensor.is_neg() or tensor._is_zerotensor():",
+        "if tensor.is_neg():",
         "forward-mode AD saves zeros that no copy can read",
         ("tests/transfer/test_zero_tensors.py::test_gradients_are_equal",),
+    ),
+    Mutant(
+        "zeros without memory leave by hand",
+        "pp_offload/_transfer/tensors.py",
+        "and not (tensor.is_neg() or tensor._is_zerotensor())",
+        "and not tensor.is_neg()",
+        "a copy reads what is at address 0",
+        ("tests/transfer/test_zero_tensors.py::test_zeros_that_are_offloaded_by_hand_stay",),
+    ),
+    Mutant(
+        "only complex dtypes are asked",
+        "pp_offload/_transfer/tensors.py",
+        'one.is_complex or str(one).startswith("torch.q")',
+        "one.is_complex",
+        "quantized tensors leave without their scales",
+        ("tests/transfer/test_zero_tensors.py::test_kinds_that_stay_are_known_by_their_dtype",),
     ),
     Mutant(
         "a step that failed is looked at",
