@@ -262,12 +262,29 @@ class Chunk:
         """What it did as chunk ``key`` of the step."""
         names, sizes = [g.name for g in self.groups], [g.counts.nbytes for g in self.groups]
         shape = ChunkShape(key, tuple(names), tuple(sizes))
-        record = ChunkRecord(shape, Counter(), Counter(), Counter())
+        record = ChunkRecord(shape, Counter(), Counter(), Counter(), Counter())
+        cut_off = self._cut_off()
         for group in self.groups:
             record.copied_bytes[group.name] += group.counts.copied_bytes
             record.num_tensors[group.name] += group.counts.num_tensors
-            record.num_open[group.name] += group.state is GroupState.OPEN
+            if group in cut_off:
+                record.num_cut_off[group.name] += 1
+            else:
+                record.num_open[group.name] += group.state is GroupState.OPEN
         return record
+
+    def _cut_off(self) -> list[Group]:
+        """Groups in which the forward raised, which explains that nobody has committed them.
+
+        Between a start and its commit there need be no context that sees an exception. But then the
+        forward did not go on behind them, and no backward came.
+        """
+        found = [group for group in self.groups if group.has_failed]
+        for group in reversed(self.groups):
+            if not (group.has_failed or group.is_left_behind):
+                break
+            found.append(group)
+        return found
 
     def reset(self) -> None:
         """Forget all groups. Tensors autograd still holds stay good."""

@@ -49,6 +49,8 @@ class Group:
         bring: Called with the group whenever backward is about to use one of its tensors.
 
     Attributes:
+        has_failed: Whether an exception came out of its forward, as far as a context around that
+            has seen one.
         saved_refs: What autograd saved, as long as it is open; autograd may drop it before.
     """
 
@@ -97,6 +99,11 @@ class Group:
     def is_forgotten(self) -> bool:
         """Whether its forward ended well, backward used it, and nobody has committed it."""
         return self.state is GroupState.OPEN and self.is_used and not self.has_failed
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether nobody has committed it, and no backward has used what it saved."""
+        return self.state is GroupState.OPEN and not self.is_used and bool(self.saved_refs)
 
     def follow(self, tickets: list[Ticket]) -> None:
         """Refer to these tickets, weakly, for prefetch."""

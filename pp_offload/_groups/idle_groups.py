@@ -30,6 +30,9 @@ class GroupUse(NamedTuple):
     num_open: int = 0
     """Groups that were started and not committed."""
 
+    num_cut_off: int = 0
+    """Groups in which the forward raised. Whatever they lack, the exception has said why."""
+
 
 class IdleGroups:
     """Knows which names were asked for, and which it has warned of."""
@@ -59,7 +62,9 @@ class IdleGroups:
             elsewhere: What is wrong where tensors are on another device; empty if none is.
         """
         self.num_steps_left -= 1
-        for name in sorted({*found, *(+self._wanted)}):
+        was_cut_off = any(use.num_cut_off for use in found.values())
+        missing = set() if was_cut_off else {*(+self._wanted)}  # they may have been still to come
+        for name in sorted({*found, *missing}):
             problem = _problem(found.get(name), smallest_numel, elsewhere)
             if problem is not None and name not in self._said:
                 self._said.add(name)
@@ -73,10 +78,13 @@ def _problem(use: GroupUse | None, smallest_numel: int, elsewhere: str) -> str |
             "look whether the step calls them, and not a copy or a function of theirs, or compiles "
             "around them"
         )
-    num_committed = use.num_groups - use.num_open
+    num_groups = use.num_groups - use.num_cut_off
+    num_committed = num_groups - use.num_open
+    if num_groups == 0:
+        return None
     if num_committed == 0:
         return (
-            f"offloaded nothing: it was started {use.num_groups} times and never committed; call "
+            f"offloaded nothing: it was started {num_groups} times and never committed; call "
             "group_commit(output, name), with the name it was started with, at the end of its "
             "forward"
         )

@@ -335,7 +335,7 @@ class Manager:
         step, smallest = self.step, self.step.smallest_numel
         is_silent = self._was_disabled or self.forward.is_evaluating
         is_silent = is_silent or not self.idle_groups.num_steps_left
-        if smallest is not None and not is_silent and not step.has_failed():
+        if smallest is not None and not is_silent:
             elsewhere = self.wiring.eligibility.elsewhere_said()
             self.idle_groups.check(step.group_uses(), smallest, elsewhere)
         self._was_disabled = not self.wiring.is_enabled

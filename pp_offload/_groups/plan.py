@@ -77,6 +77,10 @@ class ChunkRecord(NamedTuple):
     copied_bytes: Counter[str]
     num_tensors: Counter[str]
     num_open: Counter[str]
+    """Groups without a commit, but for those that were cut off."""
+
+    num_cut_off: Counter[str]
+    """Groups in which the forward raised."""
 
 
 @dataclass(frozen=True)

@@ -212,19 +212,20 @@ class StepRecord(Step):
         options = self.options or config
         return make_plan(tuple(one.shape for one in records), options, self.pipeline_rank, stay)
 
-    def has_failed(self) -> bool:
-        """Whether a forward raised inside of a group: what is behind it did not run."""
-        return any(group.has_failed for one in self._forward.values() for group in one.groups)
-
     def group_uses(self) -> dict[str, GroupUse]:
         """What the step did, by group name."""
-        groups, tensors, num_open = Counter[str](), Counter[str](), Counter[str]()
+        groups, tensors = Counter[str](), Counter[str]()
+        num_open, num_cut_off = Counter[str](), Counter[str]()
         for key, chunk in {**self._forward, **self._backward}.items():
             record = _record(key, chunk)
             groups.update(record.shape.names)
             tensors.update(record.num_tensors)
             num_open.update(record.num_open)
-        return {name: GroupUse(groups[name], tensors[name], num_open[name]) for name in groups}
+            num_cut_off.update(record.num_cut_off)
+        return {
+            name: GroupUse(groups[name], tensors[name], num_open[name], num_cut_off[name])
+            for name in groups
+        }
 
     def clear(self) -> None:
         """Forget the step."""

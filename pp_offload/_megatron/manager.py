@@ -273,6 +273,9 @@ class PipelineOffloadManager(Manager):
             )
         scopes[-1].leave()
         scopes.pop()
+        chunk = self.forward.chunk
+        if args and args[0] is not None and chunk is not None and chunk.open_groups:
+            chunk.open_groups[-1].has_failed = True
 
     def on_save_for_backward(self, tensor: Tensor) -> Packed:
         """The pack hook: the tag it returns is bound to the group open now."""

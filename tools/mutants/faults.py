@@ -11,6 +11,7 @@ STATISTICS = "tests/field/test_statistics_of_batches.py"
 COMPILED = "tests/activations/test_compiled_models.py"
 WRITTEN = "tests/activations/test_written_after_saved.py"
 IDLE = "tests/field/test_groups_that_do_nothing.py"
+RAISED = "tests/groups/test_failed_forwards.py"
 MODULES_OF = "tests/checkpoint/test_modules_of.py"
 
 MUTANTS = [
@@ -2189,11 +2190,70 @@ MUTANTS = [
         ("tests/transfer/test_zero_tensors.py::test_kinds_that_stay_are_known_by_their_dtype",),
     ),
     Mutant(
-        "a step that failed is looked at",
-        "pp_offload/_groups/step.py",
-        "any(group.has_failed for one",
-        "any(False for one",
-        "groups behind a forward that raised are warned of",
-        (f"{IDLE}::test_a_forward_that_raised_is_not_a_group_that_does_nothing",),
+        "a failed forward is blamed on its group",
+        "pp_offload/_groups/chunk.py",
+        "found = [group for group in self.groups if group.has_failed]",
+        "return []",
+        "after an exception one is told to commit its group",
+        (f"{RAISED}::test_no_warning_after_a_forward_that_raised",),
+    ),
+    Mutant(
+        "a forward that raised outside of contexts is blamed on its group",
+        "pp_offload/_groups/chunk.py",
+        "if not (group.has_failed or group.is_left_behind):",
+        "if not group.has_failed:",
+        "after an exception one is told to commit its group",
+        (f"{RAISED}::test_no_warning_after_a_forward_that_raised",),
+    ),
+    Mutant(
+        "a forward that went on was cut off",
+        "pp_offload/_groups/chunk.py",
+        "                break\n            found.append(group)",
+        "                continue\n            found.append(group)",
+        "a group whose commit was forgotten is not named",
+        (f"{RAISED}::test_a_forward_that_went_on_was_not_cut_off",),
+    ),
+    Mutant(
+        "never committed, and used, is an exception's fault",
+        "pp_offload/_groups/group.py",
+        "return self.state is GroupState.OPEN and not self.is_used and bool(self.saved_refs)",
+        "return self.state is GroupState.OPEN and bool(self.saved_refs)",
+        "a group whose commit was forgotten is not named",
+        (f"{RAISED}::test_a_group_that_was_never_committed",),
+    ),
+    Mutant(
+        "one that saved nothing was cut off",
+        "pp_offload/_groups/group.py",
+        "return self.state is GroupState.OPEN and not self.is_used and bool(self.saved_refs)",
+        "return self.state is GroupState.OPEN and not self.is_used",
+        "a group whose commit was forgotten is not named",
+        (f"{RAISED}::test_a_group_that_saved_nothing_and_was_never_committed",),
+    ),
+    Mutant(
+        "a context does not see exceptions",
+        "pp_offload/_megatron/manager.py",
+        "            chunk.open_groups[-1].has_failed = True\n",
+        "            pass\n",
+        "after an exception one is told to commit its group",
+        (f"{RAISED}::test_no_warning_after_a_forward_that_raised",),
+    ),
+    Mutant(
+        "a hook does not see exceptions",
+        "pp_offload/modules.py",
+        "*(sys.exc_info() if output is None else ())",
+        "",
+        "after an exception one is told to lower a size",
+        (f"{RAISED}::test_no_warning_after_a_forward_that_raised",),
+    ),
+    Mutant(
+        "what was still to come is missing",
+        "pp_offload/_groups/idle_groups.py",
+        "missing = set() if was_cut_off else {",
+        "missing = {",
+        "after an exception one is told that modules never ran",
+        (
+            f"{RAISED}::test_a_group_that_was_still_to_come",
+            f"{IDLE}::test_a_forward_that_raised_is_not_a_group_that_does_nothing",
+        ),
     ),
 ]

@@ -1,0 +1,225 @@
+"""A forward that raised inside a group says all there is to say: no warning follows it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import on_two_backends
+from torch import Tensor, nn
+from toy import assert_idle
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import (
+    GroupStateError,
+    OffloadActivations,
+    PipelineOffloadManager,
+    offload_modules,
+    use_backend,
+)
+from pp_offload import fine_grained_offloading_group_start as group_start
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._groups.stash import ActivationStash
+from pp_offload.backends import CpuBackend
+
+
+class Boom(Exception):
+    """What goes wrong."""
+
+
+class Layer(nn.Module):
+    """Computes what it is told to."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
+def before_it_saves(x: Tensor) -> Tensor:
+    raise Boom
+
+
+def after_it_saved(x: Tensor) -> Tensor:
+    y = x.exp()
+    assert y.grad_fn is not None
+    raise Boom
+
+
+# Each runs a layer in a group, and leaves out the commit if it is told to.
+
+
+def interface(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
+    with off_interface(True, x, "mlp") as x:
+        y = layer(x)
+    return off_interface.group_commit(y, "mlp") if commits else y
+
+
+def interface_before_commit(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
+    """What raises is no longer in the context."""
+    with off_interface(True, x, "mlp") as x:
+        y = x.sin()
+    y = layer(y)
+    return off_interface.group_commit(y, "mlp") if commits else y
+
+
+def context(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
+    group_start(x, "mlp")
+    with off_interface.get_context(True):
+        y = layer(x)
+    return off_interface.group_commit(y, "mlp") if commits else y
+
+
+def context_around_all(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
+    with off_interface.get_context(True):
+        group_start(x, "mlp")
+        y = layer(x)
+        return off_interface.group_commit(y, "mlp") if commits else y
+
+
+def nested(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
+    with off_interface(True, x, "layer") as x:
+        y = interface(x.cos(), layer, commits)
+    return off_interface.group_commit(y, "layer") if commits else y
+
+
+def module(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
+    """Its hook is called after a forward that raised as well."""
+    with offload_modules(nn.ModuleDict({"mlp": layer}), {"mlp": "mlp"}):
+        y: Tensor = layer(x)
+    return y
+
+
+GROUPS = [interface, interface_before_commit, context, context_around_all, nested]
+"""Ways to make a group whose commit may be forgotten."""
+
+
+def activations(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
+    with OffloadActivations(min_offload_size=1):
+        y: Tensor = layer(x)
+    return y
+
+
+def checkpoints(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
+    y: Tensor = Recompute(ActivationStash("inputs", min_offload_size=1))(layer, x)
+    return y
+
+
+PRODUCTS = [*GROUPS, module, activations, checkpoints]
+Product = Callable[[Tensor, nn.Module, bool], Tensor]
+
+
+def forward(
+    manager: PipelineOffloadManager, product: Product, compute: Any, *, commits: bool = True
+) -> Any:
+    x = torch.ones(3, 4).to(manager.backend.device).requires_grad_()
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    return product(x, Layer(compute), commits)
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if "group '" in one.getMessage()]
+
+
+@on_two_backends
+@pytest.mark.parametrize("compute", [before_it_saves, after_it_saved])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_no_warning_after_a_forward_that_raised(
+    manager: PipelineOffloadManager,
+    product: Product,
+    compute: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    for _ in range(2):
+        with pytest.raises(Boom):
+            forward(manager, product, compute)
+        manager.reset()
+    assert not warned(caplog)
+    forward(manager, product, torch.exp).sum().backward()
+    manager.reset()
+    assert not warned(caplog)
+    assert_idle(manager)
+
+
+@pytest.mark.parametrize("compute", [before_it_saves, after_it_saved])
+def test_a_group_that_was_still_to_come(compute: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """One that never ran is not named before a step in which no forward raised."""
+    failing, late = Layer(compute), Layer(torch.sin)
+    model = nn.ModuleDict({"mlp": nn.Sequential(failing, late), "unused": Layer(torch.sin)})
+    patterns = {"mlp": "mlp.0", "late": "mlp.1", "unused": "unused"}
+    with use_backend(CpuBackend()) as manager, offload_modules(model, patterns):
+        with pytest.raises(Boom):
+            forward(manager, lambda x, layer, commits: model["mlp"](x), None)
+        manager.reset()
+        assert not warned(caplog)
+        failing.compute = torch.exp
+        forward(manager, lambda x, layer, commits: model["mlp"](x), None).sum().backward()
+        manager.reset()
+        assert [said[:23] for said in warned(caplog)] == ["group 'unused' never ra"]
+
+
+@on_two_backends
+@pytest.mark.parametrize("fails", [False, True], ids=["", "after one that raised"])
+@pytest.mark.parametrize("product", GROUPS)
+def test_a_group_that_was_never_committed(
+    manager: PipelineOffloadManager,
+    product: Product,
+    fails: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is named, also where another of the name raised in the same step."""
+    if fails:
+        with pytest.raises(Boom):
+            forward(manager, interface, after_it_saved)
+    forward(manager, product, torch.exp, commits=False).sum().backward()
+    with pytest.raises(GroupStateError, match="never committed"):
+        manager.reset()
+    assert [said for said in warned(caplog) if "'mlp'" in said and "never committed" in said]
+
+
+@on_two_backends
+def test_a_group_that_saved_nothing_and_was_never_committed(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward(manager, interface, lambda x: x + 1, commits=False).sum().backward()
+    manager.reset()
+    assert "'mlp' offloaded nothing: it was started 1 times and never committed" in caplog.text
+
+
+@on_two_backends
+def test_a_forward_that_went_on_was_not_cut_off(
+    manager: PipelineOffloadManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody goes backward, but behind the group that was not committed there was another."""
+    loss = forward(manager, interface, torch.exp, commits=False)
+    with off_interface(True, loss, "next") as x:
+        y = x.sin()
+    del loss, x
+    off_interface.group_commit(y, "next")
+    del y
+    manager.reset()
+    assert "'mlp' offloaded nothing: it was started 1 times and never committed" in caplog.text
+
+
+def bare_in_bare(x: Tensor, layer: nn.Module, commits: bool) -> Tensor:
+    """No context is there when it raises, in two groups at once."""
+    group_start(x, "layer")
+    with off_interface.get_context(True):
+        x = x.cos()
+        group_start(x, "mlp")
+        x = x.sin()
+    return layer(x)
+
+
+def test_two_groups_are_cut_off_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    with use_backend(CpuBackend()) as manager:
+        with pytest.raises(Boom):
+            forward(manager, bare_in_bare, after_it_saved)
+        manager.reset()
+    assert not warned(caplog)
