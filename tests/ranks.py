@@ -22,8 +22,8 @@ RANK = os.environ.get("RANK", "0")
 """As it was at the start: some libraries write it."""
 
 
-def run_cases(compare: Callable[[str], Any], *, has_group: bool = True) -> None:
-    """Compare the cases named, and write what came of them.
+def run_cases(compare: Callable[[str], Any], *, has_group: bool = True) -> NoReturn:
+    """Compare the cases named, write what came of them, and :func:`leave`.
 
     Args:
         compare: One case.

@@ -197,8 +197,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         return self.stash.statistics()
 
     def _keep_buffers(self, module: Module) -> None:
-        """Keep buffers: batch norm changes its own without a trace, also while a copy runs. Of
-        modules in a compiled one nobody is seen.
+        """Keep buffers: they may be changed without a trace, also while a copy runs. A compiled
+        module hides those inside it, so all of its buffers are kept at once.
         """
         is_compiled = "_orig_mod" in module._modules
         for buffer in module.buffers() if is_compiled else module._buffers.values():

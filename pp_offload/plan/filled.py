@@ -1,6 +1,6 @@
 """Fills all ranks up to a limit, each by itself, all at once.
 
-    stays = filled(play, ranks, limit_bytes, most_tries)
+    stays = fill(play, ranks, limit_bytes, most_tries)
     settle(play, stays, ranks, limit_bytes)
 
 A prediction is of all ranks, so what each of them proposes is played together. What one keeps
@@ -21,7 +21,7 @@ Play = Callable[[Sequence[Stay]], Tried]
 """Predicts the step in which these stay, rank by rank."""
 
 
-def filled(
+def fill(
     play: Play,
     ranks: Sequence[Sequence[Class]],
     limit_bytes: int,

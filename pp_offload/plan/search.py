@@ -34,7 +34,7 @@ from pp_offload.plan.changes import (
     subsets,
 )
 from pp_offload.plan.classes import Class, Kept, classes_of, num_groups, spread_out
-from pp_offload.plan.filled import filled, settle
+from pp_offload.plan.filled import fill, settle
 from pp_offload.plan.filling import has_many
 from pp_offload.plan.pipeline import FirstStep
 from pp_offload.plan.steps import SAME, Steps, Tried, best_of
@@ -319,7 +319,7 @@ class Search:
     ) -> list[Stay]:
         """The same in the order of these classes; what was found."""
         most_tries = max(TRIES_TO_FILL, most_steps - self._steps.num)
-        found = filled(self._try, ranks, limit_bytes, most_tries, one_by_one=one_by_one)
+        found = fill(self._try, ranks, limit_bytes, most_tries, one_by_one=one_by_one)
         settle(self._try, found, ranks, limit_bytes)
         return found
 

@@ -10,7 +10,7 @@ import pytest
 
 from pp_offload.plan.changes import Stay
 from pp_offload.plan.classes import Class
-from pp_offload.plan.filled import filled, settle
+from pp_offload.plan.filled import fill, settle
 
 NUM = 500
 
@@ -38,7 +38,7 @@ class Ranks:
 
 def test_all_ranks_are_filled_with_the_tries_of_one() -> None:
     ranks = Ranks(more=0)
-    found = filled(ranks.play, [CLASSES, CLASSES], 200, most_tries=100)
+    found = fill(ranks.play, [CLASSES, CLASSES], 200, most_tries=100)
     assert [len(stay) for stay in found] == [200, 200]
     assert len(ranks.tried) < 12
 
