@@ -124,13 +124,14 @@ class OffloadConfig:
     """
 
     plan: OffloadPlan | str | os.PathLike[str] | None = None
-    """Which groups stay, from the second step on: a plan that `pp-offload plan` has written, or one
-    of :func:`pp_offload.plan.choose`; or ``"auto"``: as many as ``device_limit_bytes`` has room
+    """Which groups stay, from the first step on: a plan that `pp-offload plan` has written, or one
+    of :func:`pp_offload.plan.choose`, which also says what of ``max_in_flight_bytes`` and
+    ``prefetch_bytes`` is ``"auto"`` here. Or ``"auto"``: as many as ``device_limit_bytes`` has room
     for, as the first steps show it, each rank on its own. In place of
     ``activation_offload_fraction`` and ``delta_offload_bytes_across_pp_ranks``.
 
     A group that a plan does not know, or that has other bytes than there, leaves, with one line in
-    the log.
+    the log; then the engine chooses bounds by itself.
     """
 
     device_limit_bytes: int | None = None

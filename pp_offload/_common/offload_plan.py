@@ -40,6 +40,10 @@ class PlannedGroup:
     keeps: bool
     """Whether it stays on the device."""
 
+    def is_it(self, name: str, nbytes: int) -> bool:
+        """Whether a group at its place is the one that was planned."""
+        return (self.name, self.nbytes) == (name, nbytes)
+
 
 @dataclass(frozen=True)
 class RankPlan:
@@ -80,6 +84,19 @@ class RankPlan:
 
     optimizer_bytes: int = 0
     """Of the peak, the state of the optimizer; 0 where none was planned with, or it has none."""
+
+    max_in_flight_bytes: int | None = None
+    """The option of this name, for this rank; None where the engine is to choose."""
+
+    prefetch_bytes: int | None = None
+    """As ``max_in_flight_bytes``."""
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """On bytes in flight, and on what is ahead; None where the engine is to choose."""
+        if self.max_in_flight_bytes is None or self.prefetch_bytes is None:
+            return None
+        return self.max_in_flight_bytes, self.prefetch_bytes
 
     def recomputed_in(self, vp_stage: int) -> tuple[str, ...]:
         """Names of the layers that one virtual stage recomputes."""
@@ -190,6 +207,8 @@ def _rank_plan(found: Any) -> RankPlan:
         recomputed=_each(_list(found, "recomputed"), lambda stage: _each(stage, _name)),
         peak_bytes=_count(found, "peak_bytes"),
         optimizer_bytes=_count_if_told(found, "optimizer_bytes") or 0,
+        max_in_flight_bytes=_count_if_told(found, "max_in_flight_bytes"),
+        prefetch_bytes=_count_if_told(found, "prefetch_bytes"),
         host_peak_bytes=_count(found, "host_peak_bytes"),
         seconds=_seconds(found, "seconds"),
         busy_s=_seconds(found, "busy_s"),

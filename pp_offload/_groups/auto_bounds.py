@@ -118,8 +118,19 @@ class AutoBounds:
                 self._timed, self._sent_when_timed = running, sent
         has_grown = is_complete and 0 < self._sent_when_timed * GROWN < sent
         if plan != self._plan or (has_grown and not self._num_left):
-            self._plan = plan
-            self._num_left = NUM_TIMED if is_wanted(self._config) else 0
+            self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """From now on steps are to go by this plan: with its bounds, or by times of the next ones.
+
+        Args:
+            plan: Whose bounds hold for as long as all is as planned, whatever steps take. So
+                memory stays below the limit that it was made for.
+        """
+        self._plan = plan
+        self._num_left = NUM_TIMED if is_wanted(self._config) else 0
+        if plan.bounds is not None:
+            self._take(planned_bounds(self._config, plan.bounds))
 
     def _read(self, times: StepTimes, laps: Laps) -> None:
         if laps.are_over():
@@ -130,12 +141,12 @@ class AutoBounds:
     def _choose(self, times: StepTimes, laps: Laps) -> None:
         stalled_s = seconds(laps.waits)
         self._transfer.counters.stalled_ms = stalled_s * 1e3
+        if self._plan.bounds is not None:
+            return
         least = least_bounds(times, laps, self._plan.kept)
         if least is None:
             return
-        cap_bytes, ahead_bytes = within(self._config, self.bounds, least, self._unused_bytes())
-        self._transfer.copies.in_flight.bound.choose(cap_bytes)
-        self._prefetcher.choose(ahead_bytes)
+        self._take(within(self._config, self.bounds, least, self._unused_bytes()))
         logger.log(
             logging.DEBUG if self._num_left else logging.INFO,
             "of a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
@@ -147,6 +158,11 @@ class AutoBounds:
             (rate(laps.reloads) or 0) / 1e9,
             *(one // MIB for one in self.bounds),
         )
+
+    def _take(self, bounds: tuple[int, int]) -> None:
+        cap_bytes, ahead_bytes = bounds
+        self._transfer.copies.in_flight.bound.choose(cap_bytes)
+        self._prefetcher.choose(ahead_bytes)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -204,6 +220,13 @@ def within(
     if unused_bytes is not None:
         wanted = grown(now, wanted, int(unused_bytes * SHARE_OF_UNUSED))
     return max(1, wanted[0]), wanted[1]  # 0 in flight: compute would wait for each copy
+
+
+def planned_bounds(config: OffloadConfig, planned: tuple[int, int]) -> tuple[int, int]:
+    """The bounds of a plan, as far as the budget has room."""
+    if left_of_budget(config) is None:
+        return planned
+    return within(config, planned, planned, None)
 
 
 def _by_chunk(marks: Iterable[Mark], kept: Collection[GroupKey]) -> Iterable[list[Mark]]:

@@ -180,7 +180,7 @@ class Chunk:
             return False
         if group.key is None:
             return True
-        if wiring.plan.keeps(group.key, group.name):
+        if wiring.plan.keeps(group.key, group.name, group.counts.nbytes):
             return False
         if not wiring.plan.is_last_of_its_name(group.key, group.name):
             return True

@@ -25,7 +25,7 @@ from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.hook_scopes import leave_all
 from pp_offload._groups.idle_groups import IdleGroups
-from pp_offload._groups.plan import ChunkKey
+from pp_offload._groups.plan import ChunkKey, plan_of_options
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.step import StepRecord
@@ -129,6 +129,11 @@ class Manager:
         """The device it works on."""
         return self.wiring.transfer.backend
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """On bytes in flight, and on what is ahead, as they are now."""
+        return self._bounds.bounds
+
     # Chunks
 
     def begin_chunk(
@@ -161,12 +166,22 @@ class Manager:
             return  # a model that begins its own chunks is run again by a checkpoint around it
         leave_all()
         self.verify()
+        self._follow_options()
         if self.step.num_chunks >= MANY_CHUNKS:
             self._forget_finished()
         if torch.is_grad_enabled():
             self.step.smallest_numel = smallest
         self.step.vp_size = size
         self.forward.chunk = self._new_chunk(smallest, stage, microbatch)
+
+    def _follow_options(self) -> None:
+        """Go by the plan of the options, before a step has shown anything."""
+        options = self.step.options or self.config
+        if options.offload_plan is None or not self.step.is_warmup or self.wiring.plan.planned:
+            return
+        with self.wiring.lock:
+            self.wiring.plan = plan_of_options(options, self.step.pipeline_rank)
+            self._bounds.follow(self.wiring.plan)
 
     def _new_chunk(self, smallest: int, vp_stage: int, microbatch: int | None) -> Chunk:
         return Chunk(smallest, self.wiring, vp_stage=vp_stage, microbatch=microbatch)

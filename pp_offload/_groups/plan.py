@@ -100,9 +100,25 @@ class Plan:
     stay: Mapping[Place, int] = field(default_factory=dict)
     """Places whose groups stay below a limit, and the most bytes that they may have for that."""
 
-    def keeps(self, key: GroupKey, name: str) -> bool:
+    planned: tuple[tuple[PlannedGroup, ...], ...] = ()
+    """What the plan of the options says, by virtual stage: for chunks that no step has had yet."""
+
+    bounds: tuple[int, int] | None = None
+    """On bytes in flight and ahead, as the plan of the options has them; None where the engine is
+    to choose: without such a plan, or where a group is not as planned.
+    """
+
+    def keeps(self, key: GroupKey, name: str, nbytes: int) -> bool:
         """Whether the plan knows this very group and keeps it."""
-        return key in self.kept and self.names[key.chunk][key.position] == name
+        if key.chunk in self.names:
+            return key in self.kept and self.names[key.chunk][key.position] == name
+        planned = self._planned(key)
+        return planned is not None and planned.keeps and planned.is_it(name, nbytes)
+
+    def _planned(self, key: GroupKey) -> PlannedGroup | None:
+        stages, (chunk, position) = self.planned, key
+        stage = stages[chunk.vp_stage] if chunk.vp_stage < len(stages) else ()
+        return stage[position] if position < len(stage) else None
 
     def without_room(self) -> Plan:
         """The same, with no room for what was to stay below a limit."""
@@ -114,7 +130,12 @@ class Plan:
 
     def is_last_of_its_name(self, key: GroupKey, name: str) -> bool:
         """Whether the plan knows this very group, and no later one of its chunk has the name."""
-        return key in self.last and self.names[key.chunk][key.position] == name
+        if key.chunk in self.names:
+            return key in self.last and self.names[key.chunk][key.position] == name
+        if self._planned(key) is None:
+            return False
+        later = self.planned[key.chunk.vp_stage][key.position :]
+        return [one.name for one in later].count(name) == 1 and later[0].name == name
 
 
 @lru_cache(maxsize=8)
@@ -137,7 +158,32 @@ def make_plan(
     names = {chunk.key: chunk.names for chunk in chunks}
     last = (key for chunk in chunks for key in last_of_each_name(chunk).values())
     num = sum(planned is None for _, planned in planned_groups(chunks, config, pipeline_rank))
-    return Plan(kept, names, frozenset(last), num, places)
+    first = plan_of_options(config, pipeline_rank)
+    return replace(
+        first,
+        kept=kept,
+        names=names,
+        last=frozenset(last),
+        num_unplanned=num,
+        stay=places,
+        bounds=None if num else first.bounds,
+    )
+
+
+def plan_of_options(config: OffloadConfig, pipeline_rank: int) -> Plan:
+    """The plan before any step was seen.
+
+    Args:
+        config: The options.
+        pipeline_rank: Of this process.
+
+    Raises:
+        ConfigError: The plan of the options has fewer ranks.
+    """
+    if config.offload_plan is None:
+        return Plan()
+    mine = config.offload_plan.rank(pipeline_rank)
+    return Plan(planned=mine.stages, bounds=mine.bounds)
 
 
 def groups_to_keep(
@@ -172,7 +218,7 @@ def planned_groups(
     for chunk in chunks:
         stage = stages[chunk.key.vp_stage] if chunk.key.vp_stage < len(stages) else ()
         for (key, group), planned in zip_longest(chunk.by_key(), stage[: len(chunk.names)]):
-            is_known = planned is not None and (planned.name, planned.nbytes) == group
+            is_known = planned is not None and planned.is_it(*group)
             found.append((key, planned if is_known else None))
     return found
 

@@ -108,9 +108,9 @@ class PipelineOffloadManager(introduced.PipelineOffloadManager):
             check_count("pp_rank", pp_rank, unit="None leaves it as it is")
         check_most_in_flight(max_inflight_offloads)
         self._plan_with(delta_offload_bytes_across_pp_ranks, activation_offload_fraction)
-        self.begin_chunk(vp_size, vp_stage, min_offloaded_tensor_size)
-        if pp_rank is not None:
+        if pp_rank is not None:  # first, for the plan of this rank may begin here
             self.step.pipeline_rank = pp_rank
+        self.begin_chunk(vp_size, vp_stage, min_offloaded_tensor_size)
         chunk = self.forward.chunk
         if isinstance(chunk, ChunkOffloadHandler):
             chunk.max_inflight_offloads = max_inflight_offloads

@@ -10,9 +10,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 
-from pp_offload._groups.auto_bounds import GROWN, NUM_TIMED, is_wanted, least_bounds, within
+from pp_offload._groups.auto_bounds import (
+    GROWN,
+    NUM_TIMED,
+    is_wanted,
+    least_bounds,
+    planned_bounds,
+    within,
+)
 from pp_offload._groups.bounds import left_of_budget
-from pp_offload._groups.plan import ChunkKey, GroupKey
+from pp_offload._groups.plan import ChunkKey, GroupKey, Plan
 from pp_offload._groups.prefetch import SMALL_BYTES
 from pp_offload._groups.step_times import StepTimes
 from pp_offload._transfer.bound import Bound
@@ -107,6 +114,14 @@ class Bounds:
             most = left // max(1, given.count(AUTO))
             self.cap.limit(max(1, most))
             self.window.limit(most)
+
+    def follow(self, plan: Plan) -> None:
+        """Go by a plan, if it has bounds; as ``AutoBounds.follow``."""
+        if plan.bounds is not None:
+            self._num_left = 0
+            cap_bytes, window_bytes = planned_bounds(self._config, plan.bounds)
+            self.cap.choose(cap_bytes)
+            self.window.choose(window_bytes)
 
     def copied(self) -> Bounds:
         """Others that are the same so far."""

@@ -20,9 +20,9 @@ from pp_offload._groups.plan import (
     ChunkKey,
     ChunkShape,
     GroupKey,
-    Plan,
     WeightPassKey,
     make_plan,
+    plan_of_options,
 )
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload.config import OffloadConfig
@@ -116,7 +116,13 @@ class NumberRank:
         self._vp_stage = {stage: index for index, stage in enumerate(order.stages_of(number))}
         self._bounds = Bounds(config or OffloadConfig())
         self._places = Places(config or OffloadConfig(), hardware)
-        self._plan: Plan | None = None
+        # Without such an option each of many equal ranks makes the same plan.
+        options = config or OffloadConfig()
+        differ = options.offload_plan or options.delta_offload_bytes_across_pp_ranks
+        self._rank_of_plan = number if differ else 0
+        self._plan = plan_of_options(options, self._rank_of_plan)
+        self._has_learned = False
+        self._bounds.follow(self._plan)
         self._step: _Step | None = None
         self._turns = self._turns_of(order)
         self._order = [key for turn in self._turns if (key := _goes_backward(turn)) is not None]
@@ -135,13 +141,14 @@ class NumberRank:
         return turns
 
     def following(self, config: OffloadConfig) -> NumberRank:
-        """The same rank after its first step, in which it knew no plan, with the plan of
+        """The same rank after its first step, which was by no plan, with the plan of
         ``config``. This one stays as it is, so others may follow it.
         """
-        assert self._plan is None and not self.has_more, "it has had one whole step"
+        assert not self._has_learned and not self.has_more, "it has had one whole step"
         self._places.compact()  # as the next step begins with; then there is little to copy
         other = copy.copy(self)
         other.moved, other._config = copy.copy(self.moved), config
+        other._rank_of_plan = self._number
         other._bounds, other._places = self._bounds.copied(), self._places.copied()
         other._uses = self._uses.copied()
         return other
@@ -182,11 +189,11 @@ class NumberRank:
         config = self._config
         if config is None:
             return
-        if self._plan is None:
+        if not self._has_learned:
             shapes = [self._shape(key) for key in self._order if isinstance(key, ChunkKey)]
-            differ = config.offload_plan or config.delta_offload_bytes_across_pp_ranks
-            number = self._number if differ else 0  # or each of many equal ranks makes the same
-            self._plan = make_plan(tuple(shapes), config, number)
+            self._plan = make_plan(tuple(shapes), config, self._rank_of_plan)
+            self._has_learned = True
+            self._bounds.follow(self._plan)
         left = self._hardware.memory_bytes - step.device.memory.peak
         self._bounds.choose(
             step.rules.copies.watch,
@@ -198,8 +205,7 @@ class NumberRank:
     def _shape(self, key: ChunkKey) -> ChunkShape:
         tape = self._tapes[list(self._vp_stage)[key.vp_stage]]
         names = tuple(group.name for group in tape.groups)
-        sizes = [sum(tape.payloads[i].nbytes for i in group.payloads) for group in tape.groups]
-        return ChunkShape(key, names, tuple(sizes))
+        return ChunkShape(key, names, tape.group_bytes)
 
     # Actions
 
@@ -288,11 +294,9 @@ class NumberRank:
 
     def _keeps(self, rules: Rules, chunk: ChunkState, position: int) -> bool:
         """What ``Chunk.may_leave`` does not let go."""
-        plan = self._plan
-        if plan is None:  # nothing is known, so all leaves
-            return False
-        key, name = GroupKey(chunk.key, position), chunk.tape.groups[position].name
-        if plan.keeps(key, name):
+        plan, key = self._plan, GroupKey(chunk.key, position)
+        name = chunk.tape.groups[position].name
+        if plan.keeps(key, name, chunk.tape.group_bytes[position]):
             return True
         return plan.is_last_of_its_name(key, name) and rules.is_next(chunk)
 
@@ -313,6 +317,7 @@ class NumberRank:
             on_demand_reloads=self.moved.on_demand_reloads - step.before.on_demand_reloads,
             offload_s=step.device.d2h.busy_s,
             num_in_flight=step.most_in_flight,
+            bounds=(self._bounds.cap.nbytes, self._bounds.window.nbytes),
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from pp_offload._common.offload_plan import PlannedGroup
@@ -139,6 +140,11 @@ class Tape:
         """Of a microbatch."""
         parts = len(self.input_part) + len(self.weight_part.later)
         return len(self.forward) + max(len(self.backward.later), parts)
+
+    @cached_property
+    def group_bytes(self) -> tuple[int, ...]:
+        """What each group of it saves."""
+        return tuple([self.nbytes(group) for group in self.groups])
 
     def nbytes(self, group: GroupTape) -> int:
         """What a group of it saves."""

@@ -53,6 +53,9 @@ class RankStep:
     num_in_flight: int
     """The most forwards whose backward, or its last part, was to come."""
 
+    bounds: tuple[int, int]
+    """On bytes in flight, and on what is ahead, as the engine had them at the end."""
+
     @property
     def waits_most_for(self) -> int | None:
         """The rank whose messages it waited for longest; None if it never waited."""
@@ -207,4 +210,5 @@ class _Count:
             on_demand_reloads=statistics.on_demand_reloads - self._before.on_demand_reloads,
             offload_s=self._backend.offload_s - self._copied_s,
             num_in_flight=self._most_in_flight,
+            bounds=self._manager.bounds,
         )

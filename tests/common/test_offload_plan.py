@@ -18,7 +18,8 @@ from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
 
 GROUPS = (PlannedGroup("mlp", 64, True), PlannedGroup("attn", 32, False))
 RANK = RankPlan((GROUPS,), (("layers.1", "layers.3"), ()), 9, 8, 0.5, 0.3, 0.1, 7, 0.2)
-PLAN = OffloadPlan("a test", 10, 0.5, 0.25, (RANK, RANK))
+BOUNDED = replace(RANK, max_in_flight_bytes=5, prefetch_bytes=0)
+PLAN = OffloadPlan("a test", 10, 0.5, 0.25, (RANK, BOUNDED))
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
@@ -26,6 +27,14 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     assert OffloadPlan.load(tmp_path / "plan.json") == PLAN
     for given in (tmp_path / "plan.json", str(tmp_path / "plan.json"), PLAN):
         assert OffloadConfig(plan=given).offload_plan == PLAN
+
+
+def test_a_file_without_bounds_leaves_them_to_the_engine() -> None:
+    assert [rank.bounds for rank in PLAN.ranks] == [None, (5, 0)]
+    older = PLAN.to_dict()
+    for rank in older["ranks"]:
+        del rank["max_in_flight_bytes"], rank["prefetch_bytes"]
+    assert [rank.bounds for rank in OffloadPlan.from_dict(older).ranks] == [None, None]
 
 
 def test_options_with_a_plan_go_to_a_file_and_back() -> None:
@@ -131,13 +140,87 @@ def plan_of(keeps: bool, *, wrong_bytes: int = 0) -> OffloadPlan:
     return OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((tuple(groups),)),))
 
 
-def test_what_is_planned_stays_from_the_second_step_on() -> None:
+def test_what_is_planned_stays_from_the_first_step_on() -> None:
     grads, sent = steps(OffloadConfig())
     kept_grads, kept_sent = steps(OffloadConfig(plan=plan_of(True)))
     left_grads, left_sent = steps(OffloadConfig(plan=plan_of(False)))
-    assert sent == left_sent and kept_sent == [sent[0], 0, 0] and sent[1] > 0
+    assert kept_sent == [0, 0, 0] and sent[0] > sent[1] == sent[2] > 0
+    assert left_sent == [sent[1]] * 3, "but for the last ones, whose backward comes at once"
     for one, other, third in zip(grads, kept_grads, left_grads, strict=True):
         assert torch.equal(one, other) and torch.equal(one, third)
+
+
+def test_microbatches_that_no_step_had_before_go_by_the_plan() -> None:
+    with use_backend(CpuBackend(), config=OffloadConfig(plan=plan_of(True))) as manager:
+        model = make_model()
+        for num in (1, 1, 3):
+            off_interface.reset()
+            losses = []
+            for _ in range(num):
+                off_interface.init_chunk_handler(None, None, 1)
+                losses.append(model(torch.ones(2, 8)).sum())
+            for loss in losses:
+                loss.backward()
+        assert manager.statistics().bytes_offloaded == 0
+
+
+def test_a_plan_for_fewer_ranks_is_refused_before_a_forward() -> None:
+    with use_backend(CpuBackend(), config=OffloadConfig(plan=plan_of(True))) as manager:
+        manager.step.pipeline_rank = 1
+        with pytest.raises(ConfigError, match="for 1 pipeline ranks, and this is rank 1"):
+            off_interface.init_chunk_handler(None, None, 1)
+
+
+def bounds_by(config: OffloadConfig, num_steps: int) -> tuple[int, int]:
+    """Of an engine, when a chunk of the last step has begun."""
+    with use_backend(CpuBackend(), config=config) as manager:
+        model = make_model()
+        for _ in range(num_steps):
+            off_interface.reset()
+            off_interface.init_chunk_handler(None, None, 1)
+            bounds = manager.bounds
+            model(torch.ones(2, 8)).sum().backward()
+    return bounds
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (5000, 300)),
+        ({"max_in_flight_bytes": 77}, (77, 300)),
+        ({"prefetch_bytes": 88}, (5000, 88)),
+        ({"device_budget_bytes": 2650}, (2500, 150)),
+        ({"tiers": ("host", "disk")}, (5000, 300)),
+    ],
+)
+def test_bounds_of_a_plan_hold_where_no_option_says_otherwise(
+    options: dict[str, Any], expected: tuple[int, int], num_steps: int
+) -> None:
+    plan = with_bounds(plan_of(False))
+    assert bounds_by(OffloadConfig(plan=plan, **options), num_steps) == expected
+
+
+def with_bounds(plan: OffloadPlan) -> OffloadPlan:
+    (rank,) = plan.ranks
+    return replace(plan, ranks=(replace(rank, max_in_flight_bytes=5000, prefetch_bytes=300),))
+
+
+def test_bounds_of_a_plan_of_no_waiting_wait_for_each_copy() -> None:
+    (rank,) = plan_of(False).ranks
+    plan = replace(PLAN, ranks=(replace(rank, max_in_flight_bytes=0, prefetch_bytes=0),))
+    assert bounds_by(OffloadConfig(plan=plan), 3) == (0, 0)
+
+
+def test_where_a_group_is_not_as_planned_bounds_are_of_the_engine() -> None:
+    config = OffloadConfig(plan=with_bounds(plan_of(False, wrong_bytes=1)))
+    with use_backend(CpuBackend(), config=config) as manager:
+        for _ in range(2):
+            off_interface.reset()
+            off_interface.init_chunk_handler(None, None, 1)
+            make_model()(torch.ones(2, 8)).sum().backward()
+        off_interface.reset()
+        assert manager.wiring.plan.bounds is None
 
 
 def test_groups_with_other_bytes_leave_and_are_told_of_once(
@@ -146,7 +229,7 @@ def test_groups_with_other_bytes_leave_and_are_told_of_once(
     _, sent = steps(OffloadConfig())
     with caplog.at_level(logging.WARNING):
         _, other = steps(OffloadConfig(plan=plan_of(True, wrong_bytes=1)), num=4)
-    assert other[:3] == sent
+    assert other == [sent[1]] * 4, "but for the last ones, whose backward comes at once"
     (line,) = [one.getMessage() for one in caplog.records if "in the plan" in one.getMessage()]
     assert "are not in the plan of OffloadConfig, or have other bytes" in line
 
@@ -160,4 +243,4 @@ def test_a_plan_for_fewer_groups_or_stages_leaves_the_others() -> None:
         _, other = steps(OffloadConfig(plan=less))
         assert 0 < other[1] <= sent[1]
     more = replace(full, ranks=(replace(full.ranks[0], stages=((*groups, groups[0]),)),))
-    assert steps(OffloadConfig(plan=more))[1] == [sent[0], 0, 0]
+    assert steps(OffloadConfig(plan=more))[1] == [0, 0, 0]

@@ -31,7 +31,14 @@ from pp_offload.plan.pipeline import FirstStep
 from pp_offload.plan.rank import NumberRank
 from pp_offload.simulate import PipelineStep, RankStep, run_pipeline
 
-SAME = ("peak_bytes", "host_peak_bytes", "bytes_offloaded", "on_demand_reloads", "num_in_flight")
+SAME = (
+    "peak_bytes",
+    "host_peak_bytes",
+    "bytes_offloaded",
+    "on_demand_reloads",
+    "num_in_flight",
+    "bounds",
+)
 NEARLY = ("seconds", "busy_s", "stalled_s", "offload_s")
 """To one part in 1e9 of the step: the same times are added up in another order."""
 
