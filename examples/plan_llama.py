@@ -82,8 +82,8 @@ def main() -> None:
         raise SystemExit(f"--limit-gib: {refused}") from refused
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")
-    none, at_first = chooser.without_offload(), chooser.needed_at_first(plan.limit_bytes)
-    print(f"{title_of(options)}\n\n{table(plan, none, at_first)}")
+    none = chooser.without_offload()
+    print(f"{title_of(options)}\n\n{table(plan, none)}")
     if options.output:
         plan.save(options.output)
     if options.picture:

@@ -71,9 +71,9 @@ def plan(
             raise wrong("--limit", f"{failure}{more}") from failure
     if output is not None:
         found.save(output)
-    none, at_first = chooser.without_offload(), chooser.needed_at_first(limit_bytes)
+    none = chooser.without_offload()
     typer.echo(f"{pipeline.title}\n")
-    typer.echo(table(found, none, at_first, roomier))
+    typer.echo(table(found, none, roomier))
     if png is not None:
         _draw(found, none, png)
         typer.echo(f"\nthe picture is in {png}")

@@ -12,18 +12,24 @@ NOTE [ When to recompute ]
     without any offload. Else the ranks that are above the limit without it recompute a quarter of
     their layers, a half, and so on, and what was the best of these is changed rank by rank. A
     number of layers is passed over where the step is too long even if everything stayed.
+
+NOTE [ Which bounds ]
+    An engine chooses its bounds so that compute waits as little as it can. Where the link has too
+    much to do it waits all the same, and what is on its way takes room in which groups could stay.
+    So all is tried with smaller ones, too. With twice as large ones nothing was faster in eight pipelines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import NamedTuple
 
 from pp_offload._common.checks import check_count
 from pp_offload._common.garbage import collector_off
-from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload.config import OffloadConfig
+from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan.search import InfeasibleError, Search
 from pp_offload.plan.steps import SAME, Steps, Tried, most_tries
 from pp_offload.plan.tape import RankTapes
@@ -38,8 +44,21 @@ PARTS = 4
 WORTH_IT = 1e-3
 """Other numbers are tried where they could save such a part of a step."""
 
+BOUNDS = (1.0, 0.5, 0.0)
+"""Such parts are tried of the bounds that an engine would choose by itself, see NOTE [ Which bounds
+]; with the last one a group at a time is on its way.
+"""
+
 Nums = tuple[int, ...]
 """How many layers each rank recomputes."""
+
+
+class Way(NamedTuple):
+    """What is settled before groups are chosen."""
+
+    nums: Nums
+    bounds: float = 1.0
+    """One of :data:`BOUNDS`."""
 
 
 def choose(
@@ -94,7 +113,7 @@ class Chooser:
         self._steps = Steps(
             order, hardware, config or OffloadConfig(), peers, progress, most_tries(order, tapes)
         )
-        self._searches: dict[Nums, Search] = {}
+        self._searches: dict[Way, Search] = {}
 
     def plan(self, limit_bytes: int, *, made_for: str = "") -> OffloadPlan:
         """See :func:`choose`."""
@@ -103,10 +122,10 @@ class Chooser:
         # looks at all that is kept of first steps too; and where steps are large, few are tried.
         with collector_off():
             best = self._best(limit_bytes)
-        search, tried = self._search(best.nums), best.tried
+        search, tried = self._search(best.way), best.tried
         ranks = [
-            RankPlan(
-                stages=stages,
+            replace(
+                plan,
                 recomputed=tapes.recomputed,
                 peak_bytes=one.peak_bytes,
                 optimizer_bytes=tapes.update.state_bytes,
@@ -118,8 +137,8 @@ class Chooser:
                 on_demand_reloads=one.on_demand_reloads,
                 offload_s=one.offload_s,
             )
-            for stages, one, tapes in zip(
-                search.stages(tried.kept), tried.step.ranks, search.tapes, strict=True
+            for plan, one, tapes in zip(
+                search.plans(tried), tried.step.ranks, search.tapes, strict=True
             )
         ]
         least_s = self.without_offload().seconds
@@ -128,17 +147,6 @@ class Chooser:
     def without_offload(self) -> PipelineStep:
         """The step in which all stays and nothing is recomputed."""
         return self._search(self._nothing).without_offload
-
-    def needed_at_first(self, limit_bytes: int) -> dict[int, int]:
-        """Ranks that only the first step has recompute layers; and how many bytes it needs without.
-
-        All groups leave in it, whatever is planned, and bounds are not chosen yet. Later steps are
-        below the limit there where all groups leave.
-        """
-        search = self._search(self._nothing)
-        above = {rank: peak for rank, peak in enumerate(search.first_peaks) if peak > limit_bytes}
-        later = search.all_leave().ranks if above else []
-        return {rank: peak for rank, peak in above.items() if later[rank].peak_bytes <= limit_bytes}
 
     def with_more_on_the_host(self, plan: OffloadPlan) -> OffloadPlan | None:
         """A plan for the same limit with as much host memory as it takes, if its step is shorter.
@@ -168,50 +176,85 @@ class Chooser:
     def recomputed(self) -> PipelineStep | None:
         """The step in which all layers are recomputed and nothing leaves; None without layers."""
         nums = tuple(one.num_layers for one in self._tapes)
-        return self._search(nums).without_offload if any(nums) else None
+        return self._search(Way(nums)).without_offload if any(nums) else None
 
     @property
-    def _nothing(self) -> Nums:
-        return (0,) * len(self._tapes)
+    def _nothing(self) -> Way:
+        return Way((0,) * len(self._tapes))
 
     def _best(self, limit_bytes: int) -> _Found:
+        """The best, as an engine follows it.
+
+        What that is may differ from what was tried. Rarely it is above the limit, and another one
+        is the best; or below it, where all that was tried is above.
+
+        Raises:
+            InfeasibleError: There is none.
+        """
+        while True:
+            found = self._tried(limit_bytes)
+            if found.tried.is_followed and found.tried.fits(limit_bytes):
+                return found
+            followed = self._search(found.way).followed(found.tried)
+            if followed.fits(limit_bytes):
+                return replace(found, tried=followed)
+
+    def _tried(self, limit_bytes: int) -> _Found:
+        """The best of what is tried; the one with the lowest peak, where none fits."""
         most_steps = self._steps.num + self._steps.max_tries
         trial = _Trial(self._steps, self._search, limit_bytes, most_steps)
-        trial.take(self._nothing)
+        for bounds in self._parts_of_bounds:
+            trial.take(self._nothing._replace(bounds=bounds))
         needy = self._needy(limit_bytes)
-        if needy and not trial.is_good:
+        if needy:
             ranks = range(len(self._tapes))
             for part in range(1, PARTS + 1):
-                trial.take(tuple(-(-needy.get(rank, 0) * part // PARTS) for rank in ranks))
+                nums = tuple(-(-needy.get(rank, 0) * part // PARTS) for rank in ranks)
+                for bounds in self._parts_of_bounds:
+                    trial.take(Way(nums, bounds))
             trial.descend(needy)
-        best = trial.best()
-        tried = self._search(best.nums).polished(best.tried, limit_bytes, most_steps)
-        return _Found(best.nums, tried)
+        best = trial.best or trial.lowest()
+        if not best.tried.fits(limit_bytes):
+            if best.tried.is_followed:
+                raise self._search(best.way).infeasible(limit_bytes)
+            return best
+        tried = self._search(best.way).polished(best.tried, limit_bytes, most_steps)
+        return _Found(best.way, tried)
+
+    @property
+    def _parts_of_bounds(self) -> Sequence[float]:
+        """Those that may be tried: only the first one where the options say what the bounds are."""
+        config = self._steps.config
+        is_free = AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
+        return BOUNDS if is_free else BOUNDS[:1]
 
     def _needy(self, limit_bytes: int) -> dict[int, int]:
-        """Ranks that are above the limit where all stays, or where all leaves, as in the first
-        step; and how many layers they have.
-        """
-        search = self._search(self._nothing)
-        stays = [rank.peak_bytes for rank in search.without_offload.ranks]
+        """Ranks that are above the limit where all stays; and how many layers they have."""
+        stays = self._search(self._nothing).without_offload.ranks
         return {
             rank: self._tapes[rank].num_layers
-            for rank, peaks in enumerate(zip(stays, search.first_peaks, strict=True))
-            if max(peaks) > limit_bytes and self._tapes[rank].num_layers
+            for rank, one in enumerate(stays)
+            if one.peak_bytes > limit_bytes and self._tapes[rank].num_layers
         }
 
-    def _search(self, nums: Nums) -> Search:
-        if nums not in self._searches:
-            tapes = [one.recomputing(num) for one, num in zip(self._tapes, nums, strict=True)]
-            self._searches[nums] = Search(self._steps, tapes)
-        return self._searches[nums]
+    def _search(self, way: Way) -> Search:
+        if way not in self._searches:
+            if way.bounds != 1:
+                other = self._search(Way(way.nums))
+                self._searches[way] = Search(self._steps, other.tapes, other, way.bounds)
+            else:
+                tapes = [
+                    one.recomputing(num) for one, num in zip(self._tapes, way.nums, strict=True)
+                ]
+                self._searches[way] = Search(self._steps, tapes)
+        return self._searches[way]
 
 
 @dataclass(frozen=True)
 class _Found:
     """A choice that fits."""
 
-    nums: Nums
+    way: Way
     tried: Tried
 
     @property
@@ -221,14 +264,12 @@ class _Found:
 
 
 class _Trial:
-    """Numbers of layers that are tried for one limit, and the best of them. See NOTE [ When to
-    recompute ].
-    """
+    """Ways that are tried for one limit, and the best of them. See NOTE [ When to recompute ]."""
 
     def __init__(
         self,
         steps: Steps,
-        search_of: Callable[[Nums], Search],
+        search_of: Callable[[Way], Search],
         limit_bytes: int,
         most_steps: int,
     ) -> None:
@@ -236,38 +277,25 @@ class _Trial:
         self._search_of = search_of
         self._limit_bytes = limit_bytes
         self._most_steps = most_steps
-        self._taken: set[Nums] = set()
-        self._refused: list[Search] = []
-        self._best: _Found | None = None
+        self._taken: dict[Way, None] = {}
+        self.best: _Found | None = None
 
-    @property
-    def is_good(self) -> bool:
-        """Whether the best is about as fast as its number of layers could be."""
-        best = self._best
-        if best is None:
+    def take(self, way: Way) -> bool:
+        """Try it, if it could be worth it; whether it is better than all others."""
+        if way in self._taken:
             return False
-        return not _is_worth(self._search_of(best.nums).without_offload.seconds, best.seconds)
-
-    def take(self, nums: Nums) -> bool:
-        """Try them; whether they are better than all others."""
-        if nums in self._taken:
-            return False
-        self._taken.add(nums)
-        search, best = self._search_of(nums), self._best
+        self._taken[way] = None
+        search, best = self._search_of(way), self.best
         if best is not None and not _is_worth(search.without_offload.seconds, best.seconds):
             return False
-        if max(search.first_peaks) > self._limit_bytes:
-            self._refused.append(search)
+        tried = search.found(self._limit_bytes, self._most_steps)
+        if tried is None:
             return False
-        try:
-            found = _Found(nums, search.found(self._limit_bytes, self._most_steps))
-        except InfeasibleError:
-            self._refused.append(search)
+        found = _Found(way, tried)
+        if best is not None and not _is_shorter(found.seconds, best.seconds):
             return False
-        if best is None or _is_shorter(found.seconds, best.seconds):
-            self._best = found
-            return True
-        return False
+        self.best = found
+        return True
 
     def descend(self, layers: Mapping[int, int]) -> None:
         """Change the best rank by rank, for as long as that helps and there is time.
@@ -290,35 +318,22 @@ class _Trial:
 
     def _change(self, layers: Mapping[int, int], step: int) -> bool:
         """Change the best on one rank by so many layers; whether that is better."""
-        if self._best is None:
+        if self.best is None:
             return False
-        near = _near(self._best.nums, layers, step)
-        return any(self.take(nums) for nums in takewhile(lambda _: self._has_time(), near))
+        way = self.best.way
+        near = _near(way.nums, layers, step)
+        return any(
+            self.take(way._replace(nums=nums))
+            for nums in takewhile(lambda _: self._has_time(), near)
+        )
 
     def _has_time(self) -> bool:
         return self._steps.num < self._most_steps
 
-    def best(self) -> _Found:
-        """The best so far.
-
-        Raises:
-            InfeasibleError: There is none.
-        """
-        if self._best is None:
-            raise self._infeasible()
-        return self._best
-
-    def _infeasible(self) -> InfeasibleError:
-        """With the least limit that any of those that were tried can meet."""
-        least: InfeasibleError | None = None
-        for search in sorted(self._refused, key=lambda one: max(one.first_peaks)):
-            if least is not None and max(search.first_peaks) >= least.least_bytes:
-                break  # nor can the others, whose first step needs as much
-            found = search.infeasible(self._limit_bytes)
-            if least is None or found.least_bytes < least.least_bytes:
-                least = found
-        assert least is not None, "all that were tried are refused"
-        return least
+    def lowest(self) -> _Found:
+        """The one with the lowest peak, where none fits."""
+        found = [_Found(way, self._search_of(way).least(self._limit_bytes)) for way in self._taken]
+        return min(found, key=lambda one: one.tried.peak_bytes)
 
 
 def _halved(num: int) -> Iterator[int]:

@@ -5,7 +5,7 @@ step = predict(order, tapes, DEVICES["H100"], config=OffloadConfig())
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._common.garbage import collector_off
@@ -49,13 +49,33 @@ def predict(
     """
     check_count("num_steps", num_steps, least=1)
     with collector_off():  # it would look for garbage among all that ranks keep, again and again
-        ranks = _ranks(order, tapes, hardware, config)
-        for number in range(num_steps):
-            messages = Messages(order, peers or PeerLink())
-            _run_step(ranks, messages, is_last=number == num_steps - 1)
-        step = _ended(ranks)
-        del ranks  # or it would do so now
+        *_, step = _steps(_ranks(order, tapes, hardware, config), order, peers, num_steps)
     return step
+
+
+def predict_each(
+    order: PipelineOrder,
+    tapes: Sequence[RankTapes],
+    hardware: Hardware,
+    *,
+    config: OffloadConfig | None = None,
+    peers: PeerLink | None = None,
+    num_steps: int = 2,
+) -> list[PipelineStep]:
+    """As :func:`predict`, with each of the steps."""
+    check_count("num_steps", num_steps, least=1)
+    with collector_off():
+        return list(_steps(_ranks(order, tapes, hardware, config), order, peers, num_steps))
+
+
+def _steps(
+    ranks: list[NumberRank], order: PipelineOrder, peers: PeerLink | None, num: int
+) -> Iterator[PipelineStep]:
+    for number in range(num):
+        messages = Messages(order, peers or PeerLink())
+        _run_step(ranks, messages, is_last=number == num - 1)
+        yield _ended(ranks)
+    ranks.clear()  # or the collector would look at all of them when it is on again
 
 
 class FirstStep:

@@ -20,6 +20,7 @@ NOTE [ What is proven ]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import comb, prod
@@ -43,6 +44,9 @@ from pp_offload.simulate.rank import PipelineStep
 
 GIB = 2**30
 
+Stages = tuple[tuple[PlannedGroup, ...], ...]
+"""Groups of a rank, by virtual stage."""
+
 TRIES_FILLED_UP = 7
 """At least so many for sending less away in a step that is as short."""
 
@@ -60,8 +64,7 @@ class InfeasibleError(ValueError):
     """No choice of groups meets the limit.
 
     Attributes:
-        least_bytes: The least limit that one meets: what the fullest rank needs whatever leaves, or
-            in the first step, in which all groups do.
+        least_bytes: The least limit that one meets: what the fullest rank needs whatever leaves.
     """
 
     def __init__(self, message: str, least_bytes: int) -> None:
@@ -75,14 +78,25 @@ class Search:
     Args:
         steps: Predicts them.
         tapes: Of all ranks.
+        other: Of the same tapes, whose bounds are those that an engine chooses by itself; None
+            where that is so here.
+        part: Of these bounds, that hold here instead. One group is on its way whatever they are.
 
     Attributes:
         tapes: See above.
     """
 
-    def __init__(self, steps: Steps, tapes: Sequence[RankTapes]) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        tapes: Sequence[RankTapes],
+        other: Search | None = None,
+        part: float = 1.0,
+    ) -> None:
         self._steps = steps
         self.tapes = tapes
+        self._other = other
+        self._part = part
         self._classes = [classes_of(one) for one in tapes]
         self._tried: dict[tuple[Stay, ...], Tried] = {}
         self._filled: dict[int, list[Stay]] = {}
@@ -91,12 +105,9 @@ class Search:
     @cached_property
     def without_offload(self) -> PipelineStep:
         """The step in which all stays; see NOTE [ What is proven ]."""
+        if self._other is not None:
+            return self._other.without_offload
         return self._steps.without_offload(self.tapes)
-
-    @cached_property
-    def first_peaks(self) -> list[int]:
-        """Of each rank in the first step, in which all groups leave whatever is planned."""
-        return [rank.peak_bytes for rank in self._first.step.ranks]
 
     def all_leave(self) -> PipelineStep:
         """A later step in which all groups leave."""
@@ -104,7 +115,18 @@ class Search:
 
     @cached_property
     def _first(self) -> FirstStep:
-        return self._steps.first(self.tapes)
+        return self._steps.first(self.tapes) if self._other is None else self._other._first
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int | None, int | None]]:
+        """Of each rank, in flight and ahead; None where an engine is to choose them."""
+        if self._other is None:
+            return [(None, None)] * len(self.tapes)
+        chosen = [rank.bounds for rank in self._other.all_leave().ranks]
+        return [(self._smaller(in_flight), self._smaller(ahead)) for in_flight, ahead in chosen]
+
+    def _smaller(self, nbytes: int) -> int:
+        return max(1, int(self._part * nbytes))  # with 0 in flight, compute waits for each copy
 
     @cached_property
     def roomier(self) -> Search | None:
@@ -115,29 +137,19 @@ class Search:
         is_same = other._first.step == self._first.step and other.all_leave() == self.all_leave()
         return None if is_same else other
 
-    def found(self, limit_bytes: int, most_steps: int) -> Tried:
-        """A short step that fits: the shortest, where there are few choices.
+    def found(self, limit_bytes: int, most_steps: int) -> Tried | None:
+        """A short step that fits: the shortest, where there are few choices; None if there is none.
 
         Args:
             limit_bytes: For each rank.
             most_steps: There is time until so many are predicted.
-
-        Raises:
-            InfeasibleError: None fits. The first step is not looked at.
         """
         self._look(limit_bytes, most_steps)
         fitting = self._fitting(limit_bytes)
-        if not fitting:
-            raise self._infeasible(limit_bytes)
-        return best_of(fitting)
+        return best_of(fitting) if fitting else None
 
     def _fitting(self, limit_bytes: int) -> list[Tried]:
         return [one for one in self._tried.values() if one.fits(limit_bytes)]
-
-    def infeasible(self, limit_bytes: int) -> InfeasibleError:
-        """Says the least limit that can be met, of one that cannot."""
-        self._look(limit_bytes, self._steps.num)
-        return self._infeasible(limit_bytes)
 
     def _look(self, limit_bytes: int, most_steps: int) -> None:
         num_choices = prod(len(one.places) + 1 for classes in self._classes for one in classes)
@@ -243,32 +255,42 @@ class Search:
         """Whether no choice is faster, with the same layers recomputed."""
         return one.step.seconds <= self.without_offload.seconds * (1 + SAME)
 
-    def _infeasible(self, limit_bytes: int) -> InfeasibleError:
-        tried = [[rank.peak_bytes for rank in one.step.ranks] for one in self._tried.values()]
-        later_peaks = min(tried, key=max)
-        least = max(later_peaks + self.first_peaks)
-        if least in later_peaks:
-            rank = later_peaks.index(least)
-            why = f"rank {rank} needs whatever leaves{self._of_that(rank)}; "
-        else:
-            why = (
-                f"rank {self.first_peaks.index(least)} needs in the first step, where all groups "
-                "leave; give a smaller max_in_flight_bytes and prefetch_bytes, "
-            )
-        why += self._more_host_memory(limit_bytes, least)
+    def infeasible(self, limit_bytes: int) -> InfeasibleError:
+        """Says the least limit that can be met, of one that cannot."""
+        least = self.least(limit_bytes)
+        rank = [one.peak_bytes for one in least.step.ranks].index(least.peak_bytes)
         return InfeasibleError(
             f"limit_bytes is {limit_bytes} ({limit_bytes / GIB:.2f} GiB), expected at least "
-            f"{least} ({least / GIB:.2f} GiB), which {why}have more groups leave, take more ranks, "
-            f"shorter microbatches or fewer in flight{self._without(limit_bytes)}",
-            least,
+            f"{least.peak_bytes} ({least.peak_bytes / GIB:.2f} GiB), which rank {rank} needs "
+            f"whatever leaves{self._of_that(rank)}; "
+            f"{self._more_host_memory(limit_bytes, least.peak_bytes)}have more groups leave, take "
+            "more ranks, shorter microbatches or fewer in flight",
+            least.peak_bytes,
         )
 
-    def _without(self, limit_bytes: int) -> str:
-        """That nothing has to leave, where the first step, in which all does, takes more for it."""
-        most = max(rank.peak_bytes for rank in self.without_offload.ranks)
-        if most > limit_bytes:
-            return ""
-        return f"; or train without offload, for which {most} ({most / GIB:.2f} GiB) are enough"
+    def least(self, limit_bytes: int) -> Tried:
+        """The choice with the lowest peak, of what is tried for a limit that cannot be met."""
+        self._look(limit_bytes, self._steps.num)
+        return min(self._tried.values(), key=lambda one: one.peak_bytes)
+
+    def lowest_peak(self, limit_bytes: int) -> int:
+        """Of the same, as an engine follows it."""
+        while not (least := self.least(limit_bytes)).is_followed:
+            self.followed(least)
+        return least.peak_bytes
+
+    def followed(self, tried: Tried) -> Tried:
+        """The same choice as an engine follows it. From now on it is known so."""
+        step = self._steps.followed(self.tapes, self.plans(tried))
+        found = self._tried[tried.kept] = replace(tried, step=step, is_followed=True)
+        return found
+
+    def plans(self, tried: Tried) -> list[RankPlan]:
+        """What each rank does by a choice, with the bounds that it had."""
+        return [
+            _planned(stages, rank.bounds)
+            for stages, rank in zip(self.stages(tried.kept), tried.step.ranks, strict=True)
+        ]
 
     def _of_that(self, rank: int) -> str:
         """How much of it is an optimizer's, on which no choice of groups has an effect."""
@@ -279,7 +301,7 @@ class Search:
         """What to give, if less than ``least`` is enough where all that leaves has room."""
         if self.roomier is None:
             return ""
-        enough = self.roomier.infeasible(limit_bytes).least_bytes
+        enough = self.roomier.lowest_peak(limit_bytes)
         if enough >= least:
             return ""
         host = max(rank.host_peak_bytes for rank in self.roomier.all_leave().ranks)
@@ -345,7 +367,8 @@ class Search:
         known = self._tried.get(tuple(kept))
         if known is not None:
             return known
-        ranks = [RankPlan(one) for one in self.stages(kept)]
+        stages = self.stages(kept)
+        ranks = list(map(_planned, stages, self._bounds))
         step = self._steps.planned(self._first, ranks)
         found = self._tried[tuple(kept)] = Tried(tuple(kept), step)
         return found
@@ -353,9 +376,14 @@ class Search:
     def _stays(self, nums: Sequence[Kept]) -> list[Stay]:
         return [stay_of(*both) for both in zip(self._classes, nums, strict=True)]
 
-    def stages(self, kept: Sequence[Stay]) -> list[tuple[tuple[PlannedGroup, ...], ...]]:
+    def stages(self, kept: Sequence[Stay]) -> list[Stages]:
         """The groups of each rank, of which these stay."""
         return [tapes.planned(stay) for tapes, stay in zip(self.tapes, kept, strict=True)]
+
+
+def _planned(stages: Stages, bounds: tuple[int | None, int | None]) -> RankPlan:
+    in_flight, ahead = bounds
+    return RankPlan(stages, max_in_flight_bytes=in_flight, prefetch_bytes=ahead)
 
 
 def _differing(best: Tried, filled: Sequence[Stay]) -> list[int]:

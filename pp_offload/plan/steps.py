@@ -14,18 +14,23 @@ from dataclasses import dataclass, replace
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.changes import Stay
-from pp_offload.plan.pipeline import FirstStep, predict
+from pp_offload.plan.pipeline import FirstStep, predict, predict_each
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
 from pp_offload.simulate.orders import PipelineOrder
-from pp_offload.simulate.rank import PipelineStep
+from pp_offload.simulate.rank import PipelineStep, RankStep
 
 MAX_EVENTS = 2_000_000
 """How many events of tapes are played for a plan, about: some seconds of a core."""
 
 MAX_TRIES = 512
 """No more steps are tried for a plan, however short they are."""
+
+NUM_FOLLOWED = 4
+"""Steps that are played by a plan before it is given: the first one, in which an optimizer has no
+state yet, and some in which what is kept from step to step could make a difference.
+"""
 
 SAME = 1e-6
 """Steps are as short as each other up to this part of them."""
@@ -55,7 +60,7 @@ class Steps:
         return predict(self.order, tapes, self.hardware, peers=self.peers, num_steps=num_steps)
 
     def first(self, tapes: Sequence[RankTapes]) -> FirstStep:
-        """The first step, in which no engine knows a plan, and all groups leave."""
+        """A first step by no plan, in which all groups leave; those that are tried come after it."""
         self._count()
         return FirstStep(self.order, tapes, self.hardware, without_plan(self.config), self.peers)
 
@@ -64,6 +69,25 @@ class Steps:
         self._count()
         plan = OffloadPlan("", 0, 0.0, 0.0, tuple(ranks))
         return first.second(replace(without_plan(self.config), plan=plan))
+
+    def followed(self, tapes: Sequence[RankTapes], ranks: Sequence[RankPlan]) -> PipelineStep:
+        """The last one of steps that follow a plan from the begin, with the peaks of all of them.
+
+        That is what an engine does. What is tried comes after a step in which all leaves, and is
+        nearly the same: host memory may be laid out in another way.
+        """
+        self._count()
+        plan = OffloadPlan("", 0, 0.0, 0.0, tuple(ranks))
+        steps = predict_each(
+            self.order,
+            tapes,
+            self.hardware,
+            config=replace(without_plan(self.config), plan=plan),
+            peers=self.peers,
+            num_steps=NUM_FOLLOWED,
+        )
+        of_ranks = zip(*[step.ranks for step in steps], strict=True)
+        return PipelineStep([_with_peaks(each) for each in of_ranks])
 
     def with_more_on_the_host(self) -> Steps:
         """The same with as much host memory as groups take."""
@@ -75,6 +99,11 @@ class Steps:
         self.num += 1
 
 
+def _with_peaks(steps: Sequence[RankStep]) -> RankStep:
+    """The last one of a rank, with the highest peak of all of them."""
+    return replace(steps[-1], peak_bytes=max(step.peak_bytes for step in steps))
+
+
 @dataclass(frozen=True)
 class Tried:
     """A choice, and what it costs."""
@@ -84,9 +113,17 @@ class Tried:
 
     step: PipelineStep
 
+    is_followed: bool = False
+    """Whether the step is as :meth:`Steps.followed` says it."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(rank.peak_bytes for rank in self.step.ranks)
+
     def fits(self, limit_bytes: int) -> bool:
         """Whether no peak is above the limit."""
-        return all(rank.peak_bytes <= limit_bytes for rank in self.step.ranks)
+        return self.peak_bytes <= limit_bytes
 
 
 def most_tries(order: PipelineOrder, tapes: Sequence[RankTapes]) -> int:

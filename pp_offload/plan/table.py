@@ -1,12 +1,11 @@
 """A plan as a table, which a person reads first.
 
-print(table(plan, chooser.without_offload(), chooser.needed_at_first(plan.limit_bytes)))
+print(table(plan, chooser.without_offload()))
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._common.tables import format_table
@@ -19,23 +18,20 @@ HEAD = ("rank", "peak GiB", "with", "host GiB", "stalled ms", "leave", "stay", "
 NOTE = """\
 The first peak is that without offload, all else is with it. stalled: ms of a step in which compute
 stands still for copies. recompute: layers that backward computes anew; only groups of the others
-leave or stay. Groups that leave do so from the second step on but for the last of each name, for
-which there is no time; in the first step all leave."""
+leave or stay. Of those that leave, the last of each name of the first backward stays nevertheless
+from the second step on, for there is no time for it to come back."""
 
 
 def table(
     plan: OffloadPlan,
     none: PipelineStep,
-    at_first: Mapping[int, int],
     roomier: OffloadPlan | None = None,
 ) -> str:
-    """A row for each rank, for which of them the first step is why they recompute, and whether host
-    memory is what binds.
+    """A row for each rank, and whether host memory is what binds.
 
     Args:
         plan: To be shown.
         none: The step without offload.
-        at_first: As :meth:`Chooser.needed_at_first` says.
         roomier: As :meth:`Chooser.with_more_on_the_host` says.
     """
     rows = [
@@ -55,7 +51,6 @@ def table(
             format_table([HEAD, *rows]),
             NOTE,
             *_of_the_optimizer(plan),
-            *_because_of_the_first(plan, at_first),
             *_because_of_the_host(plan, roomier),
         ]
     )
@@ -67,21 +62,6 @@ def _of_the_optimizer(plan: OffloadPlan) -> list[str]:
     if not most:
         return ["Peaks are without an optimizer's state."]
     return [f"Peaks are with the optimizer's state, at most {most / GIB:.2f} GiB on a rank."]
-
-
-def _because_of_the_first(plan: OffloadPlan, at_first: Mapping[int, int]) -> list[str]:
-    """A sentence if layers are recomputed for the first step alone."""
-    needs = [
-        f"{nbytes / GIB:.2f} GiB on rank {rank}"
-        for rank, nbytes in at_first.items()
-        if any(plan.ranks[rank].recomputed)
-    ]
-    if not needs:
-        return []
-    return [
-        f"\nLayers are recomputed for the first step, which without needs {', '.join(needs)};\n"
-        "later ones have room. A smaller max_in_flight_bytes and prefetch_bytes make it need less."
-    ]
 
 
 def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan | None) -> list[str]:

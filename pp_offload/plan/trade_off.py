@@ -53,7 +53,7 @@ def front(chooser: Chooser, *, num: int = 8, made_for: str = "") -> Front:
     without = chooser.without_offload()
     low, high = least_limit(chooser), peak_of(without)
     if low >= high:
-        limits = [low]  # offload lowers no peak; its first step may even have a higher one
+        limits = [low]  # offload lowers no peak
     else:
         limits = [low + (high - low) * part // (num - 1) for part in range(num)]
     plans = [chooser.plan(limit, made_for=made_for) for limit in limits]

@@ -206,8 +206,8 @@ def compare_with_plan(
     Args:
         plan: Which the run has followed.
         timeline: Of one rank or of several; see :func:`pp_offload.trace.read`.
-        step: Of the trace; the last one when None. In a run's first step all groups leave, by no
-            plan.
+        step: Of the trace; the last one when None. In a run's first step an optimizer has no state
+            yet.
         pipeline_rank: Of a rank of the trace; the same number unless there are other dimensions
             of parallelism.
 

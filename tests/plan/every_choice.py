@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 from random_pipelines import Drawn
 
-from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, predict
+from pp_offload.config import AUTO
+from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, chooser
+from pp_offload.plan.pipeline import FirstStep
+from pp_offload.simulate import PipelineStep
 
 Place = tuple[int, int, int]
 """Rank, stage and position."""
@@ -31,25 +34,33 @@ def num_groups(tapes: list[RankTapes]) -> int:
 
 
 def all_choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tuple[int, float]]:
-    """The peak and the time of each."""
+    """The peak and the time of each, also with smaller bounds than an engine chooses by itself."""
     places = places_of(tapes)
-    for bits in product([False, True], repeat=len(places)):
-        kept = [place for place, bit in zip(places, bits, strict=True) if bit]
-        ranks = tuple(
-            RankPlan(one.planned([(stage, position) for at, stage, position in kept if at == rank]))
-            for rank, one in enumerate(tapes)
-        )
-        config = replace(drawn.config, plan=OffloadPlan("", 0, 0.0, 0.0, ranks))
-        step = predict(drawn.order, tapes, drawn.hardware, config=config, peers=drawn.peers)
-        yield max(rank.peak_bytes for rank in step.ranks), step.seconds
+    plain = replace(drawn.config, plan=None)
+    first = FirstStep(drawn.order, tapes, drawn.hardware, plain, drawn.peers)
+
+    def step_of(kept: Sequence[Place], bounds: Sequence[tuple[int, ...]]) -> PipelineStep:
+        ranks = [
+            RankPlan(
+                one.planned([(stage, position) for at, stage, position in kept if at == rank]),
+                **dict(zip(("max_in_flight_bytes", "prefetch_bytes"), own, strict=bool(own))),  # type: ignore[arg-type]
+            )
+            for rank, (one, own) in enumerate(zip(tapes, bounds, strict=True))
+        ]
+        return first.second(replace(plain, plan=OffloadPlan("", 0, 0.0, 0.0, tuple(ranks))))
+
+    own = [rank.bounds for rank in step_of([], [()] * len(tapes)).ranks]
+    is_free = AUTO in (plain.max_in_flight_bytes, plain.prefetch_bytes)
+    for part in chooser.BOUNDS if is_free else [1]:
+        smaller = [tuple(max(1, int(part * nbytes)) for nbytes in both) for both in own]
+        for bits in product([False, True], repeat=len(places)):
+            kept = [place for place, bit in zip(places, bits, strict=True) if bit]
+            step = step_of(kept, [()] * len(own) if part == 1 else smaller)
+            yield max(rank.peak_bytes for rank in step.ranks), step.seconds
 
 
 def every_number_and_choice(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tuple[int, float]]:
-    """The same for each number of recomputed layers. The first step, where all leaves, counts."""
+    """The same for each number of recomputed layers."""
     for nums in product(*(range(one.num_layers + 1) for one in tapes)):
         some = [one.recomputing(num) for one, num in zip(tapes, nums, strict=True)]
-        how = drawn.order, some, drawn.hardware
-        step = predict(*how, config=drawn.config, peers=drawn.peers, num_steps=1)
-        first = max(rank.peak_bytes for rank in step.ranks)
-        for peak, seconds in all_choices(drawn, some):
-            yield max(peak, first), seconds
+        yield from all_choices(drawn, some)
