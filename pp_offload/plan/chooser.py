@@ -23,6 +23,7 @@ from itertools import takewhile
 from pp_offload._common.checks import check_count
 from pp_offload._common.garbage import collector_off
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._groups.plan_options import options_of
 from pp_offload.config import OffloadConfig
 from pp_offload.plan.search import InfeasibleError, Search
 from pp_offload.plan.steps import SAME, Steps, Tried, most_tries
@@ -123,7 +124,13 @@ class Chooser:
             )
         ]
         least_s = self.without_offload().seconds
-        return OffloadPlan(made_for, limit_bytes, best.seconds, least_s, tuple(ranks))
+        order = self._steps.order
+        options = options_of(
+            self._steps.config,
+            num_microbatches=order.num_microbatches,
+            schedule=order.schedule_name,
+        )
+        return OffloadPlan(made_for, limit_bytes, best.seconds, least_s, tuple(ranks), options)
 
     def without_offload(self) -> PipelineStep:
         """The step in which all stays and nothing is recomputed."""
