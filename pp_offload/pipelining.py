@@ -36,6 +36,9 @@ from pp_offload.modules import (
 
 _ATTACHED = "_pp_offload_handle"
 
+_SCHEDULES = "torch.distributed.pipelining.schedules"
+"""The module of those that PyTorch has."""
+
 
 def attach(
     schedule: Any, groups: Patterns | None = None, config: OffloadConfig | None = None
@@ -102,6 +105,7 @@ class AttachedSchedule:
         self._mark_modules(groups)
         if config is not None:
             manager.configure(config)  # after what may fail, for it forgets the old options
+        manager.plan_check.check(manager.config, _rank_of(self._stages), **_told_by(self._schedule))
         if self._order.split:
             is_keeping = manager.config.split_backward == "keep"
             self._split = SplitBackward(
@@ -230,6 +234,14 @@ class AttachedSchedule:
 def _rank_of(stages: list[Any]) -> int:
     """The pipeline rank that has these stages."""
     return int(getattr(stages[0], "group_rank", 0))
+
+
+def _told_by(schedule: Any) -> dict[str, Any]:
+    """What the options of a plan say of a schedule, too; nothing of what is not known."""
+    kind, num = type(schedule), getattr(schedule, "_n_microbatches", None)
+    found: dict[str, Any] = {} if num is None else {"num_microbatches": num}
+    is_known = kind.__module__ == _SCHEDULES and not kind.__name__.startswith("_")
+    return found | ({"schedule": kind.__name__} if is_known else {})  # a list of actions has none
 
 
 def _check_recomputed(stages: list[Any], plan: RankPlan) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pp_offload._common.checks import said
@@ -123,6 +123,12 @@ class OffloadPlan:
 
     ranks: tuple[RankPlan, ...]
 
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What it was made with, by name, and a run by it should have: options of
+    :class:`pp_offload.OffloadConfig` that are not the default, ``num_microbatches`` and
+    ``schedule``. Empty where the file does not say.
+    """
+
     def rank(self, number: int) -> RankPlan:
         """What one rank does.
 
@@ -174,6 +180,7 @@ class OffloadPlan:
             seconds=_seconds(found, "seconds"),
             least_seconds=_seconds(found, "least_seconds"),
             ranks=_each(_list(found, "ranks"), _rank_plan),
+            options=_value(found, "options", Mapping) if "options" in found else {},
         )
 
     @classmethod

@@ -26,6 +26,7 @@ from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.hook_scopes import leave_all
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.plan import ChunkKey, plan_of_options
+from pp_offload._groups.plan_options import PlanCheck, why_unplanned
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.step import StepRecord
@@ -63,6 +64,7 @@ class Manager:
         wiring: What its chunks share.
         forward: The forward of the thread that asks.
         idle_groups: Which names are to have groups.
+        plan_check: Warns once where a plan was made with other options.
         num_attached: Schedules, and loops, that begin its chunks. With none, a group without a
             chunk raises.
     """
@@ -78,6 +80,7 @@ class Manager:
         self._was_disabled = False
         self._has_warned_of_no_reset = False
         self.forward = Forward()
+        self.plan_check = PlanCheck()
         self._room = DeviceRoom(self.wiring, self.config, self.step.in_flight)
         self._bounds = AutoBounds(
             self.wiring.transfer, self.wiring.prefetcher, self.config, self._room.unused_bytes
@@ -112,6 +115,7 @@ class Manager:
         listeners = self.wiring.transfer.listeners
         self.retire()
         self.config, self.step, self.wiring = config, step, wiring
+        self.plan_check = PlanCheck()
         self._room, self._bounds = room, bounds
         self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
         for heard in listeners.replaced:
@@ -367,11 +371,14 @@ class Manager:
                 len(old.names),
                 len(plan.kept),
             )
+        smallest = self.step.smallest_numel
+        self.plan_check.check(self.config, self.step.pipeline_rank, smallest_numel=smallest)
         if plan.num_unplanned and plan != old:
             logger.warning(
-                "%d groups of the step are not in the plan of OffloadConfig, or have other bytes "
-                "than there, and leave; make a plan for this model, schedule and length",
+                "%d groups of a microbatch are not in the plan of OffloadConfig, or have other "
+                "bytes than there, and leave: %s",
                 plan.num_unplanned,
+                why_unplanned(self.config, smallest),
             )
         self.step.is_warmup = False
 

@@ -95,7 +95,9 @@ class Plan:
     """The last group of each name in each chunk."""
 
     num_unplanned: int = 0
-    """Groups that the plan of the options does not know, or knows with other bytes."""
+    """Groups of a microbatch that the plan of the options does not know, or knows with other
+    bytes.
+    """
 
     stay: Mapping[Place, int] = field(default_factory=dict)
     """Places whose groups stay below a limit, and the most bytes that they may have for that."""
@@ -157,16 +159,17 @@ def make_plan(
     kept = groups_to_keep(chunks, config, pipeline_rank) | groups_at(chunks, places)
     names = {chunk.key: chunk.names for chunk in chunks}
     last = (key for chunk in chunks for key in last_of_each_name(chunk).values())
-    num = sum(planned is None for _, planned in planned_groups(chunks, config, pipeline_rank))
+    planned = planned_groups(chunks, config, pipeline_rank)
+    unknown = {Place(key.chunk.vp_stage, key.position) for key, group in planned if group is None}
     first = plan_of_options(config, pipeline_rank)
     return replace(
         first,
         kept=kept,
         names=names,
         last=frozenset(last),
-        num_unplanned=num,
+        num_unplanned=len(unknown),
         stay=places,
-        bounds=None if num else first.bounds,
+        bounds=None if unknown else first.bounds,
     )
 
 

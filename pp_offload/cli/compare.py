@@ -28,6 +28,9 @@ def compare(
     """What a plan has said beside what a run has done.
 
     A row for each rank, and where they differ by more than 2 %, which input of the plan was wrong.
+
+    The exit code is 0 where nothing is worse than planned by more than that; 1 where something is,
+    or the plan is of another model, schedule or length.
     """
     with told("PLAN", ConfigError, OSError):
         planned = OffloadPlan.load(plan)
@@ -40,6 +43,8 @@ def compare(
         raise wrong("--step", str(failure)) from failure
     if as_json:
         typer.echo(json.dumps(found.figures(), indent=2))
-        return
-    typer.echo(f"{planned.made_for}\n")
-    typer.echo(found.table())
+    else:
+        typer.echo(f"{planned.made_for}\n")
+        typer.echo(found.table())
+    if not found.is_as_planned:
+        raise typer.Exit(1)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pp_offload._common.option_sources import UNITS, parse_limit
+from pp_offload._groups.plan_options import OPTIONS
 from pp_offload.cli.pipelines import (
     MIN_NUMEL,
     GibOption,
@@ -23,7 +24,6 @@ from pp_offload.cli.pipelines import (
     peers_of,
 )
 from pp_offload.cli.wrong import check_target, told, wrong
-from pp_offload.config import OffloadConfig
 from pp_offload.plan import InfeasibleError, OffloadPlan
 from pp_offload.plan.table import table
 from pp_offload.simulate.rank import PipelineStep
@@ -78,7 +78,7 @@ def plan(
         _draw(found, none, png)
         typer.echo(f"\nthe picture is in {png}")
     if output is not None:
-        beside = "".join(f", {name}={value!r}" for name, value in _beside(config))
+        beside = "".join(f", {name}={value!r}" for name, value in _beside(found))
         typer.echo(f'\nwritten to {output}; follow it with OffloadConfig(plan="{output}"{beside})')
         if any(names for rank in found.ranks for names in rank.recomputed):
             typer.echo(
@@ -87,11 +87,10 @@ def plan(
             )
 
 
-def _beside(config: OffloadConfig) -> list[tuple[str, object]]:
+def _beside(found: OffloadPlan) -> list[tuple[str, object]]:
     """Options without which the engine would do something else than what was planned."""
-    names = ("host_budget_bytes", "tiers")
-    given = [(name, getattr(config, name)) for name in names]
-    return [(name, value) for name, value in given if value != getattr(OffloadConfig(), name)]
+    given = [(name, one) for name, one in found.options.items() if name in OPTIONS]
+    return [(name, tuple(one) if isinstance(one, list) else one) for name, one in given]
 
 
 def _draw(found: OffloadPlan, none: PipelineStep, png: Path) -> None:

@@ -16,7 +16,7 @@ NOTE [ When to recompute ]
 NOTE [ Which bounds ]
     An engine chooses its bounds so that compute waits as little as it can. Where the link has too
     much to do it waits all the same, and what is on its way takes room in which groups could stay.
-    So all is tried with smaller ones, too. With twice as large ones nothing was faster in eight pipelines.
+    So all is tried with smaller ones, too. With twice as large ones nothing was faster.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import NamedTuple
 from pp_offload._common.checks import check_count
 from pp_offload._common.garbage import collector_off
 from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload._groups.plan_options import options_of
 from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan.search import InfeasibleError, Search
 from pp_offload.plan.steps import SAME, Steps, Tried, most_tries
@@ -142,7 +143,13 @@ class Chooser:
             )
         ]
         least_s = self.without_offload().seconds
-        return OffloadPlan(made_for, limit_bytes, best.seconds, least_s, tuple(ranks))
+        order = self._steps.order
+        options = options_of(
+            self._steps.config,
+            num_microbatches=order.num_microbatches,
+            schedule=order.schedule_name,
+        )
+        return OffloadPlan(made_for, limit_bytes, best.seconds, least_s, tuple(ranks), options)
 
     def without_offload(self) -> PipelineStep:
         """The step in which all stays and nothing is recomputed."""

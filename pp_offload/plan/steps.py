@@ -60,7 +60,7 @@ class Steps:
         return predict(self.order, tapes, self.hardware, peers=self.peers, num_steps=num_steps)
 
     def first(self, tapes: Sequence[RankTapes]) -> FirstStep:
-        """A first step by no plan, in which all groups leave; those that are tried come after it."""
+        """A first step by no plan, in which all groups leave. What is tried comes after it."""
         self._count()
         return FirstStep(self.order, tapes, self.hardware, without_plan(self.config), self.peers)
 

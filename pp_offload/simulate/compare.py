@@ -18,9 +18,9 @@ from pp_offload.simulate.messages import PeerLink
 from pp_offload.simulate.orders import PipelineOrder
 from pp_offload.simulate.pipeline import Progress, Watcher, run_pipeline
 from pp_offload.simulate.rank import PipelineStep, RankStep
-from pp_offload.simulate.stages import Work
+from pp_offload.simulate.stages import Modules, Work
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 HEAD = ("rank", "peak GiB ", "with ", "host GiB", "sent GiB", "step ms", "with")
 HEAD_OF_STEP = ("busy", "stalled", "waited", "most for")
@@ -36,6 +36,8 @@ class Comparison:
 
     without: PipelineStep
     with_offload: PipelineStep
+    limit_bytes: int | None = None
+    """Of the plan that was followed; None without one."""
 
     def table(self, memory_bytes: int) -> str:
         """As text: a row for each rank.
@@ -58,11 +60,25 @@ class Comparison:
         all_ranks = [*self.without.ranks, *self.with_offload.ranks]
         if any(rank.peak_bytes > memory_bytes for rank in all_ranks):
             lines.append(f"* more than the {memory_bytes / GIB:.0f} GiB that the device has")
+        if self.limit_bytes is not None:
+            lines.append(self._beside_the_limit(self.limit_bytes))
         return "\n".join(lines)
+
+    def _beside_the_limit(self, limit_bytes: int) -> str:
+        above = [
+            f"rank {number} by {(rank.peak_bytes - limit_bytes) / MIB:.1f} MiB"
+            for number, rank in enumerate(self.with_offload.ranks)
+            if rank.peak_bytes > limit_bytes
+        ]
+        limit = f"The plan's limit is {limit_bytes / GIB:.2f} GiB"
+        if above:
+            return f"{limit}; above it {'is' if len(above) == 1 else 'are'} {', '.join(above)}."
+        return f"{limit}, and no rank is above it."
 
     def figures(self) -> dict[str, Any]:
         """Plain values, for a file."""
-        return {
+        limit = {} if self.limit_bytes is None else {"limit_bytes": self.limit_bytes}
+        return limit | {
             name: {
                 "seconds": step.seconds,
                 "bubble": step.bubble,
@@ -100,9 +116,11 @@ def compare(
     def told(name: str) -> Progress | None:
         return None if progress is None else progress(name)
 
-    # Without offload there is no plan, which the engine would derive from a first step.
+    # Without offload there is no plan, which the engine would derive from a first step. But an
+    # optimizer makes its state at the end of that.
+    num_steps = 2 if isinstance(work, Modules) and work.optimizer is not None else 1
     without = run_pipeline(
-        order, work, hardware, peers=peers, num_steps=1, progress=told("without offload")
+        order, work, hardware, peers=peers, num_steps=num_steps, progress=told("without offload")
     )
     with_offload = run_pipeline(
         order,
@@ -113,7 +131,8 @@ def compare(
         progress=told("with offload"),
         trace=trace,
     )
-    return Comparison(without, with_offload)
+    plan = config.offload_plan
+    return Comparison(without, with_offload, None if plan is None else plan.limit_bytes)
 
 
 def _row(number: int, none: RankStep, ours: RankStep, memory_bytes: int) -> tuple[str, ...]:

@@ -91,6 +91,12 @@ class PipelineOrder:
         """A rank's stages, in order."""
         return sorted(stage for stage, owner in self.rank_of.items() if owner == rank)
 
+    @property
+    def schedule_name(self) -> str:
+        """Of its class, or of its file without folders."""
+        how = self._schedule
+        return how.__name__ if isinstance(how, type) else os.path.basename(how)
+
     def schedule_of(self, stages: Sequence[Any]) -> Any:
         """The schedule over the stages of one rank.
 

@@ -1,165 +1,48 @@
 """A step of a trace beside the plan that it was to follow.
 
-    compared = compare_with_plan(OffloadPlan.load("plan.json"), read("out.json.gz"))
-    print(compared.table())
-    compared.ranks[0].differences
-
-NOTE [ Which input was wrong ]
-    What a plan says follows from what it was given: a model, times of operators, rates of links,
-    and memory that it does not know. Each of these shows in a figure by itself: bytes that were
-    copied follow from the model alone, time in which compute works from the operators, the rate of
-    a copy from the link. Where all of these are as planned and a peak or waits are not, the cause
-    is outside of what a plan looks at.
+compared = compare_with_plan(OffloadPlan.load("plan.json"), read("out.json.gz"))
+print(compared.table())
+compared.is_as_planned
+compared.ranks[0].differences
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.tables import format_table
 from pp_offload.trace.events import DEVICE, HOST, Timeline
-from pp_offload.trace.figures import RankFigures, checked_step, figures_of
-from pp_offload.trace.kinds import WAITS_FOR_COPIES
+from pp_offload.trace.figures import (
+    RankFigures,
+    checked_step,
+    figures_of,
+    spans_by_rank,
+    steps_of,
+)
+from pp_offload.trace.groups import TOLERANCE, GroupsSeen, groups_in, strangers_of, why_other_bytes
+from pp_offload.trace.planned_rank import (
+    HOST_PEAK,
+    ON_DEMAND,
+    PEAK,
+    RATE,
+    SENT,
+    STALLED,
+    STEP,
+    RankCompared,
+    ms,
+)
 
-GIB, GB = 2**30, 10**9
-
-TOLERANCE = 0.02
-"""What differs by less is as planned."""
-
-HEAD = ("rank", "peak GiB", "host GiB", "step ms", "stalled ms", "on demand", "sent GiB", "GB/s")
+HEAD = ("rank", PEAK, HOST_PEAK, STEP, STALLED, ON_DEMAND, SENT, RATE)
 
 NOTE = """\
-Planned / found; - is what the trace does not say. stalled: ms of a step in which compute stands
-still for copies. on demand: tensors that came only when backward was at their group. sent: copied
-to the host. GB/s: while it was."""
-
-
-@dataclass(frozen=True)
-class RankCompared:
-    """One rank. All times are in seconds."""
-
-    rank: int
-    """As the trace has it."""
-
-    planned: RankPlan
-    planned_s: float
-    """Of the whole step: until the last rank's compute has ended."""
-
-    found: RankFigures
-
-    @property
-    def found_stalled_s(self) -> float:
-        """How long compute waited for copies."""
-        return sum(self.found.waited_s[kind] for kind in WAITS_FOR_COPIES)
-
-    @property
-    def planned_rate(self) -> float | None:
-        """Bytes a second of copies to the host; None where there are none."""
-        planned = self.planned
-        return planned.bytes_offloaded / planned.offload_s if planned.offload_s else None
-
-    @property
-    def differences(self) -> list[str]:
-        """What is not as planned, and which input that tells of. See NOTE [ Which input was
-        wrong ].
-        """
-        inputs = [*self._bytes(), *self._compute(), *self._rate()]
-        return inputs + [*self._peaks(), *([] if inputs else self._stall())]
-
-    def _bytes(self) -> Iterator[str]:
-        planned, found = self.planned.bytes_offloaded, self.found.offloaded_bytes
-        if _differ(planned, found):
-            yield (
-                f"{_gib(found)} GiB left, planned {_gib(planned)}: the step is the first one, in "
-                "which all groups leave, or the plan is for another model, schedule, length or "
-                "min_offloaded_tensor_size; plan again with those of this run"
-            )
-
-    def _compute(self) -> Iterator[str]:
-        if self.found.busy_s is not None:
-            planned, found = self.planned.busy_s, self.found.busy_s
-            what, cause = "compute works for", "operators take other times than planned"
-        else:
-            planned = self.planned_s - self.planned.stalled_s
-            found = self.found.seconds - self.found_stalled_s
-            what = "without waits for copies the step takes"
-            cause = (
-                "operators or messages take other times than planned, or there is more in a step "
-                "than its schedule, such as an optimizer"
-            )
-        if _differ(planned, found):
-            yield (
-                f"{what} {_ms(found)} ms, planned {_ms(planned)}: {cause}; plan again with a "
-                "Hardware of other matmul_fraction and memory_fraction"
-            )
-
-    def _rate(self) -> Iterator[str]:
-        planned, found = self.planned_rate, self.found.offload_bytes_per_s
-        if planned and found and _differ(planned, found):
-            yield (
-                f"copies to the host run at {_gb(found)} GB/s, planned {_gb(planned)}: the link, "
-                "or host memory that several devices share; plan again with a Hardware of other "
-                "link_bytes_per_s"
-            )
-
-    def _peaks(self) -> Iterator[str]:
-        """Lower ones are fine: many devices are only looked at between groups."""
-        causes = {
-            DEVICE: f"{self._unknown_memory} that a plan does not know; leave room for it below "
-            "the limit",
-            HOST: "the run has other options for host memory, or other groups leave",
-        }
-        for counter, planned in self._planned_peaks.items():
-            found = self.found.peak_bytes.get(counter)
-            if found is not None and found > planned * (1 + TOLERANCE):
-                yield (
-                    f"{counter} memory has a peak of {_gib(found)} GiB, planned {_gib(planned)}: "
-                    f"{causes[counter]}"
-                )
-
-    @property
-    def _unknown_memory(self) -> str:
-        others = "buffers of messages or other memory"
-        return others if self.planned.optimizer_bytes else f"the optimizer's state, {others}"
-
-    @property
-    def _planned_peaks(self) -> dict[str, int]:
-        return {DEVICE: self.planned.peak_bytes, HOST: self.planned.host_peak_bytes}
-
-    def _stall(self) -> Iterator[str]:
-        planned, found = self.planned.stalled_s, self.found_stalled_s
-        if abs(planned - found) > TOLERANCE * self.planned_s:
-            yield (
-                f"compute waits {_ms(found)} ms for copies, planned {_ms(planned)}, with bytes, "
-                f"compute and rates as planned{self._on_demand()}: the bounds are others; plan "
-                "with the max_in_flight_bytes and prefetch_bytes of this run"
-            )
-
-    def _on_demand(self) -> str:
-        """What came late, where more did than planned."""
-        planned, found = self.planned.on_demand_reloads, self.found.on_demand_reloads
-        if planned is None or found is None or found <= planned:
-            return ""
-        return f", and {found} tensors on demand, planned {planned}"
-
-    def row(self) -> tuple[str, ...]:
-        """Of a table, without its rank."""
-        found, planned = self.found, self.planned
-        peaks = [
-            _both(nbytes, found.peak_bytes.get(counter), _gib)
-            for counter, nbytes in self._planned_peaks.items()
-        ]
-        return (
-            *peaks,
-            _both(self.planned_s, found.seconds, _ms),
-            _both(planned.stalled_s, self.found_stalled_s, _ms),
-            _both(planned.on_demand_reloads, found.on_demand_reloads, str),
-            _both(planned.bytes_offloaded, found.offloaded_bytes, _gib),
-            _both(self.planned_rate, found.offload_bytes_per_s, _gb),
-        )
+Planned / found; - is what the trace does not say. host: the most in any step up to this one. step:
+until the rank's compute ends, which virtual devices say; of others until the next step begins,
+beside the pipeline's. stalled: ms of it in which compute stands still for copies. on demand:
+tensors that came only when backward was at their group. sent: copied to the host. GB/s: while it
+was."""
 
 
 @dataclass(frozen=True)
@@ -169,19 +52,50 @@ class Compared:
     step: int
     ranks: list[RankCompared]
 
+    @property
+    def is_as_planned(self) -> bool:
+        """Whether nothing is worse than planned, and the plan is of what ran."""
+        return all(one.is_as_planned for one in self.ranks)
+
     def table(self) -> str:
         """As text: a row for each rank, and what is not as planned below."""
         rows = [(str(one.rank), *one.row()) for one in self.ranks]
         lines = [f"rank {one.rank}: {text}" for one in self.ranks for text in one.differences]
-        agree = f"nothing differs by more than {TOLERANCE:.0%}"
         return "\n".join(
-            [f"step {self.step}", "", format_table([HEAD, *rows]), NOTE, "", *(lines or [agree])]
+            [
+                f"step {self.step}{self._of_the_pipeline()}",
+                "",
+                format_table([HEAD, *rows]),
+                NOTE,
+                "",
+                *lines,
+                *self._closing(),
+            ]
         )
+
+    def _of_the_pipeline(self) -> str:
+        """Its step, which ends with the last rank's."""
+        if not self.ranks:
+            return ""
+        found_s = max(one.found_step_s for one in self.ranks)
+        return f": {ms(found_s)} ms, planned {ms(self.ranks[0].planned_s)}"
+
+    def _closing(self) -> Iterator[str]:
+        """What may be said of all figures."""
+        if not self.is_as_planned:
+            return
+        if any(pair.is_worse for one in self.ranks for pair in one.pairs):
+            yield f"nothing is worse than planned by more than {TOLERANCE:.0%} of a step"
+        elif any(one.differs for one in self.ranks):
+            yield f"nothing is worse than planned by more than {TOLERANCE:.0%}"
+        else:
+            yield f"nothing differs by more than {TOLERANCE:.0%}"
 
     def figures(self) -> dict[str, Any]:
         """Plain values, in seconds and bytes, for a file."""
         return {
             "step": self.step,
+            "as_planned": self.is_as_planned,
             "ranks": [
                 {
                     "rank": one.rank,
@@ -216,16 +130,54 @@ def compare_with_plan(
         ValueError: The trace has no such step.
     """
     number = checked_step(timeline, step)
-    ranks = [
-        RankCompared(one.rank, plan.rank(pipeline_rank(one.rank)), plan.seconds, one)
-        for one in figures_of(timeline, number)
-    ]
-    return Compared(number, ranks)
+    spans, windows = spans_by_rank(timeline), steps_of(timeline)[number]
+    return Compared(
+        number,
+        [
+            _rank(
+                plan,
+                pipeline_rank(one.rank),
+                _with_earlier_steps(timeline, one, windows[one.rank][1]),
+                groups_in(spans[one.rank], windows[one.rank]),
+                has_groups=not timeline.metadata.get(one.rank, {}).get("has_captures"),
+            )
+            for one in figures_of(timeline, number)
+        ],
+    )
+
+
+def _rank(
+    plan: OffloadPlan,
+    pipeline_rank: int,
+    found: RankFigures,
+    seen: GroupsSeen,
+    *,
+    has_groups: bool,
+) -> RankCompared:
+    """One rank; what was captured into a graph has no groups in a trace."""
+    planned = plan.rank(pipeline_rank)
+    return RankCompared(
+        found.rank,
+        planned,
+        plan.seconds,
+        found,
+        strangers_of(planned, plan.options, seen, found.offloaded_bytes) if has_groups else (),
+        why_other_bytes(planned, seen),
+        plan.options,
+    )
+
+
+def _with_earlier_steps(timeline: Timeline, found: RankFigures, end_s: float) -> RankFigures:
+    """With the host's peak in any step so far, which is what a plan has."""
+    samples = timeline.counter(found.rank, HOST)
+    most = max((one.nbytes for one in samples if one.time_s < end_s), default=None)
+    peaks = {} if most is None else {HOST: most}
+    return replace(found, peak_bytes={**found.peak_bytes, **peaks})
 
 
 def _planned_figures(one: RankCompared) -> dict[str, Any]:
     known = {key: value for key, value in asdict(one.planned).items() if key not in PARTS}
-    return known | {"step_s": one.planned_s, "offload_bytes_per_s": one.planned_rate}
+    return known | {"step_s": one.planned_step_s, "offload_bytes_per_s": one.planned_rate}
 
 
 def _found_figures(one: RankCompared) -> dict[str, Any]:
@@ -238,30 +190,10 @@ def _found_figures(one: RankCompared) -> dict[str, Any]:
         "bytes_offloaded": found.offloaded_bytes,
         "on_demand_reloads": found.on_demand_reloads,
         "offload_s": found.offload_s,
-        "step_s": found.seconds,
+        "step_s": one.found_step_s,
         "offload_bytes_per_s": found.offload_bytes_per_s,
     }
 
 
 PARTS = ("stages", "recomputed")
 """Of a plan, that are no figures."""
-
-
-def _differ(planned: float, found: float) -> bool:
-    return abs(planned - found) > TOLERANCE * planned
-
-
-def _both(planned: float | None, found: float | None, shown: Callable[[float], str]) -> str:
-    return " / ".join("-" if one is None else shown(one) for one in (planned, found))
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.3f}"
-
-
-def _gb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / GB:.1f}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"

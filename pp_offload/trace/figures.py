@@ -8,7 +8,7 @@ found[0].waited_s[Kind.WAITS_FOR_RELOAD]
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pp_offload.trace.events import COUNTERS, DEVICE, OPERATORS, STEPS, Span, Timeline
@@ -27,6 +27,11 @@ class RankFigures:
 
     busy_s: float | None
     """How long compute worked; None where only a virtual device could say it."""
+
+    worked_s: float | None = None
+    """From the begin of the step until compute last worked; None where only a virtual device could
+    say it.
+    """
 
     waited_s: Mapping[Kind, float]
     """How long compute waited, by cause."""
@@ -50,6 +55,9 @@ class RankFigures:
     """The most of each counter that the trace has. Of the device's, also between the times at which
     counters were read, where the device has told.
     """
+
+    at_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    """What the other counters said where that of the device said most; empty if it says nothing."""
 
     @property
     def offload_bytes_per_s(self) -> float | None:
@@ -134,11 +142,13 @@ def times_of(spans: Sequence[Span], window: Interval) -> dict[Kind, list[Interva
 def _figures(timeline: Timeline, rank: int, window: Interval, spans: Sequence[Span]) -> RankFigures:
     times = times_of(spans, window)
     worked = [(one.begin_s, one.end_s) for one in spans if one.track == OPERATORS]
+    worked = common(worked, [window])
     sent, back = (_copied(spans, kind, window) for kind in (Kind.OFFLOAD, Kind.RELOAD))
     return RankFigures(
         rank=rank,
         seconds=window[1] - window[0],
-        busy_s=total(common(worked, [window])) if worked else None,
+        busy_s=total(worked) if worked else None,
+        worked_s=max(end_s for _, end_s in worked) - window[0] if worked else None,
         waited_s={kind: total(times[kind]) for kind in WAITS},
         offloaded_bytes=sent[0],
         reloaded_bytes=back[0],
@@ -148,6 +158,7 @@ def _figures(timeline: Timeline, rank: int, window: Interval, spans: Sequence[Sp
         read_bytes=_copied(spans, Kind.READ, window)[0],
         on_demand_reloads=_step_at(spans, window).get("on_demand_reloads"),
         peak_bytes=_peaks(timeline, rank, window, spans),
+        at_peak_bytes=_at_peak(timeline, rank, window),
     )
 
 
@@ -179,4 +190,19 @@ def _peaks(
     told = _step_at(spans, window).get("device_peak_bytes")
     if told is not None:
         found[DEVICE] = max(found.get(DEVICE, 0), int(told))
+    return found
+
+
+def _at_peak(timeline: Timeline, rank: int, window: Interval) -> dict[str, int]:
+    """What the other counters said where that of the device said most."""
+    device = timeline.counter(rank, DEVICE)
+    inside = [one for one in device if window[0] <= one.time_s < window[1]]
+    if not inside:
+        return {}
+    time_s = max(inside, key=lambda one: one.nbytes).time_s
+    found: dict[str, int] = {}
+    for counter in COUNTERS:
+        before = [one.nbytes for one in timeline.counter(rank, counter) if one.time_s <= time_s]
+        if before and counter != DEVICE:
+            found[counter] = before[-1]
     return found

@@ -43,10 +43,22 @@ def test_a_run_by_the_plan(plan: str, tmp_path: Path) -> None:
     assert [one["planned"]["peak_bytes"] for one in found["ranks"]] == [
         one["found"]["peak_bytes"] for one in found["ranks"]
     ]
-    assert "the step is the first one" in run("compare", plan, trace, "--step", "0")
+    first = run("compare", plan, trace, "--step", "0", code=1)
+    assert "as in a first one from which it learns" in first
+    figures = json.loads(run("compare", plan, trace, "--step", "0", "--json", code=1))
+    assert not figures["as_planned"] and found["as_planned"]
     assert "step is 9, expected one of the trace: [0, 1]" in run(
         "compare", plan, trace, "--step", "9", code=2
     )
+
+
+def test_a_run_of_something_else(plan: str, tmp_path: Path) -> None:
+    trace = str(tmp_path / "out.json.gz")
+    other = "cli_models:good --microbatches 6 --length 256 --min-numel 1 --ranks 2".split()
+    run("simulate", *other, "--plan", plan, "--trace", trace)
+    output = run("compare", plan, trace, code=1)
+    assert "the plan is of another number of microbatches: a step has 6, planned 4" in output
+    assert "nothing" not in output
 
 
 def test_what_cannot_be_right(plan: str, tmp_path: Path) -> None:

@@ -21,9 +21,12 @@ def test_a_table_and_a_file_that_the_engine_follows(tmp_path: Path) -> None:
     assert png.read_bytes()[:4] == b"\x89PNG" and f"the picture is in {png}" in output
     assert "cli_models:good on 2 virtual H100, 1f1b" in output
     assert "at most 0.00 GiB" in output and "of a step in which compute" in output
-    assert f'written to {path}; follow it with OffloadConfig(plan="{path}")' in output
+    beside = "min_offloaded_tensor_size=1"
+    assert f'written to {path}; follow it with OffloadConfig(plan="{path}", {beside})' in output
     plan = OffloadConfig(plan=path).offload_plan
     assert plan is not None and plan.limit_bytes == 560_000
+    made_for = {"num_microbatches": 4, "schedule": "Schedule1F1B"}
+    assert plan.options == {"min_offloaded_tensor_size": 1} | made_for
     assert all(0 < rank.peak_bytes <= 560_000 for rank in plan.ranks)
     code, output = run("simulate", "cli_models:good", *SMALL, "--plan", str(path), "--json")
     assert code == 0, output
@@ -76,7 +79,7 @@ def test_groups_may_go_to_the_disk(tmp_path: Path) -> None:
     how = ["--tiers", "host,disk", "--host-gib", "0.0001"]
     code, output = run("plan", "cli_models:good", *SMALL, *how, "--limit", "560kB", "-o", str(path))
     assert code == 0, output
-    beside = "host_budget_bytes=107374, tiers=('host', 'disk')"
+    beside = "tiers=('host', 'disk'), host_budget_bytes=107374, min_offloaded_tensor_size=1"
     assert f'follow it with OffloadConfig(plan="{path}", {beside})' in output
     code, output = run("simulate", "cli_models:good", *SMALL, *how, "--plan", str(path), "--json")
     assert code == 0, output

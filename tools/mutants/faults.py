@@ -1972,9 +1972,9 @@ MUTANTS = [
     ),
     Mutant(
         "other bytes than planned are as planned",
-        "pp_offload/trace/against_plan.py",
-        '        if _differ(planned, found):\n            yield (\n                f"{_gib(found)} GiB left',
-        '        if False:\n            yield (\n                f"{_gib(found)} GiB left',
+        "pp_offload/trace/planned_rank.py",
+        "        pair = self._pair(SENT)\n        if pair.is_other:\n",
+        "        pair = self._pair(SENT)\n        if False:\n",
         "a plan for another model is not told of",
         ("tests/trace/test_against_plan.py::test_another_length",),
     ),

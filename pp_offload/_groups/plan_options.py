@@ -1,0 +1,138 @@
+"""Options that a plan was made with, and one warning where a run that follows it has others.
+
+    plan.options == options_of(config, num_microbatches=16, schedule="Schedule1F1B")
+    check = PlanCheck()                      # one for each manager
+    check.check(config, pipeline_rank)       # logs what differs, the first time that it is asked
+
+Options with their default are not kept, so one that is missing in a plan was left out. A plan of an
+older file has none at all: nothing is known of it, and nothing is said.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload.config import OffloadConfig
+
+logger = logging.getLogger(__name__)
+
+OPTIONS = (
+    "tiers",
+    "host_budget_bytes",
+    "max_in_flight_bytes",
+    "prefetch_bytes",
+    "device_budget_bytes",
+    "split_backward",
+    "min_offloaded_tensor_size",
+)
+"""Of :class:`OffloadConfig`: those that change what an engine does by a plan."""
+
+BOUNDS = ("max_in_flight_bytes", "prefetch_bytes", "device_budget_bytes")
+"""Those of them that say what may be on its way."""
+
+
+def options_of(config: OffloadConfig, *, num_microbatches: int, schedule: str) -> dict[str, Any]:
+    """What a plan was made with, as JSON can hold it.
+
+    Args:
+        config: Options beside the plan.
+        num_microbatches: Of a step.
+        schedule: The name of its class, or of its file.
+    """
+    defaults = _plain(OffloadConfig())
+    given = {name: one for name, one in _plain(config).items() if one != defaults[name]}
+    return given | {"num_microbatches": num_microbatches, "schedule": schedule}
+
+
+class PlanCheck:
+    """Compares the options of a run with those of its plan, once."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def check(
+        self,
+        config: OffloadConfig,
+        pipeline_rank: int,
+        *,
+        smallest_numel: int | None = None,
+        **schedule: Any,
+    ) -> None:
+        """Log one warning that names each option that differs. The first call counts.
+
+        Args:
+            config: Of the run; without a plan nothing is compared.
+            pipeline_rank: Of this process.
+            smallest_numel: Elements that a tensor needs to leave, if chunks have their own number.
+            schedule: ``num_microbatches`` and ``schedule``, where they are known.
+        """
+        plan = config.offload_plan
+        if self._is_done or plan is None:
+            return
+        self._is_done = True
+        found = _with_smallest(config, smallest_numel) | schedule
+        others = [
+            f"{name} {planned!r}, here {found[name]!r}"
+            for name, planned in _others(plan, pipeline_rank, found)
+        ]
+        if others:
+            logger.warning(
+                "the plan was made with other options than this run has, so what it says of memory "
+                "and times does not hold: with %s; give this run the same, or plan again with "
+                "those of this run",
+                "; ".join(others),
+            )
+
+
+def why_unplanned(config: OffloadConfig, smallest_numel: int | None) -> str:
+    """Why groups of a run are not those of its plan, and what to do, for the end of a message.
+
+    Args:
+        config: Of the run, with its plan.
+        smallest_numel: As for :meth:`PlanCheck.check`.
+    """
+    name, plan = "min_offloaded_tensor_size", config.offload_plan
+    found = _with_smallest(config, smallest_numel)
+    planned = _planned(plan) if plan is not None else {}
+    if name in planned and planned[name] != found[name]:
+        return (
+            f"{name} was {planned[name]} for the plan, and is {found[name]} here; give the same, "
+            "or plan again"
+        )
+    return f"make a plan for this model, length and {name}"
+
+
+def _plain(config: OffloadConfig) -> dict[str, Any]:
+    """The options, as JSON can hold them."""
+    return {name: getattr(config, name) for name in OPTIONS} | {"tiers": list(config.tiers)}
+
+
+def _with_smallest(config: OffloadConfig, smallest_numel: int | None) -> dict[str, Any]:
+    found = _plain(config)
+    if smallest_numel is not None:
+        found["min_offloaded_tensor_size"] = smallest_numel
+    return found
+
+
+def _planned(plan: OffloadPlan) -> Mapping[str, Any]:
+    """All that it was made with, defaults as well; nothing of an older plan."""
+    return _plain(OffloadConfig()) | dict(plan.options) if plan.options else {}
+
+
+def _others(
+    plan: OffloadPlan, pipeline_rank: int, found: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Options that are not as planned, with what they were."""
+    rank = plan.rank(pipeline_rank)
+    defaults = _plain(OffloadConfig())
+    for name, planned in _planned(plan).items():
+        if name not in found or found[name] == planned:
+            continue
+        if name in BOUNDS and rank.bounds is not None and found[name] == defaults[name]:
+            continue  # the engine takes those of the plan
+        if name == "host_budget_bytes" and planned is None and found[name] >= rank.host_peak_bytes:
+            continue  # it was to be as much as it takes, and that is there
+        yield name, planned

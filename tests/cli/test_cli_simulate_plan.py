@@ -1,0 +1,55 @@
+"""``pp-offload simulate``: whether a plan's limit is kept, and both steps have an optimizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_runs import run
+
+from pp_offload._common.offload_plan import OffloadPlan
+
+SMALL = "cli_models:deep --ranks 2 --microbatches 4 --length 1024 --min-numel 1".split()
+ADAM = ("--optimizer", "AdamW")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    code, output = run("plan", *SMALL, "--limit", "300MiB", "-o", str(path))
+    assert code == 0, output
+    return path
+
+
+def test_the_limit_of_a_plan_is_said_to_be_kept(path: Path) -> None:
+    code, output = run("simulate", *SMALL, "--plan", str(path))
+    assert code == 0, output
+    assert output.endswith("The plan's limit is 0.29 GiB, and no rank is above it.")
+    found = json.loads(run("simulate", *SMALL, "--plan", str(path), "--json")[1])
+    assert found["limit_bytes"] == 300 * 2**20
+    code, output = run("simulate", *SMALL)
+    assert "limit" not in output
+    assert "limit_bytes" not in json.loads(run("simulate", *SMALL, "--json")[1])
+
+
+def test_ranks_above_the_limit_are_named(path: Path, tmp_path: Path) -> None:
+    plan = OffloadPlan.load(path)
+    lower = tmp_path / "lower.json"
+    peak = max(rank.peak_bytes for rank in plan.ranks)
+    plan.with_limit(peak - 2**20).save(lower)
+    code, output = run("simulate", *SMALL, "--plan", str(lower))
+    assert code == 0, output
+    gib = f"{(peak - 2**20) / 2**30:.2f}"
+    assert output.endswith(f"The plan's limit is {gib} GiB; above it is rank 0 by 1.0 MiB.")
+
+
+def test_both_steps_have_the_state_of_an_optimizer() -> None:
+    """Which is not there yet in a first step."""
+    code, output = run("simulate", *SMALL, *ADAM, "--fraction", "0", "--json")
+    assert code == 0, output
+    found = json.loads(output)
+    none, ours = (found[name]["ranks"] for name in ("without offload", "with offload"))
+    assert [rank["peak_bytes"] for rank in none] == [rank["peak_bytes"] for rank in ours]
+    seconds = [rank["seconds"] for rank in ours]
+    assert [rank["seconds"] for rank in none] == pytest.approx(seconds, rel=1e-9)

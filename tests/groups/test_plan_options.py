@@ -1,0 +1,117 @@
+"""Options that a plan was made with: what is kept of them, and who is told of others."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from toy import make_model
+
+from pp_offload import CpuBackend, OffloadConfig, use_backend
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
+from pp_offload._groups.plan_options import PlanCheck, options_of
+
+MADE_FOR = {"num_microbatches": 8, "schedule": "Schedule1F1B"}
+
+
+def plan_of(*, host_peak_bytes: int = 0, **options: Any) -> OffloadPlan:
+    """Made with these options."""
+    made_with = options_of(OffloadConfig(**options), **MADE_FOR)
+    rank = RankPlan((), host_peak_bytes=host_peak_bytes)
+    return OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)
+
+
+def test_only_options_that_are_no_default_are_kept() -> None:
+    assert options_of(OffloadConfig(), **MADE_FOR) == MADE_FOR
+    given = OffloadConfig(
+        tiers=("host", "disk"), disk_dir="here", verify=True, min_offloaded_tensor_size=1
+    )
+    assert options_of(given, **MADE_FOR) == MADE_FOR | {
+        "tiers": ["host", "disk"],
+        "min_offloaded_tensor_size": 1,
+    }
+
+
+def told(caplog: pytest.LogCaptureFixture, plan: OffloadPlan, **run: Any) -> list[str]:
+    """What a run by the plan with these options logs, though it asks twice."""
+    about = {name: run.pop(name) for name in ("smallest_numel", *MADE_FOR) if name in run}
+    check = PlanCheck()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            check.check(OffloadConfig(plan=plan, **run), 0, **about)
+    return [one.getMessage() for one in caplog.records]
+
+
+def test_each_option_that_differs_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_of(tiers=("disk",), max_in_flight_bytes=2**20, min_offloaded_tensor_size=1)
+    (line,) = told(caplog, plan, prefetch_bytes=7, num_microbatches=4)
+    for part in (
+        "tiers ['disk'], here ['host']",
+        "max_in_flight_bytes 1048576, here 'auto'",
+        "prefetch_bytes 'auto', here 7",
+        "min_offloaded_tensor_size 1, here 1048576",
+        "num_microbatches 8, here 4",
+        "give this run the same, or plan again",
+    ):
+        assert part in line
+    assert "schedule" not in line.lower() and "split_backward" not in line
+
+
+@pytest.mark.parametrize(
+    ("planned", "run"),
+    [
+        ({}, {}),
+        ({"tiers": ("disk",), "prefetch_bytes": 3}, {"tiers": ("disk",), "prefetch_bytes": 3}),
+        ({}, {"num_microbatches": 8, "schedule": "Schedule1F1B", "verify": True}),
+        ({"min_offloaded_tensor_size": 1}, {"smallest_numel": 1}),
+        ({"host_peak_bytes": 2**20}, {"host_budget_bytes": 2**20}),
+    ],
+)
+def test_what_does_what_was_planned_is_not_told_of(
+    planned: Any, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert told(caplog, plan_of(**planned), **run) == []
+
+
+def test_too_little_host_memory_for_what_was_planned(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = told(caplog, plan_of(host_peak_bytes=2**20), host_budget_bytes=2**20 - 1)
+    assert "host_budget_bytes None, here 1048575" in line
+
+
+def test_another_schedule(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = told(caplog, plan_of(), schedule="ScheduleGPipe")
+    assert "schedule 'Schedule1F1B', here 'ScheduleGPipe'" in line
+
+
+def test_an_older_plan_says_nothing_of_options(caplog: pytest.LogCaptureFixture) -> None:
+    older = OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan(()),))
+    assert told(caplog, older, tiers=("disk",), num_microbatches=2) == []
+
+
+def steps(config: OffloadConfig) -> None:
+    """Three of two microbatches, from which a manager learns, of tensors of any size."""
+    with use_backend(CpuBackend(), config=config):
+        model = make_model()
+        for _ in range(3):
+            off_interface.reset()
+            for _ in range(2):
+                off_interface.init_chunk_handler(None, None, 1)
+                model(torch.ones(2, 8)).sum().backward()
+        off_interface.reset()
+
+
+def test_a_run_with_another_smallest_tensor_says_that_it_is_the_cause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The groups have other bytes for that reason, and the warning of these says so, too."""
+    rank = RankPlan(((PlannedGroup("mlp", 1, True),),))
+    made_with = MADE_FOR | {"min_offloaded_tensor_size": 16}
+    with caplog.at_level(logging.WARNING):
+        steps(OffloadConfig(plan=OffloadPlan("a test", 0, 0.0, 0.0, (rank,), made_with)))
+    options, groups = (one.getMessage() for one in caplog.records)
+    assert "min_offloaded_tensor_size 16, here 1" in options
+    assert "groups of a microbatch are not in the plan of OffloadConfig" in groups
+    assert "min_offloaded_tensor_size was 16 for the plan, and is 1 here" in groups
