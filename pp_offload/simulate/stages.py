@@ -6,6 +6,7 @@ work = Times(forward_s=1.0, input_s=1.0, weight_s=1.0)   # closed forms
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -353,7 +354,9 @@ def _process_group() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
+    hook = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    sys.excepthook = hook  # PyTorch's has tracebacks begin with a rank, for good
     try:
         yield
     finally:
