@@ -12,12 +12,14 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pp_offload._common.checks import near, said
 from pp_offload.cli.wrong import told, wrong
 from pp_offload.simulate import Modules
 from pp_offload.simulate.stages import MakeOptimizer
@@ -94,15 +96,48 @@ def optimizer_of(name: str) -> MakeOptimizer:
     option = "--optimizer"
     how = "expected a function of a list of parameters that returns a torch.optim.Optimizer"
     if ":" in name:
-        return imported(name, option, "such as my_model:optimizer", how)
+        return partial(_returned, imported(name, option, "such as my_model:optimizer", how), name)
     kind = getattr(torch.optim, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        known = [one for one in dir(torch.optim) if one.lower() == name.lower()]
-        near = f", such as {known[0]}" if known else ""
+    if not _is_optimizer(kind):
+        known = [one for one, value in vars(torch.optim).items() if _is_optimizer(value)]
         raise wrong(
-            option, f"found {name!r}, expected a class of torch.optim{near}, or module:function"
+            option,
+            f"found {name!r}{near(name, known)}, expected a class of torch.optim, such as AdamW, "
+            "or module:function",
         )
-    return kind
+    return partial(_made, kind)
+
+
+def _is_optimizer(value: object) -> TypeGuard[type[torch.optim.Optimizer]]:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+
+
+def _returned(
+    function: MakeOptimizer, name: str, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """What a user's function makes. What fails inside it keeps its traceback."""
+    found = function(parameters)
+    if not isinstance(found, torch.optim.Optimizer):
+        raise wrong(
+            "--optimizer",
+            f"{name} returned {said(found)}, expected a torch.optim.Optimizer of these parameters",
+        )
+    return found
+
+
+def _made(
+    kind: type[torch.optim.Optimizer], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """One of PyTorch's, which may not take all parameters there are."""
+    try:
+        return kind(parameters)  # type: ignore[call-arg]  # its others have defaults
+    except Exception as failure:
+        raise wrong(
+            "--optimizer",
+            f"{kind.__name__} cannot be made of the parameters of a rank alone "
+            f"({type(failure).__name__}: {_first_line(failure)}); expected one that can, or "
+            "module:function, whose function makes one of those parameters that it takes",
+        ) from failure
 
 
 def _check_takes(function: object, name: str) -> None:

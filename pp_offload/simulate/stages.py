@@ -133,6 +133,10 @@ class _TimedWork:
         pass
 
 
+class OptimizerError(ValueError):
+    """An optimizer does what cannot be done without data."""
+
+
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of a rank."""
 
@@ -301,7 +305,7 @@ class _ModuleWork:
         try:
             self._optimizer.step()
         except (AssertionError, RuntimeError, TypeError) as failure:
-            raise ValueError(
+            raise OptimizerError(
                 f"the optimizer is {type(self._optimizer).__name__}, expected one that can run "
                 "without data, on meta and without a closure, such as torch.optim.AdamW without "
                 "fused and capturable; take that, or none and leave room for it below the limit: "

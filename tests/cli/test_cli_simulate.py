@@ -132,7 +132,7 @@ WRONG = {
     "cli_models:unmarked --groups mlp": "but the model marks its groups itself; leave it out",
     f"{GOOD} --groups moe": "found 'moe', expected some of linear,gelu with commas",
     f"{GOOD} --groups ,": "found ',', expected some of linear,gelu with commas",
-    f"{GOOD} --device H10": "found 'H10', expected one of A100, H100",
+    f"{GOOD} --device H10": "found 'H10' (did you mean H100?), expected one of A100, H100",
     f"{GOOD} --schedule 1f1": "1f1 is none of gpipe, 1f1b",
     f"{GOOD} --virtual-stages 2": "1f1b takes --virtual-stages 1; try interleaved1f1b",
     f"{GOOD} --network-gb 0": "found 0, expected a number above 0",
