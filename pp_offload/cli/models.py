@@ -11,7 +11,8 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard, cast
 
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pp_offload import use_backend
 from pp_offload._common.checks import near, said
 from pp_offload.cli.wrong import told, wrong
-from pp_offload.simulate import Modules
+from pp_offload.simulate import DEVICES, Modules, VirtualBackend
 from pp_offload.simulate.stages import MakeOptimizer
 
 HF = "--hf"
@@ -167,17 +169,20 @@ def from_hugging_face(config: str, *, num_stages: int, length: int) -> Modules:
 
     try:
         found = AutoConfig.from_pretrained(config, local_files_only=True)
-    except (OSError, ValueError) as failure:
+    except Exception as failure:  # of what a file may have, Transformers raises many kinds
         raise wrong(
             HF,
             f"found no config of Transformers at {config!r}, expected a config.json, its "
             "directory, or the name of a model that is in the cache; nothing is downloaded "
-            f"({_first_line(failure)})",
+            f"({type(failure).__name__}: {_first_line(failure)})",
         ) from failure
-    with told(HF):
+    with _of_transformers(f"the model of {config!r} cannot be made"):
         model = model_from_config(found)
+    with told(HF):
         stages = stages_of(model, num_stages)
     tokens = torch.empty(1, length, dtype=torch.long, device="meta")
+    with _of_transformers(f"{type(model).__name__} cannot run in stages without data"):
+        _run_once(stages, tokens)
 
     def loss_fn(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.float().flatten(0, 1), torch.empty_like(tokens).flatten())
@@ -189,6 +194,28 @@ def from_hugging_face(config: str, *, num_stages: int, length: int) -> Modules:
         groups=groups_of(stages[0]),
         layers="layers.*",
     )
+
+
+@contextmanager
+def _of_transformers(said: str) -> Iterator[None]:
+    """Whatever is raised inside is said, for no code of the user has raised it."""
+    try:
+        yield
+    except Exception as failure:
+        raise wrong(
+            HF,
+            f"{said} ({type(failure).__name__}: {_first_line(failure)}); expected the config "
+            "of a causal language model made like Llama; give another, or stages of your own with "
+            "module:function",
+        ) from failure
+
+
+def _run_once(stages: Sequence[nn.Module], tokens: Tensor) -> None:
+    """A forward of all stages, whatever the device."""
+    with use_backend(VirtualBackend(DEVICES["H100"])), torch.no_grad():
+        x = tokens
+        for stage in stages:
+            x = stage(x)
 
 
 def _first_line(failure: Exception) -> str:
