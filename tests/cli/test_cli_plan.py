@@ -131,7 +131,7 @@ WRONG = {
     f"{GOOD} --limit 1GiB --optimizer Muon": "--optimizer: Muon cannot be made of the parameters",
     f"{GOOD} --limit 1GiB --optimizer Optimizer": "--optimizer: Optimizer cannot be made of the pa",
     f"{GOOD} --limit 1GiB --microbatches 1": "--schedule: Schedule1F1B is no schedule of 2 stages",
-    f"{GOOD} --limit 1GiB --schedule interleaved1f1b --microbatches 17": "rounds (8), but got 17; give another",
+    f"{GOOD} --limit 1GiB --schedule interleaved1f1b --microbatches 17": "(8), but got 17; give a",
     f"{GOOD} --limit 1GiB --optimizer cli_models:KIND": "KIND of cli_models is no function, expec",
     f"{GOOD} --limit 1GiB --optimizer cli_models:no_optimizer": "--optimizer: cli_models:no_op",
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "expected a file in a directory that is there",
