@@ -12,8 +12,8 @@ NOTE [ What depends on data ]
     Which tokens may see which is decided by the mask, and which expert takes a token by its router:
     both are data, which a virtual device has not. So attention is causal and takes no mask, as the
     flash kernel takes none; and all experts are one grouped product, which takes as long as if each
-    had as many tokens as the others. Attention that caps scores, as that of Gemma2, has no such kernel:
-    it is computed from whole matrices with a mask, as Transformers does it.
+    had as many tokens as the others. Attention that caps its scores, as that of Gemma2, has no such
+    kernel: it is computed from whole matrices with a mask, as Transformers does it.
 """
 
 from __future__ import annotations
