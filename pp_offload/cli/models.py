@@ -162,7 +162,7 @@ def from_hugging_face(config: str, *, num_stages: int, length: int) -> Modules:
         typer.BadParameter: There is no such config, or the model cannot be cut so.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise wrong(HF, "transformers is not installed; pip install 'pp_offload[hf]'")
+        raise wrong(HF, "transformers is not installed; pip install 'transformers>=5'")
     from transformers import AutoConfig
 
     from pp_offload.simulate.huggingface import groups_of, model_from_config, stages_of
