@@ -87,6 +87,12 @@ def no_such_module(num_stages: int, length: int) -> Modules:
     return modules(num_stages, length, groups={"mlp": "layers.*"})
 
 
+def head_on_the_last(num_stages: int, length: int) -> Modules:
+    work = modules(num_stages, length, groups={"linear": "0", "head": "head"})
+    work.stages[-1].add_module("head", nn.Linear(64, 64, **KIND))
+    return work
+
+
 def broken(num_stages: int, length: int) -> Modules:
     raise ValueError("what went wrong in my model")
 
