@@ -20,7 +20,7 @@ def test_a_table_and_a_file_that_the_engine_follows(tmp_path: Path) -> None:
     assert code == 0, output
     assert png.read_bytes()[:4] == b"\x89PNG" and f"the picture is in {png}" in output
     assert "cli_models:good on 2 virtual H100, 1f1b" in output
-    assert "at most 0.00 GiB" in output and "of a step in which compute" in output
+    assert "at most 0.53 MiB" in output and "of a step in which compute" in output
     assert f'written to {path}; follow it with OffloadConfig(plan="{path}")' in output
     plan = OffloadConfig(plan=path).offload_plan
     assert plan is not None and plan.limit_bytes == 560_000
@@ -113,7 +113,7 @@ DEEP = "--ranks 2 --microbatches 4 --length 4096 --min-numel 1"
 WRONG = {
     "plan cli_models:good": "Missing option '--limit'",
     "plan --limit 1GiB": "found neither of module:function and --hf, expected one of the two",
-    f"{GOOD} --limit 1": "--limit: limit_bytes is 1 (0.00 GiB), expected at least",
+    f"{GOOD} --limit 1": "--limit: limit_bytes is 1, expected at least",
     f"{GOOD} --limit 1 --no-recompute": "or leave out --no-recompute",
     f"{GOOD} --limit 1Gb": "found '1Gb', expected bytes with a unit of B, kB",
     f"{GOOD} --limit many": "found 'many', expected bytes with a unit of B, kB",
@@ -134,6 +134,8 @@ WRONG = {
     f"{GOOD} --limit 1GiB --schedule interleaved1f1b --microbatches 17": "(8), but got 17; give a",
     f"{GOOD} --limit 1GiB --optimizer cli_models:KIND": "KIND of cli_models is no function, expec",
     f"{GOOD} --limit 1GiB --optimizer cli_models:no_optimizer": "--optimizer: cli_models:no_op",
+    "plan cli_models:head_on_the_last --ranks 2 --limit 1GiB": "pipeline rank 0 has no module of "
+    "group 'head' in stage 0: pattern 'head' matches no module; near names",
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "expected a file in a directory that is there",
     f"{GOOD} --limit 1GiB --png plan.gif": "ends otherwise than pictures do",
     "plan cli_models:twice --ranks 2 --limit 1GiB --schedule zbv": "or stage saved as well",
