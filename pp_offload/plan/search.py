@@ -25,6 +25,7 @@ from itertools import product
 from math import comb, prod
 
 from pp_offload._common.offload_plan import PlannedGroup, RankPlan
+from pp_offload._common.option_sources import bytes_said, size_said
 from pp_offload.plan.changes import (
     Stay,
     class_changed,
@@ -257,8 +258,8 @@ class Search:
             )
         why += self._more_host_memory(limit_bytes, least)
         return InfeasibleError(
-            f"limit_bytes is {limit_bytes} ({limit_bytes / GIB:.2f} GiB), expected at least "
-            f"{least} ({least / GIB:.2f} GiB), which {why}have more groups leave, take more ranks, "
+            f"limit_bytes is {bytes_said(limit_bytes)}, expected at least "
+            f"{bytes_said(least)}, which {why}have more groups leave, take more ranks, "
             f"shorter microbatches or fewer in flight{self._without(limit_bytes)}",
             least,
         )
@@ -268,12 +269,12 @@ class Search:
         most = max(rank.peak_bytes for rank in self.without_offload.ranks)
         if most > limit_bytes:
             return ""
-        return f"; or train without offload, for which {most} ({most / GIB:.2f} GiB) are enough"
+        return f"; or train without offload, for which {bytes_said(most)} are enough"
 
     def _of_that(self, rank: int) -> str:
         """How much of it is an optimizer's, on which no choice of groups has an effect."""
         nbytes = self.tapes[rank].update.state_bytes
-        return f", {nbytes / GIB:.2f} GiB of that for its optimizer's state" if nbytes else ""
+        return f", {size_said(nbytes)} of that for its optimizer's state" if nbytes else ""
 
     def _more_host_memory(self, limit_bytes: int, least: int) -> str:
         """What to give, if less than ``least`` is enough where all that leaves has room."""
@@ -285,7 +286,7 @@ class Search:
         host = max(rank.host_peak_bytes for rank in self.roomier.all_leave().ranks)
         return (
             f"give a larger host_budget_bytes than {self._steps.config.host_budget_bytes}: all "
-            f"groups take {host} on a rank, and then {enough} ({enough / GIB:.2f} GiB) are enough; "
+            f"groups take {host} on a rank, and then {bytes_said(enough)} are enough; "
         )
 
     def _fill(self, limit_bytes: int, most_steps: int) -> None:
