@@ -50,8 +50,7 @@ def model_from_config(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register(ATTENTION, sdpa_attention_forward)
-    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
-    attention = EAGER if is_capped else ATTENTION
+    attention = EAGER if _caps_scores(config) else ATTENTION
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if any("experts" in name for name in config.to_dict()):
         options["experts_implementation"] = "grouped_mm"
@@ -60,6 +59,10 @@ def model_from_config(
             type(config).from_dict(config.to_dict()), **options
         )
     return model.train()
+
+
+def _caps_scores(config: PretrainedConfig) -> bool:
+    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
@@ -81,7 +84,7 @@ class DecoderStage(nn.Module):
         if self.head is not None and index > 0:
             # It may be the embedding's, which another rank has: each has one of its own.
             self.head = copy.deepcopy(self.head)
-        self.takes_mask = model.config._attn_implementation == EAGER
+        self.takes_mask = _caps_scores(model.config)
         self.cap = getattr(model.config, "final_logit_softcapping", None)
 
     def forward(self, x: Tensor) -> Tensor:
