@@ -64,8 +64,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--min-numel", type=int, default=1024, help="smaller tensors stay on the device")
     add("--tier", choices=["host", "disk", "host+disk"], default="host", help="where they go")
     add("--host-budget-mib", type=int, help="host memory a rank may take for them")
-    add("--plan", choices=["auto"], help="have no more leave than --device-budget-mib takes")
-    add("--device-budget-mib", type=int, help="for parameters, gradients and activations of a rank")
+    add("--plan", choices=["auto"], help="plan before training, for --device-budget-mib")
+    limit = "limit of that plan: parameters, gradients and activations of a rank"
+    add("--device-budget-mib", type=int, help=f"{limit}; not device_budget_bytes of OffloadConfig")
     add("--disk-dir", type=Path, help="for the disk's file; default: that of temporary files")
     add("--layers", type=int, default=8)
     add("--width", type=int, default=128)

@@ -120,7 +120,7 @@ class OffloadConfig:
     device_budget_bytes: int | None = None
     """Device bytes: the most that ``"auto"`` may choose for ``max_in_flight_bytes`` and
     ``prefetch_bytes`` together, less what is given for one of them. None means no limit. With too
-    little, compute waits.
+    little, compute waits. What a device may hold in all is not this, but ``device_limit_bytes``.
     """
 
     plan: OffloadPlan | str | os.PathLike[str] | None = None
@@ -136,7 +136,8 @@ class OffloadConfig:
 
     device_limit_bytes: int | None = None
     """With ``plan="auto"``: device bytes that tensors may take together. None means what the first
-    four steps take, and 80 % of what is unused then.
+    four steps take, and 80 % of what is unused then, whatever ``device_budget_bytes`` is, which is
+    for what is on its way alone.
 
     A limit that is kept by having groups leave, not by refusing memory: where the device needs more
     although all leave, one warning says how much.

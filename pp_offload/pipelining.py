@@ -14,7 +14,7 @@ passes through untouched.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from pp_offload._checkpoint.recomputed_layers import is_recomputed
@@ -157,7 +157,19 @@ class AttachedSchedule:
         self._modules = [offload_modules(s.submod, groups, missing_ok=True) for s in self._stages]
         for group in groups:
             if not any(handle.modules[group] for handle in self._modules):
-                offload_modules(self._stages[0].submod, {group: groups[group]})
+                self._raise_no_match(group, groups[group])
+
+    def _raise_no_match(self, group: str, patterns: str | Collection[str]) -> None:
+        """Say that no stage has a module of a group, with names of the first one that come near."""
+        try:
+            offload_modules(self._stages[0].submod, {group: patterns})
+        except ValueError as failure:
+            numbers = ", ".join([str(stage.stage_index) for stage in self._stages])
+            raise ValueError(
+                f"pipeline rank {_rank_of(self._stages)} has no module of group '{group}' in stage "
+                f"{numbers}: {failure}; leave the group out on such a rank, or add a "
+                "pattern of a module that it has"
+            ) from None
 
     def _keep_modules(self) -> None:
         for stage, watched in zip(self._stages, self._watched, strict=True):

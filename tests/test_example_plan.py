@@ -32,7 +32,7 @@ def test_a_row_for_each_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--limit-gib", "0.001"], "--limit-gib: limit_bytes is 1073741 (0.00 GiB), expected at"),
+        (["--limit-gib", "0.001"], "--limit-gib: limit_bytes is 1073741 (1.02 MiB), expected at"),
         (["--limit-gib", "nan"], "--limit-gib is nan, expected a number above 0"),
         (["-o", "/nowhere/plan.json"], "expected a file in a directory that is there"),
         (["--groups", "all"], "--groups is 'all', expected attn, mlp or attn,mlp"),
@@ -63,4 +63,4 @@ def test_a_budget_that_cannot_be_met() -> None:
     flags = "--plan auto --device-budget-mib 1".split()
     done = run_command([sys.executable, str(ROOT / "examples" / "train_gpt.py"), *flags])
     assert done.returncode != 0
-    assert done.stderr.count("--plan auto: limit_bytes is 1048576 (0.00 GiB), expected at") == 1
+    assert done.stderr.count("--plan auto: limit_bytes is 1048576 (1.00 MiB), expected at") == 1

@@ -20,7 +20,7 @@ from pp_offload import (
     checkpoint,
     get_lora_act_offloading_ctx_manager,
 )
-from pp_offload._common.option_sources import parse_size
+from pp_offload._common.option_sources import bytes_said, parse_size, size_said
 from pp_offload.config import COUNTS
 from pp_offload.errors import ConfigError, OptionError
 
@@ -290,3 +290,20 @@ def test_the_two_smallest_sizes_name_each_other_and_their_units() -> None:
 def test_a_plan_that_is_nearly_automatic_is_said_to_be() -> None:
     with pytest.raises(ConfigError, match=r"cannot be read \(did you mean auto"):
         OffloadConfig(plan="atuo")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (7, "7 B"),
+        (2**10, "1.00 KiB"),
+        (560_000, "0.53 MiB"),
+        (2**26, "64.00 MiB"),
+        (2**27, "0.12 GiB"),
+        (7 * 2**30, "7.00 GiB"),
+        (2**41, "2048.00 GiB"),
+    ],
+)
+def test_a_size_is_said_in_a_unit_in_which_it_is_not_zero(nbytes: int, text: str) -> None:
+    assert size_said(nbytes) == text
+    assert bytes_said(nbytes) == ("7" if nbytes == 7 else f"{nbytes} ({text})")

@@ -197,7 +197,8 @@ def checked_tensors(name: str, given: object) -> Sequence[Tensor] | None:
 def near(name: object, known: Sequence[str]) -> str:
     """Which of ``known`` may have been meant, for the end of a message; empty if none is near."""
     text = name if isinstance(name, str) else ""
-    found = difflib.get_close_matches(text, known, n=1, cutoff=0.5)
+    found = [one for one in known if text and one.lower() == text.lower()]
+    found = found or difflib.get_close_matches(text, known, n=1, cutoff=0.5)
     found = found or [one for one in known if text and one.startswith(text)][:1]
     return f" (did you mean {found[0]}?)" if found else ""
 

@@ -41,6 +41,20 @@ def parse_limit(text: str) -> int | None:
     return None if nbytes is None else int(nbytes)
 
 
+def size_said(nbytes: int) -> str:
+    """Bytes to read, in GiB or, where that would be 0.00, in a smaller unit."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if nbytes >= UNITS[unit] / 10:
+            return f"{nbytes / UNITS[unit]:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def bytes_said(nbytes: int) -> str:
+    """Bytes as they are, and so that they can be read: ``"1572864 (1.50 MiB)"``."""
+    text = size_said(nbytes)
+    return str(nbytes) if text.endswith(" B") else f"{nbytes} ({text})"
+
+
 def _parts_of_bytes(text: str) -> Fraction | None:
     found = _SIZE.fullmatch(text)
     unit = None if found is None else UNITS.get(found[2] or "B")

@@ -28,7 +28,7 @@ GREY, WHITE = "#BBBBBB", "#FFFFFF"
 FAINT = "#DDDDDD"
 """Of lines and fields behind the others."""
 
-NEEDS = "a picture needs matplotlib, which is not installed; pip install 'pp_offload[plots]'"
+NEEDS = "a picture needs matplotlib, which is not installed; pip install matplotlib"
 
 
 def new_figure(height_inches: float, **options: Any) -> Figure:

@@ -5,11 +5,15 @@ An object that has them remembers the process it was made in, and checks it befo
     owner = current()
     ...
     check(owner, "this saved tensor")   # raises in a process forked since
+
+Which rank it is, for its lines in a log of many, says :func:`rank_said`.
 """
 
 from __future__ import annotations
 
 import os
+
+import torch.distributed as dist
 
 from pp_offload.errors import ForkedError
 
@@ -27,6 +31,13 @@ os.register_at_fork(after_in_child=_after_fork)
 def current() -> int:
     """The number of this process."""
     return HERE[0]
+
+
+def rank_said() -> str:
+    """``"rank 3: "``, for the begin of a line; empty without ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    return f"rank {dist.get_rank()}: "
 
 
 def check(owner: int, what: str) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import groupby
 
+from pp_offload._common.processes import rank_said
 from pp_offload._groups.bounds import (
     Moment,
     Use,
@@ -149,9 +150,10 @@ class AutoBounds:
         self._take(within(self._config, self.bounds, least, self._unused_bytes()))
         logger.log(
             logging.DEBUG if self._num_left else logging.INFO,
-            "of a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
+            "%sof a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
             "host and %.1f back; from now on at most %d MiB wait for their copy, and reloads run "
             "%d MiB ahead",
+            rank_said(),
             laps.seconds_until(laps.end) * 1e3,
             stalled_s * 1e3,
             (rate(laps.offloads) or 0) / 1e9,

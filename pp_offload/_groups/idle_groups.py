@@ -51,6 +51,10 @@ class IdleGroups:
         """Groups of these names are not to come any more."""
         self._wanted.subtract(names)
 
+    def stop(self) -> None:
+        """Look at nothing any more, until more is asked for."""
+        self.num_steps_left = 0
+
     def check(
         self, found: Mapping[str, GroupUse], smallest_numel: int, elsewhere: str = ""
     ) -> None:

@@ -30,6 +30,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pp_offload._common.processes import rank_said
 from pp_offload._groups.fitting import Demand, InFlight, fitting
 from pp_offload._groups.group import Group
 from pp_offload._groups.plan import ChunkKey, ChunkShape, GroupKey, Place
@@ -110,8 +111,9 @@ class DeviceRoom(Listener):
         if self._wiring.transfer.backend.allocated() is None:
             self._is_wanted = False
             logger.warning(
-                "plan is %r, but %s does not tell what is allocated: all groups leave; name a plan "
-                "that was made before, or leave the option out",
+                "%splan is %r, but %s does not tell what is allocated: all groups leave; name a "
+                "plan that was made before, or leave the option out",
+                rank_said(),
                 AUTO,
                 self._wiring.transfer.backend.name,
             )
@@ -206,9 +208,10 @@ class DeviceRoom(Listener):
         stay_bytes = self._demand.nbytes(self._stay)
         self._foreseen_bytes = needed_bytes + stay_bytes + moving_bytes
         logger.info(
-            "%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device needs "
-            "%.1f MiB besides, and up to %.1f are left free for what is on its way as long as "
-            "something leaves; the limit is %.1f MiB",
+            "%s%d of %d groups of a microbatch stay from now on, %.1f MiB at most; the device "
+            "needs %.1f MiB besides, and up to %.1f are left free for what is on its way as long "
+            "as something leaves; the limit is %.1f MiB",
+            rank_said(),
             len(self._stay),
             len(self._demand.sizes),
             *(one / MIB for one in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
@@ -222,7 +225,8 @@ class DeviceRoom(Listener):
 
     def _give_up(self, peak_bytes: int, limit_bytes: int) -> None:
         logger.warning(
-            "the device took %d bytes, expected at most device_limit_bytes, which is %d: %s",
+            "%sthe device took %d bytes, expected at most device_limit_bytes, which is %d: %s",
+            rank_said(),
             peak_bytes,
             limit_bytes,
             "all groups leave from now on"

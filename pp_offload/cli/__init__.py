@@ -1,6 +1,7 @@
 """The command line: ``pp-offload``, or ``python -m pp_offload.cli``.
 
-It takes the extra ``cli``. Who has it not is told so, in one line.
+It takes the extra ``cli``. Who has it not is told so, in one line, with the names of its packages:
+pp_offload itself may be in no package index.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import sys
 from collections.abc import Sequence
 
 NEEDS = (
-    "pp-offload needs typer and rich, which are not installed; pip install 'pp_offload[cli,plots]'"
+    "pp-offload needs typer and rich, which are not installed; pip install typer rich, and "
+    "matplotlib for pictures, or in a checkout of pp_offload: pip install '.[cli,plots]'"
 )
 
 

@@ -11,15 +11,19 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pp_offload import use_backend
+from pp_offload._common.checks import near, said
 from pp_offload.cli.wrong import told, wrong
-from pp_offload.simulate import Modules
+from pp_offload.simulate import DEVICES, Modules, VirtualBackend
 from pp_offload.simulate.stages import MakeOptimizer
 
 HF = "--hf"
@@ -94,15 +98,48 @@ def optimizer_of(name: str) -> MakeOptimizer:
     option = "--optimizer"
     how = "expected a function of a list of parameters that returns a torch.optim.Optimizer"
     if ":" in name:
-        return imported(name, option, "such as my_model:optimizer", how)
+        return partial(_returned, imported(name, option, "such as my_model:optimizer", how), name)
     kind = getattr(torch.optim, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        known = [one for one in dir(torch.optim) if one.lower() == name.lower()]
-        near = f", such as {known[0]}" if known else ""
+    if not _is_optimizer(kind):
+        known = [one for one, value in vars(torch.optim).items() if _is_optimizer(value)]
         raise wrong(
-            option, f"found {name!r}, expected a class of torch.optim{near}, or module:function"
+            option,
+            f"found {name!r}{near(name, known)}, expected a class of torch.optim, such as AdamW, "
+            "or module:function",
         )
-    return kind
+    return partial(_made, kind)
+
+
+def _is_optimizer(value: object) -> TypeGuard[type[torch.optim.Optimizer]]:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+
+
+def _returned(
+    function: MakeOptimizer, name: str, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """What a user's function makes. What fails inside it keeps its traceback."""
+    found = function(parameters)
+    if not isinstance(found, torch.optim.Optimizer):
+        raise wrong(
+            "--optimizer",
+            f"{name} returned {said(found)}, expected a torch.optim.Optimizer of these parameters",
+        )
+    return found
+
+
+def _made(
+    kind: type[torch.optim.Optimizer], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """One of PyTorch's, which may not take all parameters there are."""
+    try:
+        return kind(parameters)  # type: ignore[call-arg]  # its others have defaults
+    except Exception as failure:
+        raise wrong(
+            "--optimizer",
+            f"{kind.__name__} cannot be made of the parameters of a rank alone "
+            f"({type(failure).__name__}: {_first_line(failure)}); expected one that can, or "
+            "module:function, whose function makes one of those parameters that it takes",
+        ) from failure
 
 
 def _check_takes(function: object, name: str) -> None:
@@ -125,24 +162,27 @@ def from_hugging_face(config: str, *, num_stages: int, length: int) -> Modules:
         typer.BadParameter: There is no such config, or the model cannot be cut so.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise wrong(HF, "transformers is not installed; pip install 'pp_offload[hf]'")
+        raise wrong(HF, "transformers is not installed; pip install 'transformers>=5'")
     from transformers import AutoConfig
 
     from pp_offload.simulate.huggingface import groups_of, model_from_config, stages_of
 
     try:
         found = AutoConfig.from_pretrained(config, local_files_only=True)
-    except (OSError, ValueError) as failure:
+    except Exception as failure:  # of what a file may have, Transformers raises many kinds
         raise wrong(
             HF,
             f"found no config of Transformers at {config!r}, expected a config.json, its "
             "directory, or the name of a model that is in the cache; nothing is downloaded "
-            f"({_first_line(failure)})",
+            f"({type(failure).__name__}: {_first_line(failure)})",
         ) from failure
-    with told(HF):
+    with _of_transformers(f"the model of {config!r} cannot be made"):
         model = model_from_config(found)
+    with told(HF):
         stages = stages_of(model, num_stages)
     tokens = torch.empty(1, length, dtype=torch.long, device="meta")
+    with _of_transformers(f"{type(model).__name__} cannot run in stages without data"):
+        _run_once(stages, tokens)
 
     def loss_fn(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits.float().flatten(0, 1), torch.empty_like(tokens).flatten())
@@ -154,6 +194,28 @@ def from_hugging_face(config: str, *, num_stages: int, length: int) -> Modules:
         groups=groups_of(stages[0]),
         layers="layers.*",
     )
+
+
+@contextmanager
+def _of_transformers(said: str) -> Iterator[None]:
+    """Whatever is raised inside is said, for no code of the user has raised it."""
+    try:
+        yield
+    except Exception as failure:
+        raise wrong(
+            HF,
+            f"{said} ({type(failure).__name__}: {_first_line(failure)}); expected the config "
+            "of a causal language model made like Llama; give another, or stages of your own with "
+            "module:function",
+        ) from failure
+
+
+def _run_once(stages: Sequence[nn.Module], tokens: Tensor) -> None:
+    """A forward of all stages, whatever the device."""
+    with use_backend(VirtualBackend(DEVICES["H100"])), torch.no_grad():
+        x = tokens
+        for stage in stages:
+            x = stage(x)
 
 
 def _first_line(failure: Exception) -> str:

@@ -21,12 +21,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pp_offload._common.checks import near
 from pp_offload.cli.models import from_function, from_hugging_face, optimizer_of, with_groups
 from pp_offload.cli.wrong import told, wrong
 from pp_offload.config import OffloadConfig
 from pp_offload.plan import Chooser, record
 from pp_offload.simulate import DEVICES, Hardware, Modules, PeerLink, PipelineOrder
 from pp_offload.simulate.schedules import SCHEDULES, checked_stages, order_of
+from pp_offload.simulate.stages import OptimizerError
 
 GIB, GB = 2**30, 10**9
 
@@ -62,6 +64,23 @@ class Pipeline:
 
     option: str
     """Which has said where its stages are from."""
+
+    option_of_optimizer: str
+    """Which has said what ends a step; empty if none has."""
+
+    @contextmanager
+    def told(self, or_else: str = "") -> Iterator[None]:
+        """An error about the model or its optimizer, inside, is one of what has given it.
+
+        Args:
+            or_else: Other options that it may be of.
+        """
+        both = f"{self.option} or {or_else}" if or_else else self.option
+        with told(both):
+            try:
+                yield
+            except OptimizerError as failure:
+                raise wrong(self.option_of_optimizer or both, str(failure)) from failure
 
 
 def pipeline_of(
@@ -103,7 +122,10 @@ def pipeline_of(
         given = "neither" if model is None else "both"
         raise wrong("MODEL", f"found {given} of module:function and --hf, expected one of the two")
     if device not in DEVICES:
-        raise wrong("--device", f"found {device!r}, expected one of {', '.join(DEVICES)}")
+        raise wrong(
+            "--device",
+            f"found {device!r}{near(device, list(DEVICES))}, expected one of {', '.join(DEVICES)}",
+        )
     with told("--schedule"):
         num_stages = checked_stages(schedule, virtual_stages)
         order = order_of(
@@ -130,7 +152,7 @@ def pipeline_of(
     )
     if optimizer is not None:
         title += f"; {optimizer} ends a step"
-    return Pipeline(order, work, DEVICES[device], title, option)
+    return Pipeline(order, work, DEVICES[device], title, option, "--optimizer" * bool(optimizer))
 
 
 MakePipeline = Callable[[], Pipeline]
@@ -218,7 +240,7 @@ def chooser_of(
     order, hardware = pipeline.order, pipeline.hardware
     with progress_bar() as bar:
         say = None if bar is None else bar("steps predicted")
-        with told(f"{pipeline.option} or --schedule"):
+        with pipeline.told("--schedule"):
             chooser = Chooser(
                 order,
                 record(order, pipeline.work, hardware, config),

@@ -16,7 +16,6 @@ from pp_offload.cli.pipelines import (
     config_of,
     on_pipeline,
 )
-from pp_offload.cli.wrong import told
 from pp_offload.plan import profile as profile_of
 from pp_offload.plan import record
 from pp_offload.plan.profile_table import profile_table
@@ -42,7 +41,7 @@ def profile(
     if not recompute:
         pipeline.work.layers = None
     config = config_of(min_numel)
-    with told(f"{pipeline.option} or --schedule"):
+    with pipeline.told("--schedule"):
         tapes = record(pipeline.order, pipeline.work, pipeline.hardware, config)
     found = profile_of(tapes, pipeline.hardware)
     if as_json:

@@ -64,7 +64,7 @@ def simulate(
         config = replace(others, activation_offload_fraction=fraction, plan=plan)
         if config.offload_plan is not None:
             config.offload_plan.rank(pipeline.order.num_ranks - 1)
-    with progress_bar() as bar, told(pipeline.option):
+    with progress_bar() as bar, pipeline.told():
         found = compare(
             pipeline.order,
             pipeline.work,

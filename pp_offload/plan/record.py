@@ -97,7 +97,7 @@ class _Variants:
                 for stage in order.stages_of(rank)
             }
             with work.recomputing(names) if isinstance(work, Modules) else nullcontext():
-                tapes = _record_rank(*self._what)
+                tapes = _record_rank(*self._what, says_what_is_idle=not num)
             self._recorded[num] = replace(
                 tapes,
                 recomputed=tuple(names.values()),
@@ -120,7 +120,13 @@ def spread(layers: Sequence[_T], num: int) -> list[_T]:
 
 
 def _record_rank(
-    order: PipelineOrder, work: Work, hardware: Hardware, config: OffloadConfig, rank: int
+    order: PipelineOrder,
+    work: Work,
+    hardware: Hardware,
+    config: OffloadConfig,
+    rank: int,
+    *,
+    says_what_is_idle: bool,
 ) -> RankTapes:
     backend = _OneStream(hardware, is_blocking=True)
     recorder = Recorder(backend)
@@ -130,11 +136,14 @@ def _record_rank(
     try:
         with use_manager(manager):
             mine = work.on(order, rank, backend)
+            if not says_what_is_idle:  # groups are, in layers that are recomputed
+                manager.idle_groups.stop()
             try:
                 mine.begin_step()
                 _run_once(mine, order.stages_of(rank))
                 update = _updates(mine, order.stages_of(rank), recorder)
                 mine.begin_step()
+                manager.idle_groups.stop()  # from now on stages run alone, without groups of others
                 gc.collect()
                 resident = backend.memory.live_bytes - update.state_bytes
                 manager.wiring.transfer.listeners.add(recorder)

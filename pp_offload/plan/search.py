@@ -26,6 +26,7 @@ from itertools import product
 from math import comb, prod
 
 from pp_offload._common.offload_plan import PlannedGroup, RankPlan
+from pp_offload._common.option_sources import bytes_said, size_said
 from pp_offload.plan.changes import (
     Stay,
     class_changed,
@@ -260,9 +261,9 @@ class Search:
         least = self.least(limit_bytes)
         rank = [one.peak_bytes for one in least.step.ranks].index(least.peak_bytes)
         return InfeasibleError(
-            f"limit_bytes is {limit_bytes} ({limit_bytes / GIB:.2f} GiB), expected at least "
-            f"{least.peak_bytes} ({least.peak_bytes / GIB:.2f} GiB), which rank {rank} needs "
-            f"whatever leaves{self._of_that(rank)}; "
+            f"limit_bytes is {bytes_said(limit_bytes)}, expected at least "
+            f"{bytes_said(least.peak_bytes)}, which rank {rank} needs whatever leaves"
+            f"{self._of_that(rank)}; "
             f"{self._more_host_memory(limit_bytes, least.peak_bytes)}have more groups leave, take "
             "more ranks, shorter microbatches or fewer in flight",
             least.peak_bytes,
@@ -295,7 +296,7 @@ class Search:
     def _of_that(self, rank: int) -> str:
         """How much of it is an optimizer's, on which no choice of groups has an effect."""
         nbytes = self.tapes[rank].update.state_bytes
-        return f", {nbytes / GIB:.2f} GiB of that for its optimizer's state" if nbytes else ""
+        return f", {size_said(nbytes)} of that for its optimizer's state" if nbytes else ""
 
     def _more_host_memory(self, limit_bytes: int, least: int) -> str:
         """What to give, if less than ``least`` is enough where all that leaves has room."""
@@ -307,7 +308,7 @@ class Search:
         host = max(rank.host_peak_bytes for rank in self.roomier.all_leave().ranks)
         return (
             f"give a larger host_budget_bytes than {self._steps.config.host_budget_bytes}: all "
-            f"groups take {host} on a rank, and then {enough} ({enough / GIB:.2f} GiB) are enough; "
+            f"groups take {host} on a rank, and then {bytes_said(enough)} are enough; "
         )
 
     def _fill(self, limit_bytes: int, most_steps: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._common.option_sources import size_said
 from pp_offload._common.tables import format_table
 from pp_offload.simulate.rank import PipelineStep, RankStep
 
@@ -45,7 +46,7 @@ def table(
     )
     return "\n".join(
         [
-            f"at most {plan.limit_bytes / GIB:.2f} GiB: {plan.seconds * 1e3:.1f} ms a step, "
+            f"at most {size_said(plan.limit_bytes)}: {plan.seconds * 1e3:.1f} ms a step, "
             f"{slower:.1%} more than the {plan.least_seconds * 1e3:.1f} without offload, {proven}",
             "",
             format_table([HEAD, *rows]),
@@ -61,7 +62,7 @@ def _of_the_optimizer(plan: OffloadPlan) -> list[str]:
     most = max((rank.optimizer_bytes for rank in plan.ranks), default=0)
     if not most:
         return ["Peaks are without an optimizer's state."]
-    return [f"Peaks are with the optimizer's state, at most {most / GIB:.2f} GiB on a rank."]
+    return [f"Peaks are with the optimizer's state, at most {size_said(most)} on a rank."]
 
 
 def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan | None) -> list[str]:
@@ -70,7 +71,7 @@ def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan | None) -> list
         return []
     host = max(rank.host_peak_bytes for rank in roomier.ranks)
     return [
-        f"\nHost memory is what binds: with {host / GIB:.2f} GiB of it on a rank a step takes "
+        f"\nHost memory is what binds: with {size_said(host)} of it on a rank a step takes "
         f"{roomier.seconds * 1e3:.1f} ms,\n{1 - roomier.seconds / plan.seconds:.1%} less."
     ]
 

@@ -12,7 +12,8 @@ NOTE [ What depends on data ]
     Which tokens may see which is decided by the mask, and which expert takes a token by its router:
     both are data, which a virtual device has not. So attention is causal and takes no mask, as the
     flash kernel takes none; and all experts are one grouped product, which takes as long as if each
-    had as many tokens as the others.
+    had as many tokens as the others. Attention that caps its scores, as that of Gemma2, has no such
+    kernel: it is computed from whole matrices with a mask, as Transformers does it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 ATTENTION = "causal_without_mask"
 """The name by which Transformers knows the attention."""
+
+EAGER = "eager"
+"""The one that has whole matrices of scores."""
 
 
 def model_from_config(
@@ -46,7 +50,8 @@ def model_from_config(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register(ATTENTION, sdpa_attention_forward)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION}
+    attention = EAGER if _caps_scores(config) else ATTENTION
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if any("experts" in name for name in config.to_dict()):
         options["experts_implementation"] = "grouped_mm"
     with torch.device("meta"):
@@ -54,6 +59,10 @@ def model_from_config(
             type(config).from_dict(config.to_dict()), **options
         )
     return model.train()
+
+
+def _caps_scores(config: PretrainedConfig) -> bool:
+    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
@@ -75,17 +84,27 @@ class DecoderStage(nn.Module):
         if self.head is not None and index > 0:
             # It may be the embedding's, which another rank has: each has one of its own.
             self.head = copy.deepcopy(self.head)
+        self.takes_mask = _caps_scores(model.config)
+        self.cap = getattr(model.config, "final_logit_softcapping", None)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:
             x = self.embed(x)
         positions = torch.arange(x.shape[1], device=x.device)[None]
         rotated = self.rotary(x, positions)
+        mask = _causal_mask(x) if self.takes_mask else None
         for layer in self.layers:
-            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=rotated)
+            x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotated)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
+            x = x if self.cap is None else torch.tanh(x / self.cap) * self.cap
         return x
+
+
+def _causal_mask(x: Tensor) -> Tensor:
+    """What is added to scores, so that no token sees those behind it."""
+    length, least = x.shape[1], torch.finfo(x.dtype).min
+    return torch.full((length, length), least, dtype=x.dtype, device=x.device).triu(1)[None, None]
 
 
 def stages_of(model: PreTrainedModel, num_stages: int) -> list[DecoderStage]:

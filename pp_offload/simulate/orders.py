@@ -111,10 +111,13 @@ class PipelineOrder:
                 return how(list(stages), num, loss_fn=_no_loss)
             if isinstance(how, str | os.PathLike):
                 return schedule_of_csv(os.fspath(how), list(stages), num, _no_loss)
-        except (AssertionError, RuntimeError) as failure:  # the latter of a line in a file
+        except (AssertionError, RuntimeError, ValueError) as failure:  # the second of a line
+            name = how.__name__ if isinstance(how, type) else how
+            why = str(failure).rstrip(".") or type(failure).__name__
             raise ValueError(
-                f"{how} is no schedule of {self.num_stages} stages and {num} microbatches on "
-                f"{self.num_ranks} ranks: {failure}"
+                f"{name} is no schedule of {self.num_stages} stages and {num} microbatches on "
+                f"{self.num_ranks} ranks: {why}; give another number of microbatches, ranks or "
+                "stages, or another schedule"
             ) from failure
         raise TypeError(
             f"schedule is {said(how)}, expected a class of torch.distributed.pipelining such as "

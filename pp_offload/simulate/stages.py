@@ -6,6 +6,7 @@ work = Times(forward_s=1.0, input_s=1.0, weight_s=1.0)   # closed forms
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -130,6 +131,10 @@ class _TimedWork:
 
     def close(self) -> None:
         pass
+
+
+class OptimizerError(ValueError):
+    """An optimizer does what cannot be done without data."""
 
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -300,7 +305,7 @@ class _ModuleWork:
         try:
             self._optimizer.step()
         except (AssertionError, RuntimeError, TypeError) as failure:
-            raise ValueError(
+            raise OptimizerError(
                 f"the optimizer is {type(self._optimizer).__name__}, expected one that can run "
                 "without data, on meta and without a closure, such as torch.optim.AdamW without "
                 "fused and capturable; take that, or none and leave room for it below the limit: "
@@ -353,7 +358,9 @@ def _process_group() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
+    hook = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    sys.excepthook = hook  # PyTorch's has tracebacks begin with a rank, for good
     try:
         yield
     finally:

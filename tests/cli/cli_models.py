@@ -26,6 +26,18 @@ def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def broken_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    raise ValueError("what went wrong in my optimizer")
+
+
+def no_optimizer(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    return parameters
+
+
+def with_lbfgs(num_stages: int, length: int) -> Modules:
+    return modules(num_stages, length, groups={"linear": "0"}, optimizer=torch.optim.LBFGS)
+
+
 def twice(num_stages: int, length: int) -> Modules:
     """Stages that save what they return, which the next one saves as well."""
     stages = [nn.Sequential(nn.Linear(256, 256, **KIND), nn.Sigmoid()) for _ in range(num_stages)]
@@ -73,6 +85,12 @@ def on_the_cpu(num_stages: int, length: int) -> Modules:
 
 def no_such_module(num_stages: int, length: int) -> Modules:
     return modules(num_stages, length, groups={"mlp": "layers.*"})
+
+
+def head_on_the_last(num_stages: int, length: int) -> Modules:
+    work = modules(num_stages, length, groups={"linear": "0", "head": "head"})
+    work.stages[-1].add_module("head", nn.Linear(64, 64, **KIND))
+    return work
 
 
 def broken(num_stages: int, length: int) -> Modules:

@@ -20,7 +20,7 @@ def test_a_table_and_a_file_that_the_engine_follows(tmp_path: Path) -> None:
     assert code == 0, output
     assert png.read_bytes()[:4] == b"\x89PNG" and f"the picture is in {png}" in output
     assert "cli_models:good on 2 virtual H100, 1f1b" in output
-    assert "at most 0.00 GiB" in output and "of a step in which compute" in output
+    assert "at most 0.53 MiB" in output and "of a step in which compute" in output
     beside = "min_offloaded_tensor_size=1"
     assert f'written to {path}; follow it with OffloadConfig(plan="{path}", {beside})' in output
     plan = OffloadConfig(plan=path).offload_plan
@@ -116,7 +116,7 @@ DEEP = "--ranks 2 --microbatches 4 --length 4096 --min-numel 1"
 WRONG = {
     "plan cli_models:good": "Missing option '--limit'",
     "plan --limit 1GiB": "found neither of module:function and --hf, expected one of the two",
-    f"{GOOD} --limit 1": "--limit: limit_bytes is 1 (0.00 GiB), expected at least",
+    f"{GOOD} --limit 1": "--limit: limit_bytes is 1, expected at least",
     f"{GOOD} --limit 1 --no-recompute": "or leave out --no-recompute",
     f"{GOOD} --limit 1Gb": "found '1Gb', expected bytes with a unit of B, kB",
     f"{GOOD} --limit many": "found 'many', expected bytes with a unit of B, kB",
@@ -124,9 +124,21 @@ WRONG = {
     f"{GOOD} --limit 1GiB --host-gib inf": "--host-gib: found inf, expected a finite number",
     f"plan cli_models:deep {DEEP} --limit 1 --host-gib 0.3": "give a larger host_budget_bytes than",
     f"{GOOD} --limit 1GiB --tiers tape": "--tiers: OffloadConfig is invalid: tiers is the tuple",
-    f"{GOOD} --limit 1GiB --optimizer adamw": "expected a class of torch.optim, such as AdamW, or",
-    f"{GOOD} --limit 1GiB --optimizer Adafactor": "Adafactor, expected one that can run without",
+    f"{GOOD} --limit 1GiB --optimizer adamw": "found 'adamw' (did you mean AdamW?), expected a cl",
+    f"{GOOD} --limit 1GiB --optimizer adafactr": "found 'adafactr' (did you mean Adafactor?), expe",
+    f"{GOOD} --limit 1GiB --optimizer SGDM": "found 'SGDM' (did you mean SGD?), expected a class",
+    f"{GOOD} --limit 1GiB --device h100": "found 'h100' (did you mean H100?), expected one of A100",
+    f"{GOOD} --limit 1GiB --schedule 1F1B": "(did you mean 1f1b?)",
+    f"{GOOD} --limit 1GiB --schedule ZBV": "(did you mean zbv?)",
+    f"{GOOD} --limit 1GiB --optimizer Adafactor": "--optimizer: the optimizer is Adafactor, expec",
+    f"{GOOD} --limit 1GiB --optimizer Muon": "--optimizer: Muon cannot be made of the parameters",
+    f"{GOOD} --limit 1GiB --optimizer Optimizer": "--optimizer: Optimizer cannot be made of the pa",
+    f"{GOOD} --limit 1GiB --microbatches 1": "--schedule: Schedule1F1B is no schedule of 2 stages",
+    f"{GOOD} --limit 1GiB --schedule interleaved1f1b --microbatches 17": "(8), but got 17; give a",
     f"{GOOD} --limit 1GiB --optimizer cli_models:KIND": "KIND of cli_models is no function, expec",
+    f"{GOOD} --limit 1GiB --optimizer cli_models:no_optimizer": "--optimizer: cli_models:no_op",
+    "plan cli_models:head_on_the_last --ranks 2 --limit 1GiB": "pipeline rank 0 has no module of "
+    "group 'head' in stage 0: pattern 'head' matches no module; near names",
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "expected a file in a directory that is there",
     f"{GOOD} --limit 1GiB --png plan.gif": "ends otherwise than pictures do",
     "plan cli_models:twice --ranks 2 --limit 1GiB --schedule zbv": "or stage saved as well",
@@ -141,6 +153,16 @@ def test_what_cannot_be_right(command: str) -> None:
     assert code == 2
     plain = output.replace("│", " ")
     assert WRONG[command] in " ".join(plain.split()), output
+
+
+def test_an_optimizer_that_the_model_brings_is_the_model_s() -> None:
+    code, output = run("profile", "cli_models:with_lbfgs", *SMALL)
+    assert code == 2 and "for MODEL or --schedule: the optimizer is LBFGS, expected" in output
+
+
+def test_an_error_of_a_function_that_makes_an_optimizer_keeps_its_traceback() -> None:
+    with pytest.raises(ValueError, match="what went wrong in my optimizer"):
+        run(*GOOD.split(), "--limit", "1GiB", "--optimizer", "cli_models:broken_optimizer")
 
 
 def test_a_plan_for_another_pipeline(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, PretrainedConfig
 from typer.testing import CliRunner
 
 from pp_offload.cli.app import app
@@ -18,6 +18,14 @@ from pp_offload.simulate.huggingface import groups_of, model_from_config, stages
 from pp_offload.trace import read
 
 SMALL = "--ranks 2 --microbatches 4 --length 256 --min-numel 1".split()
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 TINY = LlamaConfig(
     hidden_size=64,
     intermediate_size=128,
@@ -72,12 +80,29 @@ def test_a_model_of_hugging_face(tmp_path: Path) -> None:
         assert "mlp may leave" in output
 
 
-def test_stages_compute_what_the_model_computes() -> None:
+CAPPED = Gemma2Config(
+    **{name: getattr(TINY, name) for name in SIZES}, head_dim=16, query_pre_attn_scalar=16
+)
+"""Its attention caps scores, which the kernel of the others does not."""
+
+
+def test_attention_that_caps_scores(tmp_path: Path) -> None:
+    CAPPED.save_pretrained(tmp_path)
+    code, output = run("--hf", str(tmp_path), *SMALL, "--json")
+    assert code == 0, output
+    (rank, _) = json.loads(output)["with offload"]["ranks"]
+    assert rank["bytes_offloaded"] > 4 * 256 * 256 * 2 * 4, "matrices of scores are saved"
+
+
+@pytest.mark.parametrize("config", [TINY, CAPPED], ids=["llama", "gemma2"])
+def test_stages_compute_what_the_model_computes(config: PretrainedConfig) -> None:
     torch.manual_seed(0)
-    model = model_from_config(TINY, dtype=torch.float32).to_empty(device="cpu")
+    model = model_from_config(config, dtype=torch.float32).to_empty(device="cpu")
     with torch.no_grad():
         for one in model.parameters():
             one.normal_(std=0.1)
+        for one in model.buffers():
+            one.fill_(2.0)
         rotary = model.model.rotary_emb
         rotary.inv_freq.copy_(1e4 ** -torch.linspace(0, 1, len(rotary.inv_freq)))
     tokens = torch.randint(96, (2, 12))
@@ -132,7 +157,7 @@ WRONG = {
     "cli_models:unmarked --groups mlp": "but the model marks its groups itself; leave it out",
     f"{GOOD} --groups moe": "found 'moe', expected some of linear,gelu with commas",
     f"{GOOD} --groups ,": "found ',', expected some of linear,gelu with commas",
-    f"{GOOD} --device H10": "found 'H10', expected one of A100, H100",
+    f"{GOOD} --device H10": "found 'H10' (did you mean H100?), expected one of A100, H100",
     f"{GOOD} --schedule 1f1": "1f1 is none of gpipe, 1f1b",
     f"{GOOD} --virtual-stages 2": "1f1b takes --virtual-stages 1; try interleaved1f1b",
     f"{GOOD} --network-gb 0": "found 0, expected a number above 0",
@@ -162,6 +187,30 @@ def test_a_model_that_cannot_be_cut_is_explained(tmp_path: Path) -> None:
     TINY.save_pretrained(tmp_path)
     code, output = run("--hf", str(tmp_path), "--ranks", "6")
     assert code == 2 and "there are 6 stages for 5 layers, expected 1 to 5" in output, output
+
+
+SMALL_CONFIG = {**TINY.to_dict(), "head_dim": 16, "pad_token_id": 0}
+NOT_OF_OTHERS = ("architectures", "rope_parameters", "rope_theta", "rope_scaling")
+NOT_AS_LLAMA = {
+    "gemma3_text": "Gemma3ForCausalLM cannot run in stages without data (TypeError: Gemma3Rotary",
+    "llama4_text": "cannot be made (ValueError: Llama4ForCausalLM does not support setting exper",
+    "t5": "cannot be made (ValueError: Unrecognized configuration class",
+}
+
+
+@pytest.mark.parametrize("kind", NOT_AS_LLAMA)
+def test_a_model_that_does_not_run_as_llama_is_explained(kind: str, tmp_path: Path) -> None:
+    config = {name: SMALL_CONFIG[name] for name in SMALL_CONFIG if name not in NOT_OF_OTHERS}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+    code, output = run("--hf", str(tmp_path), *SMALL)
+    assert code == 2 and NOT_AS_LLAMA[kind] in output and "--hf" in output, output
+    assert "give another, or stages of your own with module:function" in output
+
+
+def test_a_config_with_a_value_that_cannot_be_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
+    code, output = run("--hf", str(tmp_path), *SMALL)
+    assert code == 2 and "found no config of Transformers at" in output, output
 
 
 def test_an_error_of_the_model_keeps_its_traceback() -> None:

@@ -142,4 +142,4 @@ def test_without_matplotlib_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, output = run(file, "--png", tmp_path / "out.png")
-    assert code == 2 and "pip install 'pp_offload[plots]'" in output
+    assert code == 2 and "pip install matplotlib" in output

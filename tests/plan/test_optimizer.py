@@ -173,8 +173,8 @@ def test_a_limit_that_is_refused_says_how_much_is_its_state() -> None:
         chooser = Chooser(order, record(order, work, DEVICE, CONFIG), DEVICE, config=CONFIG)
         with pytest.raises(InfeasibleError, match="whatever leaves") as refused:
             chooser.plan(1)
-        state = sum(one.nbytes for one in work.stages[0].parameters()) * 2 / 2**30
-        said = f"rank 0 needs whatever leaves, {state:.2f} GiB of that for its optimizer's state; "
+        state = sum(one.nbytes for one in work.stages[0].parameters()) * 2 / 2**20
+        said = f"rank 0 needs whatever leaves, {state:.2f} MiB of that for its optimizer's state; "
         assert (said in str(refused.value)) is (name == "AdamW")
         assert ("state" in str(refused.value)) is (name == "AdamW")
 

@@ -9,6 +9,7 @@ from random_pipelines import Drawn
 from small import limits, planned, with_host_memory
 from test_choose import small_bounds
 
+from pp_offload._common.option_sources import size_said
 from pp_offload.plan import Chooser, InfeasibleError, OffloadPlan, RankTapes
 from pp_offload.plan.table import table
 
@@ -36,7 +37,7 @@ def test_host_memory_binds(seed: int, part: float) -> None:
     little = chooser_of(*with_host_memory(drawn, tapes, part))
     plan, more = little.plan(limit), chooser_of(drawn, tapes).plan(limit)
     host = max(rank.host_peak_bytes for rank in more.ranks)
-    said = f"Host memory is what binds: with {host / 2**30:.2f} GiB of it on a rank a step takes "
+    said = f"Host memory is what binds: with {size_said(host)} of it on a rank a step takes "
     assert f"{said}{more.seconds * 1e3:.1f} ms, " in shown(little, plan)
     for enough in (chooser_of(*with_host_memory(drawn, tapes, 2.0)), chooser_of(drawn, tapes)):
         assert enough.plan(limit).seconds == more.seconds < plan.seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -99,11 +100,13 @@ def with_limit(num_saved: float | None, **how: Any) -> Any:
 
 
 @with_limit(40)
-def test_the_limit_is_filled_and_kept(training: Training) -> None:
+def test_the_limit_is_filled_and_kept(training: Training, caplog: pytest.LogCaptureFixture) -> None:
     limit = training.config.device_limit_bytes
     assert limit is not None
     first = training.sent_by_a_step()
-    peaks = training.run(10)
+    with caplog.at_level(logging.INFO):
+        peaks = training.run(10)
+    assert [one for one in caplog.messages if re.match(r"\d+ of 24 groups of a micro", one)]
     sent = training.sent_by_a_step()
     assert 0 < sent < first * 0.75
     moving = 4 * SAVED_BYTES
@@ -128,6 +131,17 @@ def test_where_all_that_leaves_is_too_little_one_warning_says_so(
     assert training.sent_by_a_step() == pytest.approx(first, rel=0.05)  # but for the margin
     told = [one.getMessage() for one in caplog.records if "device_limit_bytes" in one.getMessage()]
     assert len(told) == 1 and "all groups leave; have more of the model in groups" in told[0]
+
+
+@with_limit(2)
+def test_a_rank_says_which_one_it_is(
+    training: Training, caplog: pytest.LogCaptureFixture, one_rank: None
+) -> None:
+    """Else lines of many ranks in one log tell nothing."""
+    with caplog.at_level(logging.INFO):
+        training.run(6)
+    told = [one.getMessage() for one in caplog.records]
+    assert [one for one in told if one.startswith("rank 0: the device took ")]
 
 
 @with_limit(40, resets=True)

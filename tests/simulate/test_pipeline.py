@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributed.pipelining import (
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, attach, use_backend
 from pp_offload._common.torch_private import knows_sizes
+from pp_offload.plan import record
 from pp_offload.simulate import (
     DEVICES,
     Modules,
@@ -52,6 +54,22 @@ def uniform(
     """A step of stages that each take a second for each of their three parts."""
     made = order(schedule, num_ranks, num_ranks * each, num_microbatches)
     return run_pipeline(made, UNIFORM, EVEN, peers=link, num_steps=1)
+
+
+def test_tracebacks_of_the_program_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group has them begin with a rank, and one is made on the way."""
+
+    def mine(*args: Any) -> None: ...
+
+    monkeypatch.setattr(sys, "excepthook", mine)
+    stages: list[nn.Module] = [nn.Linear(8, 8, device="meta") for _ in range(2)]
+    example = torch.empty(4, 8, device="meta")
+    work = Modules(stages, example=example, loss_fn=lambda y: y.sum())
+    made = order(Schedule1F1B, 2, 2, 2)
+    run_pipeline(made, work, EVEN, config=OffloadConfig())
+    assert sys.excepthook is mine
+    record(made, work, EVEN)
+    assert sys.excepthook is mine
 
 
 # Closed forms
