@@ -21,9 +21,8 @@ from pp_offload.simulate.rank import PipelineStep
 HEAD = ("", "limit GiB", "peak GiB", "step ms", "longer", "host GiB", "recompute")
 
 NOTE = """\
-peak, host: of the fullest rank, host also in the first step, which may send more than later ones.
-longer: than without offload, which no plan is below. recompute: layers of all ranks that backward
-computes anew."""
+peak, host: of the fullest rank. longer: than without offload, which no plan is below. recompute:
+layers of all ranks that backward computes anew."""
 
 
 @dataclass(frozen=True)

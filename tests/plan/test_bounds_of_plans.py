@@ -15,10 +15,18 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 from pp_offload import OffloadConfig
 from pp_offload._groups import auto_bounds
-from pp_offload.plan import Chooser, InfeasibleError, chooser, record
+from pp_offload.plan import (
+    Chooser,
+    InfeasibleError,
+    OffloadPlan,
+    RankPlan,
+    RankTapes,
+    chooser,
+    record,
+)
 from pp_offload.plan.pipeline import predict_each
 from pp_offload.plan.trade_off import least_limit
-from pp_offload.simulate import DEVICES, Modules, PipelineOrder
+from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
 
 
 def wide_stages() -> tuple[PipelineOrder, Modules]:
@@ -40,7 +48,6 @@ def wide_stages() -> tuple[PipelineOrder, Modules]:
         example=torch.empty(4096, 5120, **kind),
         loss_fn=lambda y: y.float().square().mean(),
         groups={"layer": "*", "act": "*.1"},
-        optimizer=torch.optim.AdamW,
     )
     return PipelineOrder(ScheduleGPipe, num_ranks=2, num_stages=2, num_microbatches=3), work
 
@@ -67,6 +74,27 @@ def test_no_step_is_above_the_limit() -> None:
         anew.append(max(rank.peak_bytes for step in steps for rank in step.ranks))
         anew[-1] -= plan.limit_bytes
     assert max(anew) > 0, "else nothing is shown here"
+
+
+def test_an_engine_keeps_the_bounds_of_its_plan() -> None:
+    """Also where copies that it has timed would say others."""
+    order, work = wide_stages()
+    hardware = replace(DEVICES["H100"], link_bytes_per_s=12.5e9)
+    ours = [(600 * 2**20, 5 * 2**20), (2**29, 2**20)]
+    tapes = record(order, work, hardware)
+    plan = OffloadPlan("a test", 0, 0.0, 0.0, tuple(map(leaving, tapes, ours)))
+    config = OffloadConfig(plan=plan)
+    for num_steps in (1, 2, 4):
+        step = run_pipeline(order, work, hardware, config=config, num_steps=num_steps)
+        assert [rank.bounds for rank in step.ranks] == ours
+    for rank in run_pipeline(order, work, hardware, config=OffloadConfig(), num_steps=4).ranks:
+        assert rank.bounds not in ours
+
+
+def leaving(tapes: RankTapes, bounds: tuple[int, int]) -> RankPlan:
+    """All leaves, with these bounds."""
+    in_flight, ahead = bounds
+    return RankPlan(tapes.planned(()), max_in_flight_bytes=in_flight, prefetch_bytes=ahead)
 
 
 @pytest.fixture

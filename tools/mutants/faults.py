@@ -496,7 +496,7 @@ MUTANTS = [
     Mutant(
         "plan does not count",
         "pp_offload/_groups/chunk.py",
-        "if wiring.plan.keeps(group.key, group.name):",
+        "if wiring.plan.keeps(group.key, group.name, group.counts.nbytes):",
         "if False:",
         "what backward uses first is sent away",
         ("tests/field/test_every_number_of_layers.py::test_all_resident",),
@@ -1672,12 +1672,12 @@ MUTANTS = [
         "kept |= {key for key, group in planned if group is not None and group.keeps}",
         "",
         "what a plan keeps leaves all the same",
-        ("tests/common/test_offload_plan.py::test_what_is_planned_stays_from_the_second_step_on",),
+        ("tests/common/test_offload_plan.py::test_what_is_planned_stays_from_the_first_step_on",),
     ),
     Mutant(
         "a plan for other bytes is followed",
         "pp_offload/_groups/plan.py",
-        "is_known = planned is not None and (planned.name, planned.nbytes) == group",
+        "is_known = planned is not None and planned.is_it(*group)",
         "is_known = planned is not None",
         "a plan for another length says what stays, and the peak is anywhere",
         (
@@ -1686,12 +1686,58 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "plans forget the first step",
+        "a plan is followed from the second step on",
+        "pp_offload/_groups/manager.py",
+        "            self.wiring.plan = plan_of_options(options, self.step.pipeline_rank)\n",
+        "",
+        "the first step takes more than the limit of the plan",
+        ("tests/common/test_offload_plan.py::test_what_is_planned_stays_from_the_first_step_on",),
+    ),
+    Mutant(
+        "the first step follows a plan for other bytes",
+        "pp_offload/_groups/plan.py",
+        "        return planned is not None and planned.keeps and planned.is_it(name, nbytes)\n",
+        "        return planned is not None and planned.keeps\n",
+        "a plan for another length says what stays, and the peak is anywhere",
+        (
+            "tests/common/test_offload_plan.py::"
+            "test_groups_with_other_bytes_leave_and_are_told_of_once",
+        ),
+    ),
+    Mutant(
+        "plans have no bounds",
+        "pp_offload/plan/search.py",
+        "            _planned(stages, rank.bounds)\n",
+        "            RankPlan(stages)\n",
+        "an engine chooses others from its own times, and is above the limit of its plan",
+        ("tests/plan/test_bounds_of_plans.py::test_no_step_is_above_the_limit",),
+    ),
+    Mutant(
+        "bounds of a plan are not taken",
+        "pp_offload/_groups/auto_bounds.py",
+        "            self._take(planned_bounds(self._config, plan.bounds))\n",
+        "            pass\n",
+        "an engine chooses others from its own times, and is above the limit of its plan",
+        (
+            "tests/common/test_offload_plan.py::"
+            "test_bounds_of_a_plan_hold_where_no_option_says_otherwise",
+        ),
+    ),
+    Mutant(
+        "bounds of a plan are chosen anew",
+        "pp_offload/_groups/auto_bounds.py",
+        "        if self._plan.bounds is not None:\n            return\n",
+        "",
+        "an engine chooses others from its own times, and is above the limit of its plan",
+        ("tests/plan/test_bounds_of_plans.py::test_an_engine_keeps_the_bounds_of_its_plan",),
+    ),
+    Mutant(
+        "smaller bounds are not tried",
         "pp_offload/plan/chooser.py",
-        "        if max(search.first_peaks) > self._limit_bytes:",
-        "        if False:",
-        "a training by a plan is out of memory in its first step",
-        ("tests/plan/test_choose.py::test_the_least_limit_that_is_told_is_one",),
+        "BOUNDS = (1.0, 0.5, 0.0)\n",
+        "BOUNDS = (1.0,)\n",
+        "what is on its way takes the room in which groups could stay",
+        ("tests/plan/test_bounds_of_plans.py::test_smaller_bounds_meet_a_lower_limit",),
     ),
     Mutant(
         "plans are not changed for the better",
@@ -1761,14 +1807,6 @@ MUTANTS = [
         "    def __init__(self, first: Reload) -> None:\n        self.first = first\n",
         "what all have used stays on the device until somebody polls",
         ("tests/transfer/test_hazards.py::test_what_is_shared_is_free_when_the_last_has_used_it",),
-    ),
-    Mutant(
-        "layers are recomputed only where a rank is too full without offload",
-        "pp_offload/plan/chooser.py",
-        "            if max(peaks) > limit_bytes and",
-        "            if peaks[0] > limit_bytes and",
-        "a limit is refused that a plan could meet",
-        ("tests/plan/test_choose_recomputed.py::test_no_choice_of_layers_and_groups_is_better",),
     ),
     Mutant(
         "numbers of layers are not changed rank by rank",

@@ -140,10 +140,8 @@ FIELD_MUTANTS = [
     Mutant(
         "microbatches that the plan does not know stay",
         "pp_offload/_groups/plan.py",
-        "        return key in self.kept and self.names",
-        "        if self.names and key.chunk not in self.names:\n"
-        "            return True\n"
-        "        return key in self.kept and self.names",
+        "        return planned is not None and planned.keeps",
+        "        return bool(self.names) or planned is not None and planned.keeps",
         "of more microbatches than the first step had, the others are not offloaded",
         (f"{FIELD}/test_more_microbatches.py::test_number_of_microbatches_changes",),
         row="F21",
