@@ -14,6 +14,9 @@ from pp_offload.simulate.rank import PipelineStep, RankStep
 
 GIB = 2**30
 
+LONG = 0.1
+"""Compute that waits such a part of a step for copies is worth a word."""
+
 HEAD = ("rank", "peak GiB", "with", "host GiB", "stalled ms", "leave", "stay", "recompute")
 
 NOTE = """\
@@ -28,7 +31,7 @@ def table(
     none: PipelineStep,
     roomier: OffloadPlan | None = None,
 ) -> str:
-    """A row for each rank, and whether host memory is what binds.
+    """A row for each rank, and what binds, if that is host memory or the link.
 
     Args:
         plan: To be shown.
@@ -53,6 +56,7 @@ def table(
             NOTE,
             *_of_the_optimizer(plan),
             *_because_of_the_host(plan, roomier),
+            *_because_of_the_link(plan),
         ]
     )
 
@@ -74,6 +78,19 @@ def _because_of_the_host(plan: OffloadPlan, roomier: OffloadPlan | None) -> list
         f"\nHost memory is what binds: with {size_said(host)} of it on a rank a step takes "
         f"{roomier.seconds * 1e3:.1f} ms,\n{1 - roomier.seconds / plan.seconds:.1%} less."
     ]
+
+
+def _because_of_the_link(plan: OffloadPlan) -> list[str]:
+    """What to do where compute waits long for copies."""
+    stalled_s = max((rank.stalled_s for rank in plan.ranks), default=0.0)
+    if stalled_s <= LONG * plan.seconds:
+        return []
+    advice = "`pp-offload sweep` shows what a larger limit saves"
+    if not any(names for rank in plan.ranks for names in rank.recomputed):
+        advice += ";\nlayers that may be recomputed, Modules(layers=...), leave copies more time"
+    if "disk" in plan.options.get("tiers", ()):
+        advice += ";\na disk is far slower than host memory, of which --host-gib is to have enough"
+    return [f"\nCopies have too much to do: {advice}."]
 
 
 def _row(number: int, ours: RankPlan, none: RankStep) -> tuple[str, ...]:

@@ -44,6 +44,32 @@ def test_host_memory_binds(seed: int, part: float) -> None:
         assert "Host memory" not in shown(enough, more)
 
 
+@pytest.mark.parametrize(
+    ("stalled_s", "recomputed", "options", "expected"),
+    [
+        (0.11, (), {}, "Copies have too much to do: `pp-offload sweep` shows what a larger"),
+        (0.11, (), {}, "layers that may be recomputed, Modules(layers=...), leave copies more"),
+        (0.11, (("1",),), {}, "shows what a larger limit saves."),
+        (0.11, (), {"tiers": ["host", "disk"]}, "a disk is far slower than host memory"),
+        (0.09, (), {"tiers": ["disk"]}, None),
+    ],
+)
+def test_copies_that_have_too_much_to_do(
+    stalled_s: float,
+    recomputed: tuple[tuple[str, ...], ...],
+    options: dict[str, object],
+    expected: str | None,
+) -> None:
+    drawn, tapes = planned(22)
+    chooser = chooser_of(drawn, tapes)
+    plan = chooser.plan(2**40)
+    ranks = [replace(rank, stalled_s=0.0) for rank in plan.ranks]
+    ranks[-1] = replace(ranks[-1], stalled_s=stalled_s, recomputed=recomputed)
+    plan = replace(plan, seconds=1.0, ranks=tuple(ranks), options=options)
+    text = " ".join(table(plan, chooser.without_offload()).split())
+    assert ("Copies have too much" not in text) if expected is None else expected in text
+
+
 def test_a_limit_that_no_step_is_below() -> None:
     drawn, tapes = planned(5)
     with pytest.raises(InfeasibleError, match="rank 0 needs whatever leaves; have"):
