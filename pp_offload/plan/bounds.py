@@ -107,6 +107,7 @@ class Bounds:
         self.window = Bound(config.prefetch_bytes, SMALL_BYTES)
         self._config = config
         self._num_left = NUM_TIMED if is_wanted(config) else 0
+        self._are_planned = False
         self._sent_when_timed = 0
         left = left_of_budget(config)
         if left is not None:
@@ -117,6 +118,7 @@ class Bounds:
 
     def follow(self, plan: Plan) -> None:
         """Go by a plan, if it has bounds; as ``AutoBounds.follow``."""
+        self._are_planned = plan.bounds is not None
         if plan.bounds is not None:
             self._num_left = 0
             cap_bytes, window_bytes = planned_bounds(self._config, plan.bounds)
@@ -150,6 +152,8 @@ class Bounds:
             sent_bytes: That left in the step. Where more does than when it was timed, as with more
                 room on the host, the next ones are timed again.
         """
+        if self._are_planned:
+            return
         if not isinstance(watch, Watch):
             if not self._num_left and 0 < self._sent_when_timed * GROWN < sent_bytes:
                 self._num_left = NUM_TIMED

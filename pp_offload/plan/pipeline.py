@@ -49,7 +49,11 @@ def predict(
     """
     check_count("num_steps", num_steps, least=1)
     with collector_off():  # it would look for garbage among all that ranks keep, again and again
-        *_, step = _steps(_ranks(order, tapes, hardware, config), order, peers, num_steps)
+        ranks = _ranks(order, tapes, hardware, config)
+        for _ in _steps(ranks, order, peers, num_steps):
+            pass
+        step = _ended(ranks)
+        del ranks  # or it would do so now
     return step
 
 
@@ -65,17 +69,20 @@ def predict_each(
     """As :func:`predict`, with each of the steps."""
     check_count("num_steps", num_steps, least=1)
     with collector_off():
-        return list(_steps(_ranks(order, tapes, hardware, config), order, peers, num_steps))
+        ranks = _ranks(order, tapes, hardware, config)
+        steps = [_ended(ranks) for _ in _steps(ranks, order, peers, num_steps)]
+        del ranks
+    return steps
 
 
 def _steps(
     ranks: list[NumberRank], order: PipelineOrder, peers: PeerLink | None, num: int
-) -> Iterator[PipelineStep]:
+) -> Iterator[int]:
+    """Goes on when one is over, with its number."""
     for number in range(num):
         messages = Messages(order, peers or PeerLink())
         _run_step(ranks, messages, is_last=number == num - 1)
-        yield _ended(ranks)
-    ranks.clear()  # or the collector would look at all of them when it is on again
+        yield number
 
 
 class FirstStep:

@@ -134,7 +134,10 @@ class Search:
         """The same with as much host memory as groups take; None where that changes nothing."""
         if self._steps.config.host_budget_bytes is None:
             return None
-        other = Search(self._steps.with_more_on_the_host(), self.tapes)
+        steps = self._steps.with_more_on_the_host()
+        other = Search(steps, self.tapes)
+        if self._other is not None:
+            other = Search(steps, self.tapes, other, self._part)
         is_same = other._first.step == self._first.step and other.all_leave() == self.all_leave()
         return None if is_same else other
 
@@ -321,7 +324,7 @@ class Search:
             self._fill_by(list(map(spread_out, self._classes)), limit_bytes, most_steps)
         num = max(map(len, filter(has_many, self._classes)), default=most_steps)
         has_time = self._steps.num + num < most_steps
-        if has_time and self._is_worth_more(limit_bytes, most_steps):
+        if has_time and self._fitting(limit_bytes) and self._is_worth_more(limit_bytes, most_steps):
             self._fill_by(self._classes, limit_bytes, most_steps, one_by_one=True)
         if not self._fitting(limit_bytes):  # ranks that were full alone may have no room together
             self.all_leave()

@@ -155,8 +155,7 @@ def why_other_bytes(planned: RankPlan, seen: GroupsSeen) -> str:
     if num_left:
         return (
             f"{num_left} group{'s' * (num_left > 1)} of a microbatch left and should have stayed; "
-            "the engine did not follow the plan in this step, as in a first one from which it "
-            "learns"
+            "the engine did not follow the plan"
         )
     num_stayed = sum(not left and not group.keeps for group, left in groups)
     if num_stayed and seen.num_microbatches > 1:

@@ -44,6 +44,7 @@ class Known(Search):
                 on_demand_reloads=0,
                 offload_s=0.0,
                 num_in_flight=1,
+                bounds=(0, 0),
             )
             for number, num in enumerate(map(len, kept))
         ]

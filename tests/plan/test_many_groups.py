@@ -8,12 +8,15 @@ import pytest
 from many_groups import limit_between, many_groups
 from test_choose import check_follows
 
-from pp_offload.plan import InfeasibleError, OffloadPlan, choose, steps
+from pp_offload.plan import InfeasibleError, OffloadPlan, choose, chooser, steps
 
 NUM = 60
 
 FEW = 15
 """No time is looked at: how many steps are predicted is the same on any machine."""
+
+NUM_BOUNDS = len(chooser.BOUNDS)
+"""What does not fit, or has compute wait, is tried with so many bounds."""
 
 
 def planned_in(part: float, *, in_order: bool = False) -> tuple[Any, OffloadPlan, int]:
@@ -47,7 +50,7 @@ def test_they_are_not_changed_one_by_one_without_a_try_for_each(
 ) -> None:
     monkeypatch.setattr(steps, "MAX_TRIES", most)
     drawn, plan, num = planned_in(part)
-    assert num <= 2 * FEW
+    assert num <= 2 * FEW * NUM_BOUNDS
     check_follows(drawn, plan)
 
 
@@ -66,4 +69,4 @@ def test_a_limit_that_cannot_be_met_is_refused_with_a_few_predictions() -> None:
     least = refused.value.least_bytes
     plan = choose(drawn.order, tapes, drawn.hardware, least)
     assert max(rank.peak_bytes for rank in plan.ranks) <= least
-    assert len(predicted) <= 2 * FEW
+    assert len(predicted) <= 2 * FEW * NUM_BOUNDS

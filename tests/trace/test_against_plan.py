@@ -58,7 +58,7 @@ def plan() -> OffloadPlan:
 
 def run(
     path: Path,
-    plan: OffloadPlan,
+    plan: OffloadPlan | None,
     *,
     hardware: Hardware = DEVICE,
     length: int = 2048,
@@ -141,8 +141,12 @@ def test_host_memory_counts_earlier_steps_as_the_plan_does(
         assert one.found.peak_bytes["host"] == one.planned.host_peak_bytes
 
 
-def test_the_first_step_follows_no_plan(plan: OffloadPlan, tmp_path: Path) -> None:
-    found = compare_with_plan(plan, run(tmp_path, plan), step=0)
+def test_the_first_step_is_as_planned_too(plan: OffloadPlan, tmp_path: Path) -> None:
+    assert compare_with_plan(plan, run(tmp_path, plan), step=0).is_as_planned
+
+
+def test_a_run_without_the_plan(plan: OffloadPlan, tmp_path: Path) -> None:
+    found = compare_with_plan(plan, run(tmp_path, None), step=0)
     assert not found.is_as_planned
     first, *_, last = (one.differences[0] for one in found.ranks)
     assert "1 group of a microbatch left and should have stayed; the engine did not" in first
