@@ -16,7 +16,7 @@ NOTE [ When to recompute ]
 NOTE [ Which bounds ]
     An engine chooses its bounds so that compute waits as little as it can. Where the link has too
     much to do it waits all the same, and what is on its way takes room in which groups could stay.
-    So all is tried with smaller ones, too. With twice as large ones nothing was faster.
+    So all is tried with smaller ones, too.
 """
 
 from __future__ import annotations
