@@ -271,7 +271,11 @@ class _Found:
 
 
 class _Trial:
-    """Ways that are tried for one limit, and the best of them. See NOTE [ When to recompute ]."""
+    """Ways that are tried for one limit, and the best of them. See NOTE [ When to recompute ].
+
+    Attributes:
+        best: Of those that fit, so far; None if none does.
+    """
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._common.garbage import collector_off
-from pp_offload.config import AUTO, OffloadConfig, check_config
+from pp_offload.config import AUTO, OffloadConfig, check_config, without_plan
 from pp_offload.plan.rank import NumberRank
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
@@ -47,13 +47,10 @@ def predict(
         ValueError: There is not a tape for each rank and stage, or the config has a tier of another
             kind or an automatic plan.
     """
-    check_count("num_steps", num_steps, least=1)
     with collector_off():  # it would look for garbage among all that ranks keep, again and again
-        ranks = _ranks(order, tapes, hardware, config)
-        for _ in _steps(ranks, order, peers, num_steps):
-            pass
+        *_, ranks = _played(order, tapes, hardware, config, peers, num_steps)
         step = _ended(ranks)
-        del ranks  # or it would do so now
+        del _, ranks  # or it would do so now
     return step
 
 
@@ -61,28 +58,31 @@ def predict_each(
     order: PipelineOrder,
     tapes: Sequence[RankTapes],
     hardware: Hardware,
-    *,
-    config: OffloadConfig | None = None,
-    peers: PeerLink | None = None,
-    num_steps: int = 2,
+    config: OffloadConfig,
+    peers: PeerLink | None,
+    num_steps: int,
 ) -> list[PipelineStep]:
-    """As :func:`predict`, with each of the steps."""
-    check_count("num_steps", num_steps, least=1)
+    """As :func:`predict`, but each of the steps."""
     with collector_off():
-        ranks = _ranks(order, tapes, hardware, config)
-        steps = [_ended(ranks) for _ in _steps(ranks, order, peers, num_steps)]
-        del ranks
-    return steps
+        played = _played(order, tapes, hardware, config, peers, num_steps)
+        return [_ended(ranks) for ranks in played]
 
 
-def _steps(
-    ranks: list[NumberRank], order: PipelineOrder, peers: PeerLink | None, num: int
-) -> Iterator[int]:
-    """Goes on when one is over, with its number."""
+def _played(
+    order: PipelineOrder,
+    tapes: Sequence[RankTapes],
+    hardware: Hardware,
+    config: OffloadConfig | None,
+    peers: PeerLink | None,
+    num: int,
+) -> Iterator[list[NumberRank]]:
+    """The ranks, whenever they have ended one of so many steps."""
+    check_count("num_steps", num, least=1)
+    ranks = _ranks(order, tapes, hardware, config)
     for number in range(num):
         messages = Messages(order, peers or PeerLink())
         _run_step(ranks, messages, is_last=number == num - 1)
-        yield number
+        yield ranks
 
 
 class FirstStep:
@@ -109,7 +109,7 @@ class FirstStep:
     ) -> None:
         self._order = order
         self._peers = peers or PeerLink()
-        self._ranks = _ranks(order, tapes, hardware, config)
+        self._ranks = _ranks(order, tapes, hardware, without_plan(config))
         with collector_off():
             _run_step(self._ranks, Messages(order, self._peers), is_last=False)
         self.step = _ended(self._ranks)

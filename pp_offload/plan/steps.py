@@ -62,7 +62,7 @@ class Steps:
     def first(self, tapes: Sequence[RankTapes]) -> FirstStep:
         """A first step by no plan, in which all groups leave. What is tried comes after it."""
         self._count()
-        return FirstStep(self.order, tapes, self.hardware, without_plan(self.config), self.peers)
+        return FirstStep(self.order, tapes, self.hardware, self.config, self.peers)
 
     def planned(self, first: FirstStep, ranks: Sequence[RankPlan]) -> PipelineStep:
         """A step by a plan."""
@@ -78,14 +78,8 @@ class Steps:
         """
         self._count()
         plan = OffloadPlan("", 0, 0.0, 0.0, tuple(ranks))
-        steps = predict_each(
-            self.order,
-            tapes,
-            self.hardware,
-            config=replace(without_plan(self.config), plan=plan),
-            peers=self.peers,
-            num_steps=NUM_FOLLOWED,
-        )
+        config = replace(without_plan(self.config), plan=plan)
+        steps = predict_each(self.order, tapes, self.hardware, config, self.peers, NUM_FOLLOWED)
         of_ranks = zip(*[step.ranks for step in steps], strict=True)
         return PipelineStep([_with_peaks(each) for each in of_ranks])
 

@@ -26,11 +26,7 @@ leave or stay. Of those that leave, the last of each name of the first backward 
 from the second step on, for there is no time for it to come back."""
 
 
-def table(
-    plan: OffloadPlan,
-    none: PipelineStep,
-    roomier: OffloadPlan | None = None,
-) -> str:
+def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = None) -> str:
     """A row for each rank, and what binds, if that is host memory or the link.
 
     Args:

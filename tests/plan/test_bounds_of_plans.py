@@ -62,7 +62,7 @@ def test_no_step_is_above_the_limit() -> None:
     anew = []
     for part in range(8):
         plan = one.plan(low + (high - low) * part // 8)
-        steps = predict_each(order, tapes, hardware, config=OffloadConfig(plan=plan), num_steps=7)
+        steps = predict_each(order, tapes, hardware, OffloadConfig(plan=plan), None, 7)
         for number, rank in enumerate(plan.ranks):
             assert max(step.ranks[number].peak_bytes for step in steps) == rank.peak_bytes
             assert {step.ranks[number].bounds for step in steps} == {rank.bounds}
@@ -70,7 +70,7 @@ def test_no_step_is_above_the_limit() -> None:
         # not to the last digit: places of host memory are taken in other orders
         assert steps[-1].seconds == pytest.approx(plan.seconds, rel=1e-3)
         free = replace(plan, ranks=tuple(replace(rank, prefetch_bytes=None) for rank in plan.ranks))
-        steps = predict_each(order, tapes, hardware, config=OffloadConfig(plan=free), num_steps=7)
+        steps = predict_each(order, tapes, hardware, OffloadConfig(plan=free), None, 7)
         anew.append(max(rank.peak_bytes for step in steps for rank in step.ranks))
         anew[-1] -= plan.limit_bytes
     assert max(anew) > 0, "else nothing is shown here"
