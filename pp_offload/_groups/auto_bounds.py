@@ -147,7 +147,7 @@ class AutoBounds:
         least = least_bounds(times, laps, self._plan.kept)
         if least is None:
             return
-        self._take(within(self._config, self.bounds, least, self._unused_bytes()))
+        self._take(within(self._config, self.now, least, self._unused_bytes()))
         logger.log(
             logging.DEBUG if self._num_left else logging.INFO,
             "%sof a step of %.1f ms compute waited %.1f ms for copies, which take %.1f GB/s to the "
@@ -158,7 +158,7 @@ class AutoBounds:
             stalled_s * 1e3,
             (rate(laps.offloads) or 0) / 1e9,
             (rate(laps.reloads) or 0) / 1e9,
-            *(one // MIB for one in self.bounds),
+            *(one // MIB for one in self.now),
         )
 
     def _take(self, bounds: tuple[int, int]) -> None:
@@ -167,8 +167,8 @@ class AutoBounds:
         self._prefetcher.choose(ahead_bytes)
 
     @property
-    def bounds(self) -> tuple[int, int]:
-        """On bytes in flight, and on what is ahead."""
+    def now(self) -> tuple[int, int]:
+        """The bounds as they are: on bytes in flight, and on what is ahead."""
         return self._transfer.copies.in_flight.bound.nbytes, self._prefetcher.window.nbytes
 
 

@@ -35,9 +35,15 @@ class GroupUse(NamedTuple):
 
 
 class IdleGroups:
-    """Knows which names were asked for, and which it has warned of."""
+    """Knows which names were asked for, and which it has warned of.
+
+    Attributes:
+        num_steps_left: That are looked at.
+        was_disabled: Whether offload was off at any time in the step, which says nothing then.
+    """
 
     def __init__(self) -> None:
+        self.was_disabled = False
         self.num_steps_left = NUM_STEPS
         self._wanted: Counter[str] = Counter()
         self._said: set[str] = set()

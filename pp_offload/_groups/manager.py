@@ -65,6 +65,7 @@ class Manager:
         forward: The forward of the thread that asks.
         idle_groups: Which names are to have groups.
         plan_check: Warns once where a plan was made with other options.
+        bounds: On copies; chosen from the plan, or from times.
         num_attached: Schedules, and loops, that begin its chunks. With none, a group without a
             chunk raises.
     """
@@ -77,12 +78,11 @@ class Manager:
         self.wiring = Wiring.made(backend_or_default(backend), self.config, self.step)
         self.num_attached = 0
         self.idle_groups = IdleGroups()
-        self._was_disabled = False
         self._has_warned_of_no_reset = False
         self.forward = Forward()
         self.plan_check = PlanCheck()
         self._room = DeviceRoom(self.wiring, self.config, self.step.in_flight)
-        self._bounds = AutoBounds(
+        self.bounds = AutoBounds(
             self.wiring.transfer, self.wiring.prefetcher, self.config, self._room.unused_bytes
         )
 
@@ -90,7 +90,7 @@ class Manager:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
         self.idle_groups = old.idle_groups
         self.wiring.go_on_as(old.wiring)
-        self._was_disabled = not self.wiring.is_enabled
+        self.idle_groups.was_disabled = not self.wiring.is_enabled
 
     def configure(self, config: OffloadConfig) -> None:
         """Go on with these options, between steps.
@@ -116,7 +116,7 @@ class Manager:
         self.retire()
         self.config, self.step, self.wiring = config, step, wiring
         self.plan_check = PlanCheck()
-        self._room, self._bounds = room, bounds
+        self._room, self.bounds = room, bounds
         self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
         for heard in listeners.replaced:
             heard()
@@ -132,11 +132,6 @@ class Manager:
     def backend(self) -> Backend:
         """The device it works on."""
         return self.wiring.transfer.backend
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """On bytes in flight, and on what is ahead, as they are now."""
-        return self._bounds.bounds
 
     # Chunks
 
@@ -185,7 +180,7 @@ class Manager:
             return
         with self.wiring.lock:
             self.wiring.plan = plan_of_options(options, self.step.pipeline_rank)
-            self._bounds.follow(self.wiring.plan)
+            self.bounds.follow(self.wiring.plan)
 
     def _new_chunk(self, smallest: int, vp_stage: int, microbatch: int | None) -> Chunk:
         return Chunk(smallest, self.wiring, vp_stage=vp_stage, microbatch=microbatch)
@@ -300,12 +295,12 @@ class Manager:
             self._room.end_step(self.step.shapes() if is_complete else None)
             if is_complete:
                 self.learn()
-            self._bounds.end_step(self.wiring.plan, is_complete=is_complete)
+            self.bounds.end_step(self.wiring.plan, is_complete=is_complete)
             was_cut_off = leave_all()
             if not was_cut_off:  # else an interrupt left groups open
                 self._look_for_idle_groups()
             self._end_step()
-            self._bounds.begin_step()
+            self.bounds.begin_step()
             self._room.begin_step()
         self.wiring.transfer.compact()
         for heard in self.wiring.transfer.listeners.step_begun:
@@ -333,7 +328,7 @@ class Manager:
         """Forget the step that runs. Tensors autograd still holds stay good."""
         leave_all()
         with self.wiring.lock:
-            self._bounds.end_step(self.wiring.plan, is_complete=False)
+            self.bounds.end_step(self.wiring.plan, is_complete=False)
             self._room.end_step(None)
             self._room.begin_step()  # a loop may begin its next step without reset()
         self._end_step()
@@ -352,12 +347,12 @@ class Manager:
 
     def _look_for_idle_groups(self) -> None:
         step, smallest = self.step, self.step.smallest_numel
-        is_silent = self._was_disabled or self.forward.is_evaluating
+        is_silent = self.idle_groups.was_disabled or self.forward.is_evaluating
         is_silent = is_silent or not self.idle_groups.num_steps_left
         if smallest is not None and not is_silent:
             elsewhere = self.wiring.eligibility.elsewhere_said()
             self.idle_groups.check(step.group_uses(), smallest, elsewhere)
-        self._was_disabled = not self.wiring.is_enabled
+        self.idle_groups.was_disabled = not self.wiring.is_enabled
 
     def learn(self) -> None:
         """Derive the plan, and the step's summary, from a step that is complete."""
@@ -400,7 +395,7 @@ class Manager:
     def switch(self, is_on: bool) -> None:
         """From now on groups are offloaded, or stay on the device."""
         self.wiring.is_enabled = is_on
-        self._was_disabled |= not is_on
+        self.idle_groups.was_disabled |= not is_on
 
 
 def _virtual_stage(vp_size: object, vp_stage: object) -> tuple[int, int]:

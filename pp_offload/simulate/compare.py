@@ -83,7 +83,7 @@ class Comparison:
                 "seconds": step.seconds,
                 "bubble": step.bubble,
                 "ranks": [
-                    asdict(rank) | {"waits_most_for": rank.waits_most_for} for rank in step.ranks
+                    _costs(rank) | {"waits_most_for": rank.waits_most_for} for rank in step.ranks
                 ],
             }
             for name, step in self._named.items()
@@ -148,6 +148,11 @@ def _row(number: int, none: RankStep, ours: RankStep, memory_bytes: int) -> tupl
         *(f"{one * 1e3:.1f}" for one in seconds),
         "-" if peer is None else f"rank {peer}",
     )
+
+
+def _costs(rank: RankStep) -> dict[str, Any]:
+    """All but the bounds, which a rank was given."""
+    return {name: value for name, value in asdict(rank).items() if name != "bounds"}
 
 
 def _peak(rank: RankStep, memory_bytes: int) -> str:

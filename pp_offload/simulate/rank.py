@@ -210,5 +210,5 @@ class _Count:
             on_demand_reloads=statistics.on_demand_reloads - self._before.on_demand_reloads,
             offload_s=self._backend.offload_s - self._copied_s,
             num_in_flight=self._most_in_flight,
-            bounds=self._manager.bounds,
+            bounds=self._manager.bounds.now,
         )

@@ -188,9 +188,9 @@ def test_an_empty_step_keeps_nothing() -> None:
 def test_a_plan_knows_its_groups_by_place_and_name(chunks: list[ChunkShape]) -> None:
     plan = make_plan(tuple(chunks), OffloadConfig(), 0)
     for key, group in forward_keys(chunks):
-        assert plan.keeps(key, group.name) == (key in plan.kept)
-        assert not plan.keeps(key, "another")
-    assert not plan.keeps(GroupKey(ChunkKey(9, 9), 0), "a")
+        assert plan.keeps(key, group.name, group.nbytes) == (key in plan.kept)
+        assert not plan.keeps(key, "another", group.nbytes)
+    assert not plan.keeps(GroupKey(ChunkKey(9, 9), 0), "a", 0)
 
 
 @given(steps())

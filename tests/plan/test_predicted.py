@@ -34,6 +34,7 @@ from torch.distributed.pipelining import (
 
 from pp_offload import OffloadConfig, config
 from pp_offload._groups import auto_bounds
+from pp_offload._groups.plan import Plan
 from pp_offload._groups.prefetch import refill_below
 from pp_offload.plan import copies as plan_copies
 from pp_offload.plan import predict, record
@@ -292,9 +293,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
         plan_prefetch, "refill_below", lambda nbytes: refill_below(nbytes) // 2
     ),
     "copied again by each group": lambda: patch.object(plan_rules, "CopyIndex", ApartOnTheHost),
-    "the first plan stays": lambda: patch.object(
-        plan_rank, "make_plan", lambda *a: plan_rank.Plan()
-    ),
+    "the first plan stays": lambda: patch.object(plan_rank, "make_plan", lambda *a: Plan()),
 }
 
 

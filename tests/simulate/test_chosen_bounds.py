@@ -66,7 +66,7 @@ class Training:
         return stalled_s, peak
 
     def bounds(self) -> tuple[int, int]:
-        return self.manager._bounds.bounds
+        return self.manager.bounds.now
 
 
 @pytest.fixture(autouse=True)
@@ -380,7 +380,7 @@ def test_a_device_that_makes_no_timed_events_goes_on(
 
 def test_nothing_is_asked_in_a_capture(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     training.step()
-    bounds = training.manager._bounds
+    bounds = training.manager.bounds
     bounds.end_step(bounds._plan, is_complete=True)  # so that there are times to choose by
     assert bounds._timed is not None
     monkeypatch.setattr(training.backend, "is_capturing", True)
