@@ -188,7 +188,7 @@ def bounds_by(config: OffloadConfig, num_steps: int) -> tuple[int, int]:
         for _ in range(num_steps):
             off_interface.reset()
             off_interface.init_chunk_handler(None, None, 1)
-            bounds = manager.bounds
+            bounds = manager.bounds.now
             model(torch.ones(2, 8)).sum().backward()
     return bounds
 
