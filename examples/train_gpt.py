@@ -403,12 +403,12 @@ def work(options: argparse.Namespace) -> int:
             raise SystemExit(f"{dist.get_world_size()} processes, but --stages {options.stages}")
         text = options.text.read_bytes() if options.text else documentation()
         data = Bytes(text, options)
+        plan = shared_plan(options, offload_config(options)) if options.plan else None
         without = train(options, data, offload=False) if options.compare else None
         last_stage = options.stages * options.virtual_stages - 1
         loss_rank = next(
             rank for rank in range(options.stages) if last_stage in stage_indices(options, rank)
         )
-        plan = shared_plan(options, offload_config(options)) if options.plan else None
         found = figures(without, train(options, data, offload=True, plan=plan), loss_rank)
         merge_traces(options)
         if options.picture and dist.get_rank() == 0:

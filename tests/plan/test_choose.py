@@ -80,7 +80,7 @@ def num_followed(drawn: Drawn, tapes: list[RankTapes], num: int) -> int:
     return len(plans)
 
 
-@pytest.mark.parametrize("seed", [9, 20, 51, *slow(0, 7, 11)])
+@pytest.mark.parametrize("seed", [20, 51, *slow(0, 7, 9, 11)])
 def test_the_engine_does_what_was_planned(seed: int) -> None:
     assert num_followed(*planned(seed), 4) > 0
 
@@ -94,7 +94,7 @@ def test_the_engine_does_so_with_backwards_in_two_parts(
         assert num_followed(*planned(seed, schedules=[schedule]), 4) > 1
 
 
-@pytest.mark.parametrize("seed", [9, 20, *slow(0, 7, 11, 51)])
+@pytest.mark.parametrize("seed", [20, *slow(0, 7, 9, 11, 51)])
 def test_the_engine_does_so_with_little_host_memory(seed: int) -> None:
     for part in (0.3, 0.8):
         drawn, tapes = with_host_memory(*planned(seed), part)
@@ -151,7 +151,7 @@ def test_changes_of_single_groups_lead_to_the_best(
         assert plan is not None and plan.seconds <= best * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("seed", [9, *slow(0, 11)])
+@pytest.mark.parametrize("seed", [20, *slow(0, 9, 11)])
 def test_more_memory_is_never_slower_and_less_never_has_the_higher_peak(seed: int) -> None:
     drawn, tapes = planned(seed)
     found = [chosen(drawn, tapes, limit) for limit in limits(drawn, tapes, 6)]

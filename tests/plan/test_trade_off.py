@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from small import planned
+from test_choose import slow
 
 from pp_offload._groups import auto_bounds
 from pp_offload.plan import Chooser, InfeasibleError, OffloadPlan, front
@@ -22,7 +23,7 @@ def chooser_of(seed: int, layers: str | None = None) -> Chooser:
 
 
 @pytest.mark.parametrize("layers", [None, "*"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5, 6, 8, 10, *slow(0, 7, 9, 11)])
 def test_more_memory_is_never_slower(seed: int, layers: str | None) -> None:
     chooser = chooser_of(seed, layers)
     found = front(chooser, num=4)
