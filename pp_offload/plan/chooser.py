@@ -214,11 +214,7 @@ class Chooser:
             trial.take(self._nothing._replace(bounds=bounds))
         needy = self._needy(limit_bytes)
         if needy:
-            ranks = range(len(self._tapes))
-            for part in range(1, PARTS + 1):
-                nums = tuple(-(-needy.get(rank, 0) * part // PARTS) for rank in ranks)
-                for bounds in self._parts_of_bounds:
-                    trial.take(Way(nums, bounds))
+            trial.recompute(needy, len(self._tapes), self._parts_of_bounds)
             trial.descend(needy)
         best = trial.best or trial.lowest()
         if not best.tried.fits(limit_bytes):
@@ -307,6 +303,33 @@ class _Trial:
             return False
         self.best = found
         return True
+
+    def recompute(
+        self, layers: Mapping[int, int], num_ranks: int, parts_of_bounds: Sequence[float]
+    ) -> None:
+        """Recompute the same part of the layers on each of these ranks: a quarter and so on, then
+        between the best of these and the next smaller one, down to a single layer.
+
+        Args:
+            layers: How many each rank has, of those that may have some recomputed.
+            num_ranks: With those that have none.
+            parts_of_bounds: With which each is tried.
+        """
+
+        def is_better(num: int) -> bool:
+            nums = tuple(-(-layers.get(rank, 0) * num // most) for rank in range(num_ranks))
+            return any([self.take(Way(nums, bounds)) for bounds in parts_of_bounds])
+
+        most = max(layers.values())
+        quarters = sorted({-(-most * part // PARTS) for part in range(1, PARTS + 1)})
+        better = [num for num in quarters if is_better(num)]
+        if not better:
+            return
+        best = better[-1]
+        too_few = max([0, *(num for num in quarters if num < best)])
+        while best - too_few > 1:
+            num = (too_few + best) // 2
+            best, too_few = (num, too_few) if is_better(num) else (best, num)
 
     def descend(self, layers: Mapping[int, int]) -> None:
         """Change the best rank by rank, for as long as that helps and there is time.

@@ -122,3 +122,18 @@ def test_numbers_are_tried_for_as_long_as_that_helps(
     trial.take(Way((16, 16, 16, 16)))
     trial.descend(dict.fromkeys(range(4), 16))
     assert trial.best.way == Way(least)
+
+
+@pytest.mark.parametrize(
+    ("least", "expected"),
+    [((5, 5, 5, 0), (5, 5, 5, 0)), ((8, 1, 1, 0), (8, 8, 8, 0)), ((1, 0, 0, 0), (1, 1, 1, 0))],
+)
+def test_without_time_for_each_rank_the_same_part_of_their_layers_is_found(
+    least: tuple[int, ...], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Numbers, "least", least)
+    trial: Any = _Trial(SimpleNamespace(num=0), Numbers, limit_bytes=1, most_steps=0)  # type: ignore[arg-type]
+    layers = dict.fromkeys(range(3), 8)
+    trial.recompute(layers, 4, [1.0])
+    trial.descend(layers)
+    assert trial.best.way == Way(expected)

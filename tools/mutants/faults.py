@@ -1740,6 +1740,17 @@ MUTANTS = [
         ("tests/plan/test_bounds_of_plans.py::test_smaller_bounds_meet_a_lower_limit",),
     ),
     Mutant(
+        "layers are recomputed in quarters",
+        "pp_offload/plan/chooser.py",
+        "        while best - too_few > 1:\n",
+        "        while False:\n",
+        "more layers than needed are computed twice where there is no time for each rank",
+        (
+            "tests/plan/test_choose_recomputed.py::"
+            "test_without_time_for_each_rank_the_same_part_of_their_layers_is_found",
+        ),
+    ),
+    Mutant(
         "plans are not changed for the better",
         "pp_offload/plan/search.py",
         "        while (better := self._better(one, limit_bytes, most_steps, seen)) is not None:\n"
