@@ -105,7 +105,8 @@ class AttachedSchedule:
         self._mark_modules(groups)
         if config is not None:
             manager.configure(config)  # after what may fail, for it forgets the old options
-        manager.plan_check.check(manager.config, _rank_of(self._stages), **_told_by(self._schedule))
+        told = _told_by(self._schedule, self._stages)
+        manager.plan_check.check(manager.config, _rank_of(self._stages), **told)
         if self._order.split:
             is_keeping = manager.config.split_backward == "keep"
             self._split = SplitBackward(
@@ -248,10 +249,12 @@ def _rank_of(stages: list[Any]) -> int:
     return int(getattr(stages[0], "group_rank", 0))
 
 
-def _told_by(schedule: Any) -> dict[str, Any]:
+def _told_by(schedule: Any, stages: list[Any]) -> dict[str, Any]:
     """What the options of a plan say of a schedule, too; nothing of what is not known."""
     kind, num = type(schedule), getattr(schedule, "_n_microbatches", None)
     found: dict[str, Any] = {} if num is None else {"num_microbatches": num}
+    num_ranks = getattr(stages[0], "group_size", None)
+    found |= {} if num_ranks is None else {"num_ranks": num_ranks}
     is_known = kind.__module__ == _SCHEDULES and not kind.__name__.startswith("_")
     return found | ({"schedule": kind.__name__} if is_known else {})  # a list of actions has none
 

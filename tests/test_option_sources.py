@@ -20,7 +20,7 @@ from pp_offload import (
     checkpoint,
     get_lora_act_offloading_ctx_manager,
 )
-from pp_offload._common.option_sources import bytes_said, parse_size, size_said
+from pp_offload._common.option_sources import bytes_said, parse_limit, parse_size, size_said
 from pp_offload.config import COUNTS
 from pp_offload.errors import ConfigError, OptionError
 
@@ -307,3 +307,11 @@ def test_a_plan_that_is_nearly_automatic_is_said_to_be() -> None:
 def test_a_size_is_said_in_a_unit_in_which_it_is_not_zero(nbytes: int, text: str) -> None:
     assert size_said(nbytes) == text
     assert bytes_said(nbytes) == ("7" if nbytes == 7 else f"{nbytes} ({text})")
+
+
+@pytest.mark.parametrize("nbytes", [7, 2**27, 2**27 + 1, 1_493_444_096, 560_000, 7 * 2**30])
+def test_what_is_the_least_is_enough_when_it_is_typed_as_it_was_read(nbytes: int) -> None:
+    text = size_said(nbytes, is_least=True)
+    read = parse_limit(text.replace(" ", ""))
+    assert read is not None and nbytes <= read <= nbytes * 1.1
+    assert bytes_said(nbytes, is_least=True) == ("7" if nbytes == 7 else f"{nbytes} ({text})")

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pp_offload._common.checks import said
@@ -194,6 +195,10 @@ class OffloadPlan:
         with open(path, encoding="utf-8") as file:
             try:
                 return cls.from_dict(json.load(file))
+            except UnicodeDecodeError as failure:  # such as a trace, which is compressed
+                raise ConfigError(
+                    f"{os.fspath(path)} holds no plan, for it is no text; {HOW}"
+                ) from failure
             except (ValueError, RecursionError) as failure:
                 raise ConfigError(f"{os.fspath(path)} holds no plan: {failure}") from failure
 
@@ -263,7 +268,10 @@ def _count_if_told(found: Any, name: str) -> int | None:
 
 
 def _seconds(found: Any, name: str) -> float:
-    return float(_value(found, name, (int, float)))
+    seconds = float(_value(found, name, (int, float)))
+    if not 0 <= seconds < inf:
+        raise ConfigError(f"{name} is {seconds}, expected seconds of at least 0; {HOW}")
+    return seconds
 
 
 def _value(found: Any, name: str, kind: type | tuple[type, ...]) -> Any:

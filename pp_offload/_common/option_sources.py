@@ -13,6 +13,7 @@ import platform
 import re
 from collections.abc import Mapping
 from fractions import Fraction
+from math import ceil
 from typing import Any
 
 from pp_offload._common.checks import near, said
@@ -41,17 +42,27 @@ def parse_limit(text: str) -> int | None:
     return None if nbytes is None else int(nbytes)
 
 
-def size_said(nbytes: int) -> str:
-    """Bytes to read, in GiB or, where that would be 0.00, in a smaller unit."""
+def size_said(nbytes: int, *, is_least: bool = False) -> str:
+    """Bytes to read, in GiB or, where that would be 0.00, in a smaller unit.
+
+    Args:
+        nbytes: Of what is said.
+        is_least: Round up, so that whoever types what was read has enough.
+    """
     for unit in ("GiB", "MiB", "KiB"):
         if nbytes >= UNITS[unit] / 10:
-            return f"{nbytes / UNITS[unit]:.2f} {unit}"
+            hundredths = Fraction(100 * nbytes, UNITS[unit])
+            return f"{(ceil(hundredths) if is_least else round(hundredths)) / 100:.2f} {unit}"
     return f"{nbytes} B"
 
 
-def bytes_said(nbytes: int) -> str:
-    """Bytes as they are, and so that they can be read: ``"1572864 (1.50 MiB)"``."""
-    text = size_said(nbytes)
+def bytes_said(nbytes: int, *, is_least: bool = False) -> str:
+    """Bytes as they are, and so that they can be read: ``"1572864 (1.50 MiB)"``.
+
+    Args:
+        nbytes, is_least: As for :func:`size_said`.
+    """
+    text = size_said(nbytes, is_least=is_least)
     return str(nbytes) if text.endswith(" B") else f"{nbytes} ({text})"
 
 

@@ -5,7 +5,7 @@
     check.check(config, pipeline_rank)       # logs what differs, the first time that it is asked
 
 Options with their default are not kept, so one that is missing in a plan was left out. A plan of an
-older file has none at all: nothing is known of it, and nothing is said.
+older file has none at all: nothing but the number of its ranks is known of it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PlanCheck:
             config: Of the run; without a plan nothing is compared.
             pipeline_rank: Of this process.
             smallest_numel: Elements that a tensor needs to leave, if chunks have their own number.
-            schedule: ``num_microbatches`` and ``schedule``, where they are known.
+            schedule: ``num_microbatches``, ``schedule`` and ``num_ranks``, where they are known.
         """
         plan = config.offload_plan
         if self._is_done or plan is None:
@@ -80,9 +80,10 @@ class PlanCheck:
         ]
         if others:
             logger.warning(
-                "the plan was made with other options than this run has, so what it says of memory "
-                "and times does not hold: with %s; give this run the same, or plan again with "
-                "those of this run",
+                "pipeline rank %d: the plan was made with other options than this run has, so what "
+                "it says of memory and times does not hold: with %s; give this run the same, or "
+                "plan again with those of this run",
+                pipeline_rank,
                 "; ".join(others),
             )
 
@@ -118,8 +119,9 @@ def _with_smallest(config: OffloadConfig, smallest_numel: int | None) -> dict[st
 
 
 def _planned(plan: OffloadPlan) -> Mapping[str, Any]:
-    """All that it was made with, defaults as well; nothing of an older plan."""
-    return _plain(OffloadConfig()) | dict(plan.options) if plan.options else {}
+    """All that it was made with, defaults as well; of an older plan only the number of ranks."""
+    options = _plain(OffloadConfig()) | dict(plan.options) if plan.options else {}
+    return options | {"num_ranks": len(plan.ranks)}
 
 
 def _others(

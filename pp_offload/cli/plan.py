@@ -23,7 +23,7 @@ from pp_offload.cli.pipelines import (
     on_pipeline,
     peers_of,
 )
-from pp_offload.cli.wrong import check_target, told, wrong
+from pp_offload.cli.wrong import check_picture, check_target, told, wrong
 from pp_offload.plan import InfeasibleError, OffloadPlan
 from pp_offload.plan.table import table
 from pp_offload.simulate.rank import PipelineStep
@@ -55,11 +55,12 @@ def plan(
     config = config_of(min_numel, gib=gib, host_gib=host_gib, tiers=tiers)
     peers = peers_of(network_gb)
     check_target("--output", output)
-    check_target("--png", png)
+    check_picture("--png", png)
     limit_bytes = parse_limit(limit)
     if limit_bytes is None:
         raise wrong(
-            "--limit", f"found {limit!r}, expected bytes with a unit of {', '.join(UNITS)}: 70GiB"
+            "--limit",
+            f"found {limit!r}, expected a number above 0 with a unit of {', '.join(UNITS)}: 70GiB",
         )
     pipeline = made()
     with chooser_of(pipeline, config, peers, recompute=recompute) as chooser:

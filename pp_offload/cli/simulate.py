@@ -51,7 +51,8 @@ def simulate(
 ) -> None:
     """What a step costs on devices that are not here.
 
-    Of a pipeline, without and with offload: a row for each rank.
+    Of a pipeline, without and with offload: a row for each rank. The exit code is 1 where one is
+    above the limit of its plan.
 
     The engine runs as it is, on tensors without data and streams with clocks: no GPU is needed, and
     no time is measured.
@@ -76,6 +77,8 @@ def simulate(
         )
     if as_json:
         typer.echo(json.dumps(found.figures(), indent=2))
-        return
-    typer.echo(f"{pipeline.title}\n")
-    typer.echo(found.table(pipeline.hardware.memory_bytes))
+    else:
+        typer.echo(f"{pipeline.title}\n")
+        typer.echo(found.table(pipeline.hardware.memory_bytes))
+    if found.above_the_limit:
+        raise typer.Exit(1)

@@ -22,7 +22,7 @@ from pp_offload.cli.pipelines import (
     on_pipeline,
     peers_of,
 )
-from pp_offload.cli.wrong import check_target, told
+from pp_offload.cli.wrong import check_picture, told
 from pp_offload.plan import Front, front
 from pp_offload.plan.trade_off import front_table
 from pp_offload.simulate.rank import PipelineStep
@@ -53,7 +53,7 @@ def sweep(
     """
     config = config_of(min_numel, gib=gib, host_gib=host_gib, tiers=tiers)
     peers = peers_of(network_gb)
-    check_target("--png", png)
+    check_picture("--png", png)
     pipeline = made()
     with chooser_of(pipeline, config, peers, recompute=recompute) as chooser:
         found = front(chooser, num=limits, made_for=pipeline.title)

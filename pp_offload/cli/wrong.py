@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 import pp_offload
+from pp_offload._common.pictures import check_format
 
 PACKAGE = Path(pp_offload.__file__).parent
 
@@ -53,3 +54,11 @@ def check_target(option: str, path: Path | None) -> None:
     """Check that a file can be made, before a long run."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise wrong(option, f"found {path}, expected a file in a directory that is there")
+
+
+def check_picture(option: str, path: Path | None) -> None:
+    """As :func:`check_target`, and that its name ends as pictures do."""
+    check_target(option, path)
+    if path is not None:
+        with told(option):
+            check_format(path)

@@ -20,7 +20,7 @@ from pp_offload.plan.profile_table import profile_table
 from pp_offload.plan.record import record
 from pp_offload.plan.search import InfeasibleError
 from pp_offload.plan.tape import RankTapes, Tape
-from pp_offload.plan.trade_off import Front, front
+from pp_offload.plan.trade_off import Front, front, front_table
 
 __all__ = [
     "ActionProfile",
@@ -37,6 +37,7 @@ __all__ = [
     "Tape",
     "choose",
     "front",
+    "front_table",
     "predict",
     "profile",
     "profile_table",

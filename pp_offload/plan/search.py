@@ -263,12 +263,12 @@ class Search:
         """Says the least limit that can be met, of one that cannot."""
         least = self.least(limit_bytes)
         rank = [one.peak_bytes for one in least.step.ranks].index(least.peak_bytes)
+        needed = bytes_said(least.peak_bytes, is_least=True)
         return InfeasibleError(
-            f"limit_bytes is {bytes_said(limit_bytes)}, expected at least "
-            f"{bytes_said(least.peak_bytes)}, which rank {rank} needs whatever leaves"
-            f"{self._of_that(rank)}; "
-            f"{self._more_host_memory(limit_bytes, least.peak_bytes)}have more groups leave, take "
-            "more ranks, shorter microbatches or fewer in flight",
+            f"limit_bytes is {bytes_said(limit_bytes)}, expected at least {needed}, which rank "
+            f"{rank} needs whatever leaves{self._of_that(rank)}; "
+            f"{self._more_host_memory(limit_bytes, least.peak_bytes)}name more modules as groups, "
+            "take more ranks, shorter microbatches or fewer in flight",
             least.peak_bytes,
         )
 
@@ -311,7 +311,8 @@ class Search:
         host = max(rank.host_peak_bytes for rank in self.roomier.all_leave().ranks)
         return (
             f"give a larger host_budget_bytes than {self._steps.config.host_budget_bytes}: all "
-            f"groups take {host} on a rank, and then {bytes_said(enough)} are enough; "
+            f"groups take {host} on a rank, and then {bytes_said(enough, is_least=True)} are "
+            "enough; "
         )
 
     def _fill(self, limit_bytes: int, most_steps: int) -> None:

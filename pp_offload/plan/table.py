@@ -38,15 +38,15 @@ def table(plan: OffloadPlan, none: PipelineStep, roomier: OffloadPlan | None = N
         _row(number, *both) for number, both in enumerate(zip(plan.ranks, none.ranks, strict=True))
     ]
     slower = plan.seconds / plan.least_seconds - 1 if plan.least_seconds else 0.0
-    proven = (
-        "and no plan is faster"
+    beside = (
+        f"as long as the {plan.least_seconds * 1e3:.1f} without offload, and no plan is faster"
         if slower < 1e-6
-        else "which no plan is below; that none is between the two is not proven"
+        else f"{slower:.1%} more than the {plan.least_seconds * 1e3:.1f} without offload, which no "
+        "plan is below; that none is between the two is not proven"
     )
     return "\n".join(
         [
-            f"at most {size_said(plan.limit_bytes)}: {plan.seconds * 1e3:.1f} ms a step, "
-            f"{slower:.1%} more than the {plan.least_seconds * 1e3:.1f} without offload, {proven}",
+            f"at most {size_said(plan.limit_bytes)}: {plan.seconds * 1e3:.1f} ms a step, {beside}",
             "",
             format_table([HEAD, *rows]),
             NOTE,

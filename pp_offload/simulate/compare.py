@@ -22,6 +22,9 @@ from pp_offload.simulate.stages import Modules, Work
 
 GIB, MIB = 2**30, 2**20
 
+WORTH_A_WORD = 0.02
+"""A step that is so much longer with offload, as a part of it."""
+
 HEAD = ("rank", "peak GiB ", "with ", "host GiB", "sent GiB", "step ms", "with")
 HEAD_OF_STEP = ("busy", "stalled", "waited", "most for")
 
@@ -62,13 +65,40 @@ class Comparison:
             lines.append(f"* more than the {memory_bytes / GIB:.0f} GiB that the device has")
         if self.limit_bytes is not None:
             lines.append(self._beside_the_limit(self.limit_bytes))
+        elif self.costs:
+            lines.append(
+                f"Offload costs more than it has to: {', '.join(self.costs)}. `pp-offload plan` "
+                "says what is to\nleave for a limit, and what better stays."
+            )
         return "\n".join(lines)
+
+    @property
+    def above_the_limit(self) -> dict[int, int]:
+        """Bytes that ranks have above the limit of the plan, by rank; of those that have some."""
+        if self.limit_bytes is None:
+            return {}
+        above = {
+            number: rank.peak_bytes - self.limit_bytes
+            for number, rank in enumerate(self.with_offload.ranks)
+        }
+        return {number: nbytes for number, nbytes in above.items() if nbytes > 0}
+
+    @property
+    def costs(self) -> list[str]:
+        """What is worse with offload than without, in words: a longer step, and higher peaks."""
+        longer = self.with_offload.seconds / self.without.seconds - 1
+        ranks = zip(self.without.ranks, self.with_offload.ranks, strict=True)
+        higher = [
+            f"rank {number} has a higher peak"
+            for number, (none, ours) in enumerate(ranks)
+            if ours.peak_bytes > none.peak_bytes
+        ]
+        return ([f"a step is {longer:.0%} longer"] if longer > WORTH_A_WORD else []) + higher
 
     def _beside_the_limit(self, limit_bytes: int) -> str:
         above = [
-            f"rank {number} by {(rank.peak_bytes - limit_bytes) / MIB:.1f} MiB"
-            for number, rank in enumerate(self.with_offload.ranks)
-            if rank.peak_bytes > limit_bytes
+            f"rank {number} by {nbytes / MIB:.1f} MiB"
+            for number, nbytes in self.above_the_limit.items()
         ]
         limit = f"The plan's limit is {limit_bytes / GIB:.2f} GiB"
         if above:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from pp_offload._checkpoint.recomputed_layers import is_recomputed
 from pp_offload._common.checks import check_kind, said
 from pp_offload._common.module_names import matching
 from pp_offload._common.torch_private import prepare_stage
@@ -206,11 +207,14 @@ class Modules:
         """Meanwhile backward recomputes these modules whole.
 
         Args:
-            names: Of modules, by stage.
+            names: Of modules, by stage. Those for which :func:`recompute_layers` was called stay as
+                they are.
         """
         with ExitStack() as stack:
             for stage, layers in names.items():
-                stack.enter_context(recompute_layers(self.stages[stage], layers))
+                module = self.stages[stage]
+                others = [name for name in layers if not is_recomputed(module, name)]
+                stack.enter_context(recompute_layers(module, others))
             yield
 
     def prepare(self, order: PipelineOrder, backend: VirtualBackend) -> None:

@@ -53,7 +53,7 @@ def test_a_run_by_the_plan(plan: str, tmp_path: Path) -> None:
 def test_a_run_of_something_else(plan: str, tmp_path: Path) -> None:
     trace = str(tmp_path / "out.json.gz")
     other = "cli_models:good --microbatches 6 --length 256 --min-numel 1 --ranks 2".split()
-    run("simulate", *other, "--plan", plan, "--trace", trace)
+    run("simulate", *other, "--plan", plan, "--trace", trace, code=1)
     output = run("compare", plan, trace, code=1)
     assert "the plan is of another number of microbatches: a step has 6, planned 4" in output
     assert "nothing" not in output
@@ -66,6 +66,7 @@ def test_what_cannot_be_right(plan: str, tmp_path: Path) -> None:
         "compare", plan, trace, code=2
     )
     assert "holds no plan" in run("compare", "cli_models.py", trace, code=2)
+    assert "holds no plan, for it is no text" in run("compare", trace, plan, code=2)
     assert "No such file" in run("compare", "nowhere.json", trace, code=2)
     assert "found no file nowhere.json.gz" in run("compare", plan, "nowhere.json.gz", code=2)
     assert "cannot be read as a trace" in run("compare", plan, "cli_models.py", code=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_the_limit_of_a_plan_is_said_to_be_kept(path: Path) -> None:
     found = json.loads(run("simulate", *SMALL, "--plan", str(path), "--json")[1])
     assert found["limit_bytes"] == 300 * 2**20
     code, output = run("simulate", *SMALL)
-    assert "limit" not in output
+    assert "plan's limit" not in output
     assert "limit_bytes" not in json.loads(run("simulate", *SMALL, "--json")[1])
 
 
@@ -39,9 +40,18 @@ def test_ranks_above_the_limit_are_named(path: Path, tmp_path: Path) -> None:
     peak = max(rank.peak_bytes for rank in plan.ranks)
     plan.with_limit(peak - 2**20).save(lower)
     code, output = run("simulate", *SMALL, "--plan", str(lower))
-    assert code == 0, output
+    assert code == 1, output
     gib = f"{(peak - 2**20) / 2**30:.2f}"
     assert output.endswith(f"The plan's limit is {gib} GiB; above it is rank 0 by 1.0 MiB.")
+
+
+def test_what_offload_makes_worse_is_said(path: Path) -> None:
+    """All groups leave without a plan, on a link that is too slow for them."""
+    output = run("simulate", *SMALL)[1]
+    assert re.search(r"Offload costs more than it has to: a step is \d+% longer[.,]", output)
+    assert "`pp-offload plan` says what is to leave for a limit" in output
+    assert "costs more" not in run("simulate", *SMALL, "--fraction", "0")[1]
+    assert "costs more" not in run("simulate", *SMALL, "--plan", str(path))[1]
 
 
 def test_both_steps_have_the_state_of_an_optimizer() -> None:

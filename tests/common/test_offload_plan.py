@@ -65,6 +65,8 @@ def changed(**values: Any) -> dict[str, Any]:
         (changed(limit_bytes=-1), "limit_bytes is -1, expected an integer of at least 0"),
         (changed(limit_bytes=True), "limit_bytes is True, which cannot be"),
         (changed(seconds="1"), "seconds is '1', which cannot be"),
+        (changed(seconds=float("nan")), "seconds is nan, expected seconds of at least 0"),
+        (changed(least_seconds=-1), "least_seconds is -1.0, expected seconds of at least 0"),
         (changed(ranks="all"), "ranks is 'all', which cannot be"),
         (changed(options=3), "options is 3, which cannot be"),
         (changed(ranks=[{}]), "stages is missing in"),

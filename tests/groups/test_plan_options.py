@@ -37,7 +37,8 @@ def test_only_options_that_are_no_default_are_kept() -> None:
 
 def told(caplog: pytest.LogCaptureFixture, plan: OffloadPlan, **run: Any) -> list[str]:
     """What a run by the plan with these options logs, though it asks twice."""
-    about = {name: run.pop(name) for name in ("smallest_numel", *MADE_FOR) if name in run}
+    names = ("smallest_numel", "num_ranks", *MADE_FOR)
+    about = {name: run.pop(name) for name in names if name in run}
     check = PlanCheck()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -65,6 +66,7 @@ def test_each_option_that_differs_is_named_once(caplog: pytest.LogCaptureFixture
     [
         ({}, {}),
         ({"tiers": ("disk",), "prefetch_bytes": 3}, {"tiers": ("disk",), "prefetch_bytes": 3}),
+        ({}, {"num_ranks": 1}),
         ({}, {"num_microbatches": 8, "schedule": "Schedule1F1B", "verify": True}),
         ({"min_offloaded_tensor_size": 1}, {"smallest_numel": 1}),
         ({"host_peak_bytes": 2**20}, {"host_budget_bytes": 2**20}),
@@ -84,6 +86,14 @@ def test_too_little_host_memory_for_what_was_planned(caplog: pytest.LogCaptureFi
 def test_another_schedule(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = told(caplog, plan_of(), schedule="ScheduleGPipe")
     assert "schedule 'Schedule1F1B', here 'ScheduleGPipe'" in line
+    assert line.startswith("pipeline rank 0: ")
+
+
+def test_a_pipeline_of_fewer_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    """It has a part of the plan for each, all the same."""
+    one, two = RankPlan(()), RankPlan(())
+    (line,) = told(caplog, OffloadPlan("a test", 0, 0.0, 0.0, (one, two)), num_ranks=1)
+    assert "with num_ranks 2, here 1;" in line
 
 
 def test_an_older_plan_says_nothing_of_options(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ from every_choice import every_number_and_choice
 from small import limits, planned
 from test_choose import check_follows, chosen, slow, small_bounds
 
-from pp_offload import OffloadError
+from pp_offload import OffloadError, recompute_layers
+from pp_offload._checkpoint.recomputed_layers import is_recomputed
 from pp_offload.plan import Chooser, InfeasibleError, record
 from pp_offload.plan.chooser import Way, _Trial
 from pp_offload.simulate import run_pipeline
@@ -96,6 +98,27 @@ def test_a_plan_of_layers_needs_them_recomputed() -> None:
 
     with pytest.raises(OffloadError, match="recomputed, and they are not"):
         run_pipeline(drawn.order, Plain(), drawn.hardware, config=config, peers=drawn.peers)
+
+
+def test_layers_that_are_recomputed_already_stay_so() -> None:
+    """A virtual pipeline recomputes the layers of a plan by itself, or finds it done."""
+    drawn, tapes = planned(8, layers="*")
+    plan = chosen(drawn, tapes, limits(drawn, tapes, 2)[0])
+    assert plan is not None
+    named = plan.recomputed_by_stage(drawn.order.stages_of)
+    assert any(named.values())
+    config = drawn.config.__class__(plan=plan)
+    by_itself = run_pipeline(drawn.order, drawn.work, drawn.hardware, config=config)
+    with ExitStack() as stack:
+        for stage, names in named.items():
+            stack.enter_context(recompute_layers(drawn.work.stages[stage], names))
+        found = run_pipeline(drawn.order, drawn.work, drawn.hardware, config=config)
+        assert all(
+            is_recomputed(drawn.work.stages[stage], name)
+            for stage, names in named.items()
+            for name in names
+        )
+    assert found == by_itself
 
 
 class Numbers:

@@ -72,7 +72,7 @@ def test_copies_that_have_too_much_to_do(
 
 def test_a_limit_that_no_step_is_below() -> None:
     drawn, tapes = planned(5)
-    with pytest.raises(InfeasibleError, match="rank 0 needs whatever leaves; have"):
+    with pytest.raises(InfeasibleError, match="rank 0 needs whatever leaves; name more"):
         chooser_of(drawn, tapes).plan(1)
 
 
