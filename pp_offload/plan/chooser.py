@@ -192,23 +192,25 @@ class Chooser:
     def _best(self, limit_bytes: int) -> _Found:
         """The best, as an engine follows it.
 
-        What that is may differ from what was tried. Rarely it is above the limit, and another one
-        is the best; or below it, where all that was tried is above.
+        What that is may differ from what was tried, where host memory is laid out in another way.
+        Rarely it is above the limit, or takes longer, and another one is the best; or it is below
+        the limit, where all that was tried is above.
 
         Raises:
             InfeasibleError: There is none.
         """
+        most_steps = self._steps.num + self._steps.max_tries
         while True:
-            found = self._tried(limit_bytes)
+            found = self._tried(limit_bytes, most_steps)
             if found.tried.is_followed and found.tried.fits(limit_bytes):
                 return found
             followed = self._search(found.way).followed(found.tried)
-            if followed.fits(limit_bytes):
+            is_longer = _is_shorter(found.seconds, followed.step.seconds)
+            if followed.fits(limit_bytes) and not is_longer:
                 return replace(found, tried=followed)
 
-    def _tried(self, limit_bytes: int) -> _Found:
+    def _tried(self, limit_bytes: int, most_steps: int) -> _Found:
         """The best of what is tried; the one with the lowest peak, where none fits."""
-        most_steps = self._steps.num + self._steps.max_tries
         trial = _Trial(self._steps, self._search, limit_bytes, most_steps)
         for bounds in self._parts_of_bounds:
             trial.take(self._nothing._replace(bounds=bounds))
@@ -216,7 +218,7 @@ class Chooser:
         if needy:
             trial.recompute(needy, len(self._tapes), self._parts_of_bounds)
             trial.descend(needy)
-        best = trial.best or trial.lowest()
+        best = trial.best or trial.of_single_groups() or trial.lowest()
         if not best.tried.fits(limit_bytes):
             if best.tried.is_followed:
                 raise self._search(best.way).infeasible(limit_bytes)
@@ -363,6 +365,14 @@ class _Trial:
 
     def _has_time(self) -> bool:
         return self._steps.num < self._most_steps
+
+    def of_single_groups(self) -> _Found | None:
+        """The first choice that fits of those, where nothing else does."""
+        for way in self._taken:
+            tried = self._search_of(way).of_single_groups(self._limit_bytes, self._most_steps)
+            if tried is not None:
+                return _Found(way, tried)
+        return None
 
     def lowest(self) -> _Found:
         """The one with the lowest peak, where none fits."""

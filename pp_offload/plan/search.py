@@ -149,6 +149,21 @@ class Search:
             most_steps: There is time until so many are predicted.
         """
         self._look(limit_bytes, most_steps)
+        return self._best_fitting(limit_bytes)
+
+    def of_single_groups(self, limit_bytes: int, most_steps: int) -> Tried | None:
+        """The shortest that fits of all choices of single groups, where they are few; else None.
+
+        Which of equal groups stays makes a difference to a peak where host memory has no room for
+        all that leaves.
+        """
+        if 2**self._num_groups > most_steps - self._steps.num:
+            return None
+        for kept in product(*map(subsets, self._classes)):
+            self._try(kept)
+        return self._best_fitting(limit_bytes)
+
+    def _best_fitting(self, limit_bytes: int) -> Tried | None:
         fitting = self._fitting(limit_bytes)
         return best_of(fitting) if fitting else None
 
@@ -170,10 +185,10 @@ class Search:
         filled = self._filled.get(limit_bytes, list(best.kept))
         until = max(most_steps, self._steps.num + TRIES_FILLED_UP)
         best = self._filled_up(best, filled, limit_bytes, until)
-        if not self.is_bound(best) and 2**self._num_groups <= most_steps - self._steps.num:
-            for kept in product(*map(subsets, self._classes)):
-                self._try(kept)
-            return best_of(self._fitting(limit_bytes))
+        if not self.is_bound(best):
+            found = self.of_single_groups(limit_bytes, most_steps)
+            if found is not None:
+                return found
         best = self._changed(best, limit_bytes, most_steps)
         other = self._try(filled)  # changes of the best one may lead nowhere
         if other.fits(limit_bytes) and not self.is_bound(best):

@@ -8,9 +8,10 @@ from itertools import product
 
 from random_pipelines import Drawn
 
-from pp_offload.config import AUTO
+from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan import OffloadPlan, RankPlan, RankTapes, chooser
-from pp_offload.plan.pipeline import FirstStep
+from pp_offload.plan.pipeline import FirstStep, predict_each
+from pp_offload.plan.steps import NUM_FOLLOWED
 from pp_offload.simulate import PipelineStep
 
 Place = tuple[int, int, int]
@@ -33,13 +34,21 @@ def num_groups(tapes: list[RankTapes]) -> int:
     return len(places_of(tapes))
 
 
-def all_choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tuple[int, float]]:
-    """The peak and the time of each, also with smaller bounds than an engine chooses by itself."""
+def all_choices(
+    drawn: Drawn, tapes: list[RankTapes], *, is_followed: bool = False
+) -> Iterator[tuple[int, float]]:
+    """The peak and the time of each, also with smaller bounds than an engine chooses by itself.
+
+    Args:
+        drawn, tapes: The pipeline.
+        is_followed: The larger ones of what is tried and of what an engine does that follows it
+            from the first step on: they differ where host memory is laid out in another way.
+    """
     places = places_of(tapes)
     plain = replace(drawn.config, plan=None)
     first = FirstStep(drawn.order, tapes, drawn.hardware, plain, drawn.peers)
 
-    def step_of(kept: Sequence[Place], bounds: Sequence[tuple[int, ...]]) -> PipelineStep:
+    def config_of(kept: Sequence[Place], bounds: Sequence[tuple[int, ...]]) -> OffloadConfig:
         ranks = [
             RankPlan(
                 one.planned([(stage, position) for at, stage, position in kept if at == rank]),
@@ -47,16 +56,24 @@ def all_choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tuple[int, flo
             )
             for rank, (one, own) in enumerate(zip(tapes, bounds, strict=True))
         ]
-        return first.second(replace(plain, plan=OffloadPlan("", 0, 0.0, 0.0, tuple(ranks))))
+        return replace(plain, plan=OffloadPlan("", 0, 0.0, 0.0, tuple(ranks)))
 
-    own = [rank.bounds for rank in step_of([], [()] * len(tapes)).ranks]
+    def steps_of(config: OffloadConfig) -> list[PipelineStep]:
+        tried = first.second(config)
+        if not is_followed:
+            return [tried]
+        how = drawn.order, tapes, drawn.hardware, config, drawn.peers
+        return [tried, *predict_each(*how, NUM_FOLLOWED)]
+
+    own = [rank.bounds for rank in first.second(config_of([], [()] * len(tapes))).ranks]
     is_free = AUTO in (plain.max_in_flight_bytes, plain.prefetch_bytes)
     for part in chooser.BOUNDS if is_free else [1]:
         smaller = [tuple(max(1, int(part * nbytes)) for nbytes in both) for both in own]
         for bits in product([False, True], repeat=len(places)):
             kept = [place for place, bit in zip(places, bits, strict=True) if bit]
-            step = step_of(kept, [()] * len(own) if part == 1 else smaller)
-            yield max(rank.peak_bytes for rank in step.ranks), step.seconds
+            steps = steps_of(config_of(kept, [()] * len(own) if part == 1 else smaller))
+            peak = max(rank.peak_bytes for step in steps for rank in step.ranks)
+            yield peak, max(steps[0].seconds, steps[-1].seconds)
 
 
 def every_number_and_choice(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tuple[int, float]]:

@@ -20,7 +20,7 @@ from pp_offload.simulate import run_pipeline
 _ = small_bounds  # a fixture, for each test here
 
 
-@pytest.mark.parametrize("seed", [8, 35, *slow(2, 5, 12, 20, 31, 46, 51, 78)])
+@pytest.mark.parametrize("seed", [8, 35, *slow(2, 5, 12, 20, 46, 51, 78)])
 def test_no_choice_of_layers_and_groups_is_better(seed: int) -> None:
     drawn, tapes = planned(seed, layers="*")
     every = list(every_number_and_choice(drawn, tapes))

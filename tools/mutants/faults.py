@@ -1762,8 +1762,8 @@ MUTANTS = [
     Mutant(
         "it is all the same to a plan which of equal groups stays",
         "pp_offload/plan/search.py",
-        "            return best_of(self._fitting(limit_bytes))\n",
-        "            return best\n",
+        "            if found is not None:\n                return found\n",
+        "            if found is not None:\n                return best\n",
         "a step by a plan is longer than it has to be where the link has too much to do",
         ("tests/plan/test_choose.py::test_no_choice_of_groups_is_better",),
     ),
