@@ -64,3 +64,4 @@ def test_a_budget_that_cannot_be_met() -> None:
     done = run_command([sys.executable, str(ROOT / "examples" / "train_gpt.py"), *flags])
     assert done.returncode != 0
     assert done.stderr.count("--plan auto: limit_bytes is 1048576 (1.00 MiB), expected at") == 1
+    assert "without:" not in done.stderr, "nothing is trained before that"

@@ -65,9 +65,9 @@ class Comparison:
             lines.append(f"* more than the {memory_bytes / GIB:.0f} GiB that the device has")
         if self.limit_bytes is not None:
             lines.append(self._beside_the_limit(self.limit_bytes))
-        elif self.costs:
+        elif self.worse:
             lines.append(
-                f"Offload costs more than it has to: {', '.join(self.costs)}. `pp-offload plan` "
+                f"Offload costs more than it has to: {', '.join(self.worse)}. `pp-offload plan` "
                 "says what is to\nleave for a limit, and what better stays."
             )
         return "\n".join(lines)
@@ -84,7 +84,7 @@ class Comparison:
         return {number: nbytes for number, nbytes in above.items() if nbytes > 0}
 
     @property
-    def costs(self) -> list[str]:
+    def worse(self) -> list[str]:
         """What is worse with offload than without, in words: a longer step, and higher peaks."""
         longer = self.with_offload.seconds / self.without.seconds - 1
         ranks = zip(self.without.ranks, self.with_offload.ranks, strict=True)
@@ -113,7 +113,7 @@ class Comparison:
                 "seconds": step.seconds,
                 "bubble": step.bubble,
                 "ranks": [
-                    _costs(rank) | {"waits_most_for": rank.waits_most_for} for rank in step.ranks
+                    _figures(rank) | {"waits_most_for": rank.waits_most_for} for rank in step.ranks
                 ],
             }
             for name, step in self._named.items()
@@ -180,7 +180,7 @@ def _row(number: int, none: RankStep, ours: RankStep, memory_bytes: int) -> tupl
     )
 
 
-def _costs(rank: RankStep) -> dict[str, Any]:
+def _figures(rank: RankStep) -> dict[str, Any]:
     """All but the bounds, which a rank was given."""
     return {name: value for name, value in asdict(rank).items() if name != "bounds"}
 

@@ -140,6 +140,7 @@ WRONG = {
     "plan cli_models:head_on_the_last --ranks 2 --limit 1GiB": "pipeline rank 0 has no module of "
     "group 'head' in stage 0: pattern 'head' matches no module; near names",
     f"{GOOD} --limit 1GiB -o /nowhere/plan.json": "expected a file in a directory that is there",
+    "plan nowhere:good --limit 1GiB --png plan.gif": "--png: plan.gif ends otherwise than",
     f"{GOOD} --limit 1GiB --png plan.gif": "ends otherwise than pictures do",
     "plan cli_models:twice --ranks 2 --limit 1GiB --schedule zbv": "or stage saved as well",
     "simulate cli_models:good --ranks 2 --plan nowhere.json": "No such file or directory",

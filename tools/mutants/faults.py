@@ -1740,6 +1740,22 @@ MUTANTS = [
         ("tests/plan/test_bounds_of_plans.py::test_smaller_bounds_meet_a_lower_limit",),
     ),
     Mutant(
+        "a plan that takes longer than it seemed is taken",
+        "pp_offload/plan/chooser.py",
+        "            if followed.fits(limit_bytes) and not is_longer:\n",
+        "            if followed.fits(limit_bytes):\n",
+        "with too little host memory a plan is far longer than another one that fits",
+        ("tests/plan/test_choose.py::test_no_choice_of_groups_is_better",),
+    ),
+    Mutant(
+        "a limit is refused before single groups are tried",
+        "pp_offload/plan/chooser.py",
+        "        best = trial.best or trial.of_single_groups() or trial.lowest()\n",
+        "        best = trial.best or trial.lowest()\n",
+        "with too little host memory a limit is refused that another choice meets",
+        ("tests/plan/test_choose.py::test_no_choice_of_groups_is_better",),
+    ),
+    Mutant(
         "layers are recomputed in quarters",
         "pp_offload/plan/chooser.py",
         "        while best - too_few > 1:\n",
