@@ -114,7 +114,7 @@ def of_different(num: int, part: float) -> dict[str, Any]:
 def timed(took: list[float]) -> Iterator[None]:
     """Meanwhile it is noted how long each predicted step takes."""
     with ExitStack() as stack:
-        for name in ("without_offload", "first", "planned"):
+        for name in ("without_offload", "first", "planned", "followed"):
             stack.enter_context(patch.object(Steps, name, _noting(getattr(Steps, name), took)))
         yield
 

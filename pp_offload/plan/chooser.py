@@ -214,7 +214,10 @@ class Chooser:
         trial = _Trial(self._steps, self._search, limit_bytes, most_steps)
         for bounds in self._parts_of_bounds:
             trial.take(self._nothing._replace(bounds=bounds))
-        needy = self._needy(limit_bytes)
+        is_enough = trial.best is not None and not _is_worth(
+            self.without_offload().seconds, trial.best.seconds
+        )
+        needy = {} if is_enough else self._needy(limit_bytes)  # to record others takes long
         if needy:
             trial.recompute(needy, len(self._tapes), self._parts_of_bounds)
             trial.descend(needy)

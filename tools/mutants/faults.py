@@ -1756,6 +1756,17 @@ MUTANTS = [
         ("tests/plan/test_choose.py::test_no_choice_of_groups_is_better",),
     ),
     Mutant(
+        "layers are recorded anew whatever the step takes",
+        "pp_offload/plan/chooser.py",
+        "        needy = {} if is_enough else self._needy(limit_bytes)",
+        "        needy = self._needy(limit_bytes)",
+        "a plan of a large model takes twice as long to find",
+        (
+            "tests/plan/test_choose_recomputed.py::"
+            "test_nothing_is_recomputed_where_offload_costs_nothing",
+        ),
+    ),
+    Mutant(
         "layers are recomputed in quarters",
         "pp_offload/plan/chooser.py",
         "        while best - too_few > 1:\n",
