@@ -11,6 +11,7 @@ from pp_offload._common.checks import check_count, check_kind
 from pp_offload._common.garbage import collector_off
 from pp_offload.config import AUTO, OffloadConfig, check_config, without_plan
 from pp_offload.plan.rank import NumberRank
+from pp_offload.plan.replay import PlayedBefore, RankAgain
 from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Messages, PeerLink
@@ -109,19 +110,21 @@ class FirstStep:
     ) -> None:
         self._order = order
         self._peers = peers or PeerLink()
-        self._ranks = _ranks(order, tapes, hardware, without_plan(config))
+        ranks = _ranks(order, tapes, hardware, without_plan(config))
         with collector_off():
-            _run_step(self._ranks, Messages(order, self._peers), is_last=False)
-        self.step = _ended(self._ranks)
-        end_s = max(rank.seconds for rank in self._ranks)
-        for rank in self._ranks:
-            rank.wait_until(end_s)
+            _run_step(ranks, Messages(order, self._peers), is_last=False)
+        self.step = _ended(ranks)
+        self._end_s = max(rank.seconds for rank in ranks)
+        for rank in ranks:
+            rank.wait_until(self._end_s)
+        self._before = [PlayedBefore(rank, number) for number, rank in enumerate(ranks)]
 
     def second(self, config: OffloadConfig) -> PipelineStep:
         """The step after this one, by the plan of ``config``. Its other options are the same."""
         with collector_off():  # see predict
-            ranks = [rank.following(config) for rank in self._ranks]
-            _run_step(ranks, Messages(self._order, self._peers), is_last=True)
+            messages = Messages(self._order, self._peers)
+            ranks = [one.begin_step(config, messages, self._end_s) for one in self._before]
+            _run(ranks)
             step = _ended(ranks)
             del ranks
         return step
@@ -146,12 +149,16 @@ def _run_step(ranks: Sequence[NumberRank], messages: Messages, *, is_last: bool)
     begin_s = max(rank.seconds for rank in ranks)
     for rank in ranks:
         rank.begin_step(messages, begin_s, is_last=is_last)
+    _run(ranks)
+
+
+def _run(ranks: Sequence[NumberRank | RankAgain]) -> None:
     while any(rank.has_more for rank in ranks):
         num = sum([rank.run_what_can() for rank in ranks])
         assert num, "a schedule is looked at for circles when it is made"
 
 
-def _ended(ranks: Sequence[NumberRank]) -> PipelineStep:
+def _ended(ranks: Sequence[NumberRank | RankAgain]) -> PipelineStep:
     return PipelineStep([rank.ended() for rank in ranks])
 
 

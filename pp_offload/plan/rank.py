@@ -49,7 +49,7 @@ from pp_offload.plan.tape import (
 )
 from pp_offload.plan.transfer import Transfer
 from pp_offload.simulate.hardware import Hardware
-from pp_offload.simulate.messages import Message, Messages, PeerLink
+from pp_offload.simulate.messages import Mail, Message, Messages, PeerLink
 from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
 from pp_offload.simulate.rank import RankStep
 
@@ -93,6 +93,7 @@ class NumberRank:
 
     Attributes:
         moved: What its engine moved, in all steps.
+        turns: Its actions, which are those of each step.
     """
 
     def __init__(
@@ -124,12 +125,12 @@ class NumberRank:
         self._has_learned = False
         self._bounds.follow(self._plan)
         self._step: _Step | None = None
-        self._turns = self._turns_of(order)
-        self._order = [key for turn in self._turns if (key := _goes_backward(turn)) is not None]
+        self.turns = self._turns_of(order)
+        self._order = [key for turn in self.turns if (key := _goes_backward(turn)) is not None]
         split = frozenset(one.chunk for one in self._order if isinstance(one, WeightPassKey))
         is_keeping = config is not None and config.split_backward == "keep"
         self._uses = PartUses(split, is_keeping=is_keeping)
-        self._next = len(self._turns)
+        self._next = len(self.turns)
 
     def _turns_of(self, order: PipelineOrder) -> list[Turn]:
         messages, turns = Messages(order, PeerLink()), []
@@ -163,7 +164,7 @@ class NumberRank:
         if self._step is not None:
             self._step.device.host.wait_until(time_s)
 
-    def begin_step(self, messages: Messages, begin_s: float, *, is_last: bool) -> None:
+    def begin_step(self, messages: Mail, begin_s: float, *, is_last: bool) -> None:
         """From the first action again, with the plan and the bounds that the last step taught.
 
         Args:
@@ -212,17 +213,17 @@ class NumberRank:
     @property
     def has_more(self) -> bool:
         """Whether the step has further actions."""
-        return self._next < len(self._turns)
+        return self._next < len(self.turns)
 
     def run_what_can(self) -> int:
         """As many actions as have what they need; how many."""
         step, begin = self._running, self._next
-        for turn in islice(self._turns, begin, None):
+        for turn in islice(self.turns, begin, None):
             if turn.needed is not None and not step.messages.is_there(turn.needed):
                 break
             self._next += 1
             self._run(step, turn)
-        if begin < self._next == len(self._turns):
+        if begin < self._next == len(self.turns):
             self._play(step, self._update.later if self._has_state else self._update.first, None)
             self._has_state = True
         return self._next - begin
@@ -324,7 +325,7 @@ class NumberRank:
 class _Step:
     """What is of one step."""
 
-    def __init__(self, device: NumberDevice, rules: Rules, messages: Messages) -> None:
+    def __init__(self, device: NumberDevice, rules: Rules, messages: Mail) -> None:
         self.device = device
         self.rules = rules
         self.messages = messages

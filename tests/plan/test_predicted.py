@@ -80,7 +80,7 @@ def test_with_layers_that_are_recomputed() -> None:
 
 @pytest.mark.slow
 def test_more_with_layers_that_are_recomputed() -> None:
-    compare(range(60, 120), ran_with_recomputed)
+    compare(range(60, 90), ran_with_recomputed)
 
 
 def test_a_payload_that_is_taken_back_and_then_brought() -> None:

@@ -1925,6 +1925,33 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "a message that is waited for may come at another time",
+        "pp_offload/plan/replay.py",
+        "max(arrives_s, self.arrives_s) <= self.ready_s",
+        "self.arrives_s <= self.ready_s",
+        "a rank is taken to do what it did, though it waits for another one",
+        (
+            "tests/plan/test_replay.py::test_one_that_is_waited_for_comes_at_the_same_time",
+            "tests/plan/test_replay.py::test_random_pipelines_cost_the_same",
+        ),
+    ),
+    Mutant(
+        "a rank is not compared with what it did",
+        "pp_offload/plan/replay.py",
+        "if one.received[number].is_as(arrives_s)",
+        "if True",
+        "a rank is taken to do what it did when its messages came earlier",
+        ("tests/plan/test_replay.py::test_random_pipelines_cost_the_same",),
+    ),
+    Mutant(
+        "a rank does by one plan what it did by another",
+        "pp_offload/plan/replay.py",
+        "self._plays[None if plan is None else plan.rank(self._number)]",
+        "self._plays[None]",
+        "all plans cost the same",
+        ("tests/plan/test_replay.py::test_random_pipelines_cost_the_same",),
+    ),
+    Mutant(
         "nothing is spread out",
         "pp_offload/plan/search.py",
         "self._fill_by(list(map(spread_out, self._classes)), limit_bytes, most_steps)",
