@@ -136,8 +136,11 @@ class Chunk:
             ValueError: ``name`` is empty, or ``delay`` neither True nor False.
         """
         check_group_name("commit", name)
-        check_switch("delay_offload", delay)
-        released = checked_tensors("forced_released_tensors", forced_released_tensors)
+        if delay is not False:
+            check_switch("delay_offload", delay)
+        released = None  # nearly always
+        if forced_released_tensors is not None:
+            released = checked_tensors("forced_released_tensors", forced_released_tensors)
         if threading.get_ident() != self.thread.ident:
             raise self._other_thread("commit", name)
         if self.open_groups and self.open_groups[-1].name == name:  # nearly always

@@ -109,21 +109,20 @@ class Group:
         """Refer to these tickets, weakly, for prefetch."""
         self._tickets = [weakref.ref(ticket) for ticket in tickets]
 
-    def tickets_last_first(self) -> list[Ticket]:
-        """The living tickets, last saved first, for so backward uses them."""
-        return [ticket for ref in reversed(self._tickets) if (ticket := ref()) is not None]
-
     def ticket(self, index: int) -> Ticket | None:
         """One of those it follows, if it lives."""
         return self._tickets[index]() if index < len(self._tickets) else None
 
     def waiting(self) -> list[Ticket]:
-        """Tickets that backward has still to ask for, in the order of use."""
-        return [ticket for ticket in self.tickets_last_first() if ticket.num_waiting > 0]
+        """Tickets that backward has still to ask for, in the order of use: last saved first."""
+        return [
+            ticket
+            for ref in reversed(self._tickets)
+            if (ticket := ref()) is not None and ticket.num_waiting > 0
+        ]
 
-    def wanted(self) -> list[Ticket]:
-        """Tickets that must be on the device when backward reaches it, in the order of use."""
-        return self.waiting()
+    wanted = waiting
+    """Tickets that must be on the device when backward reaches it, in the order of use."""
 
     def claim(self, tickets: Sequence[Ticket]) -> None:
         """Nothing to do: its tickets count their uses from the commit on."""

@@ -90,7 +90,7 @@ class Prefetcher:
         self._step = step
         self.window = Bound(window_bytes, SMALL_BYTES)
         self._reloads = transfer.reloads
-        self._reloads.refill_below_bytes = refill_below(self.window.nbytes)
+        self._reloads.refill_below_bytes = self._few_bytes = refill_below(self.window.nbytes)
         self._reloads.refill = self.fill
         self._reloads.comes_soon = self.comes_soon
         self._current: Group | None = None
@@ -103,7 +103,7 @@ class Prefetcher:
         with self._transfer.lock:
             if group is not self._current or not group.is_used:
                 self._reach(group)
-            self.fill()
+            self._fill()
 
     def _reach(self, group: Group) -> None:
         self._current = group
@@ -139,25 +139,28 @@ class Prefetcher:
         """Backward is at ``group`` again: fill the window from there on."""
         with self._transfer.lock:
             self._begin_at(group)
-            self.fill()
+            self._fill()
 
     def expect(self, nbytes: int) -> None:
         """A group of ``nbytes`` was offloaded, and will come back."""
         with self._transfer.lock:
+            before = self.window.nbytes
             self.window.expect(nbytes)
-            self._reloads.refill_below_bytes = refill_below(self.window.nbytes)
+            if self.window.nbytes != before:
+                self._few_bytes = refill_below(self.window.nbytes)
+            self._reloads.refill_below_bytes = self._few_bytes
 
     def limit(self, most_bytes: int) -> None:
         """See :meth:`Bound.limit`."""
         with self._transfer.lock:
             self.window.limit(most_bytes)
-            self._reloads.refill_below_bytes = refill_below(self.window.nbytes)
+            self._reloads.refill_below_bytes = self._few_bytes = refill_below(self.window.nbytes)
 
     def choose(self, window_bytes: int) -> None:
         """See :meth:`Bound.choose`."""
         with self._transfer.lock:
             self.window.choose(window_bytes)
-            self._reloads.refill_below_bytes = refill_below(self.window.nbytes)
+            self._reloads.refill_below_bytes = self._few_bytes = refill_below(self.window.nbytes)
 
     def fill(self) -> None:
         """Reload what comes next until the window is full, once some of it is free."""
@@ -168,7 +171,7 @@ class Prefetcher:
         group, changes = self._current, self._step.num_changes
         if group is None or self._done_at == changes:
             return
-        if self._reloads.nbytes > refill_below(self.window.nbytes):
+        if self._reloads.nbytes > self._few_bytes:
             return
         room = self.window.nbytes - self._reloads.nbytes
         batches: list[list[Ticket]] = []
@@ -195,7 +198,7 @@ class Prefetcher:
     def _begin_at(self, group: Group | None) -> None:
         self._current = group
         self._done_at = -1
-        self._reloads.refill_below_bytes = refill_below(self.window.nbytes)
+        self._reloads.refill_below_bytes = self._few_bytes = refill_below(self.window.nbytes)
 
     def _load(self, batches: list[list[Ticket]], *, is_ahead: bool) -> None:
         """Bring groups in order, small tensors together, so that one event serves many.

@@ -82,9 +82,14 @@ class Copies:
         """
         streams = self.compute_streams(tickets)
         buffers = buffers_of(blocks)
-        sources = self._sources(tickets)
-        targets = [ticket.host_bytes for ticket in tickets]
-        nbytes = sum([ticket.nbytes for ticket in tickets])
+        sources, targets, nbytes, is_whole = [], [], 0, True
+        for ticket in tickets:
+            sources.append(ticket.payload)
+            targets.append(ticket.host_bytes)
+            nbytes += ticket.nbytes
+            is_whole = is_whole and ticket.storage is not None
+        if not is_whole:
+            sources = self._gathered(tickets)
         for stream in streams:
             self._d2h_waits_for_compute(stream)
         self._d2h_waits_for_last_users(buffers)
@@ -102,12 +107,9 @@ class Copies:
             pending.offloaded = offloaded
         return nbytes
 
-    def _sources(self, tickets: Sequence[Ticket]) -> list[Tensor]:
+    def _gathered(self, tickets: Sequence[Ticket]) -> list[Tensor]:
         """The bytes to copy. A gather runs here, in order with all streams that saved them."""
-        gathered = [ticket for ticket in tickets if ticket.storage is None]
-        if not gathered:
-            return [ticket.payload for ticket in tickets]
-        with self.reading(gathered):
+        with self.reading([ticket for ticket in tickets if ticket.storage is None]):
             return [ticket.source() for ticket in tickets]
 
     @staticmethod
@@ -232,20 +234,30 @@ class Copies:
         blocks: Collection[Block],
         buffers: Sequence[HostBuffer],
     ) -> Event:
-        """Queue copies on ``stream``, and note them as the last uses of the buffers."""
-        note_uses(buffers, Queued(stream))
-        if not have_addresses(blocks):
-            targets, sources = in_pieces(tickets, targets, sources)
+        """Queue copies on ``stream``, and make them the last uses of the buffers. It waits for the
+        earlier ones.
+        """
+        queued = Queued(stream)
+        for buffer in buffers:
+            buffer.last_use = queued
+        for block in blocks:
+            if not block.has_addresses:  # hardly ever
+                targets, sources = in_pieces(tickets, targets, sources)
+                break
         event = self.stopwatch.copy(stream, targets, sources, tickets)
-        note_uses(buffers, event)
+        for buffer in buffers:
+            buffer.last_use = event
         if self.backend.is_capturing:
             self._of_graphs += blocks  # their graph, launched again, copies to or from there
         return event
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
-        self.in_flight.poll()
-        self.reloads.poll()
+        in_flight, reloads = self.in_flight, self.reloads
+        if in_flight.queue:  # this is called so often that calls for nothing count
+            in_flight.poll()
+        if reloads.gone or reloads.abandoned:
+            reloads.poll()
 
     def join(self) -> None:
         """Make the live compute stream wait for all copies queued so far.
@@ -335,20 +347,6 @@ class Queued:
 def buffers_of(blocks: Iterable[Block]) -> list[HostBuffer]:
     """Their host memory."""
     return [loan.buffer for block in blocks if (loan := block.loan) is not None]
-
-
-def note_uses(buffers: Sequence[HostBuffer], event: Event) -> None:
-    """Make copies the last uses of their buffers. Their stream waits for the earlier uses."""
-    for buffer in buffers:
-        buffer.last_use = event
-
-
-def have_addresses(blocks: Iterable[Block]) -> bool:
-    """Whether every payload of them has its bytes in one piece, as nearly all have."""
-    for block in blocks:  # faster than all()
-        if not block.has_addresses:
-            return False
-    return True
 
 
 def in_pieces(

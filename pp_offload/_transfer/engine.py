@@ -120,8 +120,10 @@ class TransferEngine:
         Args:
             last_bytes: Of the last offload, which is not waited for.
         """
-        self.copies.in_flight.keep_bounded(last_bytes, self.poll)
-        self.reloads.keep_few_abandoned(self.lock)
+        if self.copies.in_flight.queue:
+            self.copies.in_flight.keep_bounded(last_bytes, self.poll)
+        if self.reloads.abandoned:
+            self.reloads.keep_few_abandoned(self.lock)
 
     def after_copies(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the sources of the copies queued so far have been let go."""
@@ -197,7 +199,9 @@ class TransferEngine:
         live, found = self.backend.current_stream(), None
         with self.lock:
             block, reload = ticket.block, ticket.reload
-            if ticket.begin in block.sources or block.harmed:
+            if ticket.begin in block.sources:
+                block.check_sources((ticket.begin,))
+            if block.harmed:
                 self._check_unharmed(ticket, block)
             if reload is None:
                 found = self._take_back(ticket, live)
@@ -257,7 +261,7 @@ class TransferEngine:
             heard(ticket)
         left = ticket.num_waiting
         ticket.num_waiting = (left if left > 0 else ticket.num_members) - 1  # NOTE [ Uses ]
-        return shaped_for(ticket, held[0])
+        return shaped_for(ticket, held[0]) if ticket.block.shared else held[0]
 
     def _load_now(self, ticket: Ticket) -> None:
         """Queue the reload of a ticket that is not on the device."""
@@ -300,8 +304,6 @@ class TransferEngine:
 
     @staticmethod
     def _check_unharmed(ticket: Ticket, block: Block) -> None:
-        if ticket.begin in block.sources:
-            block.check_sources([ticket.begin])
         harm = block.harmed.get(ticket.begin)
         if harm is Harm.EMPTIED:
             raise OffloadError(

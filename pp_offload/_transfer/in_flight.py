@@ -189,8 +189,12 @@ class InFlight:
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
-        while self.queue and self.queue[0].event(self._backend.d2h).query():
-            self.finish(self.queue[0])
+        queue = self.queue
+        while queue:
+            first = queue[0]
+            if not (first.offloaded or first.event(self._backend.d2h)).query():
+                return
+            self.finish(first)
 
     def finish(self, pending: PendingOffload) -> None:
         """Finish and remove the first one, which has ended. A second time is fine."""

@@ -42,6 +42,8 @@ class PendingReloads:
         refill_below_bytes: With fewer :attr:`nbytes`, more should be brought; prefetch sets it.
         refill: Brings more; prefetch sets it.
         comes_soon: Whether backward will ask for a ticket within the window; prefetch sets it.
+        gone: Reloads of tickets that are gone.
+        abandoned: Memory that nobody wants, the event behind the copy into it, and its stream.
     """
 
     def __init__(self, h2d: Stream) -> None:
@@ -51,8 +53,8 @@ class PendingReloads:
         self.comes_soon: Callable[[Ticket], bool] = lambda ticket: False
         self._h2d = h2d
         self._alive: set[Reload] = set()
-        self._gone: deque[Reload] = deque()
-        self._abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
+        self.gone: deque[Reload] = deque()
+        self.abandoned: deque[tuple[Tensor, Event, Stream]] = deque()
 
     def expect(self, tickets: Sequence[Ticket]) -> list[Reload]:
         """Register payloads that will come; :meth:`begin` may say later where."""
@@ -60,7 +62,7 @@ class PendingReloads:
         for ticket in tickets:
             reload = ticket.reload
             if reload is None:
-                reload = Reload(ticket, self._gone.append)
+                reload = Reload(ticket, self.gone.append)
                 reload.arrival = reload.tensor = reload.shared = reload.version = None
                 reload.is_used = False
                 reload.nbytes = ticket.nbytes
@@ -137,7 +139,12 @@ class PendingReloads:
         if left <= 0 and ticket.reload is reload:
             if ticket.block.shared:
                 self._pass_on(ticket, live)
-            self.give_up(reload)
+            if reload.shared is None and reload.arrival is not None and reload.arrival.is_there:
+                ticket.reload = None  # nearly always; as give_up() does it, without a call
+                self.nbytes -= reload.nbytes
+                self._alive.discard(reload)
+            else:
+                self.give_up(reload)
         return tensor if shared is None else shaped_for(ticket, tensor)
 
     def give_up(self, reload: Reload) -> None:
@@ -151,7 +158,7 @@ class PendingReloads:
             arrival, tensor = reload.arrival, reload.tensor
             if arrival is not None and tensor is not None and not arrival.is_there:
                 event = arrival.reloaded or self._h2d.record_event()  # NOTE [ Torn bookkeeping ]
-                self._abandoned.append((tensor, event, arrival.stream))
+                self.abandoned.append((tensor, event, arrival.stream))
             self.nbytes -= reload.nbytes
         if shared is not None:
             shared.num_users -= 1
@@ -159,17 +166,17 @@ class PendingReloads:
 
     def poll(self) -> None:
         """Give up what was meant for tickets that are gone; forget copies that are over."""
-        while self._gone:
-            self.give_up(self._gone[0])
-            self._gone.popleft()
-        while self._abandoned and self._abandoned[0][1].query():
-            self._abandoned.popleft()
+        while self.gone:
+            self.give_up(self.gone[0])
+            self.gone.popleft()
+        while self.abandoned and self.abandoned[0][1].query():
+            self.abandoned.popleft()
 
     def events(self) -> list[Event]:
         """Events behind the copies to the device, also of what nobody wants."""
         arrivals = {one.arrival for one in self._alive if one.arrival is not None}
         alive = [one.reloaded for one in arrivals if one.reloaded is not None]
-        return [*alive, *(event for _, event, _ in self._abandoned)]
+        return [*alive, *(event for _, event, _ in self.abandoned)]
 
     def keep_few_abandoned(self, lock: AbstractContextManager[Any]) -> None:
         """Let more than a few unwanted payloads go: their stream waits for the copies into them.
@@ -177,17 +184,17 @@ class PendingReloads:
         Not to be called with the lock held: it blocks where the device is the host. Meanwhile
         another thread may have found the same one, and may have let it go.
         """
-        while len(self._abandoned) > MAX_ABANDONED:
+        while len(self.abandoned) > MAX_ABANDONED:
             with lock:
-                oldest = self._abandoned[0] if len(self._abandoned) > MAX_ABANDONED else None
+                oldest = self.abandoned[0] if len(self.abandoned) > MAX_ABANDONED else None
             if oldest is None:
                 return
             _, reloaded, stream = oldest
             with suppress(TierError):  # nobody wants what could not be read
                 stream.wait_event(reloaded)
             with lock:
-                if self._abandoned and self._abandoned[0] is oldest:
-                    self._abandoned.popleft()
+                if self.abandoned and self.abandoned[0] is oldest:
+                    self.abandoned.popleft()
 
     def count(self) -> None:
         """Count :attr:`nbytes` anew. See NOTE [ Torn bookkeeping ]."""

@@ -68,7 +68,7 @@ def test_a_new_group_is_open_and_empty() -> None:
     assert group.state is GroupState.OPEN
     assert not group.is_used
     assert group.saved() == []
-    assert list(group.tickets_last_first()) == []
+    assert group.waiting() == []
     assert group.total_offload_bytes == group.total_tensor_count == 0
 
 
@@ -155,11 +155,11 @@ def test_a_group_does_not_keep_what_autograd_let_go(manager: PipelineOffloadMana
     tags = [chunk.pack(group, torch.ones(2, 2, device=manager.backend.device)) for _ in range(3)]
     chunk.on_group_commit_forward(None)
     assert group.state is GroupState.OFFLOADED
-    assert len(list(group.tickets_last_first())) == 3
+    assert len(group.waiting()) == 3
     del tags[1]
-    assert len(list(group.tickets_last_first())) == 2
+    assert len(group.waiting()) == 2
     tags.clear()
-    assert list(group.tickets_last_first()) == []
+    assert group.waiting() == []
     manager.backend.synchronize()
     assert manager.statistics().host_bytes_in_use == 0
 

@@ -66,7 +66,8 @@ class Bench:
 
     def backward_order(self) -> list[Ticket]:
         """All tickets, those needed first first."""
-        return [t for group in reversed(self.groups) for t in group.tickets_last_first()]
+        refs = [ref for group in reversed(self.groups) for ref in reversed(group._tickets)]
+        return [ticket for ref in refs if (ticket := ref()) is not None]
 
     def on_device(self) -> list[Ticket]:
         return [ticket for ticket in self.backward_order() if ticket.device_tensor is not None]

@@ -213,7 +213,7 @@ PLANTED = {
         Options(prefetch_bytes=40),
         kinds=("tanh",) * 8,
     ),
-    "nothing ahead": Planted("pp_offload._groups.prefetch.Prefetcher.fill", nothing),
+    "nothing ahead": Planted("pp_offload._groups.prefetch.Prefetcher._fill", nothing),
     "no margin": Planted("pp_offload._groups.step.make_plan", lambda *seen: Plan(), num_steps=2),
     "nothing is taken back": Planted(f"{ENGINE}._take_back", nothing, order="late"),
     "all that is saved is copied": Planted(

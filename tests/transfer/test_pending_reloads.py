@@ -40,7 +40,7 @@ class Meanwhile:
 def abandoned(num: int, num_over_meanwhile: int) -> tuple[PendingReloads, Meanwhile, list[Done]]:
     reloads, events = PendingReloads(CpuBackend().h2d), [Done() for _ in range(num)]
     stream: Any = Meanwhile(reloads, events, num_over_meanwhile)
-    reloads._abandoned.extend((torch.empty(1), event, stream) for event in events)  # type: ignore[misc]
+    reloads.abandoned.extend((torch.empty(1), event, stream) for event in events)  # type: ignore[misc]
     return reloads, stream, events
 
 

@@ -22,7 +22,7 @@ FIELD_MUTANTS = [
     Mutant(
         "host memory given back while it is read",
         "pp_offload/_transfer/copies.py",
-        "        note_uses(buffers, event)\n",
+        "        for buffer in buffers:\n            buffer.last_use = event\n",
         "        for block in blocks if stream is self.backend.h2d else ():\n            block.loan.buffer.last_use = block.loan = None\n",
         "the next offload writes a host buffer that a reload has still to read",
         (f"{FIELD}/test_written_before_read.py::test_no_byte_to_spare",),
@@ -300,8 +300,8 @@ FIELD_MUTANTS = [
     Mutant(
         "bytes dropped when they are used up",
         "pp_offload/_transfer/pending_reloads.py",
-        "ticket.reload = None",
-        "ticket.reload = ticket.block = None",
+        "ticket.reload = None  # nearly always",
+        "ticket.reload = ticket.block = None  # nearly always",
         "the gradients of weights, which come later, find no host copy",
         (f"{FIELD}/test_late_weight_gradients.py::test_weight_pass_delayed",),
         row="F43",
