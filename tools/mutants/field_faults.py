@@ -40,8 +40,8 @@ FIELD_MUTANTS = [
     Mutant(
         "memory of what was used up is used again",
         "pp_offload/_transfer/pending_reloads.py",
-        "            self.nbytes -= reload.nbytes\n        if shared is not None:",
-        '            before, self._used = getattr(self, "_used", None), tensor\n            if before is not None:\n                before.data.zero_()\n            self.nbytes -= reload.nbytes\n        if shared is not None:',
+        "                self.nbytes -= reload.nbytes\n                self._alive",
+        '                before, self._used = getattr(self, "_used", None), tensor\n                if before is not None:\n                    before.data.zero_()\n                self.nbytes -= reload.nbytes\n                self._alive',
         "a gradient that is a view of what came back is overwritten",
         (f"{FIELD}/test_views_of_what_came_back.py::test_backward_gives_a_view",),
         row="F06",
