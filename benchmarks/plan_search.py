@@ -1,7 +1,8 @@
 """Plans beside the best of all choices of groups, on random pipelines, and what they cost to find.
 
 For each pipeline with few groups every choice is predicted; a plan is made for several limits of
-memory. The gap is how much longer a step is by the plan than by the best choice that fits.
+memory. The gap is how much longer a step is by the plan than by the best choice that fits, both as
+an engine follows them from the first step on.
 
     python benchmarks/plan_search.py --pipelines 500 --json plans.json
     python benchmarks/plan_search.py --pipelines 500 --tries 100
@@ -47,7 +48,7 @@ from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
-from every_choice import all_choices, every_number_and_choice, num_groups
+from every_choice import best_followed, choices, each_number, num_groups
 from many_groups import limit_between, many_groups
 from small import limits, planned
 
@@ -143,7 +144,8 @@ def of_pipelines(options: argparse.Namespace) -> dict[str, Any]:
         if not 2 <= num_groups(tapes) <= options.most_groups or num_numbers > MAX_NUMBERS:
             continue
         num_done += 1
-        every = list((every_number_and_choice if options.recompute else all_choices)(drawn, tapes))
+        numbers = each_number(tapes) if options.recompute else [tapes]
+        every = [one for some in numbers for one in choices(drawn, some)]
         fastest = float("inf")
         for limit in sorted(limits(drawn, tapes, NUM_LIMITS)):  # all that leaves may need more
             begin = time.perf_counter()
@@ -156,8 +158,7 @@ def of_pipelines(options: argparse.Namespace) -> dict[str, Any]:
             except InfeasibleError:
                 continue
             took.append(time.perf_counter() - begin)
-            best = min(seconds for peak, seconds in every if peak <= limit)
-            gaps.append(plan.seconds / best - 1)
+            gaps.append(plan.seconds / best_followed(every, limit) - 1)
             num_above += any(rank.peak_bytes > limit for rank in plan.ranks)
             num_unmonotone += plan.seconds > fastest * (1 + SAME)
             fastest = min(fastest, plan.seconds)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 from random_pipelines import Drawn
@@ -34,16 +35,36 @@ def num_groups(tapes: list[RankTapes]) -> int:
     return len(places_of(tapes))
 
 
-def all_choices(
-    drawn: Drawn, tapes: list[RankTapes], *, is_followed: bool = False
-) -> Iterator[tuple[int, float]]:
-    """The peak and the time of each, also with smaller bounds than an engine chooses by itself.
+@dataclass(frozen=True)
+class Choice:
+    """What stays on each rank, within which bounds."""
 
-    Args:
-        drawn, tapes: The pipeline.
-        is_followed: The larger ones of what is tried and of what an engine does that follows it
-            from the first step on: they differ where host memory is laid out in another way.
-    """
+    step: PipelineStep
+    """After one in which all leaves, which is how choices are tried."""
+
+    follow: Callable[[], list[PipelineStep]]
+    """Predicts what an engine does that follows it from the first step on."""
+
+    @property
+    def tried(self) -> tuple[int, float]:
+        """The peak and the time of that step."""
+        return _highest([self.step]), self.step.seconds
+
+    @cached_property
+    def followed(self) -> tuple[int, float]:
+        """The larger ones of what is tried and of what an engine does. They differ where steps that
+        follow each other do, and where host memory is laid out in another way.
+        """
+        steps = [self.step, *self.follow()]
+        return _highest(steps), max(self.step.seconds, steps[-1].seconds)
+
+
+def _highest(steps: Sequence[PipelineStep]) -> int:
+    return max(rank.peak_bytes for step in steps for rank in step.ranks)
+
+
+def choices(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[Choice]:
+    """Each of them, also with smaller bounds than an engine chooses by itself."""
     places = places_of(tapes)
     plain = replace(drawn.config, plan=None)
     first = FirstStep(drawn.order, tapes, drawn.hardware, plain, drawn.peers)
@@ -58,12 +79,9 @@ def all_choices(
         ]
         return replace(plain, plan=OffloadPlan("", 0, 0.0, 0.0, tuple(ranks)))
 
-    def steps_of(config: OffloadConfig) -> list[PipelineStep]:
-        tried = first.second(config)
-        if not is_followed:
-            return [tried]
+    def choice_of(config: OffloadConfig) -> Choice:
         how = drawn.order, tapes, drawn.hardware, config, drawn.peers
-        return [tried, *predict_each(*how, NUM_FOLLOWED)]
+        return Choice(first.second(config), lambda: predict_each(*how, NUM_FOLLOWED))
 
     own = [rank.bounds for rank in first.second(config_of([], [()] * len(tapes))).ranks]
     is_free = AUTO in (plain.max_in_flight_bytes, plain.prefetch_bytes)
@@ -71,13 +89,41 @@ def all_choices(
         smaller = [tuple(max(1, int(part * nbytes)) for nbytes in both) for both in own]
         for bits in product([False, True], repeat=len(places)):
             kept = [place for place, bit in zip(places, bits, strict=True) if bit]
-            steps = steps_of(config_of(kept, [()] * len(own) if part == 1 else smaller))
-            peak = max(rank.peak_bytes for step in steps for rank in step.ranks)
-            yield peak, max(steps[0].seconds, steps[-1].seconds)
+            yield choice_of(config_of(kept, [()] * len(own) if part == 1 else smaller))
+
+
+def all_choices(
+    drawn: Drawn, tapes: list[RankTapes], *, is_followed: bool = False
+) -> Iterator[tuple[int, float]]:
+    """The peak and the time of each.
+
+    Args:
+        drawn, tapes: The pipeline.
+        is_followed: As :attr:`Choice.followed` says them.
+    """
+    for one in choices(drawn, tapes):
+        yield one.followed if is_followed else one.tried
+
+
+def each_number(tapes: list[RankTapes]) -> Iterator[list[RankTapes]]:
+    """With each number of recomputed layers."""
+    for nums in product(*(range(one.num_layers + 1) for one in tapes)):
+        yield [one.recomputing(num) for one, num in zip(tapes, nums, strict=True)]
 
 
 def every_number_and_choice(drawn: Drawn, tapes: list[RankTapes]) -> Iterator[tuple[int, float]]:
-    """The same for each number of recomputed layers."""
-    for nums in product(*(range(one.num_layers + 1) for one in tapes)):
-        some = [one.recomputing(num) for one, num in zip(tapes, nums, strict=True)]
+    """As :func:`all_choices`, for each number of recomputed layers."""
+    for some in each_number(tapes):
         yield from all_choices(drawn, some)
+
+
+def best_followed(every: Sequence[Choice], limit_bytes: int) -> float:
+    """The shortest time of those that fit, as an engine follows them. Few have to be followed."""
+    best_s = float("inf")
+    for one in sorted(every, key=lambda one: one.tried[1]):
+        if one.tried[1] >= best_s:
+            break
+        if one.tried[0] <= limit_bytes:
+            peak, seconds = one.followed
+            best_s = min(best_s, seconds) if peak <= limit_bytes else best_s
+    return best_s
