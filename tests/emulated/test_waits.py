@@ -60,7 +60,7 @@ CASES: dict[str, Case] = {
         Fault(f"{COPIES}.copy_to_host", "if offloaded.query():", "if True:"),
         Fault(
             f"{IN_FLIGHT}.poll",
-            "self.queue[0].event(self._backend.d2h).query()",
+            "(first.offloaded or first.event(self._backend.d2h)).query()",
             "True",
         ),
     ),
@@ -141,9 +141,9 @@ CASES: dict[str, Case] = {
         programs.target_nobody_wants,
         Fault(
             f"{RELOADS}.give_up",
-            "self._abandoned.append((tensor, event, arrival.stream))",
+            "self.abandoned.append((tensor, event, arrival.stream))",
         ),
-        Fault(f"{RELOADS}.poll", " and self._abandoned[0][1].query()", ""),
+        Fault(f"{RELOADS}.poll", " and self.abandoned[0][1].query()", ""),
     ),
     "its stream waits where there are many": (
         programs.targets_nobody_wants,
