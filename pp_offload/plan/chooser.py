@@ -227,7 +227,21 @@ class Chooser:
                 raise self._search(best.way).infeasible(limit_bytes)
             return best
         tried = self._search(best.way).polished(best.tried, limit_bytes, most_steps)
-        return _Found(best.way, tried)
+        return self._of_single_groups(_Found(best.way, tried), limit_bytes, most_steps)
+
+    def _of_single_groups(self, best: _Found, limit_bytes: int, most_steps: int) -> _Found:
+        """The best one, also of all choices of single groups with other bounds where they are few.
+
+        Where which of equal groups stays makes a difference, the best bounds may be others, too.
+        """
+        for bounds in self._parts_of_bounds:
+            way = best.way._replace(bounds=bounds)
+            if way == best.way or self._search(way).is_bound(best.tried):
+                continue
+            tried = self._search(way).of_single_groups(limit_bytes, most_steps)
+            if tried is not None and _is_shorter(tried.step.seconds, best.seconds):
+                best = _Found(way, tried)
+        return best
 
     @property
     def _parts_of_bounds(self) -> Sequence[float]:

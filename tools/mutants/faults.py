@@ -1952,6 +1952,14 @@ MUTANTS = [
         ("tests/plan/test_replay.py::test_random_pipelines_cost_the_same",),
     ),
     Mutant(
+        "single groups are chosen with one of the bounds alone",
+        "pp_offload/plan/chooser.py",
+        "return self._of_single_groups(_Found(best.way, tried), limit_bytes, most_steps)",
+        "return _Found(best.way, tried)",
+        "a step is up to twice as long as the shortest, where few groups are equal",
+        ("tests/plan/test_bounds_of_plans.py::test_no_choice_of_groups_and_bounds_is_better[160]",),
+    ),
+    Mutant(
         "nothing is spread out",
         "pp_offload/plan/search.py",
         "self._fill_by(list(map(spread_out, self._classes)), limit_bytes, most_steps)",
