@@ -2,7 +2,8 @@
 
 For each pipeline with few groups every choice is predicted; a plan is made for several limits of
 memory. The gap is how much longer a step is by the plan than by the best choice that fits, both as
-an engine follows them from the first step on.
+an engine follows them from the first step on. Where the steps of a choice differ, the longer one of
+those that were predicted counts, so that a gap may be a little below 0.
 
     python benchmarks/plan_search.py --pipelines 500 --json plans.json
     python benchmarks/plan_search.py --pipelines 500 --tries 100
