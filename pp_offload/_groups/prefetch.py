@@ -90,7 +90,8 @@ class Prefetcher:
         self._step = step
         self.window = Bound(window_bytes, SMALL_BYTES)
         self._reloads = transfer.reloads
-        self._reloads.refill_below_bytes = self._few_bytes = refill_below(self.window.nbytes)
+        self._few_bytes = 0
+        self._follow_window()
         self._reloads.refill = self.fill
         self._reloads.comes_soon = self.comes_soon
         self._current: Group | None = None
@@ -147,20 +148,24 @@ class Prefetcher:
             before = self.window.nbytes
             self.window.expect(nbytes)
             if self.window.nbytes != before:
-                self._few_bytes = refill_below(self.window.nbytes)
-            self._reloads.refill_below_bytes = self._few_bytes
+                self._follow_window()
+            self._reloads.refill_below_bytes = self._few_bytes  # also where all was brought
 
     def limit(self, most_bytes: int) -> None:
         """See :meth:`Bound.limit`."""
         with self._transfer.lock:
             self.window.limit(most_bytes)
-            self._reloads.refill_below_bytes = self._few_bytes = refill_below(self.window.nbytes)
+            self._follow_window()
 
     def choose(self, window_bytes: int) -> None:
         """See :meth:`Bound.choose`."""
         with self._transfer.lock:
             self.window.choose(window_bytes)
-            self._reloads.refill_below_bytes = self._few_bytes = refill_below(self.window.nbytes)
+            self._follow_window()
+
+    def _follow_window(self) -> None:
+        self._few_bytes = refill_below(self.window.nbytes)
+        self._reloads.refill_below_bytes = self._few_bytes
 
     def fill(self) -> None:
         """Reload what comes next until the window is full, once some of it is free."""
@@ -198,7 +203,7 @@ class Prefetcher:
     def _begin_at(self, group: Group | None) -> None:
         self._current = group
         self._done_at = -1
-        self._reloads.refill_below_bytes = self._few_bytes = refill_below(self.window.nbytes)
+        self._follow_window()
 
     def _load(self, batches: list[list[Ticket]], *, is_ahead: bool) -> None:
         """Bring groups in order, small tensors together, so that one event serves many.

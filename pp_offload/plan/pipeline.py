@@ -117,7 +117,7 @@ class FirstStep:
         self._end_s = max(rank.seconds for rank in ranks)
         for rank in ranks:
             rank.wait_until(self._end_s)
-        self._before = [PlayedBefore(rank, number) for number, rank in enumerate(ranks)]
+        self._before = [PlayedBefore(rank) for rank in ranks]
 
     def second(self, config: OffloadConfig) -> PipelineStep:
         """The step after this one, by the plan of ``config``. Its other options are the same."""

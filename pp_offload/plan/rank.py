@@ -94,6 +94,7 @@ class NumberRank:
     Attributes:
         moved: What its engine moved, in all steps.
         turns: Its actions, which are those of each step.
+        number: See above.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class NumberRank:
         config: OffloadConfig | None,
     ) -> None:
         self.moved = Moved()
-        self._number = number
+        self.number = number
         self._tapes = tapes.stages
         if config is None:
             self._tapes = {stage: staying(tape) for stage, tape in tapes.stages.items()}
@@ -134,7 +135,7 @@ class NumberRank:
 
     def _turns_of(self, order: PipelineOrder) -> list[Turn]:
         messages, turns = Messages(order, PeerLink()), []
-        for action in order.actions[self._number]:
+        for action in order.actions[self.number]:
             key = ChunkKey(self._vp_stage[action.stage_index], action.microbatch)
             tape = self._tapes[action.stage_index]
             needed, made = messages.needed_by(*action), messages.made_by(*action)
@@ -149,7 +150,7 @@ class NumberRank:
         self._places.compact()  # as the next step begins with; then there is little to copy
         other = copy.copy(self)
         other.moved, other._config = copy.copy(self.moved), config
-        other._rank_of_plan = self._number
+        other._rank_of_plan = self.number
         other._bounds, other._places = self._bounds.copied(), self._places.copied()
         other._uses = self._uses.copied()
         return other
@@ -237,7 +238,7 @@ class NumberRank:
         messages, device, kind = step.messages, step.device, turn.action.kind
         if turn.needed is not None:
             waited_s = messages.receive(turn.needed, device)
-            if turn.needed.sender != self._number:
+            if turn.needed.sender != self.number:
                 step.waited_s[turn.needed.sender] += waited_s
         nbytes = 0
         if kind == "FORWARD":

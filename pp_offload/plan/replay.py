@@ -4,7 +4,7 @@ Steps that are tried for a plan come after the same first step, and differ on fe
 does follows from its own plan and from when its messages come. Where those are as they were, it
 sends its own as it did, and costs the same. See NOTE [ As before ].
 
-    before = PlayedBefore(rank, 0)                     # after its first step
+    before = PlayedBefore(rank)                        # after its first step
     again = before.begin_step(config, messages, 0.0)   # by the plan of the config
     while again.has_more:
         again.run_what_can()
@@ -89,12 +89,10 @@ class PlayedBefore:
 
     Args:
         rank: After that. It stays as it is.
-        number: Which rank.
     """
 
-    def __init__(self, rank: NumberRank, number: int) -> None:
+    def __init__(self, rank: NumberRank) -> None:
         self._rank = rank
-        self._number = number
         self._plays: defaultdict[RankPlan | None, list[Play]] = defaultdict(list)
 
     def begin_step(self, config: OffloadConfig, messages: Messages, begin_s: float) -> RankAgain:
@@ -106,7 +104,7 @@ class PlayedBefore:
             begin_s: When all ranks had ended the first one.
         """
         plan = config.offload_plan
-        plays = self._plays[None if plan is None else plan.rank(self._number)]
+        plays = self._plays[None if plan is None else plan.rank(self._rank.number)]
 
         def play(noting: Noting) -> NumberRank:
             rank = self._rank.following(config)
@@ -163,7 +161,7 @@ class RankAgain:
             if turn.needed is not None and not self._takes(turn.needed):
                 break
             self._next += 1
-            if turn.made is not None and self._alike:
+            if turn.made is not None:
                 self._messages.arrives(turn.made, self._alike[0].sent_s[self._num_sent])
                 self._num_sent += 1
         return self._next - begin

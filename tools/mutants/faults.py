@@ -1946,7 +1946,7 @@ MUTANTS = [
     Mutant(
         "a rank does by one plan what it did by another",
         "pp_offload/plan/replay.py",
-        "self._plays[None if plan is None else plan.rank(self._number)]",
+        "self._plays[None if plan is None else plan.rank(self._rank.number)]",
         "self._plays[None]",
         "all plans cost the same",
         ("tests/plan/test_replay.py::test_random_pipelines_cost_the_same",),
