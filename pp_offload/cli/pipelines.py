@@ -95,7 +95,9 @@ def pipeline_of(
     schedule: Annotated[
         str, typer.Option(help=f"{', '.join(SCHEDULES)}, or a CSV file of actions.")
     ] = "1f1b",
-    ranks: Annotated[int, typer.Option(min=1, help="Devices of the pipeline.")] = 4,
+    ranks: Annotated[
+        int, typer.Option("--pp", "--ranks", min=1, help="Devices of the pipeline.")
+    ] = 4,
     virtual_stages: Annotated[
         int | None,
         typer.Option(
@@ -121,6 +123,7 @@ def pipeline_of(
     if (model is None) == (hf is None):
         given = "neither" if model is None else "both"
         raise wrong("MODEL", f"found {given} of module:function and --hf, expected one of the two")
+    device = {name.lower(): name for name in DEVICES}.get(device.lower(), device)
     if device not in DEVICES:
         raise wrong(
             "--device",

@@ -51,6 +51,13 @@ def test_backwards_in_two_parts(schedule: str) -> None:
     assert f"on 2 virtual H100, {schedule}" in output
 
 
+def test_ranks_and_devices_have_the_names_that_others_give_them() -> None:
+    how = ["--pp", "3", "--device", "h200", "--limit", "1GiB"]
+    code, output = run("plan", "cli_models:good", "--length", "256", "--microbatches", "4", *how)
+    assert code == 0, output
+    assert "cli_models:good on 3 virtual H200, 1f1b" in output
+
+
 def test_a_limit_may_have_decimals(tmp_path: Path) -> None:
     """As sweep prints them: no whole number of bytes."""
     path = tmp_path / "plan.json"
@@ -127,7 +134,7 @@ WRONG = {
     f"{GOOD} --limit 1GiB --optimizer adamw": "found 'adamw' (did you mean AdamW?), expected a cl",
     f"{GOOD} --limit 1GiB --optimizer adafactr": "found 'adafactr' (did you mean Adafactor?), expe",
     f"{GOOD} --limit 1GiB --optimizer SGDM": "found 'SGDM' (did you mean SGD?), expected a class",
-    f"{GOOD} --limit 1GiB --device h100": "found 'h100' (did you mean H100?), expected one of A100",
+    f"{GOOD} --limit 1GiB --device h10": "found 'h10' (did you mean H100?), expected one of A100",
     f"{GOOD} --limit 1GiB --schedule 1F1B": "(did you mean 1f1b?)",
     f"{GOOD} --limit 1GiB --schedule ZBV": "(did you mean zbv?)",
     f"{GOOD} --limit 1GiB --optimizer Adafactor": "--optimizer: the optimizer is Adafactor, expec",
