@@ -10,6 +10,7 @@ times are compared.
 
 Figures
     num_compared      pipelines
+    num_lists         of them, lists of actions: one for each of their ranks
     num_offloading    of them, those from whose devices bytes left
     num_unequal       of them, those with another count or byte on any rank; each is printed
     worst_time_gap    the largest difference of any time of any rank, as a part of its step
@@ -54,6 +55,7 @@ class Row:
     unequal: list[str]
     times: list[str]
     time_gap: float = 0.0
+    num_ranks: int = 0
     is_offloading: bool = False
     failure: str = ""
 
@@ -66,7 +68,7 @@ def compared(seed: int) -> Row:
     except Exception as failure:  # noqa: BLE001  # one of thousands: the others go on
         return Row(seed, [], [], failure=f"{type(failure).__name__}: {failure}")
     is_offloading = any(rank.bytes_offloaded for rank in found.ran)
-    return Row(seed, one.unequal, one.times, one.time_gap, is_offloading)
+    return Row(seed, one.unequal, one.times, one.time_gap, len(found.ran), is_offloading)
 
 
 def prepare() -> None:
@@ -80,6 +82,7 @@ def figures(rows: list[Row]) -> dict[str, Any]:
     done = [row for row in rows if not row.failure]
     return {
         "num_compared": len(done),
+        "num_lists": sum(row.num_ranks for row in done),
         "num_offloading": sum(row.is_offloading for row in done),
         "num_unequal": sum(bool(row.unequal) for row in done),
         "worst_time_gap": max((row.time_gap for row in done), default=0.0),
