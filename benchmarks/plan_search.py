@@ -20,6 +20,11 @@ Figures
     num_above                      plans whose peak is above their limit
     num_unmonotone                 plans that are slower than one of the same pipeline for less
     seconds_for_a_plan             median, of this machine
+    last_seed                      of these pipelines; those whose groups are too few or too many
+                                   are passed over
+
+Each plan that is one of ``num_above`` or ``num_unmonotone``, or whose gap is above 1 %, is printed
+with its seed and its limit.
 
 With ``--different``, one plan is made for one rank with so many groups, no two of which are equal,
 and two microbatches: for a limit that is ``--part`` of the way from the peak where all groups leave
@@ -63,6 +68,9 @@ MAX_NUMBERS = 64
 """Of recomputed layers, of all ranks together."""
 
 SAME = 1e-6
+
+LARGE_GAP = 0.01
+"""A plan is printed where its gap is above that."""
 
 
 def main() -> None:
@@ -160,9 +168,14 @@ def of_pipelines(options: argparse.Namespace) -> dict[str, Any]:
                 continue
             took.append(time.perf_counter() - begin)
             gaps.append(plan.seconds / best_followed(every, limit) - 1)
-            num_above += any(rank.peak_bytes > limit for rank in plan.ranks)
-            num_unmonotone += plan.seconds > fastest * (1 + SAME)
+            is_above = any(rank.peak_bytes > limit for rank in plan.ranks)
+            is_slower = plan.seconds > fastest * (1 + SAME)
+            num_above += is_above
+            num_unmonotone += is_slower
             fastest = min(fastest, plan.seconds)
+            if is_above or is_slower or gaps[-1] > LARGE_GAP:
+                said = " above" * is_above + " slower than for less" * is_slower
+                print(f"seed {seed - 1}, limit {limit}: gap {gaps[-1]:.4%}{said}", flush=True)
     gaps.sort()
     return {
         "num_pipelines": num_done,
@@ -173,6 +186,7 @@ def of_pipelines(options: argparse.Namespace) -> dict[str, Any]:
         "num_above": num_above,
         "num_unmonotone": num_unmonotone,
         "seconds_for_a_plan": median(took),
+        "last_seed": seed - 1,
     }
 
 
