@@ -227,18 +227,23 @@ class Chooser:
                 raise self._search(best.way).infeasible(limit_bytes)
             return best
         tried = self._search(best.way).polished(best.tried, limit_bytes, most_steps)
-        return self._of_single_groups(_Found(best.way, tried), limit_bytes, most_steps)
+        return self._with_other_bounds(_Found(best.way, tried), limit_bytes, most_steps)
 
-    def _of_single_groups(self, best: _Found, limit_bytes: int, most_steps: int) -> _Found:
-        """The best one, also of all choices of single groups with other bounds where they are few.
+    def _with_other_bounds(self, best: _Found, limit_bytes: int, most_steps: int) -> _Found:
+        """The best one, also of what is found near the best with each of the other bounds, as far
+        as there is time.
 
         Where which of equal groups stays makes a difference, the best bounds may be others, too.
         """
         for bounds in self._parts_of_bounds:
             way = best.way._replace(bounds=bounds)
-            if way == best.way or self._search(way).is_bound(best.tried):
+            search = self._search(way)
+            if way == best.way or search.is_bound(best.tried):
                 continue
-            tried = self._search(way).of_single_groups(limit_bytes, most_steps)
+            tried = search.of_single_groups(limit_bytes, most_steps)
+            other = None if tried is not None else search.best_fitting(limit_bytes)
+            if other is not None and self._steps.num < most_steps:
+                tried = search.polished(other, limit_bytes, most_steps)
             if tried is not None and _is_shorter(tried.step.seconds, best.seconds):
                 best = _Found(way, tried)
         return best

@@ -149,7 +149,7 @@ class Search:
             most_steps: There is time until so many are predicted.
         """
         self._look(limit_bytes, most_steps)
-        return self._best_fitting(limit_bytes)
+        return self.best_fitting(limit_bytes)
 
     def of_single_groups(self, limit_bytes: int, most_steps: int) -> Tried | None:
         """The shortest that fits of all choices of single groups, where they are few; else None.
@@ -157,13 +157,14 @@ class Search:
         Which of equal groups stays makes a difference to a peak where host memory has no room for
         all that leaves.
         """
-        if 2**self._num_groups > most_steps - self._steps.num:
+        if 2**self._num_groups - len(self._tried) > most_steps - self._steps.num:
             return None
         for kept in product(*map(subsets, self._classes)):
             self._try(kept)
-        return self._best_fitting(limit_bytes)
+        return self.best_fitting(limit_bytes)
 
-    def _best_fitting(self, limit_bytes: int) -> Tried | None:
+    def best_fitting(self, limit_bytes: int) -> Tried | None:
+        """The shortest that fits of those that were tried; None if there is none."""
         fitting = self._fitting(limit_bytes)
         return best_of(fitting) if fitting else None
 

@@ -103,7 +103,9 @@ def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1)
 
 
-@pytest.mark.parametrize("seed", [22, 160, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [22, 160, *(pytest.param(one, marks=pytest.mark.slow) for one in (90, 1044))]
+)
 def test_no_choice_of_groups_and_bounds_is_better(seed: int, small_floor: None) -> None:
     drawn, tapes = planned(seed)
     every = list(all_choices(drawn, tapes))
