@@ -25,7 +25,13 @@ from torch.utils.checkpoint import checkpoint
 from pp_offload._checkpoint.module_state import BufferMemory
 from pp_offload._checkpoint.modules_of import modules_of
 from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs, OpPolicy
-from pp_offload._common.torch_private import disable_dynamo, tree_flatten, tree_unflatten
+from pp_offload._common.torch_private import (
+    disable_dynamo,
+    is_transformed,
+    records_operators,
+    tree_flatten,
+    tree_unflatten,
+)
 from pp_offload._groups.checkpoint_regions import (
     Keeping,
     Saving,
@@ -34,6 +40,7 @@ from pp_offload._groups.checkpoint_regions import (
     without_groups,
 )
 from pp_offload._groups.stash import ActivationStash
+from pp_offload._groups.untraced import untraced
 from pp_offload._transfer.saved_tensor import Resident, unpack
 
 
@@ -115,11 +122,11 @@ class Recompute:
 
     @disable_dynamo
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function`` under a checkpoint; without grad, as it is.
+        """Call ``function`` under a checkpoint; as it is without grad, or where it is recorded.
 
         A compiled model runs this uncompiled; a layer inside has to be compiled on its own.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or records_operators():
             return function(*args, **kwargs)
         if self.stash is not None and self.stash.is_over and not is_recomputing():
             self.stash.begin()
@@ -199,11 +206,11 @@ class Recompute:
         return KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
 
     def _saving(self) -> AbstractContextManager[Any]:
-        if self._inputs is None or is_in_region():
-            return nullcontext()
+        if self._inputs is None or is_in_region() or is_transformed():
+            return nullcontext()  # for the last one see NOTE [ Recorded operators ]
         if is_recomputing():
-            return saved_tensors_hooks(Keeping(Resident), unpack)
-        return saved_tensors_hooks(Saving(self._inputs.pack), unpack)
+            return saved_tensors_hooks(Keeping(Resident), untraced(unpack))
+        return saved_tensors_hooks(Saving(self._inputs.pack), untraced(unpack))
 
     def _send(self) -> None:
         if self.stash is not None:

@@ -34,18 +34,22 @@ FUNCTIONS = (
     "torch._C.DispatchKey",
     "torch._C._DisableTorchDispatch",
     "torch._C._SetExcludeDispatchKeyGuard",
+    "torch._C._are_functorch_transforms_active",
     "torch._C._autograd._get_sequence_nr",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._current_graph_task_id",
+    "torch._C._get_dispatch_mode",
     "torch._C._storage_Use_Count",
+    "torch._C._TorchDispatchModeKey",
     "torch._disable_dynamo",
     "torch._foreach_copy_",
     "torch._has_compatible_shallow_copy_type",
     "torch._neg_view",
     "torch._ops.OpOverload",
     "torch._ops.OpOverloadPacket",
+    "torch._ops._get_dispatch_mode_pre_dispatch",
     "torch.autograd.Variable._execution_engine",
     "torch.autograd.profiler._is_profiler_enabled",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",
@@ -219,6 +223,13 @@ try:
 
     use_count: Callable[[int], int] = torch._C._storage_Use_Count
     """How many tensors and Python objects hold the storage of this key, its ``_cdata``."""
+
+    is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+    """Whether operators that run now stand for others, as in the transforms of ``torch.func``."""
+
+    _mode = torch._C._get_dispatch_mode
+    _early_mode = torch._ops._get_dispatch_mode_pre_dispatch
+    _RECORDS = torch._C._TorchDispatchModeKey.PROXY
 except (AttributeError, ImportError) as failure:
     raise ImportError(complaint(failure)) from failure
 
@@ -226,6 +237,11 @@ except (AttributeError, ImportError) as failure:
 def is_profiling() -> bool:
     """Whether ``torch.profiler`` runs now."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def records_operators() -> bool:
+    """Whether operators that run now become part of a graph, as by ``make_fx``."""
+    return _mode(_RECORDS) is not None or _early_mode(_RECORDS) is not None
 
 
 def policies_see_outputs() -> bool:
@@ -301,6 +317,7 @@ __all__ = [
     "graph_task_id",
     "has_compatible_shallow_copy_type",
     "is_profiling",
+    "is_transformed",
     "is_traceable_wrapper_subclass",
     "knows_sizes",
     "neg_view",
@@ -310,6 +327,7 @@ __all__ = [
     "prepare_stage",
     "push_hooks",
     "queue_callback",
+    "records_operators",
     "schedule_of_csv",
     "sequence_number",
     "top_hooks",

@@ -6,6 +6,12 @@ Its collaborators come in the constructor, bundled as :class:`Wiring`.
     packed = chunk.pack(group, tensor)  # pack hook
     chunk.commit("mlp")                 # copies are queued
     packed.unpack()                     # unpack hook; backward has reached the group
+
+NOTE [ Recorded operators ]
+    Inside ``make_fx`` the engine's copies would be part of the graph: between constants that are
+    host buffers now, and something else when the graph runs. Inside the transforms of
+    ``torch.func`` memory that the engine asks for is a wrapper without any. So a group that is
+    committed there stays.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.checks import check_group_name, check_switch, checked_tensors
+from pp_offload._common.torch_private import is_transformed, records_operators
 from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.plan import ChunkKey, ChunkRecord, ChunkShape, GroupKey
 from pp_offload._groups.prefetch import Visit
@@ -157,6 +164,9 @@ class Chunk:
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
         """Offload a group that is open no more, or keep it; then release what the user named."""
+        if is_transformed() or records_operators():  # see NOTE [ Recorded operators ]
+            self._keep(group)
+            return
         tickets = self.wiring.offloader.tickets(group)
         if self.may_leave(group) or self._has_no_room(group):
             self._send(group, tickets)

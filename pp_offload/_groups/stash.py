@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pp_offload._common.processes import current
-from pp_offload._common.torch_private import sequence_number
+from pp_offload._common.torch_private import records_operators, sequence_number
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
 from pp_offload._groups.group import Group, GroupState
@@ -143,6 +143,8 @@ class ActivationStash:
         chunk = self._forward.chunk
         if chunk is None or is_in_backward():
             return Resident(tensor)
+        if type(tensor) is not Tensor and records_operators():
+            return Resident(tensor)  # its sizes may be symbols; see NOTE [ Recorded operators ]
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         if is_dense and tensor.nbytes < self.min_offload_size:
             return Resident(tensor)

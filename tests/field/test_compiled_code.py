@@ -15,6 +15,7 @@ import torch.distributed as dist
 from conftest import ACCELERATORS, make_backend, skip_on_emulated
 from field_checks import Chain, make_inputs
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from toy import assert_idle, assert_no_hooks, same_bits
 
@@ -24,6 +25,7 @@ from pp_offload import (
     OffloadActivations,
     OffloadConfig,
     PipelineOffloadManager,
+    checkpoint,
     offload_modules,
     use_backend,
 )
@@ -274,6 +276,49 @@ def test_whole_stage_of_a_pipeline(manager: PipelineOffloadManager, one_rank: No
 
     assert same_bits(run(True, True), run(False, True))
     assert manager.statistics().bytes_offloaded > 0
+    off_interface.reset()
+    assert_idle(manager)
+
+
+def in_groups(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    for name in ("a", "b"):
+        with off_interface(True, x, name) as x:
+            y = compute(x)
+        x = off_interface.group_commit(y, name)
+    return x
+
+
+def in_context(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with OffloadActivations(min_offload_size=1, max_fwd_stash_size=1):
+        return compute(compute(x))
+
+
+def checkpointed(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = checkpoint(compute, x, offload_inputs=True, min_offload_size=1)
+    return x
+
+
+@pytest.mark.parametrize("run", [in_groups, in_context, checkpointed])
+def test_a_backward_is_compiled(
+    manager: PipelineOffloadManager,
+    run: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor],
+) -> None:
+    """It has the unpack hooks in it, whose copies are no operators of its own."""
+    weight = torch.randn(32, 32, device=manager.backend.device)
+
+    def compute(x: Tensor) -> Tensor:
+        return torch.sin(x @ weight) * x
+
+    for _ in range(3):
+        off_interface.reset()
+        off_interface.init_chunk_handler(None, None, 1)
+        inputs = torch.randn(16, 32, device=weight.device).requires_grad_()
+        (expected,) = torch.autograd.grad(compute(compute(inputs)).sum(), inputs)
+        output = run(compute, inputs).sum()
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            output.backward()
+        assert torch.equal(inputs.grad, expected)
     off_interface.reset()
     assert_idle(manager)
 
