@@ -9,9 +9,11 @@
 NOTE [ When to recompute ]
     What is recomputed takes time in any case, and what leaves only where the link has too much to
     do. So all is planned without recomputation first, and no more where that is about as fast as
-    without any offload. Else the ranks that are above the limit without it recompute a quarter of
-    their layers, a half, and so on, and what was the best of these is changed rank by rank. A
-    number of layers is passed over where the step is too long even if everything stayed.
+    without any offload. Else the ranks that are above the limit without it recompute layers. How
+    many is looked for on all ranks at once, by halves, for one says little of another: as few as
+    are enough, but no fewer than those with which compute works and waits no longer than with more.
+    What is found is changed rank by rank in the end, the slowest first. A number of layers is
+    passed over where the step is too long even if everything stayed.
 
 NOTE [ Which bounds ]
     An engine chooses its bounds so that compute waits as little as it can. Where the link has too
@@ -37,10 +39,7 @@ from pp_offload.plan.tape import RankTapes
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
 from pp_offload.simulate.orders import PipelineOrder
-from pp_offload.simulate.rank import PipelineStep
-
-PARTS = 4
-"""Layers are recomputed in such parts at first."""
+from pp_offload.simulate.rank import PipelineStep, RankStep
 
 WORTH_IT = 1e-3
 """Other numbers are tried where they could save such a part of a step."""
@@ -199,9 +198,9 @@ class Chooser:
         Raises:
             InfeasibleError: There is none.
         """
-        most_steps = self._steps.num + self._steps.max_tries
+        trial = self._trial(limit_bytes)
         while True:
-            found = self._tried(limit_bytes, most_steps)
+            found = self._polished(trial)
             if found.tried.is_followed and found.tried.fits(limit_bytes):
                 return found
             followed = self._search(found.way).followed(found.tried)
@@ -209,9 +208,9 @@ class Chooser:
             if followed.fits(limit_bytes) and not is_longer:
                 return replace(found, tried=followed)
 
-    def _tried(self, limit_bytes: int, most_steps: int) -> _Found:
-        """The best of what is tried; the one with the lowest peak, where none fits."""
-        trial = _Trial(self._steps, self._search, limit_bytes, most_steps)
+    def _trial(self, limit_bytes: int) -> _Trial:
+        """Ways that could be worth it, each tried."""
+        trial = _Trial(self._steps, self._search, limit_bytes)
         for bounds in self._parts_of_bounds:
             trial.take(self._nothing._replace(bounds=bounds))
         is_enough = trial.best is not None and not _is_worth(
@@ -219,9 +218,18 @@ class Chooser:
         )
         needy = {} if is_enough else self._needy(limit_bytes)  # to record others takes long
         if needy:
-            trial.recompute(needy, len(self._tapes), self._parts_of_bounds)
+            trial.recompute(needy, self._nothing.nums, self._parts_of_bounds)
             trial.descend(needy)
-        best = trial.best or trial.of_single_groups() or trial.lowest()
+        return trial
+
+    def _polished(self, trial: _Trial) -> _Found:
+        """The best of what is tried; the one with the lowest peak, where none fits.
+
+        Raises:
+            InfeasibleError: None fits, and that one is as an engine follows it.
+        """
+        limit_bytes, most_steps = trial.limit_bytes, trial.most_steps
+        best = trial.best_now() or trial.of_single_groups() or trial.lowest()
         if not best.tried.fits(limit_bytes):
             if best.tried.is_followed:
                 raise self._search(best.way).infeasible(limit_bytes)
@@ -290,25 +298,38 @@ class _Found:
         return self.tried.step.seconds
 
 
+class _Cost(NamedTuple):
+    """What a number of layers costs a rank."""
+
+    above_bytes: int
+    """Of its peak, above the limit."""
+
+    seconds: float
+
+    def is_more_than(self, other: _Cost) -> bool:
+        """Whether it is worse: above all, to be above the limit."""
+        if self.above_bytes != other.above_bytes:
+            return self.above_bytes > other.above_bytes
+        return _is_shorter(other.seconds, self.seconds)
+
+
 class _Trial:
     """Ways that are tried for one limit, and the best of them. See NOTE [ When to recompute ].
 
     Attributes:
+        limit_bytes: For each rank.
+        most_steps: There is time until so many are predicted. What it takes to find how many layers
+            are recomputed does not count.
         best: Of those that fit, so far; None if none does.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        search_of: Callable[[Way], Search],
-        limit_bytes: int,
-        most_steps: int,
-    ) -> None:
+    def __init__(self, steps: Steps, search_of: Callable[[Way], Search], limit_bytes: int) -> None:
         self._steps = steps
         self._search_of = search_of
-        self._limit_bytes = limit_bytes
-        self._most_steps = most_steps
+        self.limit_bytes = limit_bytes
+        self.most_steps = steps.num + steps.max_tries
         self._taken: dict[Way, None] = {}
+        self._looked_at: dict[Nums, None] = {}
         self.best: _Found | None = None
 
     def take(self, way: Way) -> bool:
@@ -319,7 +340,7 @@ class _Trial:
         search, best = self._search_of(way), self.best
         if best is not None and not _is_worth(search.without_offload.seconds, best.seconds):
             return False
-        tried = search.found(self._limit_bytes, self._most_steps)
+        tried = search.found(self.limit_bytes, self.most_steps)
         if tried is None:
             return False
         found = _Found(way, tried)
@@ -328,85 +349,132 @@ class _Trial:
         self.best = found
         return True
 
+    def best_now(self) -> _Found | None:
+        """The best of all that was tried, which may be known better than when it was."""
+        best: _Found | None = None
+        for way in self._taken:
+            tried = self._search_of(way).best_fitting(self.limit_bytes)
+            if tried is None:
+                continue
+            if best is None or _is_shorter(tried.step.seconds, best.seconds):
+                best = _Found(way, tried)
+        return best
+
     def recompute(
-        self, layers: Mapping[int, int], num_ranks: int, parts_of_bounds: Sequence[float]
+        self, layers: Mapping[int, int], nothing: Nums, parts_of_bounds: Sequence[float]
     ) -> None:
-        """Recompute the same part of the layers on each of these ranks: a quarter and so on, then
-        between the best of these and the next smaller one, down to a single layer.
+        """Recompute as many layers as each rank needs.
 
         Args:
             layers: How many each rank has, of those that may have some recomputed.
-            num_ranks: With those that have none.
-            parts_of_bounds: With which each is tried.
+            nothing: No layers, on each rank.
+            parts_of_bounds: With which what is found is tried.
         """
+        for nums in (self._needed(layers, nothing), _with(nothing, layers)):
+            for bounds in parts_of_bounds:
+                self.take(Way(nums, bounds))
+        if self.best is None:  # what fits may be any of those that were looked at
+            for nums in self._looked_at:
+                self.take(Way(nums, parts_of_bounds[-1]))
+        self.most_steps = self._steps.num + self._steps.max_tries
 
-        def is_better(num: int) -> bool:
-            nums = tuple(-(-layers.get(rank, 0) * num // most) for rank in range(num_ranks))
-            return any([self.take(Way(nums, bounds)) for bounds in parts_of_bounds])
+    def _needed(self, layers: Mapping[int, int], nothing: Nums) -> Nums:
+        """How many each rank needs; see NOTE [ When to recompute ]."""
+        ranks = self._ranks(nothing)
+        too_few = {rank: -(ranks[rank].peak_bytes <= self.limit_bytes) for rank in layers}
+        enough = dict(layers)
+        costs = dict(enumerate(map(self._cost, self._ranks(_with(nothing, layers)))))
+        while any(enough[rank] - too_few[rank] > 1 for rank in layers):
+            trial = {rank: (too_few[rank] + enough[rank] + 1) // 2 for rank in layers}
+            ranks = self._ranks(_with(nothing, trial))
+            for rank, num in trial.items():
+                cost = self._cost(ranks[rank])
+                if cost.is_more_than(costs[rank]):
+                    too_few[rank] = min(num, enough[rank] - 1)
+                else:
+                    enough[rank], costs[rank] = num, cost
+        return self._settled(layers, _with(nothing, enough))
 
-        most = max(layers.values())
-        quarters = sorted({-(-most * part // PARTS) for part in range(1, PARTS + 1)})
-        better = [num for num in quarters if is_better(num)]
-        if not better:
-            return
-        best = better[-1]
-        too_few = max([0, *(num for num in quarters if num < best)])
-        while best - too_few > 1:
-            num = (too_few + best) // 2
-            best, too_few = (num, too_few) if is_better(num) else (best, num)
+    def _settled(self, layers: Mapping[int, int], nums: Nums) -> Nums:
+        """With more on ranks that are above the limit, for what one does changes others a bit."""
+        while True:
+            above = [
+                rank
+                for rank, one in enumerate(self._ranks(nums))
+                if one.peak_bytes > self.limit_bytes and nums[rank] < layers.get(rank, 0)
+            ]
+            if not above:
+                return nums
+            nums = _with(nums, {rank: nums[rank] + 1 for rank in above})
+
+    def _cost(self, rank: RankStep) -> _Cost:
+        return _Cost(max(0, rank.peak_bytes - self.limit_bytes), _cost_s(rank))
+
+    def _ranks(self, nums: Nums) -> Sequence[RankStep]:
+        """What each rank costs where it keeps what it can."""
+        self._looked_at[nums] = None
+        filled = self._search_of(Way(nums)).filled(self.limit_bytes, self.most_steps)
+        return filled.step.ranks
 
     def descend(self, layers: Mapping[int, int]) -> None:
-        """Change the best rank by rank, for as long as that helps and there is time.
-
-        By a part at most first, for that is how far apart those are of which it is the best. By
-        more where that helps no longer.
+        """Change the best rank by rank, for as long as that helps and there is time: by a layer,
+        and by more where that helps no longer.
 
         Args:
             layers: How many each rank has, of those that may have some recomputed.
         """
-        most = max(layers.values())
-        part = max(1, most // PARTS)
-        fine, coarse = list(_halved(part)), [step for step in _halved(most) if step > part]
-        is_better = True
-        while is_better:
-            for step in fine:
-                while self._change(layers, step):
-                    pass
-            is_better = any(self._change(layers, step) for step in coarse)
+        steps = [2**power for power in range(max(layers.values()).bit_length())]
+        while any(self._change(layers, step) for step in steps):
+            pass
 
     def _change(self, layers: Mapping[int, int], step: int) -> bool:
         """Change the best on one rank by so many layers; whether that is better."""
         if self.best is None:
             return False
-        way = self.best.way
-        near = _near(way.nums, layers, step)
+        way, ranks = self.best.way, self.best.tried.step.ranks
+        slowest = sorted(layers, key=lambda rank: -_cost_s(ranks[rank]))
+        near = _near(way.nums, {rank: layers[rank] for rank in slowest}, step)
         return any(
-            self.take(way._replace(nums=nums))
+            self._is_promising(other) and self.take(other)
             for nums in takewhile(lambda _: self._has_time(), near)
+            if (other := way._replace(nums=nums)) not in self._taken
+        )
+
+    def _is_promising(self, way: Way) -> bool:
+        """Whether it is about as good as the best where each rank keeps what it can: to look at
+        more choices takes long.
+        """
+        filled = self._search_of(way).filled(self.limit_bytes, self.most_steps)
+        return self.best is None or (
+            filled.fits(self.limit_bytes)
+            and not _is_shorter(self.best.seconds * (1 + WORTH_IT), filled.step.seconds)
         )
 
     def _has_time(self) -> bool:
-        return self._steps.num < self._most_steps
+        return self._steps.num < self.most_steps
 
     def of_single_groups(self) -> _Found | None:
         """The first choice that fits of those, where nothing else does."""
         for way in self._taken:
-            tried = self._search_of(way).of_single_groups(self._limit_bytes, self._most_steps)
+            tried = self._search_of(way).of_single_groups(self.limit_bytes, self.most_steps)
             if tried is not None:
                 return _Found(way, tried)
         return None
 
     def lowest(self) -> _Found:
         """The one with the lowest peak, where none fits."""
-        found = [_Found(way, self._search_of(way).least(self._limit_bytes)) for way in self._taken]
+        found = [_Found(way, self._search_of(way).least(self.limit_bytes)) for way in self._taken]
         return min(found, key=lambda one: one.tried.peak_bytes)
 
 
-def _halved(num: int) -> Iterator[int]:
-    """It, half of it and so on, down to 1."""
-    while num:
-        yield num
-        num //= 2
+def _with(nums: Nums, others: Mapping[int, int]) -> Nums:
+    """The same with these on their ranks."""
+    return tuple(others.get(rank, num) for rank, num in enumerate(nums))
+
+
+def _cost_s(rank: RankStep) -> float:
+    """For how long its compute works, and waits for copies."""
+    return rank.busy_s + rank.stalled_s
 
 
 def _near(nums: Nums, layers: Mapping[int, int], step: int) -> Iterator[Nums]:

@@ -48,8 +48,12 @@ def fill(
 
 def settle(
     play: Play, stays: Sequence[Stay], ranks: Sequence[Sequence[Class]], limit_bytes: int
-) -> None:
-    """Try them together; who is above the limit keeps one group less, then two, four and so on."""
+) -> Tried:
+    """Try them together; who is above the limit keeps one group less, then two, four and so on.
+
+    Returns:
+        The last of these, in which none is above the limit that has a group to give up.
+    """
     kept, num = list(stays), 1
     while not (found := play(kept)).fits(limit_bytes):
         less = [
@@ -57,8 +61,9 @@ def settle(
             for mine, classes, one in zip(kept, ranks, found.step.ranks, strict=True)
         ]
         if less == kept:
-            return
+            break
         kept, num = less, 2 * num
+    return found
 
 
 def _stays(ranks: Sequence[Sequence[Class]], nums: Sequence[Kept]) -> list[Stay]:

@@ -151,6 +151,14 @@ class Search:
         self._look(limit_bytes, most_steps)
         return self.best_fitting(limit_bytes)
 
+    def filled(self, limit_bytes: int, most_steps: int) -> Tried:
+        """The step in which each rank keeps what it can of what is saved last, however long it is.
+        A rank that needs more than the limit whatever leaves is above it.
+        """
+        if limit_bytes not in self._filled:
+            self._filled[limit_bytes] = self._fill_by(self._classes, limit_bytes, most_steps)
+        return settle(self._try, self._filled[limit_bytes], self._classes, limit_bytes)
+
     def of_single_groups(self, limit_bytes: int, most_steps: int) -> Tried | None:
         """The shortest that fits of all choices of single groups, where they are few; else None.
 
@@ -336,7 +344,7 @@ class Search:
         offload, once more with what leaves spread out, and once more with many classes one by one
         where there is a try for each.
         """
-        self._filled[limit_bytes] = self._fill_by(self._classes, limit_bytes, most_steps)
+        self.filled(limit_bytes, most_steps)
         if self._is_worth_more(limit_bytes, most_steps):
             self._fill_by(list(map(spread_out, self._classes)), limit_bytes, most_steps)
         num = max(map(len, filter(has_many, self._classes)), default=most_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,18 +143,37 @@ def test_layers_that_are_recomputed_already_stay_so() -> None:
 
 
 class Numbers:
-    """In place of a search: who recomputes less takes less time, and too little does not fit."""
+    """In place of a search: who recomputes less works less. Too little does not fit; and compute
+    waits for copies, the longer the fewer layers there are below another number.
+    """
 
     least = (3, 3, 2, 1)
+    wanted = (0, 0, 0, 0)
+    num = 0
 
     def __init__(self, way: Way) -> None:
-        self.nums = way.nums
-        self.without_offload = SimpleNamespace(seconds=100.0 + sum(way.nums))
+        Numbers.num += 1
+        self._ranks = [
+            SimpleNamespace(
+                peak_bytes=1 if num >= least else 2,
+                busy_s=100.0 + num,
+                stalled_s=9.0 * max(0, wanted - num),
+            )
+            for num, least, wanted in zip(way.nums, self.least, self.wanted, strict=True)
+        ]
+        took_s = sum(one.busy_s + one.stalled_s for one in self._ranks)
+        self.without_offload = SimpleNamespace(seconds=400.0, ranks=self._ranks)
+        self._step = SimpleNamespace(seconds=took_s, ranks=self._ranks)
+
+    def filled(self, limit_bytes: int, most_steps: int) -> Any:
+        def fits(limit_bytes: int) -> bool:
+            return all(one.peak_bytes <= limit_bytes for one in self._ranks)
+
+        return SimpleNamespace(step=self._step, fits=fits)
 
     def found(self, limit_bytes: int, most_steps: int) -> Any:
-        if any(num < least for num, least in zip(self.nums, self.least, strict=True)):
-            return None
-        return SimpleNamespace(step=self.without_offload)
+        filled = self.filled(limit_bytes, most_steps)
+        return filled if filled.fits(limit_bytes) else None
 
 
 @pytest.mark.parametrize("least", [(3, 3, 2, 1), (16, 3, 2, 1), (0, 0, 0, 5)])
@@ -161,22 +181,52 @@ def test_numbers_are_tried_for_as_long_as_that_helps(
     least: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Numbers, "least", least)
-    trial: Any = _Trial(SimpleNamespace(num=0), Numbers, limit_bytes=1, most_steps=1)  # type: ignore[arg-type]
+    steps: Any = SimpleNamespace(num=0, max_tries=1)
+    trial: Any = _Trial(steps, Numbers, limit_bytes=1)  # type: ignore[arg-type]
     trial.take(Way((16, 16, 16, 16)))
     trial.descend(dict.fromkeys(range(4), 16))
     assert trial.best.way == Way(least)
 
 
 @pytest.mark.parametrize(
-    ("least", "expected"),
-    [((5, 5, 5, 0), (5, 5, 5, 0)), ((8, 1, 1, 0), (8, 8, 8, 0)), ((1, 0, 0, 0), (1, 1, 1, 0))],
+    ("least", "wanted"),
+    [
+        ((5, 5, 5, 0), (0, 0, 0, 0)),
+        ((8, 1, 1, 0), (0, 0, 0, 0)),
+        ((1, 0, 0, 0), (0, 0, 0, 0)),
+        ((0, 0, 0, 0), (4, 0, 8, 0)),
+        ((8, 2, 7, 0), (4, 6, 8, 0)),
+        ((0, 0, 0, 0), (1, 1, 2, 0)),
+    ],
 )
-def test_without_time_for_each_rank_the_same_part_of_their_layers_is_found(
-    least: tuple[int, ...], expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+def test_without_time_for_changes_each_rank_recomputes_what_it_needs(
+    least: tuple[int, ...], wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All at once, by halves: 8 layers take four tries, and one for what is found together."""
     monkeypatch.setattr(Numbers, "least", least)
-    trial: Any = _Trial(SimpleNamespace(num=0), Numbers, limit_bytes=1, most_steps=0)  # type: ignore[arg-type]
+    monkeypatch.setattr(Numbers, "wanted", wanted)
+    monkeypatch.setattr(Numbers, "num", 0)
+    steps: Any = SimpleNamespace(num=0, max_tries=0)
+    trial: Any = _Trial(steps, cache(Numbers), limit_bytes=1)  # type: ignore[arg-type]
     layers = dict.fromkeys(range(3), 8)
-    trial.recompute(layers, 4, [1.0])
+    trial.recompute(layers, (0, 0, 0, 0), [1.0])
     trial.descend(layers)
-    assert trial.best.way == Way(expected)
+    assert trial.best.way == Way(tuple(map(max, least, wanted)))
+    assert Numbers.num <= 2 + 4 + 1
+
+
+def test_more_is_recomputed_where_ranks_together_are_above_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is enough for a rank by itself was found while another one recomputed more."""
+
+    class Together(Numbers):
+        def __init__(self, way: Way) -> None:
+            super().__init__(way)
+            self._ranks[0].peak_bytes += way.nums[1] < 3 and way.nums[0] < 5
+
+    monkeypatch.setattr(Numbers, "least", (4, 2, 0, 0))
+    steps: Any = SimpleNamespace(num=0, max_tries=0)
+    trial: Any = _Trial(steps, cache(Together), limit_bytes=1)  # type: ignore[arg-type]
+    trial.recompute(dict.fromkeys(range(2), 8), (0, 0, 0, 0), [1.0])
+    assert trial.best.way == Way((5, 2, 0, 0))
