@@ -6,7 +6,8 @@
 
 Each matching module becomes a group around its forward. Its parameters and buffers, like those of
 the whole model, stay on the device. A chunk must be open when the forward runs: attach a schedule,
-or call ``init_chunk_handler``.
+or call ``init_chunk_handler``. Copies of the model have its groups until the handle is removed, and
+none once they were pickled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import difflib
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +41,8 @@ class OffloadModulesHandle:
     """Undoes :func:`offload_modules`.
 
     Args:
-        hooks: What was registered.
+        hooks: Takes off what was registered.
+        lifetime: Of the groups, which ends with this handle.
         modules: Names of the modules of each group.
         running: Groups that are to come in every step.
 
@@ -49,11 +52,13 @@ class OffloadModulesHandle:
 
     def __init__(
         self,
-        hooks: list[RemovableHandle],
+        hooks: ExitStack,
+        lifetime: _Lifetime,
         modules: dict[str, list[str]],
-        running: Sequence[str] = (),
+        running: Sequence[str],
     ) -> None:
         self._hooks = hooks
+        self._lifetime = lifetime
         self.modules = modules
         self._running = running
         self.manager = PipelineOffloadManager.get_instance()
@@ -61,11 +66,11 @@ class OffloadModulesHandle:
         self._idle_groups.expect(running)
 
     def remove(self) -> None:
-        """Take the groups off the model. Twice is fine."""
-        if self._hooks:
+        """Take the groups off the model; those of its copies do nothing any more. Twice is fine."""
+        if not self._lifetime.is_over:
             self._idle_groups.forget(self._running)
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._lifetime.is_over = True
+        self._hooks.close()
         leave_all()
 
     def __enter__(self) -> OffloadModulesHandle:
@@ -91,13 +96,13 @@ def offload_modules(
 
     Raises:
         ValueError: A pattern matches no module, and the message lists names that come near; or a
-            module is a group already, or matches two; or there is no group, no pattern, or no name.
+            module is a group already, or matches two, or takes no hooks; or there is no group, no
+            pattern, or no name. The model is as before.
         TypeError: ``model`` is no module, ``groups`` no mapping, or a name or pattern no ``str``.
     """
     check_kind("model", model, Module, "an nn.Module")
     check_patterns(groups)
     check_flag("missing_ok", missing_ok)
-    found = {group: matching(model, patterns) for group, patterns in groups.items()}
     missing = [
         pattern
         for patterns in groups.values()
@@ -106,21 +111,70 @@ def offload_modules(
     ]
     if missing and not missing_ok:
         raise ValueError(_no_match(model, missing))
-    _check_free(model, found)
     PipelineOffloadManager.get_instance().wiring.eligibility.kept.add_module(model)
-    hooks = keep_gathered(model)
-    for group, names in found.items():
-        for name in names:
-            scope = _GroupAround(group)
-            module = model.get_submodule(name)
-            hooks.append(module.register_forward_pre_hook(scope.start, with_kwargs=True))
-            hooks.append(module.register_forward_hook(scope.commit, always_call=True))
-    running = [
-        group
-        for group, names in found.items()
-        if not all(is_inside_recomputed(model, name) for name in names)
+    return mark_modules({"": model}, groups)
+
+
+def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModulesHandle:
+    """As :func:`offload_modules`, of several models at once: a module that they share is marked
+    once, and a pattern may match nothing. Parameters are left to the caller.
+
+    Args:
+        models: By what errors say behind the name of a module, such as ``" of stage 1"``.
+        groups: Group name to patterns; empty if the models mark their groups themselves, so that
+            only what FSDP gathers is kept.
+
+    Raises:
+        ValueError: A module is a group already, or would be two, or takes no hooks. The models are
+            as before.
+    """
+    places = [
+        _Place(group, name, model, where)
+        for where, model in models.items()
+        for group, patterns in groups.items()
+        for name in matching(model, patterns)
     ]
-    return OffloadModulesHandle(hooks, found, running)
+    wanted = _once_each(places)
+    found = {group: [place.name for place in places if place.group == group] for group in groups}
+    running = {one.group for one in places if not is_inside_recomputed(one.model, one.name)}
+    lifetime = _Lifetime()
+    with ExitStack() as hooks:  # takes off what is on already, where a module takes none
+        _keep_gathered(models.values(), hooks)
+        for place in wanted:
+            _mark(place, lifetime, hooks)
+        return OffloadModulesHandle(hooks.pop_all(), lifetime, found, sorted(running))
+
+
+def _mark(place: _Place, lifetime: _Lifetime, hooks: ExitStack) -> None:
+    module, around = place.module, _GroupAround(place.group, lifetime)
+    for other in _groups_around(module):
+        other.take_off()  # its handle was removed: one in place was refused before
+    hooks.callback(around.take_off)  # first, for the second of two hooks may be refused
+    try:
+        around.put_on(module)
+    except Exception as failure:
+        raise ValueError(
+            f"module {place} is a {type(module).__name__} that takes no hooks ({failure}), "
+            "expected one whose forward is Python code; name a module around it, or leave it out "
+            "of the patterns"
+        ) from failure
+
+
+class _Place(NamedTuple):
+    """A module that a pattern is for."""
+
+    group: str
+    name: str
+    model: Module
+    where: str
+    """Which model that is, as errors say it."""
+
+    @property
+    def module(self) -> Module:
+        return self.model.get_submodule(self.name)
+
+    def __str__(self) -> str:
+        return f"'{self.name}'{self.where}"
 
 
 def check_patterns(groups: object) -> None:
@@ -161,13 +215,14 @@ def _check_patterns_of(group: str, patterns: object) -> None:
         )
 
 
-def keep_gathered(model: Module) -> list[RemovableHandle]:
+def _keep_gathered(models: Iterable[Module], hooks: ExitStack) -> None:
     """Have parameters that FSDP gathered for a forward stay on the device, too.
 
     ``fully_shard`` puts them in place of the shards; its own hook has run when this one does.
     """
-    sharded = [module for module in model.modules() if _is_fully_sharded(module)]
-    return [module.register_forward_pre_hook(_keep_parameters) for module in sharded]
+    for module in dict.fromkeys(module for model in models for module in model.modules()):
+        if _is_fully_sharded(module):
+            hooks.enter_context(module.register_forward_pre_hook(_keep_parameters))
 
 
 def _is_fully_sharded(module: Module) -> bool:
@@ -204,15 +259,46 @@ class _Scope(NamedTuple):
     """Of :func:`pp_offload._groups.hook_scopes.mark`, which gives another once the scope is off."""
 
 
-class _GroupAround:
-    """The two hooks of one module. See NOTE [ Module forward ]."""
+class _Lifetime:
+    """Whether the handle of some hooks was removed.
 
-    def __init__(self, name: str) -> None:
+    Hooks of a copied model share it with those of the original, whose handle is also theirs. What
+    was pickled has no handle that could be removed, so its hooks are over from the start.
+    """
+
+    def __init__(self, is_over: bool = False) -> None:
+        self.is_over = is_over
+
+    def __deepcopy__(self, memo: object) -> _Lifetime:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Lifetime, (True,)
+
+
+class _GroupAround:
+    """The two hooks of one module. See NOTE [ Module forward ].
+
+    A copy of the module has its own, which know how to be taken off it: PyTorch copies and pickles
+    a ``RemovableHandle`` with the dictionary that it is for.
+    """
+
+    def __init__(self, name: str, lifetime: _Lifetime) -> None:
         self.name = name
+        self.lifetime = lifetime
+        self._hooks: list[RemovableHandle] = []
+
+    def put_on(self, module: Module) -> None:
+        self._hooks.append(module.register_forward_pre_hook(self.start, with_kwargs=True))
+        self._hooks.append(module.register_forward_hook(self.commit, always_call=True))
+
+    def take_off(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def start(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward: open the group."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.lifetime.is_over:
             return
         scopes = _running.scopes
         while scopes and scopes[-1].mark is not mark():
@@ -250,27 +336,33 @@ class _GroupAround:
         return None
 
 
-def _check_free(model: Module, found: Mapping[str, Sequence[str]]) -> None:
-    """Raise if a module would be two groups."""
-    wanted: dict[Module, str] = {}
-    for group, names in found.items():
-        for name in names:
-            module = model.get_submodule(name)
-            there = wanted.get(module) or _group_of(module)
-            if there is not None:
-                raise ValueError(
-                    f"module '{name}' is to be group '{group}' and is group '{there}' already; "
-                    "remove() the handle it came from, or change the patterns"
-                )
-            wanted[module] = group
+def _once_each(places: Iterable[_Place]) -> list[_Place]:
+    """These places, but for those whose module came before.
+
+    Raises:
+        ValueError: A module is a group already, or would be two.
+    """
+    wanted: dict[Module, _Place] = {}
+    for place in places:
+        first = wanted.setdefault(place.module, place)
+        if first.group != place.group:
+            raise ValueError(
+                f"module {place} is to be group '{place.group}' and is group '{first.group}' "
+                f"already, as {first}; change the patterns, so that it is one group"
+            )
+        there = [one.name for one in _groups_around(place.module) if not one.lifetime.is_over]
+        if there:
+            raise ValueError(
+                f"module {place} is to be group '{place.group}' and is group '{there[0]}' already; "
+                "remove() or detach() the handle it came from, or change the patterns"
+            )
+    return list(wanted.values())
 
 
-def _group_of(module: Module) -> str | None:
-    for hook in module._forward_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, _GroupAround):
-            return owner.name
-    return None
+def _groups_around(module: Module) -> list[_GroupAround]:
+    """Those in place, and in a copied module those whose handle was removed."""
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    return [owner for owner in owners if isinstance(owner, _GroupAround)]
 
 
 def _no_match(model: Module, missing: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ from pp_offload.modules import (
     OffloadModulesHandle,
     Patterns,
     check_patterns,
-    keep_gathered,
+    mark_modules,
     offload_modules,
 )
 
@@ -85,7 +85,7 @@ class AttachedSchedule:
         self._stages = _stages(schedule)
         self._watched = [WatchedModule() for _ in self._stages]
         self._wrapped: list[tuple[Any, str, Any]] = []
-        self._modules: list[OffloadModulesHandle] = []
+        self._modules: OffloadModulesHandle | None = None
         _check_free(self._stages)
         self._order = backward_order(schedule, self._stages)
         self._split: SplitBackward | None = None
@@ -130,9 +130,9 @@ class AttachedSchedule:
             if own is not None:
                 setattr(owner, name, own)
         self._wrapped.clear()
-        for handle in self._modules:
-            handle.remove()
-        self._modules.clear()
+        if self._modules is not None:
+            self._modules.remove()
+            self._modules = None
         for owner in (self._schedule, *self._stages):
             if owner.__dict__.get(_ATTACHED) is self:
                 del owner.__dict__[_ATTACHED]
@@ -151,14 +151,11 @@ class AttachedSchedule:
 
     def _mark_modules(self, groups: Patterns | None) -> None:
         self._keep_modules()
-        if groups is None:
-            hooks = [hook for stage in self._stages for hook in keep_gathered(stage.submod)]
-            self._modules = [OffloadModulesHandle(hooks, {})]
-            return
-        self._modules = [offload_modules(s.submod, groups, missing_ok=True) for s in self._stages]
-        for group in groups:
-            if not any(handle.modules[group] for handle in self._modules):
-                self._raise_no_match(group, groups[group])
+        models = {f" of stage {stage.stage_index}": stage.submod for stage in self._stages}
+        self._modules = mark_modules(models, groups or {})
+        for group, patterns in (groups or {}).items():
+            if not self._modules.modules[group]:
+                self._raise_no_match(group, patterns)
 
     def _raise_no_match(self, group: str, patterns: str | Collection[str]) -> None:
         """Say that no stage has a module of a group, with names of the first one that come near."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 from toy import assert_idle, assert_no_hooks, same_bits
 
 from pp_offload import (
@@ -19,6 +25,7 @@ from pp_offload import (
     OffloadConfig,
     OffloadError,
     PipelineOffloadManager,
+    offload_modules,
     recompute_layers,
     use_backend,
 )
@@ -392,3 +399,144 @@ def test_a_stage_has_one_schedule_at_a_time(schedule: Any) -> None:
     with attach(other):
         pass
     assert not [name for name in vars(schedule._stage) if name.endswith(("_one_chunk", "_handle"))]
+
+
+def test_a_copy_made_while_attached_is_free_once_detached(schedule: Any) -> None:
+    model = schedule._stage.submod
+    with attach(schedule, {"layer": "*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+        step(schedule)
+        twin = copy.deepcopy(model)
+    twin(torch.ones(8, 8).to(schedule._stage.device)).sum().backward()
+    stage = PipelineStage(twin, 0, 1, schedule._stage.device)
+    other = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    twin.zero_grad()
+    with attach(other, {"part": "*.1"}) as handle:
+        assert same(step(schedule), step(other))
+        assert handle.manager.statistics().bytes_offloaded > 0
+
+
+class Layer(nn.Module):
+    """A residual layer, whose part may be that of another one, too."""
+
+    def __init__(self, attn: nn.Module) -> None:
+        super().__init__()
+        self.attn, self.mlp = attn, nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x + self.attn(x).sin())
+
+
+class Stage(nn.Module):
+    """Two layers, under names that each stage of a rank has its own way with."""
+
+    def __init__(self, attn: nn.Module, name: str = "layers") -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, nn.ModuleList([Layer(attn), Layer(nn.Linear(8, 8))]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.get_submodule(self.name):
+            x = layer(x)
+        return x
+
+
+def two_stages(kind: Any, *models: nn.Module) -> Any:
+    """A schedule whose one rank has both stages, of four microbatches."""
+    device = PipelineOffloadManager.get_instance().backend.device
+    stages = [
+        PipelineStage(model.to(device), number, len(models), device)
+        for number, model in enumerate(models)
+    ]
+    return kind(stages, 4, loss_fn=nn.functional.mse_loss)
+
+
+def step_of_all(schedule: Any) -> list[Tensor]:
+    """The losses of a step, and the gradients of all stages; a shared one's, once."""
+    models = nn.ModuleList(stage.submod for stage in schedule._stages)
+    x = torch.linspace(-1, 1, 64).view(8, 8).to(schedule._stages[0].device)
+    losses: list[Tensor] = []
+    models.zero_grad()
+    schedule.step(x, target=x.flip(0), losses=losses)
+    return losses + [p.grad.clone() for p in models.parameters() if p.grad is not None]
+
+
+def num_hooks(schedule: Any) -> int:
+    modules = [module for stage in schedule._stages for module in stage.submod.modules()]
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
+
+
+@pytest.mark.parametrize("kind", [ScheduleInterleaved1F1B, ScheduleZBVZeroBubble])
+def test_stages_that_share_a_module(
+    kind: Any, manager: PipelineOffloadManager, one_rank: None
+) -> None:
+    attn = nn.Linear(8, 8)
+    schedule = two_stages(kind, Stage(attn), Stage(attn))
+    expected = step_of_all(schedule)
+    groups = {"attn": "layers.*.attn", "mlp": "layers.*.mlp"}
+    for _ in range(2):
+        with attach(schedule, groups, OffloadConfig(min_offloaded_tensor_size=1)):
+            assert len(attn._forward_pre_hooks) == len(attn._forward_hooks) == 1
+            for _ in range(3):
+                assert same_bits(step_of_all(schedule), expected)
+            manager.reset()
+            assert manager.offload_summary_bytes.keys() == {"attn", "mlp"}
+        assert num_hooks(schedule) == 0
+        assert_idle(manager)
+    assert same_bits(step_of_all(schedule), expected)
+
+
+def test_stages_that_are_one_module(manager: PipelineOffloadManager, one_rank: None) -> None:
+    model = Stage(nn.Linear(8, 8))
+    schedule = two_stages(ScheduleInterleaved1F1B, model, model)
+    expected = step_of_all(schedule)
+    with attach(schedule, {"layer": "layers.*"}, OffloadConfig(min_offloaded_tensor_size=1)):
+        for _ in range(3):
+            assert same_bits(step_of_all(schedule), expected)
+        assert manager.statistics().bytes_offloaded > 0
+    assert num_hooks(schedule) == 0
+
+
+def test_a_shared_module_that_would_be_two_groups(
+    manager: PipelineOffloadManager, one_rank: None
+) -> None:
+    attn = nn.Linear(8, 8)
+    schedule = two_stages(ScheduleInterleaved1F1B, Stage(attn), Stage(attn, "blocks"))
+    said = (
+        r"module 'blocks\.0\.attn' of stage 1 is to be group 'b' and is group 'a' already, as "
+        r"'layers\.0\.attn' of stage 0; change the patterns"
+    )
+    with pytest.raises(ValueError, match=said):
+        attach(schedule, {"a": "layers.*.attn", "b": "blocks.*.attn"})
+    assert num_hooks(schedule) == 0
+    with attach(schedule, {"a": ["layers.*.attn", "blocks.*.attn"]}):
+        step_of_all(schedule)
+
+
+def test_a_module_that_has_a_group_of_somebody_else(
+    manager: PipelineOffloadManager, one_rank: None
+) -> None:
+    """One of the same name is no reason to mark nothing: who removes it removes no one else's."""
+    attn = nn.Linear(8, 8)
+    schedule = two_stages(ScheduleInterleaved1F1B, Stage(nn.Linear(8, 8)), Stage(attn))
+    groups = {"attn": "layers.*.attn"}
+    with offload_modules(schedule._stages[1].submod, {"attn": "layers.0.attn"}):
+        with pytest.raises(ValueError, match=r"'layers\.0\.attn' of stage 1 .* 'attn' already"):
+            attach(schedule, groups)
+        assert num_hooks(schedule) == 2
+    attach(schedule, groups).detach()
+    assert num_hooks(schedule) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_later_stage_that_takes_no_hooks_leaves_the_first_as_it_was(
+    manager: PipelineOffloadManager, one_rank: None
+) -> None:
+    models = Stage(nn.Linear(8, 8)), Stage(torch.jit.script(nn.Linear(8, 8)))
+    schedule = two_stages(ScheduleInterleaved1F1B, *models)
+    expected = step_of_all(schedule)
+    with pytest.raises(ValueError, match=r"module 'layers\.0\.attn' of stage 1 is a Recursive"):
+        attach(schedule, {"attn": "layers.*.attn"})
+    assert num_hooks(schedule) == 0
+    assert not any(name in vars(stage) for stage in schedule._stages for name in WRAPPED)
+    with attach(schedule, {"mlp": "layers.*.mlp"}):
+        assert same_bits(step_of_all(schedule), expected)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 from toy import make_model, same_bits
 
 from pp_offload import (
@@ -192,6 +196,59 @@ def test_the_handle_is_a_context_and_passes_exceptions_on() -> None:
     assert num_hooks(net) == 0
 
 
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Linear(8, 8))
+
+
+class TakesOne(nn.Linear):
+    """Takes a hook before its forward, and none behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        raise TypeError("no hooks, please")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (scripted, "RecursiveScriptModule .*register_forward_pre_hook is not supported"),
+        (TakesOne, "TakesOne .*no hooks, please"),
+    ],
+)
+def test_a_module_that_takes_no_hooks_leaves_the_model_as_it_was(
+    manager: PipelineOffloadManager, make: Callable[[], nn.Module], found: str
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), make()).to(manager.backend.device)
+    expected = step(model, manager, chunk=False)
+    with pytest.raises(ValueError, match=f"^module '1' is a {found}.*expected .*; name ") as error:
+        offload_modules(model, {"a": ["0", "1"]})
+    assert error.value.__cause__ is not None
+    assert num_hooks(model) == 0
+    assert same_bits(step(model, manager, chunk=False), expected)
+    with offload_modules(model, {"a": "0"}):
+        assert same_bits(step(model, manager), expected)
+
+
+class Stops(nn.Linear):
+    """Somebody presses Ctrl-C while it is given a hook."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_hooks_are_given_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Stops())
+    with pytest.raises(KeyboardInterrupt):
+        offload_modules(model, {"a": "*"})
+    assert num_hooks(model) == 0
+
+
 class Pair(NamedTuple):
     first: Tensor
     second: Tensor
@@ -357,6 +414,93 @@ def test_a_copy_of_the_model_works(manager: PipelineOffloadManager) -> None:
     twin = copy.deepcopy(net)
     for model in (twin, net, twin):
         assert same_bits(step(model, manager), expected)
+    assert manager.statistics().host_bytes_in_use == 0
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("way", COPIED)
+def test_removing_the_handle_frees_a_copy_too(manager: PipelineOffloadManager, way: str) -> None:
+    net = make_net(manager)
+    expected, num = step(net, manager, chunk=False), num_hooks(net)
+    handle = offload_modules(net, GROUPS)
+    twin = COPIED[way](net)
+    handle.remove()
+    assert same_bits(step(twin, manager, chunk=False), expected)
+    assert manager.statistics().bytes_offloaded == 0
+    with offload_modules(twin, {"layer": "layers.*", **GROUPS}):
+        assert same_bits(step(twin, manager), expected)
+        assert group_names(manager) == ["layer", "core_attn", "mlp"] * 3
+    assert num_hooks(twin) == num, "hooks that came with the copy are off it, too"
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch.save"])
+def test_what_was_unpickled_has_no_groups(manager: PipelineOffloadManager, way: str) -> None:
+    """Its handle is in another process, most often; groups of its own are nobody else's."""
+    net = make_net(manager)
+    expected = step(net, manager, chunk=False)
+    offload_modules(net, GROUPS)
+    twin = COPIED[way](net)
+    assert same_bits(step(twin, manager, chunk=False), expected)
+    offload_modules(twin, {"other": "layers.*"}).remove()
+    assert same_bits(step(net, manager), expected)
+    assert group_names(manager) == ["core_attn", "mlp"] * 3
+
+
+def test_hooks_that_were_unpickled_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch counts from 0 in each process, and what is kept with a number is for its hook."""
+    net = Net()
+    offload_modules(net, GROUPS)
+    pickled = pickle.dumps(net)
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)
+    twin, seen = pickle.loads(pickled), []
+    for _ in range(20):
+        twin.layers[0].mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args)))
+    twin(torch.ones(5, 8))
+    assert seen == [1] * 20
+
+
+def test_a_copy_has_its_groups_for_as_long_as_the_handle(manager: PipelineOffloadManager) -> None:
+    net = make_net(manager)
+    handle = offload_modules(net, GROUPS)
+    twin = copy.deepcopy(copy.deepcopy(net))
+    with pytest.raises(ValueError, match="'layers.0.mlp' .* is group 'mlp' already; remove"):
+        offload_modules(twin, {"mlp": "layers.*.mlp"})
+    handle.remove()
+    offload_modules(twin, {"mlp": "layers.*.mlp"}).remove()
+    assert num_hooks(twin) == 2 * 3, "nobody asked for groups of the others"
+
+
+def test_a_forward_of_a_copy_in_which_the_handle_is_removed(
+    manager: PipelineOffloadManager,
+) -> None:
+    """Its group is committed, for it was started."""
+    net = make_net(manager)
+    expected = step(net, manager, chunk=False)
+    handle = offload_modules(net, GROUPS)
+    twin = copy.deepcopy(net)
+
+    def remove(*_: object) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(handle.remove).result()
+
+    twin.layers[1].mlp[1].register_forward_hook(remove)
+    assert same_bits(step(twin, manager), expected)
+    assert group_names(manager) == ["core_attn", "mlp"] * 2
+    assert not hooks_are_left()
+    assert same_bits(step(twin, manager), expected)
     assert manager.statistics().host_bytes_in_use == 0
 
 
