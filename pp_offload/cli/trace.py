@@ -15,6 +15,7 @@ from pp_offload.trace import Timeline, read
 from pp_offload.trace.events import COUNTERS
 from pp_offload.trace.figures import RankFigures, checked_step, figures_of, steps_of
 from pp_offload.trace.kinds import Kind
+from pp_offload.trace.parts import absence_said
 
 GIB, GB = 2**30, 10**9
 
@@ -79,7 +80,7 @@ def trace(
 def timeline_of(option: str, path: Path) -> Timeline:
     """That of a file, or an error that names the option which gave it."""
     if not path.is_file():
-        raise wrong(option, f"found no file {path}, expected one that a Trace has written")
+        raise wrong(option, absence_said(path))
     try:
         return read(path)
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as failure:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from pp_offload.trace.against_plan import Compared, RankCompared, compare_with_plan
 from pp_offload.trace.chrome import read, write
 from pp_offload.trace.events import Flow, Point, Sample, Span, Timeline
-from pp_offload.trace.merge import merge, merge_ranks, part_of
+from pp_offload.trace.merge import merge, merge_ranks
+from pp_offload.trace.parts import part_of
 from pp_offload.trace.session import Trace
 
 __all__ = [

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pp_offload.trace.events import TRACKS, Flow, Point, Sample, Span, Timeline
+from pp_offload.trace.parts import absence_said
 
 OURS = "pp_offload"
 """The category of our spans and flows, and the key of what is known of each rank."""
@@ -36,9 +37,13 @@ def read(path: str | os.PathLike[str]) -> Timeline:
     """The timeline of a file that :func:`write`, or a merge, has written.
 
     Raises:
+        FileNotFoundError: There is none; files of its ranks may be there, which are to be merged.
         ValueError: It is none of ours.
     """
-    found = read_json(path)
+    try:
+        found = read_json(path)
+    except FileNotFoundError as failure:
+        raise FileNotFoundError(absence_said(path)) from failure
     if OURS not in found:
         raise ValueError(f"{path} says nothing of {OURS}, expected a file that a Trace has written")
     return from_json(found)

@@ -19,6 +19,7 @@ from typing import Any
 
 from pp_offload._common.offload_plan import PlannedGroup, RankPlan
 from pp_offload._groups.plan import Place
+from pp_offload._groups.plan_options import OTHERS_ON_A_CPU
 from pp_offload.trace.events import Span
 from pp_offload.trace.intervals import Interval
 from pp_offload.trace.kinds import Kind, kind_of
@@ -137,7 +138,7 @@ def _other_bytes(planned: RankPlan, seen: GroupsSeen) -> Iterator[str]:
         yield (
             "the plan is of another length, size of a microbatch or min_offloaded_tensor_size: "
             f"group {place.position} of stage {place.vp_stage}, {group.name!r}, moved "
-            f"{_size(nbytes)}, planned {_size(group.nbytes)}"
+            f"{_size(nbytes)}, planned {_size(group.nbytes)}; {OTHERS_ON_A_CPU}"
         )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pp_offload.trace.chrome import read, read_json, to_json, write, write_json
@@ -19,15 +18,6 @@ from pp_offload.trace.events import Timeline, joined
 
 FOREIGN_PROCESSES = 2**20
 """Added to the numbers of processes that are those of our ranks. No system has so many."""
-
-
-def part_of(path: str | os.PathLike[str], rank: int) -> Path:
-    """The file of one rank: ``out.rank3.json.gz`` of ``out.json.gz``."""
-    whole = Path(path)
-    stem, dot, suffixes = whole.name.partition(".")
-    if not stem:  # a name that begins with a dot
-        return whole.with_name(f"{whole.name}.rank{rank}")
-    return whole.with_name(f"{stem}.rank{rank}{dot}{suffixes}")
 
 
 def merge_ranks(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> Timeline:
@@ -38,6 +28,7 @@ def merge_ranks(paths: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
         out: The file to write; its parts stay.
 
     Raises:
+        FileNotFoundError: One of them is not there.
         ValueError: They are not of all ranks of a run, each once.
     """
     whole = joined(map(read, paths))

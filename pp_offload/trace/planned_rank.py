@@ -219,8 +219,22 @@ class RankCompared:
             yield Difference(text, pair.is_worse)
 
     def _peak(self) -> Iterator[Difference]:
-        """Lower ones are fine: many devices are only looked at between groups."""
+        """Lower ones are fine, for many devices are only looked at between groups, unless one tells
+        that a part of the plan is not there.
+        """
         yield from self._above(PEAK, DEVICE, self._why_peak())
+        pair, state_bytes = self._pair(PEAK), self.planned.optimizer_bytes
+        found_bytes = self.found.peak_bytes.get(DEVICE)
+        if not state_bytes or found_bytes is None or not pair.is_other:
+            return
+        if self.planned.peak_bytes - found_bytes >= (1 - TOLERANCE) * state_bytes:
+            planned, found = pair.texts()
+            yield Difference(
+                f"device memory has a peak of {found} GiB, planned {planned}, of that "
+                f"{gib(state_bytes)} for an optimizer's state: this run has none, or none yet; "
+                "where it never has one, plan without --optimizer",
+                is_worse=False,
+            )
 
     def _host_peak(self) -> Iterator[Difference]:
         why = "more of what left was there at the same time"
@@ -247,7 +261,7 @@ class RankCompared:
                 return f"more {how}, {gib(found)} GiB, than the plan's {name}, {gib(most)}"
         why = "memory that the plan does not know"
         if not self.planned.optimizer_bytes:
-            why += "; it was made without an optimizer's state"
+            why += "; it was made without an optimizer's state, --optimizer"
         if at_peak:
             back, gone = at_peak.get(RELOADED, 0), at_peak.get(IN_FLIGHT, 0)
             why += f"; {gib(gone)} GiB were in flight then and {gib(back)} back ahead of their use"

@@ -27,7 +27,7 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import OffloadError
 from pp_offload.trace.chrome import write
 from pp_offload.trace.events import Timeline, joined
-from pp_offload.trace.merge import part_of
+from pp_offload.trace.parts import part_of
 from pp_offload.trace.rank import RankTrace
 
 logger = logging.getLogger(__name__)

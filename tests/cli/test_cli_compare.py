@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pp_offload.cli.app import app
+from pp_offload.trace import Timeline, part_of, write
 
 SMALL = "cli_models:good --microbatches 4 --length 256 --min-numel 1 --ranks".split()
 
@@ -69,4 +70,8 @@ def test_what_cannot_be_right(plan: str, tmp_path: Path) -> None:
     assert "holds no plan, for it is no text" in run("compare", trace, plan, code=2)
     assert "No such file" in run("compare", "nowhere.json", trace, code=2)
     assert "found no file nowhere.json.gz" in run("compare", plan, "nowhere.json.gz", code=2)
+    write(Timeline(0), part_of(tmp_path / "all.json.gz", 0))
+    output = run("compare", plan, str(tmp_path / "all.json.gz"), code=2)
+    assert "but all.rank0.json.gz of one rank, expected one of all" in output
+    assert "merge_ranks(" in output
     assert "cannot be read as a trace" in run("compare", plan, "cli_models.py", code=2)

@@ -116,6 +116,7 @@ WRONG = {
     "FILE --png out.png --predicted nothing.json": "found no file nothing.json",
     "FILE --png out.png --predicted EMPTY": "the trace has no step",
     "nothing.json": "found no file nothing.json, expected one that a Trace has written",
+    "merged.json": "found no file merged.json, but merged.rank0.json and those of 1 other rank, e",
     "EMPTY": "the trace has no step, expected one that ended while it was recorded",
     "TEXT": "cannot be read as a trace",
     "OTHERS": "expected a file that a Trace has written",
@@ -129,6 +130,8 @@ def test_wrong_options_are_explained(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(Timeline(0, metadata={0: {}}), "EMPTY")
+    for rank in range(2):
+        write(Timeline(0), f"merged.rank{rank}.json")
     Path("TEXT").write_text("not JSON\n")
     Path("OTHERS").write_bytes(gzip.compress(b'{"traceEvents": []}'))
     Path("CUT").write_bytes(file.read_bytes()[:100])

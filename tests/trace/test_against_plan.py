@@ -24,6 +24,7 @@ from pp_offload.trace import Timeline, Trace, compare_with_plan
 from pp_offload.trace.against_plan import Compared, RankCompared
 from pp_offload.trace.figures import RankFigures
 from pp_offload.trace.kinds import WAITS, Kind
+from pp_offload.trace.planned_rank import gib
 
 GIB = 2**30
 
@@ -159,7 +160,8 @@ def test_another_length(plan: OffloadPlan, tmp_path: Path) -> None:
     sending = next(one for one in found.ranks if one.found.offloaded_bytes)
     assert sending.differences[0] == (
         "the plan is of another length, size of a microbatch or min_offloaded_tensor_size: group 0 "
-        "of stage 0, 'linear', moved 4.00 MiB, planned 8.00 MiB"
+        "of stage 0, 'linear', moved 4.00 MiB, planned 8.00 MiB; on a CPU some operators save "
+        "other bytes than on the GPU of a plan, as dropout does"
     )
     assert any("GiB left, planned" in text for text in sending.differences)
 
@@ -267,7 +269,7 @@ def test_memory_that_a_plan_does_not_know() -> None:
     (found,) = compared(peak_bytes={"device": 9 * GIB, "host": GIB}).differences
     assert found == (
         "device memory has a peak of 9.000 GiB, planned 8.000: memory that the plan does not know; "
-        "it was made without an optimizer's state"
+        "it was made without an optimizer's state, --optimizer"
     )
     at_peak = {"in flight": GIB, "reloaded": GIB // 2}
     peaks = {"device": 9 * GIB}
@@ -400,3 +402,37 @@ def test_another_number_of_ranks(plan: OffloadPlan, tmp_path: Path) -> None:
     assert [one.planned for one in found.ranks] == [plan.ranks[i] for i in (0, 0, 1, 1)]
     with pytest.raises(ValueError, match="step is 7, expected one of the trace"):
         compare_with_plan(plan, timeline, step=7)
+
+
+def with_adam(plan_it: bool, run_it: bool, path: Path) -> list[RankCompared]:
+    """A plan for a limit that all fits below, and a run by it, with or without an optimizer."""
+    works = [work_of() for _ in "ab"]
+    for work, has_it in zip(works, (plan_it, run_it), strict=True):
+        work.optimizer = torch.optim.AdamW if has_it else None
+    planned = choose(ORDER, record(ORDER, works[0], DEVICE, CONFIG), DEVICE, 2**40, config=CONFIG)
+    trace = Trace(path / "out.json.gz")
+    config = replace(CONFIG, plan=planned)
+    run_pipeline(ORDER, works[1], DEVICE, config=config, trace=trace)
+    assert trace.timeline is not None
+    return compare_with_plan(planned, trace.timeline).ranks
+
+
+def test_the_state_of_an_optimizer_that_is_not_there_is_told_of(tmp_path: Path) -> None:
+    for one in with_adam(True, False, tmp_path):
+        (text,) = [text for text in one.differences if "state" in text]
+        state = f"of that {gib(one.planned.optimizer_bytes)} for an optimizer's state"
+        assert f"{state}: this run has none, or none yet" in text
+        assert "plan without --optimizer" in text
+
+
+def test_the_state_of_an_optimizer_that_was_not_planned_is_told_of(tmp_path: Path) -> None:
+    for one in with_adam(False, True, tmp_path):
+        said = "it was made without an optimizer's state, --optimizer"
+        assert any(said in text for text in one.differences)
+
+
+@pytest.mark.parametrize("has_it", [False, True])
+def test_of_the_state_of_an_optimizer_that_was_planned_nothing_is_said(
+    has_it: bool, tmp_path: Path
+) -> None:
+    assert all(one.differences == [] for one in with_adam(has_it, has_it, tmp_path))

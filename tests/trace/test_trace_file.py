@@ -215,3 +215,30 @@ def test_another_base_is_the_same_time() -> None:
 )
 def test_each_rank_has_its_file(whole: str, part: str) -> None:
     assert part_of(whole, 3) == Path(part)
+
+
+def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no file .*out\.json\.gz, expected one that"):
+        read(tmp_path / "out.json.gz")
+    with pytest.raises(FileNotFoundError, match="found no file"):
+        read(tmp_path / "nowhere" / "out.json.gz")
+
+
+@pytest.mark.parametrize("name", ["out.json.gz", "a[1].b.json", ".hidden"])
+def test_parts_of_ranks_that_were_not_merged_are_named(name: str, tmp_path: Path) -> None:
+    """Each rank of torch.distributed writes one of its own."""
+    whole = tmp_path / name
+    for rank in (10, 2, 1):
+        write(Timeline(0), part_of(whole, rank))
+    write(Timeline(0), tmp_path / "another.rank0.json.gz")
+    with pytest.raises(FileNotFoundError) as refused:
+        read(whole)
+    first = part_of(whole, 1).name
+    said = f"found no file {whole}, but {first} and those of 2 other ranks, expected one of all ran"
+    assert str(refused.value).startswith(said)
+    merged = f'merge_ranks([part_of("{whole}", rank) for rank in range(num_ranks)], "{whole}")'
+    assert merged in str(refused.value)
+    part_of(whole, 10).unlink()
+    part_of(whole, 2).unlink()
+    with pytest.raises(FileNotFoundError, match="but .*rank1.* of one rank, expected one of all"):
+        read(whole)
