@@ -97,7 +97,9 @@ class FirstStep:
         step: What it costs.
 
     Raises:
-        TypeError, ValueError: As for :func:`predict`.
+        TypeError: As for :func:`predict`.
+        ValueError: As for :func:`predict`, or other tensors may leave by the config than in the
+            tapes.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class FirstStep:
     ) -> None:
         self._order = order
         self._peers = peers or PeerLink()
+        _check_smallest(tapes, config)
         ranks = _ranks(order, tapes, hardware, without_plan(config))
         with collector_off():
             _run_step(ranks, Messages(order, self._peers), is_last=False)
@@ -183,3 +186,16 @@ def _check_tapes(order: PipelineOrder, tapes: Sequence[RankTapes]) -> None:
             f"the tapes are of stages {found}, rank by rank, expected {expected}; record() them "
             "with the same order"
         )
+
+
+def _check_smallest(tapes: Sequence[RankTapes], config: OffloadConfig) -> None:
+    """A plan says with which options it was made, and a run takes those of its config."""
+    name = "min_offloaded_tensor_size"
+    expected = config.min_offloaded_tensor_size
+    for one in tapes:
+        found = one.min_offloaded_tensor_size
+        if found not in (None, expected):
+            raise ValueError(
+                f"the tapes were recorded with {name} {found}, and the config beside them has "
+                f"{expected}, expected the same; give record() and choose() one config"
+            )

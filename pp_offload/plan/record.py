@@ -46,7 +46,7 @@ def record(
         order: Which stages each rank has, and how many microbatches.
         work: What the stages do.
         hardware: How long operators take.
-        config: Says which tensors may leave.
+        config: Says which tensors may leave; :func:`choose` takes the same.
 
     Raises:
         ValueError: Something is not known to :func:`predict`: a view that is copied without the
@@ -155,7 +155,8 @@ def _record_rank(
                 mine.close()
     finally:
         manager.retire()
-    return RankTapes(stages, resident, update)
+    smallest = config.min_offloaded_tensor_size
+    return RankTapes(stages, resident, update, min_offloaded_tensor_size=smallest)
 
 
 def _updates(work: RankWork, stages: Sequence[int], recorder: Recorder) -> Update:

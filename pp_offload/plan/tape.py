@@ -181,6 +181,9 @@ class RankTapes:
     num_layers: int = 0
     """How many it could recompute, with these."""
 
+    min_offloaded_tensor_size: int | None = None
+    """The option of this name that they were recorded with; None where nobody has said it."""
+
     variant: Callable[[int], RankTapes] | None = field(default=None, compare=False, repr=False)
     """Records the rank anew with so many of its layers recomputed; None where it has none."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -171,6 +172,21 @@ def test_the_least_limit_that_is_told_is_one(seed: int) -> None:
     plan = chosen(drawn, tapes, least)
     assert plan is not None and chosen(drawn, tapes, least - 1) is None
     assert max(rank.peak_bytes for rank in plan.ranks) == least
+
+
+def test_tapes_of_another_smallest_tensor_are_refused() -> None:
+    """A run by the plan would have the option of its config, and other groups than the tapes."""
+    drawn, tapes = planned(9)
+    smallest = drawn.config.min_offloaded_tensor_size
+    assert {one.min_offloaded_tensor_size for one in tapes} == {smallest}
+    message = (
+        f"recorded with min_offloaded_tensor_size {smallest}, and the config beside them has "
+        "1048576, expected the same; give record() and choose() one config"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        choose(drawn.order, tapes, drawn.hardware, 2**40)
+    by_hand = [replace(one, min_offloaded_tensor_size=None, variant=None) for one in tapes]
+    assert choose(drawn.order, by_hand, drawn.hardware, 2**40).ranks
 
 
 def test_a_limit_that_needs_more_host_memory_says_so() -> None:
