@@ -33,6 +33,11 @@ OPTIONS = (
 BOUNDS = ("max_in_flight_bytes", "prefetch_bytes", "device_budget_bytes")
 """Those of them that say what may be on its way."""
 
+OTHERS_ON_A_CPU = (
+    "on a CPU some operators save other bytes than on the GPU of a plan, as dropout does"
+)
+"""For messages about bytes that were not planned. Dropout has a mask of bool on a GPU alone."""
+
 
 def options_of(config: OffloadConfig, *, num_microbatches: int, schedule: str) -> dict[str, Any]:
     """What a plan was made with, as JSON can hold it.
@@ -103,7 +108,7 @@ def why_unplanned(config: OffloadConfig, smallest_numel: int | None) -> str:
             f"{name} was {planned[name]} for the plan, and is {found[name]} here; give the same, "
             "or plan again"
         )
-    return f"make a plan for this model, length and {name}"
+    return f"make a plan for this model, length and {name}; {OTHERS_ON_A_CPU}"
 
 
 def _plain(config: OffloadConfig) -> dict[str, Any]:

@@ -94,6 +94,12 @@ class DeviceRoom(Listener):
         self._in_flight = in_flight
         self._is_wanted = config.plan == AUTO
         self._limit_bytes = config.device_limit_bytes
+        self._remedy = (
+            # The least bounds that are chosen take no notice of a small limit.
+            "device_budget_bytes"
+            if AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
+            else "max_in_flight_bytes and prefetch_bytes"
+        )
         self._demand = Demand()
         self._num_left = NUM_SETTLING + NUM_CHECKED
         self._foreseen_bytes: int | None = None
@@ -231,8 +237,9 @@ class DeviceRoom(Listener):
             limit_bytes,
             "all groups leave from now on"
             if self._stay
-            else "all groups leave; have more of the model in groups, recompute layers, or make "
-            "microbatches shorter",
+            else f"all groups leave; let less than the {self._moving_bytes() / MIB:.1f} MiB of now "
+            f"be on its way, with {self._remedy}; have more of the model in groups, recompute "
+            "layers, or make microbatches shorter",
         )
         self._stay = frozenset()
 

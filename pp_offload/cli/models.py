@@ -170,10 +170,17 @@ def from_hugging_face(config: str, *, num_stages: int, length: int) -> Modules:
     try:
         found = AutoConfig.from_pretrained(config, local_files_only=True)
     except Exception as failure:  # of what a file may have, Transformers raises many kinds
+        expected = (
+            "expected a config.json, its directory, or the name of a model that is in the cache; "
+            "nothing is downloaded"
+        )
+        if isinstance(failure, OSError) and not os.path.exists(config):
+            # Transformers goes on to say that it cannot reach a server, which nobody wants.
+            missing = f"found no file or directory {config!r}, and no model of that name in the "
+            raise wrong(HF, f"{missing}cache of Transformers, {expected}") from failure
         raise wrong(
             HF,
-            f"found no config of Transformers at {config!r}, expected a config.json, its "
-            "directory, or the name of a model that is in the cache; nothing is downloaded "
+            f"found no config of Transformers at {config!r}, {expected} "
             f"({type(failure).__name__}: {_first_line(failure)})",
         ) from failure
     with _of_transformers(f"the model of {config!r} cannot be made"):

@@ -56,12 +56,7 @@ def plan(
     peers = peers_of(network_gb)
     check_target("--output", output)
     check_picture("--png", png)
-    limit_bytes = parse_limit(limit)
-    if limit_bytes is None:
-        raise wrong(
-            "--limit",
-            f"found {limit!r}, expected a number above 0 with a unit of {', '.join(UNITS)}: 70GiB",
-        )
+    limit_bytes = _bytes_of(limit)
     pipeline = made()
     with chooser_of(pipeline, config, peers, recompute=recompute) as chooser:
         try:
@@ -86,6 +81,32 @@ def plan(
                 "before that, for each stage of a rank: recompute_layers(module, "
                 "plan.rank(rank).recomputed[number])"
             )
+
+
+def _bytes_of(limit: str) -> int:
+    """What was typed, in bytes.
+
+    Raises:
+        typer.BadParameter: It is no size, or so few bytes that a unit was forgotten.
+    """
+    nbytes = parse_limit(limit)
+    if nbytes is None:
+        raise wrong(
+            "--limit",
+            f"found {limit!r}, expected a number above 0 with a unit of {', '.join(UNITS)}: 70GiB",
+        )
+    has_unit = not limit.strip()[-1].isdigit()
+    if not has_unit and nbytes < UNITS["MiB"]:
+        raise wrong(
+            "--limit",
+            f"found {limit}, which is {nbytes} bytes; expected a size such as {_with_gib(limit)}",
+        )
+    return nbytes
+
+
+def _with_gib(limit: str) -> str:
+    """What was meant, or another size where that is no number of GiB that a device has."""
+    return f"{limit.strip()}GiB" if 0 < float(limit) < 1000 else "70GiB"
 
 
 def _beside(found: OffloadPlan) -> list[tuple[str, object]]:

@@ -7,12 +7,16 @@ json.dumps(found.figures())
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pp_offload._common.offload_plan import OffloadPlan
 from pp_offload._common.tables import format_table
+from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.config import OffloadConfig
+from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import PeerLink
 from pp_offload.simulate.orders import PipelineOrder
@@ -42,6 +46,9 @@ class Comparison:
     limit_bytes: int | None = None
     """Of the plan that was followed; None without one."""
 
+    caution: str = ""
+    """What the plan counts that is not there, or the other way round; empty if nothing."""
+
     def table(self, memory_bytes: int) -> str:
         """As text: a row for each rank.
 
@@ -65,6 +72,7 @@ class Comparison:
             lines.append(f"* more than the {memory_bytes / GIB:.0f} GiB that the device has")
         if self.limit_bytes is not None:
             lines.append(self._beside_the_limit(self.limit_bytes))
+            lines += [self.caution] if self.caution else []
         elif self.worse:
             lines.append(
                 f"Offload costs more than it has to: {', '.join(self.worse)}. `pp-offload plan` "
@@ -108,7 +116,8 @@ class Comparison:
     def figures(self) -> dict[str, Any]:
         """Plain values, for a file."""
         limit = {} if self.limit_bytes is None else {"limit_bytes": self.limit_bytes}
-        return limit | {
+        caution = {"caution": self.caution} if self.caution else {}
+        return {**limit, **caution} | {
             name: {
                 "seconds": step.seconds,
                 "bubble": step.bubble,
@@ -152,6 +161,7 @@ def compare(
     without = run_pipeline(
         order, work, hardware, peers=peers, num_steps=num_steps, progress=told("without offload")
     )
+    seen = _StateSeen(trace)
     with_offload = run_pipeline(
         order,
         work,
@@ -159,10 +169,49 @@ def compare(
         peers=peers,
         config=config,
         progress=told("with offload"),
-        trace=trace,
+        trace=seen,
     )
     plan = config.offload_plan
-    return Comparison(without, with_offload, None if plan is None else plan.limit_bytes)
+    if plan is None:
+        return Comparison(without, with_offload)
+    caution = _caution(plan, has_state=seen.has_state)
+    return Comparison(without, with_offload, plan.limit_bytes, caution)
+
+
+class _StateSeen:
+    """Sees whether optimizers have a state when a run ends. What records it does so all the same.
+
+    Args:
+        trace: What records it, if anything does.
+    """
+
+    def __init__(self, trace: Watcher | None) -> None:
+        self.has_state = False
+        self._trace = trace
+
+    @contextmanager
+    def ranks(self, managers: Sequence[PipelineOffloadManager]) -> Iterator[None]:
+        with nullcontext() if self._trace is None else self._trace.ranks(managers):
+            yield
+        backends = [manager.backend for manager in managers]
+        self.has_state = any(
+            isinstance(one, VirtualBackend) and one.memory.live["optimizer"] for one in backends
+        )
+
+
+def _caution(plan: OffloadPlan, *, has_state: bool) -> str:
+    is_planned = any(rank.optimizer_bytes for rank in plan.ranks)
+    if is_planned and not has_state:
+        return (
+            "The plan counts the state of an optimizer, and this run has none: give the "
+            "--optimizer of the plan, or plan again without."
+        )
+    if has_state and not is_planned:
+        return (
+            "This run has the state of an optimizer, which the plan does not count: plan again "
+            "with the same --optimizer."
+        )
+    return ""
 
 
 def _row(number: int, none: RankStep, ours: RankStep, memory_bytes: int) -> tuple[str, ...]:

@@ -169,7 +169,10 @@ WRONG = {
     f"{GOOD} --host-gib inf": "--host-gib: found inf, expected a finite number",
     f"{GOOD} --fraction nan": "'--fraction': Input should be less than or equal to 1",
     f"{GOOD} --trace no_such_folder/out.json": "expected a file in a directory that is there",
-    "--hf no_such_folder/config.json": "found no config of Transformers at",
+    "--hf no_such_folder/config.json": "found no file or directory 'no_such_folder/config.json', ",
+    "--hf nowhere.json": "found no file or directory 'nowhere.json', and no",
+    "--hf ./nowhere": "found no file or directory './nowhere', and no",
+    "--hf /nowhere": "found no file or directory '/nowhere', and no",
 }
 
 
@@ -177,7 +180,7 @@ WRONG = {
 def test_wrong_options_are_explained(typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code, output = run(*typed.split())
     assert code == 2 and WRONG[typed] in output, output
-    assert "Traceback" not in output
+    assert "Traceback" not in output and "huggingface.co" not in output
 
 
 def test_a_model_that_cannot_be_cut_is_explained(tmp_path: Path) -> None:

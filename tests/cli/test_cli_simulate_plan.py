@@ -63,3 +63,33 @@ def test_both_steps_have_the_state_of_an_optimizer() -> None:
     assert [rank["peak_bytes"] for rank in none] == [rank["peak_bytes"] for rank in ours]
     seconds = [rank["seconds"] for rank in ours]
     assert [rank["seconds"] for rank in none] == pytest.approx(seconds, rel=1e-9)
+
+
+def test_an_optimizer_that_the_plan_or_the_run_alone_has_is_told_of(
+    path: Path, tmp_path: Path
+) -> None:
+    with_state = tmp_path / "plan.json"
+    code, output = run("plan", *SMALL, *ADAM, "--limit", "1GiB", "-o", str(with_state))
+    assert code == 0, output
+    output = run("simulate", *SMALL, "--plan", str(with_state))[1]
+    said = "The plan counts the state of an optimizer, and this run has none: give the --optimizer"
+    assert said in output
+    output = run("simulate", *SMALL, "--plan", str(with_state), "--json")[1]
+    assert json.loads(output)["caution"].startswith(said)
+    output = run("simulate", *SMALL, *ADAM, "--plan", str(path))[1]
+    assert "This run has the state of an optimizer, which the plan does not count: plan" in output
+    assert "with the same --optimizer" in output
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", None])
+def test_nothing_is_said_where_both_have_the_same_optimizer(
+    name: str | None, tmp_path: Path
+) -> None:
+    """That of SGD has no state; neither do those that are not there."""
+    same = tmp_path / "plan.json"
+    how = () if name is None else ("--optimizer", name)
+    code, output = run("plan", *SMALL, *how, "--limit", "1GiB", "-o", str(same))
+    assert code == 0, output
+    for planned_with in (how, ("--optimizer", "SGD") if name is None else how):
+        output = run("simulate", *SMALL, *planned_with, "--plan", str(same), "--json")[1]
+        assert "caution" not in json.loads(output)

@@ -245,6 +245,9 @@ def test_groups_with_other_bytes_leave_and_are_told_of_once(
     (line,) = [one.getMessage() for one in caplog.records if "in the plan" in one.getMessage()]
     assert line.startswith("6 groups of a microbatch are not in the plan of OffloadConfig, or have")
     assert "make a plan for this model, length and min_offloaded_tensor_size" in line
+    assert line.endswith(
+        "on a CPU some operators save other bytes than on the GPU of a plan, as dropout does"
+    )
 
 
 def test_a_plan_for_fewer_groups_or_stages_leaves_the_others() -> None:

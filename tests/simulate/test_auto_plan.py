@@ -130,7 +130,34 @@ def test_where_all_that_leaves_is_too_little_one_warning_says_so(
         training.run(6)
     assert training.sent_by_a_step() == pytest.approx(first, rel=0.05)  # but for the margin
     told = [one.getMessage() for one in caplog.records if "device_limit_bytes" in one.getMessage()]
-    assert len(told) == 1 and "all groups leave; have more of the model in groups" in told[0]
+    assert len(told) == 1
+    moving = f"{4 * SAVED_BYTES / MIB:.1f} MiB"
+    given = "max_in_flight_bytes and prefetch_bytes"
+    said = f"let less than the {moving} of now be on its way, with {given}"
+    assert f"all groups leave; {said}; have more of the model in groups" in told[0]
+
+
+def test_where_bounds_are_chosen_that_are_above_a_limit_a_budget_for_them_is_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The least that is chosen takes no notice of a small limit."""
+    limit = 20 * SAVED_BYTES + NUM_LAYERS * WIDTH**2 * 4
+    told = {}
+    for budget in (None, 4 * SAVED_BYTES):
+        training = Training(limit)
+        config = OffloadConfig(
+            plan="auto",
+            device_limit_bytes=limit,
+            min_offloaded_tensor_size=1,
+            device_budget_bytes=budget,
+        )
+        caplog.clear()
+        with use_backend(training.backend, config=config), caplog.at_level(logging.WARNING):
+            training.run(10)
+        told[budget] = [one for one in caplog.messages if "device_limit_bytes" in one]
+    assert told[4 * SAVED_BYTES] == []
+    (line,) = told[None]
+    assert "be on its way, with device_budget_bytes; have more of the model in groups" in line
 
 
 @with_limit(2)
