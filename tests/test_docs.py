@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_layers import FILES, RANK
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
+import pp_offload
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, errors, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._transfer.block import MOVES, BlockState
@@ -46,7 +52,7 @@ EXAMPLES = {
     "simulate": 3,
     "trace": 3,
     "cli": 1,
-    "planning": 6,
+    "planning": 7,
     "megatron": 1,
 }
 """How many blocks of Python a page has; each is run below, that of Megatron in tests/compat."""
@@ -401,6 +407,16 @@ def steps_of_another_model() -> None:
         PipelineOffloadManager.get_instance().reset()
 
 
+@contextmanager
+def as_rank(rank: int, num: int) -> Iterator[None]:
+    """In a process group whose other ranks do nothing, and are waited for by nobody."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_plan_is_made_and_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -414,21 +430,41 @@ def test_a_plan_is_made_and_followed(
     assert [float(row[1]) > 7 for row in rows] == [True, False, False, False]
     assert all(float(row[2]) <= 7 for row in rows)
     given: list[OffloadConfig] = []
-    exec(
-        blocks("planning")[0],
-        {"attach": lambda schedule, groups, config: given.append(config), "schedule": None},
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(pp_offload, "attach", lambda schedule, groups, config: given.append(config))
+        exec(blocks("planning")[0], {"schedule": None})
     assert given[0].offload_plan is not None and len(given[0].offload_plan.ranks) == 4
     exec(blocks("planning")[1], {"pipeline_rank": 3, "stage_modules": [nn.Linear(1, 1)]})
     exec(blocks("planning")[3], {})
-    exec(blocks("planning")[4], {"train": steps_of_another_model})
-    assert "0.000 GiB left, planned" in capsys.readouterr().out
+    for rank in (1, 0):  # the first one waits for the other, and merges
+        with as_rank(rank, 2):
+            exec(blocks("planning")[4], {"train": steps_of_another_model})
+        printed = capsys.readouterr().out
+        assert ("rank 1: 0.000 GiB left, planned" in printed) is (rank == 0)
     names: dict[str, Any] = {}
     exec(blocks("planning")[5], names)
     planned, found, _ = capsys.readouterr().out.splitlines()
     assert planned.split("[")[1] == found.split("[")[1]
     exec(blocks("planning")[2], names)
     assert "linear     0-3   15  64.0" in capsys.readouterr().out
+
+
+def test_a_sharded_optimizer_counts_its_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 replicas: masters and gradients of an eighth of the parameters, and two states."""
+    (tmp_path / "the_model.py").write_text(blocks("cli")[0] + blocks("planning")[6])
+    monkeypatch.chdir(tmp_path)
+    holds = {}
+    for optimizer in ("AdamW", "the_model:sharded"):
+        command = ["profile", "the_model:stages", "--optimizer", optimizer, "--json"]
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.output)
+        holds[optimizer] = found["resident_bytes"][0], found["optimizers"][0]["resident_bytes"]
+    (plain, state), (sharded, of_slices) = holds.values()
+    assert of_slices == pytest.approx(2 * state / 8, rel=1e-3), "in fp32"
+    assert sharded - plain == pytest.approx(of_slices, rel=1e-3), "masters, and their gradients"
 
 
 def test_the_profile_is_that_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
