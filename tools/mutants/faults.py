@@ -1750,8 +1750,8 @@ MUTANTS = [
     Mutant(
         "a limit is refused before single groups are tried",
         "pp_offload/plan/chooser.py",
-        "        best = trial.best or trial.of_single_groups() or trial.lowest()\n",
-        "        best = trial.best or trial.lowest()\n",
+        "        best = trial.best_now() or trial.of_single_groups() or trial.lowest()\n",
+        "        best = trial.best_now() or trial.lowest()\n",
         "with too little host memory a limit is refused that another choice meets",
         ("tests/plan/test_choose.py::test_no_choice_of_groups_is_better",),
     ),
@@ -1767,14 +1767,36 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "layers are recomputed in quarters",
+        "all layers of a rank are recomputed where some are enough",
         "pp_offload/plan/chooser.py",
-        "        while best - too_few > 1:\n",
+        "        while any(enough[rank] - too_few[rank] > 1 for rank in layers):\n",
         "        while False:\n",
         "more layers than needed are computed twice where there is no time for each rank",
         (
             "tests/plan/test_choose_recomputed.py::"
-            "test_without_time_for_each_rank_the_same_part_of_their_layers_is_found",
+            "test_without_time_for_changes_each_rank_recomputes_what_it_needs",
+        ),
+    ),
+    Mutant(
+        "so few layers are recomputed that compute waits longer",
+        "pp_offload/plan/chooser.py",
+        "        return _is_shorter(other.seconds, self.seconds)\n",
+        "        return False\n",
+        "a rank waits for copies longer than it would compute",
+        (
+            "tests/plan/test_choose_recomputed.py::"
+            "test_without_time_for_changes_each_rank_recomputes_what_it_needs",
+        ),
+    ),
+    Mutant(
+        "what is enough for each rank alone is taken to be enough together",
+        "pp_offload/plan/chooser.py",
+        "            if not above:\n                return nums\n",
+        "            return nums\n",
+        "a limit is met only where all layers are recomputed",
+        (
+            "tests/plan/test_choose_recomputed.py::"
+            "test_more_is_recomputed_where_ranks_together_are_above_the_limit",
         ),
     ),
     Mutant(
@@ -1950,6 +1972,38 @@ MUTANTS = [
         "self._plays[None]",
         "all plans cost the same",
         ("tests/plan/test_replay.py::test_random_pipelines_cost_the_same",),
+    ),
+    Mutant(
+        "a copy keeps its groups when the handle is removed",
+        "pp_offload/modules.py",
+        " or self.lifetime.is_over",
+        "",
+        "it cannot be trained without a chunk",
+        ("tests/test_modules.py::test_removing_the_handle_frees_a_copy_too",),
+    ),
+    Mutant(
+        "what was unpickled has groups",
+        "pp_offload/modules.py",
+        "return _Lifetime, (True,)",
+        "return _Lifetime, (False,)",
+        "nobody can take them off it",
+        ("tests/test_modules.py::test_what_was_unpickled_has_no_groups",),
+    ),
+    Mutant(
+        "dead hooks stay on a copy that is marked again",
+        "pp_offload/modules.py",
+        "        other.take_off()",
+        "        pass",
+        "a copy has more hooks each time",
+        ("tests/test_modules.py::test_a_copy_has_its_groups_for_as_long_as_the_handle",),
+    ),
+    Mutant(
+        "a module that stages share is two groups",
+        "pp_offload/modules.py",
+        "        if first.group != place.group:",
+        "        if False:",
+        "what it saves is in the one that came first, and nothing says so",
+        ("tests/test_attach.py",),
     ),
     Mutant(
         "copies become part of a graph that is recorded",
