@@ -97,7 +97,7 @@ class _Variants:
                 for stage in order.stages_of(rank)
             }
             with work.recomputing(names) if isinstance(work, Modules) else nullcontext():
-                tapes = _record_rank(*self._what, says_what_is_idle=not num)
+                tapes = _record_rank(*self._what, self._recorded.get(0))
             self._recorded[num] = replace(
                 tapes,
                 recomputed=tuple(names.values()),
@@ -125,9 +125,15 @@ def _record_rank(
     hardware: Hardware,
     config: OffloadConfig,
     rank: int,
-    *,
-    says_what_is_idle: bool,
+    without: RankTapes | None,
 ) -> RankTapes:
+    """The tapes of one rank.
+
+    Args:
+        order, work, hardware, config: As for :func:`record`.
+        rank: Its number.
+        without: The same rank where no layer is recomputed, if some are: optimizers do the same.
+    """
     backend = _OneStream(hardware, is_blocking=True)
     recorder = Recorder(backend)
     backend.memory = recorder.memory
@@ -136,12 +142,14 @@ def _record_rank(
     try:
         with use_manager(manager):
             mine = work.on(order, rank, backend)
-            if not says_what_is_idle:  # groups are, in layers that are recomputed
+            if without is not None:  # groups are idle in layers that are recomputed
                 manager.idle_groups.stop()
             try:
                 mine.begin_step()
                 _run_once(mine, order.stages_of(rank))
-                update = _updates(mine, order.stages_of(rank), recorder)
+                update = Update()
+                if without is None:
+                    update = _updates(mine, order.stages_of(rank), recorder)
                 mine.begin_step()
                 manager.idle_groups.stop()  # from now on stages run alone, without groups of others
                 gc.collect()
@@ -156,6 +164,8 @@ def _record_rank(
     finally:
         manager.retire()
     smallest = config.min_offloaded_tensor_size
+    if without is not None:
+        update = without.update
     return RankTapes(stages, resident, update, min_offloaded_tensor_size=smallest)
 
 
