@@ -240,8 +240,10 @@ def is_profiling() -> bool:
 
 
 def records_operators() -> bool:
-    """Whether operators that run now become part of a graph, as by ``make_fx``."""
-    return _mode(_RECORDS) is not None or _early_mode(_RECORDS) is not None
+    """Whether operators that run now become part of a graph, as by ``make_fx`` or TorchScript."""
+    if _mode(_RECORDS) is not None or _early_mode(_RECORDS) is not None:
+        return True
+    return torch.jit.is_tracing()
 
 
 def policies_see_outputs() -> bool:

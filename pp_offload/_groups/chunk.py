@@ -9,7 +9,8 @@ Its collaborators come in the constructor, bundled as :class:`Wiring`.
 
 NOTE [ Recorded operators ]
     Inside ``make_fx`` the engine's copies would be part of the graph: between constants that are
-    host buffers now, and something else when the graph runs. Inside the transforms of
+    host buffers now, and something else when the graph runs. ``torch.jit.trace`` has sizes that are
+    tensors as well, which are no numbers of bytes. Inside the transforms of
     ``torch.func`` memory that the engine asks for is a wrapper without any. So a group that is
     committed there stays.
 """

@@ -143,6 +143,19 @@ def test_a_forward_recorded_early_has_no_copies(
 
 @on_two_backends
 @products
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_traced_forward_has_no_copies(manager: Manager, backend: Backend, run: Function) -> None:
+    """As for TorchScript and ONNX."""
+    traced = torch.jit.trace(run, inputs(backend, 0).requires_grad_(), check_trace=False)
+    assert "copy" not in str(traced.graph)
+    other = inputs(backend, 1)
+    assert torch.equal(traced(other), plain(other))
+    assert_a_step_goes_on(manager, backend, run)
+
+
+@on_two_backends
+@products
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_a_transformed_step_is_right(
     manager: Manager,
