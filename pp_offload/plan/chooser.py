@@ -373,10 +373,10 @@ class _Trial:
         for nums in (self._needed(layers, nothing), _with(nothing, layers)):
             for bounds in parts_of_bounds:
                 self.take(Way(nums, bounds))
-        if self.best is None:  # what fits may be any of those that were looked at
-            for nums in self._looked_at:
-                self.take(Way(nums, parts_of_bounds[-1]))
         self.most_steps = self._steps.num + self._steps.max_tries
+        if self.best is None:  # what fits may be any that was looked at, the last ones above all
+            for nums in takewhile(lambda _: self._has_time(), [*self._looked_at][::-1]):
+                self.take(Way(nums, parts_of_bounds[-1]))
 
     def _needed(self, layers: Mapping[int, int], nothing: Nums) -> Nums:
         """How many each rank needs; see NOTE [ When to recompute ]."""

@@ -358,7 +358,7 @@ class Search:
         """Whether there is time, and nothing is as short as a step can be."""
         fitting = self._fitting(limit_bytes)
         is_bound = bool(fitting) and self.is_bound(best_of(fitting))
-        return not is_bound and (self._steps.num < most_steps or not fitting)
+        return not is_bound and self._steps.num < most_steps
 
     def _fill_by(
         self,
