@@ -223,8 +223,8 @@ class AttachedSchedule:
         return inner(bwd_chunk_id, *args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.begin_step()  # if that is refused, the step of another thread goes on
         try:
-            self.begin_step()
             return inner(*args, **kwargs)
         except BaseException:
             self.manager.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from toy import assert_idle, assert_no_hooks, same_bits
 from pp_offload import (
     ConfigError,
     DiskTierError,
+    GroupStateError,
     OffloadConfig,
     OffloadError,
     PipelineOffloadManager,
@@ -283,6 +285,57 @@ def test_two_schedules_share_a_manager(schedule: Any) -> None:
         moved = first.manager.statistics().bytes_offloaded
         assert moved > 0
         assert same(expected, step(other))
+
+
+def test_a_step_that_is_refused_leaves_that_of_another_thread_as_it_is(
+    manager: PipelineOffloadManager, one_rank: None
+) -> None:
+    """Both are of one manager, whose steps have one begin for all threads."""
+    inside, refused = threading.Event(), threading.Event()
+    refused.set()
+
+    class Waits(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            assert refused.wait(60), "the other step was not refused"
+            return super().forward(x)
+
+    def step_of(layer: nn.Module) -> tuple[Any, nn.Module]:
+        model = nn.Sequential(layer, nn.Tanh()).to(device)
+        stage = PipelineStage(model, 0, 1, device)
+        return Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss), model
+
+    def run(schedule: Any, failures: list[BaseException]) -> None:
+        try:
+            schedule.step(x, target=x, losses=[])
+        except BaseException as failure:  # noqa: BLE001  # it is looked at on the other thread
+            failures.append(failure)
+
+    device = manager.backend.device
+    x = torch.randn(4, 8, device=device)
+    (slow, model), (other, _) = step_of(Waits(8, 8)), step_of(nn.Linear(8, 8))
+    failures: list[BaseException] = []
+    with attach(slow, {"layer": "*"}), attach(other, {"layer": "*"}):
+        for one in (slow, other):  # in a first step stages learn their shapes
+            one.step(x, target=x, losses=[])
+        model.zero_grad()
+        inside.clear()
+        refused.clear()
+        thread = threading.Thread(target=run, args=(slow, failures))
+        thread.start()
+        try:
+            assert inside.wait(60)
+            with pytest.raises(GroupStateError, match="waits for its backward"):
+                other.step(x, target=x, losses=[])
+        finally:
+            refused.set()
+            thread.join()
+        assert not failures
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    slow.step(x, target=x, losses=[])
+    assert same_bits(found, [p.grad for p in model.parameters()])
+    assert_no_hooks()
 
 
 def test_a_schedule_that_learns_its_shapes_after_another_was_detached(schedule: Any) -> None:

@@ -254,11 +254,11 @@ class _ModuleWork:
         schedule = order.schedule_of(list(self._stages.values()))
         for stage in self._stages.values():
             prepare_stage(stage, order.num_microbatches)
-        self._attached = attach(schedule, work.groups)
         modules = [stage.submod for stage in self._stages.values()]
         self._optimizer = None if work.optimizer is None else _optimizer(work.optimizer, modules)
         if self._optimizer is not None:
             backend.memory.follow_optimizer(self._optimizer)
+        self._attached = attach(schedule, work.groups)  # last: nobody detaches what has failed
 
     def begin_step(self) -> None:
         self._clear()
@@ -330,9 +330,13 @@ class _ModuleWork:
             stage.submod.zero_grad()
 
 
-def _optimizer(make: MakeOptimizer, modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
-    """As on an accelerator, where PyTorch by itself updates many parameters with one operator."""
+def _optimizer(make: MakeOptimizer, modules: Sequence[nn.Module]) -> torch.optim.Optimizer | None:
+    """As on an accelerator, where PyTorch by itself updates many parameters with one operator; None
+    where a rank has nothing to train.
+    """
     named = {id(one): one for module in modules for one in module.parameters() if one.requires_grad}
+    if not named:
+        return None
     optimizer = make(list(named.values()))
     check_kind(
         "what optimizer returns", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer"

@@ -198,6 +198,39 @@ def test_part_of_the_state_is_an_optimizer_of_part_of_the_parameters() -> None:
 # What is refused
 
 
+def test_a_rank_with_nothing_to_train_has_none() -> None:
+    stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH, **KIND)), nn.Sequential(nn.GELU())]
+    work = Modules(
+        stages,
+        example=torch.empty(64, WIDTH, **KIND),
+        loss_fn=lambda y: y.float().mean(),
+        groups={"layer": "*"},
+        optimizer=torch.optim.AdamW,
+    )
+    order = PipelineOrder(Schedule1F1B, num_ranks=2, num_stages=2, num_microbatches=2)
+    tapes = record(order, work, DEVICE, CONFIG)
+    assert [bool(one.update.state_bytes) for one in tapes] == [True, False]
+    step = run_pipeline(order, work, DEVICE, config=CONFIG)
+    assert predict(order, tapes, DEVICE, config=CONFIG).ranks[1].peak_bytes == (
+        step.ranks[1].peak_bytes
+    )
+
+
+def test_an_optimizer_that_cannot_be_made_leaves_the_model_as_it_was() -> None:
+    order, work = pipeline("AdamW")
+    made = work.optimizer
+
+    def fails(parameters: list[nn.Parameter]) -> Any:
+        raise ZeroDivisionError
+
+    work.optimizer = fails
+    for run in (record, run_pipeline):
+        with pytest.raises(ZeroDivisionError):
+            run(order, work, DEVICE, config=CONFIG)
+    work.optimizer = made
+    assert run_pipeline(order, work, DEVICE, config=CONFIG).seconds > 0
+
+
 def test_what_is_no_optimizer_is_refused() -> None:
     order, work = pipeline(None)
     with pytest.raises(TypeError, match="optimizer is 'AdamW', expected a function of a list"):
