@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,8 @@ class OffloadModulesHandle:
             self._idle_groups.forget(self._running)
         self._lifetime.is_over = True
         self._hooks.close()
-        leave_all()
+        if not _is_in_forward():  # there, groups of other handles may be open
+            leave_all()
 
     def __enter__(self) -> OffloadModulesHandle:
         return self
@@ -293,8 +295,17 @@ class _GroupAround:
         self._hooks.append(module.register_forward_hook(self.commit, always_call=True))
 
     def take_off(self) -> None:
+        """Now, or at the end of the forward that is inside: what is open has to be committed."""
+        if self._is_open():
+            return
         while self._hooks:
             self._hooks.pop().remove()
+
+    def _is_open(self) -> bool:
+        """Whether this is called inside the module's forward."""
+        now = mark()
+        is_there = any(one.around is self and one.mark is now for one in _running.scopes)
+        return is_there and _is_in_forward()  # else an interrupt has left it there
 
     def start(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward: open the group."""
@@ -321,6 +332,8 @@ class _GroupAround:
         group.__exit__(*(sys.exc_info() if output is None else ()))
         if was_open:
             group.group_commit(output, self.name)
+        if self.lifetime.is_over:
+            self.take_off()
 
     def _running(self, module: Module) -> FineGrainedActivationOffloadingInterface | None:
         """The group that :meth:`start` opened here; drops those inside that were left behind.
@@ -334,6 +347,20 @@ class _GroupAround:
                 del scopes[number:]
                 return scope.group
         return None
+
+
+_CALL = Module._call_impl.__code__
+"""Runs a module's forward, and the hooks around it."""
+
+
+def _is_in_forward() -> bool:
+    """Whether a module's forward, or a hook of one, calls this."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _once_each(places: Iterable[_Place]) -> list[_Place]:

@@ -604,3 +604,47 @@ def test_groups_in_a_recomputed_forward_do_nothing_in_backward(
             assert same_bits(gradients(), expected)
     if use_reentrant:
         assert manager.statistics().bytes_offloaded == 0
+
+
+def gradients_of(
+    model: nn.Module, manager: PipelineOffloadManager, *, chunk: bool = True
+) -> list[Tensor]:
+    """Of what goes in, and of the parameters, after one forward and backward."""
+    model.zero_grad()
+    output, x = forward(model, manager, chunk=chunk)
+    output.square().sum().backward()
+    found = [x.grad, *(p.grad for p in model.parameters())]
+    return [one.clone() for one in found if one is not None]
+
+
+@pytest.mark.parametrize("whose", ["own", "others", "both"])
+@pytest.mark.parametrize("name", ["layers.1.mlp", "layers.1.mlp.0", "layers.1"])
+def test_a_handle_is_removed_inside_a_forward(
+    manager: PipelineOffloadManager, whose: str, name: str
+) -> None:
+    """Groups that are open there are committed, and those of other handles go on."""
+    model, other = make_net(manager), make_net(manager)
+    expected = gradients_of(model, manager, chunk=False)
+    mine = offload_modules(model, {"mlp": "layers.*.mlp"})
+    theirs = offload_modules(other, {"mlp": "layers.*.mlp"})
+    going = {"own": [mine], "others": [theirs], "both": [mine, theirs]}[whose]
+
+    def remove(*_: object) -> None:
+        for one in going:
+            one.remove()
+
+    hook = model.get_submodule(name).register_forward_hook(remove)
+    for step in range(2):
+        off_interface.reset()  # nothing was started and never committed
+        before = manager.statistics().bytes_offloaded
+        assert same_bits(gradients_of(model, manager), expected)
+        moved = manager.statistics().bytes_offloaded - before
+        assert (moved > 0) is (whose == "others" or step == 0)
+    hook.remove()
+    off_interface.reset()
+    mine.remove()
+    theirs.remove()
+    assert not any(module._forward_hooks for module in (*model.modules(), *other.modules()))
+    with offload_modules(model, {"mlp": "layers.*.mlp"}):
+        assert same_bits(gradients_of(model, manager), expected)
+    off_interface.reset()

@@ -321,7 +321,7 @@ class Manager:
                 f"reset() on thread {here.name} ({here.ident}), but a forward of thread "
                 f"{chunk.thread.name} ({chunk.thread.ident}) in this step waits for its backward; "
                 "expected one reset() for all threads of a step, when their backwards are over or "
-                "their losses dropped; let steps of schedules, and of threads, follow each other, or "
+                "their losses dropped; let steps of schedules and threads follow each other, or "
                 "give a thread a manager of its own"
             )
 

@@ -1817,14 +1817,6 @@ MUTANTS = [
         ("tests/plan/test_choose.py::test_no_choice_of_groups_is_better",),
     ),
     Mutant(
-        "a plan with too few ranks is taken",
-        "pp_offload/pipelining.py",
-        "        if plan is not None:\n            _check_recomputed(",
-        "        if False:\n            _check_recomputed(",
-        "a rank that the plan does not know fails after its first step, not at attach",
-        ("tests/test_attach.py::test_a_plan_for_fewer_ranks_is_refused",),
-    ),
-    Mutant(
         "groups of a recomputed layer take tensors",
         "pp_offload/_checkpoint/recompute.py",
         "with groups(), kept.forward() if kept else nullcontext():",
@@ -1996,6 +1988,22 @@ MUTANTS = [
         "        pass",
         "a copy has more hooks each time",
         ("tests/test_modules.py::test_a_copy_has_its_groups_for_as_long_as_the_handle",),
+    ),
+    Mutant(
+        "a handle that is removed in a forward takes the hooks of others",
+        "pp_offload/modules.py",
+        "        if not _is_in_forward():  # there",
+        "        if True:  # there",
+        "nothing commits groups that are open, and the next step is refused",
+        ("tests/test_modules.py::test_a_handle_is_removed_inside_a_forward",),
+    ),
+    Mutant(
+        "a handle that is removed in a forward leaves its group open",
+        "pp_offload/modules.py",
+        "        if self._is_open():\n",
+        "        if False:\n",
+        "nothing commits the group, and the next step is refused",
+        ("tests/test_modules.py::test_a_handle_is_removed_inside_a_forward",),
     ),
     Mutant(
         "a module that stages share is two groups",
