@@ -40,7 +40,9 @@ FUNCTIONS = (
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._current_graph_task_id",
+    "torch._C._dispatch_tls_is_dispatch_key_included",
     "torch._C._get_dispatch_mode",
+    "torch._C._is_tracing",
     "torch._C._storage_Use_Count",
     "torch._C._TorchDispatchModeKey",
     "torch._disable_dynamo",
@@ -49,7 +51,6 @@ FUNCTIONS = (
     "torch._neg_view",
     "torch._ops.OpOverload",
     "torch._ops.OpOverloadPacket",
-    "torch._ops._get_dispatch_mode_pre_dispatch",
     "torch.autograd.Variable._execution_engine",
     "torch.autograd.profiler._is_profiler_enabled",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",
@@ -229,7 +230,8 @@ try:
     """Whether operators that run now stand for others, as in the transforms of ``torch.func``."""
 
     _mode = torch._C._get_dispatch_mode
-    _early_mode = torch._ops._get_dispatch_mode_pre_dispatch
+    _is_included = torch._C._dispatch_tls_is_dispatch_key_included
+    _is_tracing = torch._C._is_tracing
     _RECORDS = torch._C._TorchDispatchModeKey.PROXY
 except (AttributeError, ImportError) as failure:
     raise ImportError(complaint(failure)) from failure
@@ -242,9 +244,10 @@ def is_profiling() -> bool:
 
 def records_operators() -> bool:
     """Whether operators that run now become part of a graph, as by ``make_fx`` or TorchScript."""
-    if _mode(_RECORDS) is not None or _early_mode(_RECORDS) is not None:
+    # All in C, for each group asks it.
+    if _mode(_RECORDS) is not None or _is_included(DispatchKey.PreDispatch):
         return True
-    return torch.jit.is_tracing()
+    return _is_tracing()
 
 
 def policies_see_outputs() -> bool:

@@ -75,6 +75,7 @@ class Chunk:
         self.groups: list[Group] = []
         self.open_groups: list[Group] = []
         self.thread = threading.current_thread()
+        self._thread_id = threading.get_ident()  # asked for at each group: no call for that
         self.left_out: list[str] = []
         with wiring.lock:  # what is computed here and not saved, a later forward may save
             wiring.transfer.copies.in_flight.follow(wiring.current_stream())
@@ -90,7 +91,7 @@ class Chunk:
             ValueError: It is empty.
         """
         check_group_name("start", name)
-        if threading.get_ident() != self.thread.ident:
+        if threading.get_ident() != self._thread_id:
             raise self._other_thread("start", name)
         wiring = self.wiring
         transfer = wiring.transfer
@@ -149,7 +150,7 @@ class Chunk:
         released = None  # nearly always
         if forced_released_tensors is not None:
             released = checked_tensors("forced_released_tensors", forced_released_tensors)
-        if threading.get_ident() != self.thread.ident:
+        if threading.get_ident() != self._thread_id:
             raise self._other_thread("commit", name)
         if self.open_groups and self.open_groups[-1].name == name:  # nearly always
             group = self.open_groups.pop()
