@@ -75,7 +75,6 @@ class Chunk:
         self.groups: list[Group] = []
         self.open_groups: list[Group] = []
         self.thread = threading.current_thread()
-        self._thread_id = threading.get_ident()  # asked for at each group: no call for that
         self.left_out: list[str] = []
         with wiring.lock:  # what is computed here and not saved, a later forward may save
             wiring.transfer.copies.in_flight.follow(wiring.current_stream())
@@ -90,8 +89,9 @@ class Chunk:
             TypeError: ``name`` is no ``str``.
             ValueError: It is empty.
         """
-        check_group_name("start", name)
-        if threading.get_ident() != self._thread_id:
+        if type(name) is not str or not name:
+            check_group_name("start", name)
+        if threading.get_ident() != self.thread.ident:
             raise self._other_thread("start", name)
         wiring = self.wiring
         transfer = wiring.transfer
@@ -144,13 +144,14 @@ class Chunk:
             TypeError: ``name`` is no ``str``, or ``forced_released_tensors`` no list of tensors.
             ValueError: ``name`` is empty, or ``delay`` neither True nor False.
         """
-        check_group_name("commit", name)
+        if type(name) is not str or not name:
+            check_group_name("commit", name)
         if delay is not False:
             check_switch("delay_offload", delay)
         released = None  # nearly always
         if forced_released_tensors is not None:
             released = checked_tensors("forced_released_tensors", forced_released_tensors)
-        if threading.get_ident() != self._thread_id:
+        if threading.get_ident() != self.thread.ident:
             raise self._other_thread("commit", name)
         if self.open_groups and self.open_groups[-1].name == name:  # nearly always
             group = self.open_groups.pop()
