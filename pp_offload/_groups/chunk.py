@@ -10,9 +10,8 @@ Its collaborators come in the constructor, bundled as :class:`Wiring`.
 NOTE [ Recorded operators ]
     Inside ``make_fx`` the engine's copies would be part of the graph: between constants that are
     host buffers now, and something else when the graph runs. ``torch.jit.trace`` has sizes that are
-    tensors as well, which are no numbers of bytes. Inside the transforms of
-    ``torch.func`` memory that the engine asks for is a wrapper without any. So a group that is
-    committed there stays.
+    tensors as well, which are no numbers of bytes. Inside the transforms of ``torch.func`` memory
+    that the engine asks for is a wrapper without any. So a group that is committed there stays.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Chunk:
             TypeError: ``name`` is no ``str``.
             ValueError: It is empty.
         """
-        if type(name) is not str or not name:
+        if type(name) is not str or not name:  # else it would be a call for each group
             check_group_name("start", name)
         if threading.get_ident() != self.thread.ident:
             raise self._other_thread("start", name)

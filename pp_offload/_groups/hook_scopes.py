@@ -37,7 +37,7 @@ from pp_offload._groups.checkpoint_regions import (
     leave_regions,
     top_pack,
 )
-from pp_offload._groups.untraced import COMPILER, untraced
+from pp_offload._groups.untraced import untraced
 from pp_offload._transfer.saved_tensor import unpack
 
 
@@ -74,7 +74,7 @@ class HookScope:
         self._pack = pack
         try:
             _here.scopes.append(self)  # first: known and not on the stack does no harm
-            push_hooks(pack, untraced(unpack) if COMPILER in sys.modules else unpack)
+            push_hooks(pack, untraced(unpack))
         except BaseException:
             self.leave()
             raise

@@ -147,13 +147,13 @@ def _record_rank(
             try:
                 mine.begin_step()
                 _run_once(mine, order.stages_of(rank))
-                update = Update()
+                made = Update()
                 if without is None:
-                    update = _updates(mine, order.stages_of(rank), recorder)
+                    made = _updates(mine, order.stages_of(rank), recorder)
                 mine.begin_step()
                 manager.idle_groups.stop()  # from now on stages run alone, without groups of others
                 gc.collect()
-                resident = backend.memory.live_bytes - update.state_bytes
+                resident = backend.memory.live_bytes - made.state_bytes
                 manager.wiring.transfer.listeners.add(recorder)
                 with collector_off():
                     stages = _Recording(order, rank, mine, manager, recorder).tapes()
@@ -163,10 +163,12 @@ def _record_rank(
                 mine.close()
     finally:
         manager.retire()
-    smallest = config.min_offloaded_tensor_size
-    if without is not None:
-        update = without.update
-    return RankTapes(stages, resident, update, min_offloaded_tensor_size=smallest)
+    return RankTapes(
+        stages,
+        resident,
+        made if without is None else without.update,
+        min_offloaded_tensor_size=config.min_offloaded_tensor_size,
+    )
 
 
 def _updates(work: RankWork, stages: Sequence[int], recorder: Recorder) -> Update:
