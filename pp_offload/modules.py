@@ -67,7 +67,10 @@ class OffloadModulesHandle:
         self._idle_groups.expect(running)
 
     def remove(self) -> None:
-        """Take the groups off the model; those of its copies do nothing any more. Twice is fine."""
+        """Take the groups off the model; those of its copies do nothing any more. Twice is fine.
+
+        Inside a forward, what is open there is committed when its module ends.
+        """
         if not self._lifetime.is_over:
             self._idle_groups.forget(self._running)
         self._lifetime.is_over = True
