@@ -38,7 +38,7 @@ from shape_zoo import Shape, shape_zoo
 from pp_offload import CpuBackend, GPUTensorPool
 from pp_offload._memory.host import HostMemory
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.ticket import Ticket, hand_over
+from pp_offload._transfer.ticket import PayloadTicket, Ticket, hand_over
 from pp_offload._transfer.tiers import host_engine
 
 NUM_LAYERS = 4
@@ -121,7 +121,7 @@ def offload(engine: TransferEngine, sizes: list[int]) -> list[Ticket]:
     tickets = []
     for nbytes in sizes:
         payload = torch.empty(nbytes, dtype=torch.uint8)
-        tickets.append(Ticket(engine, "layer", payload, (), payload.untyped_storage()))
+        tickets.append(PayloadTicket(engine, "layer", payload, (), payload.untyped_storage()))
     engine.offload(tickets)
     hand_over(tickets)
     return tickets

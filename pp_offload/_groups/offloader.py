@@ -13,7 +13,7 @@ from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._transfer.deduplication import CopyIndex
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.payload import tickets_for
-from pp_offload._transfer.ticket import Mover, Ticket, hand_over
+from pp_offload._transfer.ticket import Mover, Ticket, give_back, hand_over
 from pp_offload._transfer.verify import Verifier
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,11 @@ class Offloader:
         with transfer.lock:
             new = tickets if is_capturing else copies.share(tickets)
         if new:
-            # This may wait, so the lock is not held.
-            group.counts.copied_bytes += transfer.offload(new)
+            try:  # this may wait, so the lock is not held
+                group.counts.copied_bytes += transfer.offload(new)
+            except BaseException:
+                give_back(tickets)
+                raise
         for heard in () if is_capturing else transfer.listeners.left:
             heard(tickets)
         with transfer.lock:

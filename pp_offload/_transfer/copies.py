@@ -41,7 +41,7 @@ from pp_offload._transfer.listeners import Listeners
 from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.stopwatch import Stopwatch
 from pp_offload._transfer.tensors import flat_bytes
-from pp_offload._transfer.ticket import Arrival, Ticket
+from pp_offload._transfer.ticket import Arrival, SavedActivation, Ticket
 from pp_offload.backends import Backend, Event, Stream
 
 Queue = Callable[[Sequence[Ticket], Stream], None]
@@ -82,13 +82,10 @@ class Copies:
         """
         streams = self.compute_streams(tickets)
         buffers = buffers_of(blocks)
-        sources, targets, nbytes, is_whole = [], [], 0, True
-        for ticket in tickets:
-            sources.append(ticket.payload)
-            targets.append(ticket.host_bytes)
-            nbytes += ticket.nbytes
-            is_whole = is_whole and ticket.storage is not None
-        if not is_whole:
+        sources = [ticket.payload for ticket in tickets]
+        targets = [ticket.host_bytes for ticket in tickets]
+        nbytes = sum([ticket.nbytes for ticket in tickets])
+        if None in [ticket.storage for ticket in tickets]:
             sources = self._gathered(tickets)
         for stream in streams:
             self._d2h_waits_for_compute(stream)
@@ -118,12 +115,11 @@ class Copies:
         harm.
         """
         for ticket, source in zip(tickets, sources, strict=True):
-            block, members = ticket.block, ticket.members
-            address = source.data_ptr()
-            if len(members) == 1 and members[0].held is source:  # nearly always
-                block.sources[ticket.begin] = source, address, members[0].version, ()
+            block, address = ticket.block, source.data_ptr()
+            if isinstance(ticket, SavedActivation):  # nearly always
+                block.sources[ticket.begin] = source, address, ticket.version, ()
             else:
-                held = [(one.held, one.version) for one in members]
+                held = [(one.held, one.version) for one in ticket.members]
                 others = [(one, version) for one, version in held if isinstance(one, Tensor)]
                 block.sources[ticket.begin] = source, address, source._version, others
             block.stream = stream
@@ -133,7 +129,7 @@ class Copies:
         streams = [self.backend.current_stream()]
         live = streams[0]
         for ticket in tickets:
-            for member in ticket.members:
+            for member in (ticket,) if isinstance(ticket, SavedActivation) else ticket.members:
                 stream = member.stream
                 if stream is not live and stream is not None and stream not in streams:
                     streams.append(stream)

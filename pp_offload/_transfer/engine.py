@@ -290,7 +290,7 @@ class TransferEngine:
         """
         if reload.arrival is None:
             return True  # a disk is being read; no stream is part of that yet
-        return reload.is_for(live) and (reload.is_used or reload.is_as_it_came)
+        return reload.is_for(live) and (reload.version is not None or reload.is_as_it_came)
 
     @staticmethod
     def _used_up(ticket: Ticket) -> SavedTensorModifiedError:

@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 
 from pp_offload._transfer.subclasses import is_pending
 from pp_offload._transfer.tensors import Geometry, is_whole_storage, storage_bytes
-from pp_offload._transfer.ticket import Mover, SavedActivation, Ticket
+from pp_offload._transfer.ticket import Mover, PayloadTicket, SavedActivation, Ticket
 
 Parts = tuple[Tensor, list[SavedActivation], UntypedStorage | None]
 """A payload, the saved tensors it holds, and the storage if it is all of one."""
@@ -29,7 +29,7 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
     by_storage: dict[UntypedStorage, tuple[Tensor, list[SavedActivation]]] = {}
     for one in saved:
         source = one.held
-        if isinstance(source, Ticket) or source._version != one.version:
+        if not isinstance(source, Tensor) or source._version != one.version:
             continue
         if one.inside is None or not is_pending(one.inside):
             storage = source.untyped_storage()
@@ -43,10 +43,10 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
         # Almost always; as is_whole_storage() says it, without a call for each tensor.
         is_whole = source.is_contiguous() and source.nbytes == storage.nbytes()
         if is_whole and len(members) == 1 and 1 not in source.shape:
-            found.append(Ticket(transfer, label, source, members, storage))
+            found.append(members[0].on_its_own(transfer, source, storage))
         else:
             parts = _of_one_storage(source, members, storage)
-            found += [Ticket(transfer, label, *part) for part in parts]
+            found += [PayloadTicket(transfer, label, *part) for part in parts]
     return found
 
 

@@ -16,8 +16,9 @@ NOTE [ Torn bookkeeping ]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor
@@ -58,19 +59,7 @@ class PendingReloads:
 
     def expect(self, tickets: Sequence[Ticket]) -> list[Reload]:
         """Register payloads that will come; :meth:`begin` may say later where."""
-        found = []
-        for ticket in tickets:
-            reload = ticket.reload
-            if reload is None:
-                reload = Reload(ticket, self.gone.append)
-                reload.arrival = reload.tensor = reload.shared = reload.version = None
-                reload.is_used = False
-                reload.nbytes = ticket.nbytes
-                self._alive.add(reload)
-                ticket.reload = reload
-                self.nbytes += ticket.nbytes
-            found.append(reload)
-        return found
+        return self._register(tickets, repeat(None), None)
 
     def begin(self, tickets: Sequence[Ticket], targets: list[Tensor], stream: Stream) -> Arrival:
         """Register copies of payloads into ``targets`` before they are queued.
@@ -84,9 +73,26 @@ class PendingReloads:
             What is common to them; the caller sets its event behind the copies.
         """
         arrival = Arrival(stream)
-        for reload, target in zip(self.expect(tickets), targets, strict=True):
-            reload.tensor, reload.arrival = target, arrival
+        self._register(tickets, targets, arrival)
         return arrival
+
+    def _register(
+        self, tickets: Sequence[Ticket], targets: Iterable[Tensor | None], arrival: Arrival | None
+    ) -> list[Reload]:
+        found = []
+        for ticket, target in zip(tickets, targets, strict=False):
+            reload = ticket.reload
+            if reload is None:
+                reload = Reload(ticket, self.gone.append)
+                reload.nbytes, reload.shared, reload.version = ticket.nbytes, None, None
+                reload.tensor, reload.arrival = target, arrival
+                self._alive.add(reload)
+                ticket.reload = reload
+                self.nbytes += ticket.nbytes
+            elif arrival is not None:
+                reload.tensor, reload.arrival = target, arrival
+            found.append(reload)
+        return found
 
     # Several tickets of the same bytes
 
@@ -128,12 +134,12 @@ class PendingReloads:
         shared, tensor = reload.shared, reload.tensor
         if tensor is None:
             return None
-        version, given_as = tensor._version, shared or reload
-        if given_as.version != version:
-            if given_as.version is not None:
-                return None
-            given_as.version = version
-        reload.is_used = True
+        version, given = tensor._version, (shared or reload).version
+        if given is not None and given != version:
+            return None
+        reload.version = version
+        if shared is not None:
+            shared.version = version
         left = ticket.num_waiting
         ticket.num_waiting = left = (left if left > 0 else ticket.num_members) - 1  # NOTE [ Uses ]
         if left <= 0 and ticket.reload is reload:

@@ -1,15 +1,16 @@
 """A saved tensor that may leave the device, the ticket of its bytes, and what came back of them.
 
-A :class:`SavedActivation` starts by holding the tensor. When its group is offloaded it holds a
-:class:`Ticket` instead, alone or with others that are made of the same payload. While the payload
-is on the device again, or on its way there, the ticket has a :class:`Reload`. Whatever happens to
-groups, chunks and plans, a saved tensor can always be given back, as often as it is asked for, and
-what it holds is freed when autograd drops it.
+A :class:`SavedActivation` starts by holding the tensor. When its group is offloaded it becomes the
+:class:`Ticket` of these bytes, and holds nothing on the device any more. Where several are made of
+the same bytes, or one of a part of a storage, they hold a :class:`PayloadTicket` instead. While a
+payload is on the device again, or on its way there, its ticket has a :class:`Reload`. Whatever
+happens to groups, chunks and plans, a saved tensor can always be given back, as often as it is
+asked for, and what it holds is freed when autograd drops it.
 
-    ticket = Ticket(transfer, "mlp", payload, members, storage)
-    transfer.offload([ticket])          # its copy is queued
-    hand_over([ticket])                 # the saved tensors hold the ticket instead of their memory
-    tensor = transfer.deliver(ticket)   # when autograd asks
+    tickets = tickets_for(saved, transfer)   # of ``payload.py``
+    transfer.offload(tickets)                # their copies are queued
+    hand_over(tickets)                       # the saved tensors hold no device memory any more
+    tensor = transfer.deliver(tickets[0])    # when autograd asks
 
 NOTE [ Uses ]
     ``num_waiting`` is how often autograd is expected to ask for a payload before its memory on the
@@ -27,6 +28,7 @@ NOTE [ Nobody is called ]
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -46,6 +48,15 @@ NO_BYTES = torch.empty(0, device="cpu")
 """The place of a payload that is nowhere."""
 
 
+class Away(enum.Enum):
+    """What a saved tensor holds that is the ticket of its own bytes, once they have left."""
+
+    AWAY = "off the device"
+
+
+AWAY = Away.AWAY
+
+
 class Owner(Protocol):
     """The group a saved tensor belongs to."""
 
@@ -55,46 +66,6 @@ class Owner(Protocol):
     def on_use(self) -> None:
         """Backward is about to use one of the group's tensors."""
         ...
-
-
-class SavedActivation:
-    """A saved tensor that may leave the device.
-
-    Args:
-        tensor: What autograd saves.
-        owner: Its group, told when backward first asks for one of its tensors.
-        stream: The stream of the operation that saves it; None means that of the commit.
-
-    Attributes:
-        held: The tensor itself; a ticket once that has its bytes.
-        restore: Makes the tensor of the ticket's payload; None where that is the tensor.
-        inside: The wrapper it is inside of, or its witness; changes made through that are missed by
-            its own version. None once a ticket is held.
-    """
-
-    __slots__ = ("__weakref__", "held", "inside", "owner", "restore", "stream", "version")
-
-    def __init__(self, tensor: Tensor, owner: Owner, stream: Stream | None = None) -> None:
-        self.held: Tensor | Ticket = tensor.detach()
-        self.version = tensor._version
-        self.owner = owner
-        self.stream = stream
-        self.restore: Restore | None = None
-        self.inside: Tensor | None = None
-
-    def unpack(self) -> Tensor:
-        """The tensor as it was saved: values, size, stride and dtype."""
-        held, owner = self.held, self.owner  # read once: a commit on another thread may change it
-        if not isinstance(held, Ticket):
-            if not owner.is_used:
-                owner.on_use()
-            if held._version != self.version:
-                raise modified(held, self.version, owner.name)
-            return held
-        if held.reload is None or not owner.is_used:
-            owner.on_use()
-        payload = held.transfer.deliver(held)
-        return payload if self.restore is None else self.restore(payload)
 
 
 class Mover(Protocol):
@@ -108,15 +79,16 @@ class Mover(Protocol):
 class Ticket:
     """One payload's way to the host and back.
 
-    Args:
+    Attributes:
         transfer: Moves it.
         label: Its group, for messages.
-        payload: Device memory to copy: a whole storage, or a view to be gathered.
-        members: The saved tensors these bytes hold; each knows how it is made of them.
+        payload: Device memory to copy: a whole storage, or a view to be gathered. Until it left.
+        members: The saved tensors these bytes hold; each knows how it is made of them. Until then.
         storage: The storage, if the payload is all of it; then other tickets may share its copy.
-
-    Attributes:
+        num_members: How many saved tensors there are.
+        block, begin, host_bytes: Where the bytes are, once a tier has room for them.
         reload: The payload as it came back; None before, and when it was used up.
+        num_waiting: See NOTE [ Uses ].
         index_in_chunk: Which ticket of its chunk it is; by it, uses in a backward are foreseen.
         checksum: Of the payload when it left, with ``verify``.
     """
@@ -127,39 +99,48 @@ class Ticket:
         "block",
         "checksum",
         "host_bytes",
-        "label",
-        "reload",
-        "members",
+        "index_in_chunk",
         "nbytes",
-        "num_members",
         "num_waiting",
         "payload",
-        "index_in_chunk",
+        "reload",
         "storage",
         "transfer",
     )
 
-    def __init__(
-        self,
-        transfer: Mover,
-        label: str,
-        payload: Tensor,
-        members: Sequence[SavedActivation],
-        storage: UntypedStorage | None,
+    transfer: Mover
+    payload: Tensor
+    storage: UntypedStorage | None
+    block: Block
+    begin: int
+    host_bytes: Tensor
+    nbytes: int
+    num_waiting: int
+    reload: Reload | None
+    index_in_chunk: object
+    checksum: int | None
+    num_members: int
+
+    def _begin(
+        self, transfer: Mover, payload: Tensor, storage: UntypedStorage | None, num_members: int
     ) -> None:
         self.transfer = transfer
-        self.label = label
         self.payload = payload
-        self.members = members
         self.storage = storage
         self.nbytes = payload.nbytes
-        self.num_members = self.num_waiting = len(members)
+        self.num_waiting = num_members
         self.block = NOWHERE
-        self.begin = 0
-        self.host_bytes = NO_BYTES
-        self.reload: Reload | None = None
-        self.index_in_chunk: object = None
-        self.checksum: int | None = None
+        self.reload = None
+        self.index_in_chunk = None
+        self.checksum = None
+
+    @property
+    def label(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def members(self) -> Sequence[SavedActivation]:
+        raise NotImplementedError
 
     @property
     def device_tensor(self) -> Tensor | None:
@@ -182,6 +163,94 @@ class Ticket:
         """Its bytes on the host as flat ``uint8`` tensors, where they are not in one piece."""
         buffer = self.block.buffer
         return [] if buffer is None else buffer.bytes_at(self.begin, self.nbytes)
+
+
+class SavedActivation(Ticket):
+    """A saved tensor that may leave the device, and nearly always the ticket of its bytes then.
+
+    Args:
+        tensor: What autograd saves.
+        owner: Its group, told when backward first asks for one of its tensors.
+        stream: The stream of the operation that saves it; None means that of the commit.
+
+    Attributes:
+        held: The tensor itself; once that has left, :data:`AWAY`, or the ticket that has its bytes.
+        restore: Makes the tensor of that ticket's payload; None where it is the tensor.
+        inside: The wrapper it is inside of, or its witness; changes made through that are missed by
+            its own version. None once it has left.
+    """
+
+    __slots__ = ("held", "inside", "owner", "restore", "stream", "version")
+
+    num_members = 1
+
+    def __init__(self, tensor: Tensor, owner: Owner, stream: Stream | None = None) -> None:
+        self.held: Tensor | Ticket | Away = tensor.detach()
+        self.version = tensor._version
+        self.owner = owner
+        self.stream = stream
+        self.restore: Restore | None = None
+        self.inside: Tensor | None = None
+
+    def unpack(self) -> Tensor:
+        """The tensor as it was saved: values, size, stride and dtype."""
+        held, owner = self.held, self.owner  # read once: a commit on another thread may change it
+        if held is AWAY:
+            if self.reload is None or not owner.is_used:
+                owner.on_use()
+            return self.transfer.deliver(self)
+        if isinstance(held, Ticket):
+            if held.reload is None or not owner.is_used:
+                owner.on_use()
+            payload = held.transfer.deliver(held)
+            return payload if self.restore is None else self.restore(payload)
+        if not owner.is_used:
+            owner.on_use()
+        if held._version != self.version:
+            raise modified(held, self.version, owner.name)
+        return held
+
+    def on_its_own(
+        self, transfer: Mover, payload: Tensor, storage: UntypedStorage
+    ) -> SavedActivation:
+        """Itself as the ticket of its bytes: of ``payload``, which is all of ``storage``."""
+        self._begin(transfer, payload, storage, 1)
+        return self
+
+    @property
+    def label(self) -> str:
+        return self.owner.name
+
+    @property
+    def members(self) -> Sequence[SavedActivation]:
+        return (self,)
+
+
+class PayloadTicket(Ticket):
+    """The ticket of bytes that several saved tensors are made of, or of a part of a storage.
+
+    Args:
+        transfer, label, payload, members, storage: See :class:`Ticket`.
+    """
+
+    __slots__ = ("label", "members", "num_members")
+
+    label: str
+    members: Sequence[SavedActivation]
+
+    def __init__(
+        self,
+        transfer: Mover,
+        label: str,
+        payload: Tensor,
+        members: Sequence[SavedActivation],
+        storage: UntypedStorage | None,
+    ) -> None:
+        self._begin(transfer, payload, storage, len(members))
+        self.label = label
+        self.members = members
+        self.num_members = len(members)
+        self.begin, self.host_bytes = 0, NO_BYTES
 
 
 class Arrival:
@@ -228,7 +297,7 @@ class Reload(weakref.ref[Ticket]):
     ticket does not. See NOTE [ Nobody is called ].
     """
 
-    __slots__ = ("arrival", "is_used", "nbytes", "shared", "tensor", "version")
+    __slots__ = ("arrival", "nbytes", "shared", "tensor", "version")
 
     # By identity: a ticket has one after the other, and references to the same object are equal.
     __eq__ = object.__eq__
@@ -244,12 +313,9 @@ class Reload(weakref.ref[Ticket]):
     """Where tickets with the same bytes use the same memory."""
 
     version: int | None
-    """Of the memory when it was first given out, where it is not shared."""
+    """Of the memory when it was given out for its ticket; None before."""
 
     nbytes: int
-
-    is_used: bool
-    """Whether it was given out for its ticket."""
 
     def is_for(self, live: Stream) -> bool:
         """Whether the live stream may use or wait for its memory: no interrupt came before the
@@ -269,23 +335,34 @@ class Reload(weakref.ref[Ticket]):
 
 def place(batch: list[Ticket], block: Block) -> Block:
     """Give every ticket its place in ``block``, which it gives back."""
-    refs = block.tickets
-    specs = [(ticket.payload.shape, ticket.payload.dtype) for ticket in batch]
-    for ticket, (begin, tensor) in zip(batch, block.places(specs), strict=True):
+    places = block.places([(ticket.payload.shape, ticket.payload.dtype) for ticket in batch])
+    buffer = block.buffer
+    is_in_one_piece = buffer is None or len(buffer.pieces) == 1
+    block.has_addresses = is_in_one_piece and not places[0][1].is_meta
+    for ticket, (begin, tensor) in zip(batch, places, strict=True):
         ticket.block, ticket.begin, ticket.host_bytes = block, begin, tensor
-        if tensor.is_meta:
-            block.has_addresses = False
-        refs.append(weakref.ref(ticket))
+    block.tickets = list(map(weakref.ref, batch))
     return block
+
+
+def give_back(tickets: Sequence[Ticket]) -> None:
+    """There is no room for all of them: no ticket keeps the room that it has got."""
+    for ticket in tickets:
+        ticket.block, ticket.payload, ticket.storage = NOWHERE, NO_BYTES, None
+        ticket.num_waiting = 0  # a block that it was to share is not to bring it
 
 
 def hand_over(tickets: Sequence[Ticket]) -> None:
     """Copies are queued: have saved tensors hold their tickets in place of memory."""
     for ticket in tickets:
-        for member in ticket.members:
-            member.held = ticket
-            member.inside = None
-        ticket.members = ()
+        if isinstance(ticket, SavedActivation):
+            ticket.held = AWAY
+            ticket.inside = None
+        elif isinstance(ticket, PayloadTicket):
+            for member in ticket.members:
+                member.held = ticket
+                member.inside = None
+            ticket.members = ()
         ticket.payload, ticket.storage = NO_BYTES, None
 
 

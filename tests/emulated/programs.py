@@ -26,7 +26,7 @@ from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.in_flight import MAX_STREAMS
 from pp_offload._transfer.pending_reloads import MAX_ABANDONED
 from pp_offload._transfer.plain_copies import PlainCopies
-from pp_offload._transfer.ticket import SavedActivation, Ticket, hand_over
+from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket, hand_over
 from pp_offload._transfer.tiers import make_engine
 from pp_offload.backends import AcceleratorBackend, bare, default_backend
 
@@ -81,7 +81,7 @@ def ticket_of(
     """Of a saved tensor, which is offloaded; only the ticket holds it."""
     saved = SavedActivation(payload, Owner(), home)
     storage = None if is_part else payload.untyped_storage()
-    ticket = Ticket(engine, "g", payload, [saved], storage)
+    ticket = PayloadTicket(engine, "g", payload, [saved], storage)
     engine.offload([ticket])
     hand_over([ticket])
     return ticket
@@ -434,7 +434,7 @@ def same_bytes_landed_for_another_stream(on: Program) -> bool:
     first, side = away(engine, given), side_stream(engine)
     first.num_waiting = 2
     again = SavedActivation(given.to("emulated"), Owner())
-    second = Ticket(engine, "g", again.held, [again], None)
+    second = PayloadTicket(engine, "g", again.held, [again], None)
     second.attach(first.block, first.begin, first.host_bytes)
     hand_over([second])
     with on.late(engine.backend.h2d, compute()):

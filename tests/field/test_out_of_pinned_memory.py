@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from conftest import BACKENDS, make_backend
 from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import OffloadConfig, use_backend
+from pp_offload._groups.group import GroupState
 
 pytestmark = pytest.mark.field("F32")
 
@@ -86,3 +88,58 @@ def test_over_budget_groups_stay_with_one_warning(
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
     assert "host_budget_bytes" in messages[0]
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_group_with_room_for_half_of_it_takes_none(kind: str) -> None:
+    """Its room is there for others, though autograd holds what was to leave. And the block that it
+    would have shared with another group is brought for that one alone.
+    """
+    num = 2**19  # elements, so that no two share a buffer
+    config = OffloadConfig(min_offloaded_tensor_size=1, host_budget_bytes=3 * 4 * num)
+    with use_backend(make_backend(kind), config=config) as manager:
+        device = manager.backend.device
+        shared, *others = (torch.full((num,), float(i), device=device).exp() for i in range(4))
+        expected = [one.clone() for one in (*others, shared, shared)]
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        chunk = manager.cur_forward_chunk()
+        assert chunk is not None
+        first = chunk.pack(chunk.start("first"), shared.requires_grad_())
+        chunk.commit("first")
+        group = chunk.start("second")
+        saved = [chunk.pack(group, one.requires_grad_()) for one in (*others, shared)]
+        chunk.commit("second")
+        assert group.state is GroupState.KEPT
+        assert manager.statistics().host_bytes_in_use == shared.nbytes
+        for one, value in zip([*saved, first], expected, strict=True):
+            assert one.unpack().equal(value)
+        del first, saved, one
+        assert_idle(manager)
+
+
+@pytest.mark.parametrize("kind", ["late", "eager", "random"])
+def test_what_stayed_is_not_brought_with_what_it_would_have_shared(
+    kind: str, tmp_path: Path
+) -> None:
+    """From disk all tickets of a block come together. One has stayed, for its group had no room."""
+    config = OffloadConfig(
+        min_offloaded_tensor_size=1, host_budget_bytes=2**21, tiers=("disk",), disk_dir=tmp_path
+    )
+    with use_backend(make_backend(kind), config=config) as manager:
+        device = manager.backend.device
+        shared, large = torch.ones(64, 64, device=device), torch.ones(2**20, 2, device=device)
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        chunk = manager.cur_forward_chunk()
+        assert chunk is not None
+        first = chunk.pack(chunk.start("first"), shared)
+        chunk.commit("first")
+        group = chunk.start("second")
+        saved = [chunk.pack(group, one) for one in (shared, large)]
+        chunk.commit("second")
+        assert group.state is GroupState.KEPT
+        del large
+        assert first.unpack().eq(1).all()
+        assert manager.statistics().bytes_reloaded == shared.nbytes
+        assert saved[0].unpack() is not first.unpack()
+        del first, saved
+        assert_idle(manager)

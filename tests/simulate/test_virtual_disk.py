@@ -18,7 +18,7 @@ from toy import batches, make_model, run_step
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.ticket import SavedActivation, Ticket, hand_over
+from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket, hand_over
 from pp_offload._transfer.tiers import make_engine
 from pp_offload.simulate import DEVICES, Hardware, VirtualBackend
 from pp_offload.trace import Trace
@@ -53,7 +53,7 @@ def engine_on(hardware: Hardware, **options: Any) -> tuple[VirtualBackend, Trans
 def sent(engine: TransferEngine, nbytes: int = BYTES) -> Ticket:
     saved = SavedActivation(torch.empty(nbytes, dtype=torch.uint8, device="meta"), Owner())
     assert isinstance(saved.held, Tensor)
-    ticket = Ticket(engine, "g", saved.held, [saved], saved.held.untyped_storage())
+    ticket = PayloadTicket(engine, "g", saved.held, [saved], saved.held.untyped_storage())
     engine.offload([ticket])
     hand_over([ticket])
     return ticket

@@ -39,7 +39,7 @@ from pp_offload._transfer.disk_staged import StagedDisk
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.on_disk import DiskBlock
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import PayloadTicket, Ticket
 from pp_offload.backends import Event, Stream
 
 on_backends = pytest.mark.parametrize("kind", BACKENDS)
@@ -184,7 +184,7 @@ def threads_that_wait(manager: PipelineOffloadManager) -> Iterator[None]:
 def tickets_of(engine: TransferEngine, values: Sequence[Tensor]) -> list[Ticket]:
     """One for each, which will be asked for once."""
     members: Any = (SimpleNamespace(held=torch.ones(1), version=0, stream=None, inside=None),)
-    return [Ticket(engine, "g", v, members, v.untyped_storage()) for v in values]
+    return [PayloadTicket(engine, "g", v, members, v.untyped_storage()) for v in values]
 
 
 @pytest.mark.covering(1)

@@ -46,7 +46,7 @@ from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.outgoing import PACK_BYTES, packs
 from pp_offload._transfer.tensors import StorageSet
-from pp_offload._transfer.ticket import SavedActivation, Ticket, hand_over
+from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket, hand_over
 from pp_offload._transfer.tiers import host_engine
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
@@ -73,7 +73,7 @@ def late_engine() -> tuple[SimulatedBackend, TransferEngine]:
 def ticket_for(engine: TransferEngine, tensor: Tensor) -> tuple[SavedActivation, Ticket]:
     """A saved tensor, and the ticket of its whole storage."""
     saved = SavedActivation(tensor, Owner())
-    return saved, Ticket(engine, "g", tensor, [saved], tensor.untyped_storage())
+    return saved, PayloadTicket(engine, "g", tensor, [saved], tensor.untyped_storage())
 
 
 def settle(manager: PipelineOffloadManager) -> None:
@@ -357,7 +357,7 @@ def test_what_is_kept_on_one_stream_is_brought_again_for_another() -> None:
         for step in range(2):
             x = torch.ones(4)
             saved = SavedActivation(x, Owner())
-            ticket = Ticket(split, "g", x, [saved], x.untyped_storage())
+            ticket = PayloadTicket(split, "g", x, [saved], x.untyped_storage())
             split.follow(GroupKey(key, 0), [ticket])
             engine.offload([ticket])
             hand_over([ticket])
@@ -901,8 +901,9 @@ def test_books_are_kept_with_the_lock_held_and_waits_are_without(
 
 
 @pytest.mark.parametrize("is_before", [True, False])
-def test_a_commit_of_another_thread_amid_an_unpack(is_before: bool) -> None:
-    """It gives the ticket in place of the tensor; who looks finds one of them, once."""
+@pytest.mark.parametrize("is_its_own", [True, False])
+def test_a_commit_of_another_thread_amid_an_unpack(is_before: bool, is_its_own: bool) -> None:
+    """It takes the tensor, or gives a ticket in its place; who looks finds one of them, once."""
     backend = SimulatedBackend("eager")
     engine = host_engine(backend, HostMemory(backend.allocate_host), 2**30)
     commit: list[Any] = []
@@ -919,7 +920,9 @@ def test_a_commit_of_another_thread_amid_an_unpack(is_before: bool) -> None:
     with backend.activate():
         x = torch.ones(4)
         saved = Amid(x, Owner())
-        ticket = Ticket(engine, "g", x, [saved], x.untyped_storage())
+        ticket: Ticket = PayloadTicket(engine, "g", x, [saved], x.untyped_storage())
+        if is_its_own:
+            ticket = saved.on_its_own(engine, x, x.untyped_storage())
         engine.offload([ticket])
         commit.append(lambda: hand_over([ticket]))
         assert saved.unpack().eq(1).all()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pp_offload._transfer.pending_reloads import MAX_ABANDONED, PendingReloads
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import PayloadTicket
 from pp_offload.backends import CpuBackend
 
 
@@ -68,7 +68,7 @@ def test_what_was_expected_counts_once_when_it_comes() -> None:
     """As where a disk was read ahead of the copy to the device."""
     engine: Any = None
     member: Any = None
-    ticket = Ticket(engine, "g", torch.ones(100), [member], None)
+    ticket = PayloadTicket(engine, "g", torch.ones(100), [member], None)
     backend = CpuBackend()
     reloads, stream = PendingReloads(backend.h2d), backend.current_stream()
     reloads.expect([ticket])

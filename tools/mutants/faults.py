@@ -316,11 +316,31 @@ MUTANTS = [
     Mutant(
         "waiting for one",
         "pp_offload/_transfer/ticket.py",
-        "self.num_members = self.num_waiting = len(members)",
-        "self.num_members = self.num_waiting = 1",
+        "        self.num_waiting = num_members\n",
+        "        self.num_waiting = 1\n",
         "a payload is brought once for each that saved it",
         (
             "tests/groups/test_lifetimes.py::test_a_payload_used_twice_is_reloaded_once_in_every_backward",
+        ),
+    ),
+    Mutant(
+        "refused ones keep room",
+        "pp_offload/_transfer/ticket.py",
+        "        ticket.block, ticket.payload, ticket.storage = NOWHERE, NO_BYTES, None\n",
+        "        ticket.payload, ticket.storage = NO_BYTES, None\n",
+        "a group that stays takes host memory for as long as autograd holds it",
+        (
+            "tests/field/test_out_of_pinned_memory.py::test_a_group_with_room_for_half_of_it_takes_none",
+        ),
+    ),
+    Mutant(
+        "refused ones are brought",
+        "pp_offload/_transfer/ticket.py",
+        "        ticket.num_waiting = 0  # a block that it was to share is not to bring it\n",
+        "",
+        "what stays is brought from nowhere with what it would have shared",
+        (
+            "tests/field/test_out_of_pinned_memory.py::test_what_stayed_is_not_brought_with_what_it_would_have_shared",
         ),
     ),
     Mutant(
@@ -354,8 +374,8 @@ MUTANTS = [
     Mutant(
         "saved and changed before the commit",
         "pp_offload/_transfer/ticket.py",
-        "            if held._version != self.version:\n",
-        "            if False:\n",
+        "        if held._version != self.version:\n",
+        "        if False:\n",
         "gradients are those of the changed tensor",
         (
             "tests/transfer/test_changed_in_place.py::test_a_changed_tensor_harms_only_who_asks_for_it",
@@ -380,8 +400,8 @@ MUTANTS = [
     Mutant(
         "changed ones leave",
         "pp_offload/_transfer/payload.py",
-        "if isinstance(source, Ticket) or source._version != one.version:",
-        "if isinstance(source, Ticket):",
+        "if not isinstance(source, Tensor) or source._version != one.version:",
+        "if not isinstance(source, Tensor):",
         "what is copied is not what was saved",
         (
             "tests/transfer/test_changed_in_place.py::test_a_changed_tensor_harms_only_who_asks_for_it",
@@ -1170,8 +1190,8 @@ MUTANTS = [
     Mutant(
         "what it holds looked at twice",
         "pp_offload/_transfer/ticket.py",
-        "        held, owner = self.held, self.owner  # read once: a commit on another thread may change it\n        if not isinstance(held, Ticket):\n",
-        "        owner, is_here = self.owner, not isinstance(self.held, Ticket)\n        held = self.held\n        if is_here:\n",
+        "        held, owner = self.held, self.owner  # read once: a commit on another thread may change it\n        if held is AWAY:\n",
+        "        owner, is_away = self.owner, self.held is AWAY\n        held = self.held\n        if is_away:\n",
         "a commit on another thread comes between",
         ("tests/transfer/test_hazards.py::test_a_commit_of_another_thread_amid_an_unpack",),
     ),

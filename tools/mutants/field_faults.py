@@ -364,8 +364,8 @@ FIELD_MUTANTS = [
     Mutant(
         "a node's own output is kept",
         "pp_offload/_transfer/ticket.py",
-        "self.held: Tensor | Ticket = tensor.detach()",
-        "self.held: Tensor | Ticket = tensor",
+        "self.held: Tensor | Ticket | Away = tensor.detach()",
+        "self.held: Tensor | Ticket | Away = tensor",
         "what a node gave out is given back as saved, and keeps the node alive",
         (f"{FIELD}/test_promises_of_hooks.py::test_saved_output_belongs_to_its_node",),
         row="F50",
