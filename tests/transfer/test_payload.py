@@ -273,6 +273,7 @@ def test_a_tensor_saved_many_times_moves_once(manager: PipelineOffloadManager, m
     assert moved in (9600, view.nbytes)
     assert len(backs) == 3
     for back in backs:
+        assert back.untyped_storage().data_ptr() != view.untyped_storage().data_ptr()
         check_same(back, view)
 
 

@@ -346,8 +346,16 @@ MUTANTS = [
     Mutant(
         "members keep their tensors",
         "pp_offload/_transfer/ticket.py",
-        "            member.held = ticket\n",
-        "            member.ticket = ticket\n",
+        "                member.held = ticket\n",
+        "                pass\n",
+        "what several saved tensors are made of never leaves the device",
+        ("tests/transfer/test_payload.py::test_a_tensor_saved_many_times_moves_once",),
+    ),
+    Mutant(
+        "what has left is held",
+        "pp_offload/_transfer/ticket.py",
+        "            ticket.held = AWAY\n",
+        "            pass\n",
         "nothing ever leaves the device",
         ("tests/field/test_second_references.py::test_who_holds_what_was_offloaded",),
         row="F35",
