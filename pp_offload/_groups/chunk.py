@@ -34,7 +34,7 @@ from pp_offload._groups.prefetch import Visit
 from pp_offload._groups.wiring import Wiring
 from pp_offload._transfer.saved_tensor import Packed, Resident, SavedWrapper
 from pp_offload._transfer.subclasses import is_wrapper
-from pp_offload._transfer.ticket import SavedActivation, Ticket
+from pp_offload._transfer.ticket import SavedActivation, Ticket, give_back
 from pp_offload.errors import GroupStateError
 
 
@@ -173,6 +173,7 @@ class Chunk:
         if self.may_leave(group) or self._has_no_room(group):
             self._send(group, tickets)
         else:
+            give_back(tickets)
             self._keep(group)
         for heard in self.wiring.transfer.listeners.group_closed:
             heard(group)

@@ -70,7 +70,9 @@ class Offloader:
             try:  # this may wait, so the lock is not held
                 group.counts.copied_bytes += transfer.offload(new)
             except BaseException:
-                give_back(tickets)
+                with transfer.lock:
+                    transfer.copies.give_up(tickets)  # with a block it shares, one may have come
+                    give_back(tickets)
                 raise
         for heard in () if is_capturing else transfer.listeners.left:
             heard(tickets)

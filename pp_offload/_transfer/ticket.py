@@ -346,7 +346,7 @@ def place(batch: list[Ticket], block: Block) -> Block:
 
 
 def give_back(tickets: Sequence[Ticket]) -> None:
-    """There is no room for all of them: no ticket keeps the room that it has got."""
+    """They stay after all: none keeps room that it has got, or counts on the way back."""
     for ticket in tickets:
         ticket.block, ticket.payload, ticket.storage = NOWHERE, NO_BYTES, None
         ticket.num_waiting = 0  # a block that it was to share is not to bring it
