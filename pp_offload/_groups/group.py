@@ -107,7 +107,7 @@ class Group:
 
     def follow(self, tickets: list[Ticket]) -> None:
         """Refer to these tickets, weakly, for prefetch."""
-        self._tickets = [weakref.ref(ticket) for ticket in tickets]
+        self._tickets = list(map(weakref.ref, tickets))
 
     def ticket(self, index: int) -> Ticket | None:
         """One of those it follows, if it lives."""

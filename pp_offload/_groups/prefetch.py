@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from pp_offload._common.processes import HERE
@@ -187,7 +188,7 @@ class Prefetcher:
             batch = self._missing(following, room, chosen)
             batches.append(batch)
             chosen.update(batch)
-            room -= sum([ticket.nbytes for ticket in batch])
+            room -= sum(map(attrgetter("nbytes"), batch))
             if not following.is_brought:
                 break
         self._load(batches, is_ahead=True)

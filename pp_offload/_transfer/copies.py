@@ -30,6 +30,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -82,10 +83,10 @@ class Copies:
         """
         streams = self.compute_streams(tickets)
         buffers = buffers_of(blocks)
-        sources = [ticket.payload for ticket in tickets]
-        targets = [ticket.host_bytes for ticket in tickets]
-        nbytes = sum([ticket.nbytes for ticket in tickets])
-        if None in [ticket.storage for ticket in tickets]:
+        sources = list(map(attrgetter("payload"), tickets))  # no loop in Python: thousands may come
+        targets = list(map(attrgetter("host_bytes"), tickets))
+        nbytes = sum(map(attrgetter("nbytes"), tickets))
+        if None in map(attrgetter("storage"), tickets):
             sources = self._gathered(tickets)
         for stream in streams:
             self._d2h_waits_for_compute(stream)
@@ -173,9 +174,11 @@ class Copies:
         batch, sharers = self._first_of_each(tickets, live)
         if batch:
             queue(batch, live)
-            nbytes = sum([ticket.nbytes for ticket in batch])
+            nbytes = sum(map(attrgetter("nbytes"), batch))
             for heard in self.listeners.reload_started:
                 heard(batch[0].label, nbytes)
+        if not sharers:
+            return len(batch)
         left = [ticket for ticket in sharers if not self.reloads.share(ticket, live)]
         return len(batch) + (self.bring(left, queue) if left else 0)
 
@@ -342,7 +345,11 @@ class Queued:
 
 def buffers_of(blocks: Iterable[Block]) -> list[HostBuffer]:
     """Their host memory."""
-    return [loan.buffer for block in blocks if (loan := block.loan) is not None]
+    found = []
+    for block in blocks:
+        if block.loan is not None:
+            found.append(block.loan.buffer)
+    return found
 
 
 def in_pieces(

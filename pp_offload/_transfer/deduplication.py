@@ -7,7 +7,7 @@ allocator used again is never taken for the storage that had it before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from pp_offload._common.torch_private import use_count
 from pp_offload._memory.buffers import in_shape
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.tensors import StorageRef
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._transfer.ticket import SavedActivation, Ticket
 
 Entry = tuple[StorageRef, int, weakref.ref[Block], int, Tensor]
 """A storage, the version of it that was copied, the block, and its first byte and place there."""
@@ -52,10 +52,10 @@ class CopyIndex:
             storage, block, place = ticket.storage, ticket.block, ticket.host_bytes
             if storage is None or use_count(storage._cdata) <= 2:  # the ticket's, and this one
                 continue
-            if _is_part(ticket):
+            members = ticket.members
+            if _are_parts(members):
                 continue
-            refs = weakref.ref(storage), weakref.ref(block)
-            version = ticket.members[0].version
+            refs, version = (weakref.ref(storage), weakref.ref(block)), members[0].version
             self._entries[storage._cdata] = refs[0], version, refs[1], ticket.begin, place
 
     def forget_dead(self) -> None:
@@ -73,8 +73,8 @@ class CopyIndex:
 def _has_shared(ticket: Ticket, entry: Entry) -> bool:
     """Attach a ticket to the block that has its storage, if that has what it saved."""
     _, version, block_ref, begin, place = entry
-    block, payload = block_ref(), ticket.payload
-    if version != ticket.members[0].version or _is_part(ticket):
+    block, payload, members = block_ref(), ticket.payload, ticket.members
+    if version != members[0].version or _are_parts(members):
         return False
     if block is None or begin in block.harmed or place.nbytes != ticket.nbytes:
         return False
@@ -82,9 +82,11 @@ def _has_shared(ticket: Ticket, entry: Entry) -> bool:
     return True
 
 
-def _is_part(ticket: Ticket) -> bool:
-    """Whether it is inside a wrapper, which counts changes in place that its own version misses."""
-    for member in ticket.members:  # faster than any()
+def _are_parts(members: Sequence[SavedActivation]) -> bool:
+    """Whether some are inside a wrapper, which counts changes in place that their own version
+    misses.
+    """
+    for member in members:  # faster than any()
         if member.inside is not None:
             return True
     return False

@@ -183,7 +183,7 @@ class InFlight:
         for stream in streams:
             self.follow(stream)
         total = nbytes + (self.queue[-1].total if self.queue else 0)
-        pending = PendingOffload(sources, [weakref.ref(one) for one in blocks], nbytes, total)
+        pending = PendingOffload(sources, list(map(weakref.ref, blocks)), nbytes, total)
         self.queue.append(pending)
         return pending
 

@@ -121,9 +121,10 @@ class Ticket:
     checksum: int | None
     num_members: int
 
-    def _begin(
+    def begin_with(
         self, transfer: Mover, payload: Tensor, storage: UntypedStorage | None, num_members: int
     ) -> None:
+        """Be the ticket of these bytes, which are nowhere else yet."""
         self.transfer = transfer
         self.payload = payload
         self.storage = storage
@@ -210,13 +211,6 @@ class SavedActivation(Ticket):
             raise modified(held, self.version, owner.name)
         return held
 
-    def on_its_own(
-        self, transfer: Mover, payload: Tensor, storage: UntypedStorage
-    ) -> SavedActivation:
-        """Itself as the ticket of its bytes: of ``payload``, which is all of ``storage``."""
-        self._begin(transfer, payload, storage, 1)
-        return self
-
     @property
     def label(self) -> str:
         return self.owner.name
@@ -246,7 +240,7 @@ class PayloadTicket(Ticket):
         members: Sequence[SavedActivation],
         storage: UntypedStorage | None,
     ) -> None:
-        self._begin(transfer, payload, storage, len(members))
+        self.begin_with(transfer, payload, storage, len(members))
         self.label = label
         self.members = members
         self.num_members = len(members)

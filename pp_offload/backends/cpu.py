@@ -11,10 +11,11 @@ torch's own CPU stream is a no-op, on which every program looks ordered; it is n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -204,16 +205,11 @@ class CpuBackend:
     ) -> None:
         """Copy here when small and nothing is queued, else on the stream's thread."""
         assert isinstance(stream, CopyStream)
-        if stream.is_idle() and self._is_small(targets):
+        nbytes = sum(map(attrgetter("nbytes"), targets))
+        if nbytes <= self._inline_bytes and stream.is_idle():
             foreach_copy_(targets, sources)
         else:
             stream.submit(partial(_copy, list(targets), list(sources)))
-
-    def _is_small(self, tensors: Sequence[Tensor]) -> bool:
-        room = self._inline_bytes
-        for tensor in tensors:
-            room -= tensor.nbytes
-        return room >= 0
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Ordinary memory: the device is the host."""

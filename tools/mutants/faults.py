@@ -19,8 +19,8 @@ MUTANTS = [
     Mutant(
         "shared copy of any version",
         "pp_offload/_transfer/deduplication.py",
-        "if version != ticket.members[0].version or _is_part(ticket):",
-        "if _is_part(ticket):",
+        "if version != members[0].version or _are_parts(members):",
+        "if _are_parts(members):",
         "a group gets what the storage held when another group saved it",
         (f"{HAZARDS}::test_a_copy_of_an_older_version_is_not_shared",),
     ),
@@ -462,8 +462,8 @@ MUTANTS = [
     Mutant(
         "shared though something is around it",
         "pp_offload/_transfer/deduplication.py",
-        "ticket.members[0].version or _is_part(ticket):",
-        "ticket.members[0].version:",
+        "members[0].version or _are_parts(members):",
+        "members[0].version:",
         "what was changed through a wrapper is not seen",
         ("tests/transfer/test_wrappers.py::test_changed_through_the_wrapper_between_two_groups",),
     ),

@@ -100,7 +100,7 @@ FIELD_MUTANTS = [
     Mutant(
         "a group keeps what autograd drops",
         "pp_offload/_groups/group.py",
-        "self._tickets = [weakref.ref(ticket) for ticket in tickets]",
+        "self._tickets = list(map(weakref.ref, tickets))",
         "self._tickets = [lambda one=ticket: one for ticket in tickets]",
         "what backward never asks for stays on the host until the next step",
         (f"{FIELD}/test_never_unpacked.py::test_never_unpacked[late-unused_branch-8-16]",),
