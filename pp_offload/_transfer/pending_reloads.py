@@ -80,18 +80,20 @@ class PendingReloads:
         self, tickets: Sequence[Ticket], targets: Iterable[Tensor | None], arrival: Arrival | None
     ) -> list[Reload]:
         found = []
+        is_gone, lives, nbytes = self.gone.append, self._alive.add, 0
         for ticket, target in zip(tickets, targets, strict=False):
             reload = ticket.reload
             if reload is None:
-                reload = Reload(ticket, self.gone.append)
+                reload = Reload(ticket, is_gone)
                 reload.nbytes, reload.shared, reload.version = ticket.nbytes, None, None
                 reload.tensor, reload.arrival = target, arrival
-                self._alive.add(reload)
+                lives(reload)
                 ticket.reload = reload
-                self.nbytes += ticket.nbytes
+                nbytes += reload.nbytes
             elif arrival is not None:
                 reload.tensor, reload.arrival = target, arrival
             found.append(reload)
+        self.nbytes += nbytes
         return found
 
     # Several tickets of the same bytes

@@ -1382,7 +1382,7 @@ MUTANTS = [
     Mutant(
         "Python where a ticket dies",
         "pp_offload/_transfer/pending_reloads.py",
-        "reload = Reload(ticket, self.gone.append)",
+        "reload = Reload(ticket, is_gone)",
         "reload = Reload(ticket, lambda one: self.gone.append(one))",
         "what a signal handler raises there is printed and lost",
         ("tests/transfer/test_hazards.py::test_no_python_code_runs_where_a_ticket_dies",),
