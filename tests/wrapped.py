@@ -90,6 +90,20 @@ class Pair(Tensor):
         return cls(*results)
 
 
+class Same(Pair):
+    """A pair whose aliases have the very tensors that it has."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: str, size: Any, stride: Any) -> Same:
+        return Same(inner["first"], inner["second"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.detach.default:
+            return cls(args[0].first, args[0].second)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def leaves(tensor: Tensor) -> list[Tensor]:
     """The plain tensors inside."""
     if isinstance(tensor, Pair):
@@ -129,6 +143,7 @@ class KeepsSaved(torch.autograd.Function):
 WRAPPERS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "quantised": lambda x: Scaled.of(x[0]),
     "pair": lambda x: Pair(x[0], x[1]),
+    "pair with the same": lambda x: Same(x[0], x[1]),
     "transposed": lambda x: Pair(x[0].t(), x[1].t()),
     "nested": lambda x: Pair(Pair(x[0], x[1]), Pair(x[2], x[3])),
     "mixed": lambda x: Pair(Scaled.of(x[0]), Scaled.of(x[1])),

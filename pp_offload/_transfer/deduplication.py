@@ -2,23 +2,68 @@
 
 Both the storage and its copy are held weakly and compared by identity: an address that the
 allocator used again is never taken for the storage that had it before.
+
+NOTE [ Whose version ]
+    Tensors with one memory may count changes apart: the parts of ``unsafe_chunk``, or what
+    ``.data`` gives. Then the same number of two of them says nothing. So a copy is shared if
+    nothing that saved it, then or now, was ever changed; or if all are aliases of one tensor, and
+    at the same version of that. A change that none of their counters has seen, autograd would not
+    see either.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from pp_offload._common.torch_private import use_count
+from pp_offload._common.torch_private import disable_current_modes, use_count
 from pp_offload._memory.buffers import in_shape
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.tensors import StorageRef
 from pp_offload._transfer.ticket import SavedActivation, Ticket
 
-Entry = tuple[StorageRef, int, weakref.ref[Block], int, Tensor]
-"""A storage, the version of it that was copied, the block, and its first byte and place there."""
+
+class AsSaved(NamedTuple):
+    """How a storage was saved, by which a later save is compared: see NOTE [ Whose version ]."""
+
+    version: int
+    """Of all that saved it."""
+
+    origin: weakref.ref[Tensor] | None
+    """What all are aliases of; None where that need not be known."""
+
+    counters: tuple[Tensor, ...]
+    """Without memory, with the version counters of all; none where the origin is known."""
+
+    @classmethod
+    def of(cls, members: Sequence[SavedActivation]) -> AsSaved | None:
+        """None if no later save can be compared: one is inside a wrapper, which counts changes that
+        its own version misses, or they were changed, and count changes apart.
+        """
+        origin, version = members[0].origin, members[0].version
+        if not _are_all(members, version, origin if version else None):
+            return None
+        if version:
+            return cls(version, origin, ())
+        held = [one.held for one in members]
+        return cls(0, None, tuple([_counter_of(one) for one in held if isinstance(one, Tensor)]))
+
+    def is_that_of(self, members: Sequence[SavedActivation]) -> bool:
+        """Whether these saved the same bytes."""
+        if not _are_all(members, self.version, self.origin):
+            return False
+        for counter in self.counters:
+            if counter._version:
+                return False
+        return True
+
+
+Entry = tuple[StorageRef, AsSaved, weakref.ref[Block], int, Tensor]
+"""A storage, how it was saved, the block, and its first byte and place there."""
 
 
 class CopyIndex:
@@ -28,7 +73,7 @@ class CopyIndex:
         self._entries: dict[int, Entry] = {}
 
     def share(self, tickets: list[Ticket]) -> list[Ticket]:
-        """Attach tickets to a copy of their storage that has the version they saved, if any.
+        """Attach tickets to a copy of their storage as they saved it, if there is one.
 
         Returns:
             The tickets without such a copy.
@@ -52,11 +97,10 @@ class CopyIndex:
             storage, block, place = ticket.storage, ticket.block, ticket.host_bytes
             if storage is None or use_count(storage._cdata) <= 2:  # the ticket's, and this one
                 continue
-            members = ticket.members
-            if _are_parts(members):
-                continue
-            refs, version = (weakref.ref(storage), weakref.ref(block)), members[0].version
-            self._entries[storage._cdata] = refs[0], version, refs[1], ticket.begin, place
+            saved = AsSaved.of(ticket.members)
+            if saved is not None:
+                refs = weakref.ref(storage), weakref.ref(block)
+                self._entries[storage._cdata] = refs[0], saved, refs[1], ticket.begin, place
 
     def forget_dead(self) -> None:
         """Forget storages and blocks that are gone, for a program that never ends a step."""
@@ -72,9 +116,9 @@ class CopyIndex:
 
 def _has_shared(ticket: Ticket, entry: Entry) -> bool:
     """Attach a ticket to the block that has its storage, if that has what it saved."""
-    _, version, block_ref, begin, place = entry
-    block, payload, members = block_ref(), ticket.payload, ticket.members
-    if version != members[0].version or _are_parts(members):
+    _, saved, block_ref, begin, place = entry
+    block, payload = block_ref(), ticket.payload
+    if not saved.is_that_of(ticket.members):
         return False
     if block is None or begin in block.harmed or place.nbytes != ticket.nbytes:
         return False
@@ -82,11 +126,27 @@ def _has_shared(ticket: Ticket, entry: Entry) -> bool:
     return True
 
 
-def _are_parts(members: Sequence[SavedActivation]) -> bool:
-    """Whether some are inside a wrapper, which counts changes in place that their own version
-    misses.
-    """
-    for member in members:  # faster than any()
-        if member.inside is not None:
-            return True
-    return False
+def _are_all(
+    members: Sequence[SavedActivation], version: int, origin: weakref.ref[Tensor] | None
+) -> bool:
+    """Whether all are at this version, are aliases of ``origin`` if given, and in no wrapper."""
+    for one in members:  # faster than all()
+        if one.version != version or one.inside is not None:
+            return False
+        if origin is not None and one.origin is not origin:
+            return False
+    return True
+
+
+_NOTHING: dict[torch.device, Tensor] = {}
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    """An alias with the version counter of a tensor, which keeps none of its memory."""
+    alias = tensor.detach()
+    nothing = _NOTHING.get(alias.device)
+    if nothing is None:
+        with disable_current_modes():  # it is no memory of the program's
+            nothing = _NOTHING[alias.device] = torch.empty(0, device=alias.device)
+    alias.data = nothing
+    return alias

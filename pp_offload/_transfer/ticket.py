@@ -179,15 +179,19 @@ class SavedActivation(Ticket):
         restore: Makes the tensor of that ticket's payload; None where it is the tensor.
         inside: The wrapper it is inside of, or its witness; changes made through that are missed by
             its own version. None once it has left.
+        origin: Refers to the tensor, or to what it is a view of. The same weak reference for all
+            that count changes together; a number of ``version`` alone may be another counter's.
     """
 
-    __slots__ = ("held", "inside", "owner", "restore", "stream", "version")
+    __slots__ = ("held", "inside", "origin", "owner", "restore", "stream", "version")
 
     num_members = 1
 
     def __init__(self, tensor: Tensor, owner: Owner, stream: Stream | None = None) -> None:
         self.held: Tensor | Ticket | Away = tensor.detach()
         self.version = tensor._version
+        base = tensor._base
+        self.origin = weakref.ref(tensor if base is None else base)
         self.owner = owner
         self.stream = stream
         self.restore: Restore | None = None
@@ -340,10 +344,17 @@ def place(batch: list[Ticket], block: Block) -> Block:
 
 
 def give_back(tickets: Sequence[Ticket]) -> None:
-    """They stay after all: none keeps room that it has got, or counts on the way back."""
+    """They stay after all, but for those handed over before an interrupt: no saved tensor keeps
+    room that it has got, or counts on the way back. Other tickets go by themselves, if nothing that
+    they refer to holds them.
+    """
     for ticket in tickets:
-        ticket.block, ticket.payload, ticket.storage = NOWHERE, NO_BYTES, None
-        ticket.num_waiting = 0  # a block that it was to share is not to bring it
+        ticket.payload, ticket.storage = NO_BYTES, None
+        if isinstance(ticket, PayloadTicket):
+            ticket.members = ()
+        elif isinstance(ticket, SavedActivation) and ticket.held is not AWAY:
+            ticket.block = NOWHERE
+            ticket.num_waiting = 0  # a block that it was to share is not to bring it
 
 
 def hand_over(tickets: Sequence[Ticket]) -> None:

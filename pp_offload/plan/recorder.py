@@ -12,7 +12,7 @@ recorder.told(raw)
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, UntypedStorage
 
 from pp_offload._groups.group import Group
+from pp_offload._transfer.deduplication import AsSaved
 from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.ticket import Owner, Ticket
 from pp_offload.plan.tape import (
@@ -73,6 +74,20 @@ class ChunkNotes:
         """Of each payload so far."""
 
         self.closing: list[int] = []
+        self._saved: defaultdict[int, list[AsSaved]] = defaultdict(list)
+        """By source, how it was saved."""
+
+    def version_of(self, source: int, ticket: Ticket) -> int | None:
+        """The same number for all that may share a copy of a source; None for what may not."""
+        before = self._saved[source]
+        for number, one in enumerate(before):
+            if one.is_that_of(ticket.members):
+                return number
+        saved = AsSaved.of(ticket.members)
+        if saved is None:
+            return None
+        before.append(saved)
+        return len(before) - 1
 
     def payloads_of_groups(self) -> tuple[Payload, ...]:
         """All payloads; a source that one group alone saves needs no version."""
@@ -204,14 +219,13 @@ class Recorder(Listener):
             )
         if source == len(chunk.source_bytes):
             chunk.source_bytes.append(rounded(storage.nbytes()))
-        is_part = any(one.inside is not None for one in ticket.members)
         chunk.payloads.append(
             Payload(
                 ticket.nbytes,
                 rounded(ticket.nbytes),
                 source,
                 ticket.num_members,
-                None if is_part else ticket.members[0].version,
+                chunk.version_of(source, ticket),
             )
         )
         chunk.tickets[ticket] = index

@@ -30,8 +30,8 @@ class Payload(NamedTuple):
     """How often backward is expected to ask for it."""
 
     version: int | None = None
-    """Of the source when it was saved: groups that saved the same one share a copy. None where it
-    is not shared.
+    """Of the source when it was saved, by a number: groups that saved the same one share a copy.
+    None where it is not shared.
     """
 
 

@@ -65,19 +65,28 @@ def weight_on(device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.ones(4, 6, device=device))
 
 
+@pytest.mark.parametrize("is_one_tensor", [False, True], ids=["each its own", "one tensor"])
 @pytest.mark.parametrize("span", ["groups", "microbatches", "steps"])
-def test_offloaded_then_freed(manager: PipelineOffloadManager, span: str) -> None:
-    """Every graph lives until the end, so the bytes of all the tensors are still wanted."""
+def test_offloaded_then_freed(
+    manager: PipelineOffloadManager, span: str, is_one_tensor: bool
+) -> None:
+    """Every graph lives until the end, so the bytes of all the tensors are still wanted. A tensor
+    that was given other memory counts no change.
+    """
     device = manager.backend.device
-    place = OneAddress(device)
+    place, tensor = OneAddress(device), torch.empty(0, device=device)
     weights = [weight_on(device) for _ in range(NUM_TENSORS)]
     inputs = make_inputs(NUM_TENSORS, device=device)
     outputs = []
     for number, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
         if number == 0 or span != "groups":
             begin(True, is_step=number == 0 or span == "steps")
-        outputs.append(saved(place.make(x), weight, f"group {number}", True))
+        if is_one_tensor:
+            tensor.data = torch.empty(0, device=device)
+            tensor.data = place.make(x)
+        outputs.append(saved(tensor if is_one_tensor else place.make(x), weight, f"{number}", True))
         settle(manager)
+    tensor.data = torch.empty(0, device=device)
     assert manager.statistics().bytes_offloaded == NUM_TENSORS * NBYTES
     assert manager.statistics().live_tensors == NUM_TENSORS
     while outputs:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_backend
 from field_checks import hook_depth
 from injected import Injected, Point, chosen, files, interrupt_at, points_in
 from test_split import MICROBATCHES, tell
@@ -22,10 +23,11 @@ from test_split import run_step as run_in_parts
 from threaded import KINDS, Net, assert_all_idle, gradients, input_of, manager_of, plain
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from toy import assert_no_hooks, batches, make_model, same_bits
+from toy import assert_idle, assert_no_hooks, batches, make_model, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager, offload_modules
+from pp_offload import OffloadConfig, PipelineOffloadManager, offload_modules, use_backend
+from pp_offload._transfer.ticket import SavedActivation
 
 pytestmark = pytest.mark.field("F57")
 
@@ -52,6 +54,8 @@ PARTS = files(
     *(f"_groups/{name}" for name in ("split_backward", "step", "manager", "prefetch")),
     "_groups/chunk_queue",
 )
+
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 
 planned = cache(plain)
 
@@ -188,6 +192,43 @@ def test_an_interrupt_at_every_line(
 def test_an_interrupt_in_a_backward_of_two_parts(kind: str, every: int, tmp_path: Path) -> None:
     program = Program(step_in_parts, expected_in_parts, PARTS, is_freed=False)
     program.check(kind, tmp_path, every=every)
+
+
+COMMIT = files("_groups/offloader", "_transfer/ticket", "_transfer/deduplication")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "late"])
+def test_an_interrupt_in_a_commit_leaves_bytes_in_one_place(kind: str) -> None:
+    """On the device, or on the host; also while the graph of the step that was cut off lives on."""
+
+    def commit(number: int | None) -> bool:
+        """Interrupted at a line of that number; whether there was one."""
+        with use_backend(make_backend(kind), config=CONFIG) as manager:
+            manager.init_model_chunk_offload_handler(None, None, 1)
+            chunk = manager.cur_forward_chunk()
+            assert chunk is not None
+            group = chunk.start("g")
+            tensors = [x.to(manager.backend.device) for x in batches(3)]
+            packed = [chunk.pack(group, one) for one in (*tensors, tensors[0].t())]
+            saved = [one for one in packed if isinstance(one, SavedActivation)]
+            assert len(saved) == len(packed) == 4
+            at = None
+            try:
+                with interrupt_at(number or 0, COMMIT) as interrupt:
+                    chunk.commit("g")
+            except Injected:
+                at = interrupt.at
+            manager.reset()
+            manager.backend.synchronize()
+            has_left = any(not isinstance(one.held, Tensor) for one in saved)
+            assert (manager.statistics().host_bytes_in_use > 0) == has_left, at
+            expected = [*tensors, tensors[0].t()]
+            assert all(one.unpack().equal(x) for one, x in zip(saved, expected, strict=True)), at
+            del packed, saved
+            assert_idle(manager)
+        return at is not None
+
+    assert sum(map(commit, range(200))) > 30
 
 
 # The forward of a module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._groups.group import GroupState
+from pp_offload._transfer.block import BlockState
+from pp_offload._transfer.on_disk import DiskBlock
+from pp_offload._transfer.ticket import SavedActivation
 
 pytestmark = pytest.mark.field("F32")
 
@@ -141,5 +145,39 @@ def test_what_stayed_is_not_brought_with_what_it_would_have_shared(
         assert first.unpack().eq(1).all()
         assert manager.statistics().bytes_reloaded == shared.nbytes
         assert saved[0].unpack() is not first.unpack()
+        del first, saved
+        assert_idle(manager)
+
+
+@pytest.mark.parametrize("kind", ["late", "eager", "random"])
+def test_what_has_come_for_a_group_that_stays_is_given_up(kind: str, tmp_path: Path) -> None:
+    """The block that it would have shared was being read from disk when it was committed."""
+    config = OffloadConfig(
+        min_offloaded_tensor_size=1, host_budget_bytes=2**21, tiers=("disk",), disk_dir=tmp_path
+    )
+    with use_backend(make_backend(kind), config=config) as manager:
+        device, transfer = manager.backend.device, manager.wiring.transfer
+        shared, large = torch.ones(64, 64, device=device), torch.ones(2**20, 2, device=device)
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        chunk = manager.cur_forward_chunk()
+        assert chunk is not None
+        first = chunk.pack(chunk.start("first"), shared)
+        chunk.commit("first")
+        assert isinstance(first, SavedActivation)
+        while first.block.state is not BlockState.ON_DISK:
+            manager.backend.synchronize()
+            transfer.poll()
+        transfer.reload([first], is_ahead=True)
+        assert isinstance(first.block, DiskBlock)
+        first.block.reading.synchronize()
+        group = chunk.start("second")
+        saved = [chunk.pack(group, one) for one in (shared, large)]
+        chunk.commit("second")
+        assert group.state is GroupState.KEPT
+        came = weakref.ref(first.unpack().untyped_storage())
+        manager.backend.synchronize()
+        transfer.poll()
+        is_gone = came() is None  # pytest would print all of it
+        assert is_gone and manager.statistics().bytes_reloaded_unused == 0
         del first, saved
         assert_idle(manager)

@@ -85,12 +85,17 @@ def settle(manager: PipelineOffloadManager) -> None:
 # A storage that two groups saved
 
 
-def test_a_copy_of_an_older_version_is_not_shared(manager: PipelineOffloadManager) -> None:
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_copy_of_an_older_version_is_not_shared(
+    manager: PipelineOffloadManager, version: int
+) -> None:
     """The first group's copy was made, so it harms nobody that the tensor changes afterwards."""
     device = manager.backend.device
     x = torch.linspace(-1, 1, 12).view(3, 4).to(device).requires_grad_()
     manager.init_model_chunk_offload_handler(None, None, 1)
     h = x * 2
+    for _ in range(version):
+        h.mul_(1)
 
     def group(h: Tensor) -> Tensor:
         with off_interface(True, h, "g"):

@@ -122,7 +122,7 @@ def test_changed_through_the_wrapper_between_two_groups(
     def run(is_on: bool) -> list[Tensor]:
         (values,) = inputs(1, device)
         x = values.clone().requires_grad_()
-        wrapped = WRAPPERS[kind]([row.clone() for row in values])
+        wrapped = WRAPPERS[kind]([row.view(2, 3).clone() for row in values])
         first_values = [t.clone() for t in leaves(wrapped)]
         h = x * 1
         if is_on:
@@ -132,6 +132,7 @@ def test_changed_through_the_wrapper_between_two_groups(
         manager.backend.synchronize()
         wrapped.mul_(3)
         assert not same_bits(leaves(wrapped), first_values)
+        assert not is_on or manager.statistics().bytes_offloaded > 0
         second = in_group(is_on, h, lambda h: KeepsSaved.apply(h, wrapped))
         second.sum().backward()
         seen = KeepsSaved.seen.pop()

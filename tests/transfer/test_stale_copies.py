@@ -1,0 +1,123 @@
+"""A group shares the copy that another has made, and never one of what has changed since.
+
+Tensors with one memory may count changes apart: the parts of ``unsafe_chunk``, or what ``.data``
+gives. Then a number of one counter says nothing of the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BACKENDS, make_backend
+from torch import Tensor
+from toy import assert_idle
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+
+Settle = Callable[[], None]
+Group = Callable[[str, Tensor, Callable[[Tensor], Tensor]], Tensor]
+
+
+def gap_is_written(x: Tensor, group: Group, settle: Settle) -> Tensor:
+    """The first group saves two parts of three; its copy has the third as well."""
+    a, b, c = (x * 2).unsafe_chunk(3)
+    u = group("one", a, lambda a: a * c)
+    settle()
+    b.sigmoid_()
+    return u + group("two", a, lambda a: a.sin() * b.cos() + c.sin())
+
+
+def part_is_written(x: Tensor, group: Group, settle: Settle) -> Tensor:
+    """All three were saved, and one of them is another one when it is saved again."""
+    a, b, c = (x * 2).unsafe_chunk(3)
+    u = group("one", a, lambda a: a.sin() * b.detach() + b.sin() * c)
+    settle()
+    with torch.no_grad():
+        d = b.data.sigmoid_()
+    return u.detach() + group("two", a, lambda a: a.sin() * d + c.sin())
+
+
+def version_of_another(x: Tensor, group: Group, settle: Settle) -> Tensor:
+    """Both were saved at version 0; one of them was changed between, in the open."""
+    h = x * 2
+    first = group("one", h, torch.sin)
+    settle()
+    with torch.no_grad():
+        h.add_(1)
+    d = h.data.requires_grad_()
+    y = group("two", d, torch.cos)
+    y.sum().backward()
+    assert d.grad is not None
+    del first
+    return (x * d.grad).sin()
+
+
+def same_number(x: Tensor, group: Group, settle: Settle) -> Tensor:
+    """The whole was at version 1 when it was saved, and so are its parts now, for other reasons."""
+    y = (x * 2).add_(1)
+    u = group("one", y, torch.sin)
+    settle()
+    a, b = y.detach().unsafe_chunk(2)
+    parts = [part.sigmoid_().requires_grad_() for part in (a, b)]
+    group("two", parts[0], lambda a: a.cos() * parts[1].cos()).sum().backward()
+    gradients = [part.grad for part in parts if part.grad is not None]
+    return u.detach() + (x * torch.cat(gradients)).sin()
+
+
+SETTLED = [gap_is_written, part_is_written, version_of_another, same_number]
+CASES = [*((program, True) for program in SETTLED), (gap_is_written, False)]
+"""Programs, and whether the first copy has ended when something changes."""
+
+
+def gradient(
+    program: Callable[[Tensor, Group, Settle], Tensor],
+    device: torch.device,
+    manager: PipelineOffloadManager | None = None,
+    *,
+    is_settled: bool = False,
+) -> Tensor:
+    x = torch.linspace(-1, 1, 24).view(6, 4).to(device).requires_grad_()
+    if manager is not None:
+        off_interface.init_chunk_handler(None, None, 1)
+
+    def group(name: str, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        with off_interface(manager is not None, x, name) as marked:
+            y = compute(marked)
+        return off_interface.group_commit(y, name=name) if manager is not None else y
+
+    def settle() -> None:
+        if manager is not None and is_settled:
+            manager.backend.synchronize()
+            manager.statistics()
+
+    program(x, group, settle).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("is_verified", [False, True])
+@pytest.mark.parametrize("tiers", [("host",), ("disk",)])
+@pytest.mark.parametrize(("program", "is_settled"), CASES)
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_no_copy_of_what_has_changed_is_shared(
+    kind: str,
+    program: Callable[[Tensor, Group, Settle], Tensor],
+    is_settled: bool,
+    tiers: tuple[str, ...],
+    is_verified: bool,
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path if "disk" in tiers else None
+    config = OffloadConfig(
+        min_offloaded_tensor_size=1, tiers=tiers, disk_dir=directory, verify=is_verified
+    )
+    with use_backend(make_backend(kind), config=config) as manager:
+        device = manager.backend.device
+        expected = gradient(program, device)
+        if is_settled or program is gap_is_written:
+            assert torch.equal(gradient(program, device, manager, is_settled=is_settled), expected)
+            assert_idle(manager)
