@@ -11,23 +11,28 @@ NOTE [ Numbers not drawn ]
     An operator with dropout in it, such as attention, draws random numbers. If its output is kept
     it does not run again and draws none, and operators behind it would draw others than in forward.
     So the state of the generators behind it is noted in forward, and set in recomputation.
+
+NOTE [ Written in place ]
+    An operator of the same checkpoint may write into an output that is kept, as ``relu_`` does
+    behind a linear layer; recomputation would write into what was written. The cells of ``nn.GRU``
+    do so through ``unsafe_chunk``, whose parts have version counters of their own, so no counter
+    tells. So each operator that writes is looked at: what it writes into is recomputed after all.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-)
+from torch import Tensor, UntypedStorage
+from torch.utils.checkpoint import CheckpointPolicy
 
 from pp_offload._checkpoint.random_state import RandomState
 from pp_offload._common.torch_private import (
@@ -42,6 +47,7 @@ from pp_offload._common.torch_private import (
 from pp_offload._groups.stash import ActivationStash
 from pp_offload._memory.storages import has_storage
 from pp_offload._transfer.saved_tensor import Packed, Resident
+from pp_offload._transfer.subclasses import plain_tensors
 
 
 class Choice(enum.Enum):
@@ -111,6 +117,18 @@ class CheckpointCounts:
     offloaded_bytes: int = 0
     """Bytes of these, shared ones counted each time."""
 
+    def add(self, counted: Iterable[tuple[bool, int]], num: int = 1) -> None:
+        """Tensors were kept: of each whether it was offloaded, and its bytes. With ``num=-1`` they
+        were not, after all.
+        """
+        for is_offloaded, nbytes in counted:
+            if is_offloaded:
+                self.offloaded_outputs += num
+                self.offloaded_bytes += num * nbytes
+            else:
+                self.saved_outputs += num
+                self.saved_bytes += num * nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
@@ -121,6 +139,9 @@ class _Kept:
 
     drawn: RandomState | None = None
     """The generators behind it, if it may have drawn. See NOTE [ Numbers not drawn ]."""
+
+    counted: tuple[tuple[bool, int], ...] = ()
+    """Of each tensor whether it was offloaded, and its bytes."""
 
     @property
     def is_brought(self) -> bool:
@@ -157,6 +178,7 @@ class KeptOutputs:
         self._calls: _Calls = {op: [] for op in policy.kept}
         self._saved: defaultdict[Any, dict[int, Any]] = defaultdict(dict)
         self._is_brought = False
+        self._in_storage: _InStorage = {}
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -177,38 +199,78 @@ class KeptOutputs:
     def _choose(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Tell PyTorch whether to save an output, which was computed."""
         calls = self._calls.get(op)
+        if self._in_storage:
+            self._drop_what_is_written(op, args, kwargs)
         if calls is None:  # as for most operators
             return CheckpointPolicy.PREFER_RECOMPUTE
         choice = self._policy.choose(op, len(calls) + 1)
-        kept = None if choice is Choice.RECOMPUTE else self._keep(op, choice, context.op_output)
-        calls.append(kept)
-        self._is_brought = self._is_brought or (kept is not None and kept.is_brought)
+        if choice is Choice.RECOMPUTE:
+            calls.append(None)
+        else:
+            kept = self._keep(op, choice, context.op_output)
+            calls.append(kept)
+            self._is_brought = self._is_brought or kept.is_brought
         return _ANSWERS[choice]
 
     def _keep(self, op: OpOverload, choice: Choice, outputs: Any) -> _Kept:
-        packed = None
-        if choice is Choice.OFFLOAD:
-            packed = tree_map_only(Tensor, self._pack, outputs)
-        else:
-            self._count_saved(outputs)
-        return _Kept(packed, RandomState.after(outputs) if op in self._draws else None)
+        counted: list[tuple[bool, int]] = []
+
+        def pack(tensor: Tensor) -> Packed | None:
+            packed = self._pack(tensor) if choice is Choice.OFFLOAD else None
+            is_offloaded = packed is not None and not isinstance(packed, Resident)
+            counted.append((is_offloaded, tensor.nbytes if has_storage(tensor) else 0))
+            for plain in filter(has_storage, plain_tensors(tensor)):
+                storage = plain.untyped_storage()
+                calls = self._in_storage.setdefault(storage._cdata, [])
+                calls.append((weakref.ref(storage), op, len(self._calls[op])))
+            return packed
+
+        packed = tree_map_only(Tensor, pack, outputs)
+        self._counts.add(counted)
+        drawn = RandomState.after(outputs) if op in self._draws else None
+        return _Kept(packed if choice is Choice.OFFLOAD else None, drawn, tuple(counted))
 
     def _pack(self, tensor: Tensor) -> Packed:
         assert self._stash is not None
         with _same_version_counter():
-            packed = self._stash.pack(tensor)
-        if isinstance(packed, Resident):
-            self._count_saved(tensor)
-        else:
-            self._counts.offloaded_outputs += 1
-            self._counts.offloaded_bytes += tensor.nbytes
-        return packed
+            return self._stash.pack(tensor)
 
-    def _count_saved(self, outputs: Any) -> None:
-        for tensor in (outputs,) if isinstance(outputs, Tensor) else tree_leaves(outputs):
-            if isinstance(tensor, Tensor):
-                self._counts.saved_outputs += 1
-                self._counts.saved_bytes += tensor.nbytes if has_storage(tensor) else 0
+    def _drop_what_is_written(self, op: Any, args: Any, kwargs: Any) -> None:
+        """See NOTE [ Written in place ]."""
+        places, names = _written(op)
+        given = [args[i] for i in places if i < len(args)]
+        for tensor in tree_leaves([*given, *(kwargs[name] for name in names if name in kwargs)]):
+            for plain in plain_tensors(tensor) if isinstance(tensor, Tensor) else ():
+                if has_storage(plain):
+                    self._drop(plain.untyped_storage())
+
+    def _drop(self, storage: UntypedStorage) -> None:
+        """Have the outputs in a storage recomputed after all."""
+        for ref, op, number in self._in_storage.pop(storage._cdata, ()):
+            kept = self._calls[op][number]
+            if ref() is storage and kept is not None:
+                self._counts.add(kept.counted, -1)
+                self._calls[op][number] = None
+                self._saved[op].pop(number, None)
+                self._is_brought = True  # PyTorch's own mode would look for it
+
+
+_InStorage = dict[int, list[tuple[weakref.ref[UntypedStorage], OpOverload, int]]]
+"""By the key of a storage, the calls whose kept outputs are in it."""
+
+
+@functools.cache
+def _written(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Which arguments an operator writes into, by place and by name."""
+    schema = getattr(op, "_schema", None)  # which an operator of a higher order has not
+    if schema is None or not schema.is_mutable:
+        return (), ()
+    found = [
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tuple(place for place, _ in found), tuple(name for _, name in found)
 
 
 _ANSWERS = {
@@ -263,6 +325,9 @@ class _Brings(_Answers):
         calls = self._kept.get(func, ())
         number = self.func_counter[func] if calls else 0
         call = calls[number] if number < len(calls) else None
+        if call is None and number < len(calls):
+            self.func_counter[func] += 1
+            return func(*args, **(kwargs or {}))
         if call is None or call.packed is None:
             outputs = super().__torch_dispatch__(func, types, args, kwargs)
         else:

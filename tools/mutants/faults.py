@@ -49,6 +49,25 @@ MUTANTS = [
         ("tests/transfer/test_stale_copies.py",),
     ),
     Mutant(
+        "what is written into is kept",
+        "pp_offload/_checkpoint/selective.py",
+        "        if self._in_storage:\n",
+        "        if False:\n",
+        "recomputation writes into what was written",
+        (
+            "tests/test_checkpointing.py::test_an_output_that_is_written_into_is_recomputed",
+            "tests/test_checkpointing.py::test_layers_that_write_into_what_an_operator_gave",
+        ),
+    ),
+    Mutant(
+        "what is written by name is kept",
+        "pp_offload/_checkpoint/selective.py",
+        "*(kwargs[name] for name in names if name in kwargs)",
+        "",
+        "an operator with out= writes into what was kept",
+        ("tests/test_checkpointing.py::test_an_output_that_is_written_into_is_recomputed",),
+    ),
+    Mutant(
         "shared copy of any version",
         "pp_offload/_transfer/deduplication.py",
         "if one.version != version or one.inside is not None:",
