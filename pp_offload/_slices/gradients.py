@@ -20,6 +20,15 @@ NOTE [ Order of gradients of gradients ]
     back with them. The node that brings them back runs on the device's thread, when all of them are
     ready and in autograd's order. A hook applies the gate: as a node of the forward's graph it
     would sum what reaches it before the rest.
+
+NOTE [ Without grad ]
+    A parameter requires grad also where grad is disabled, and PyTorch looks at that: an RNN on the
+    CPU, or a product of matrices, then takes another way, with other bits. A layer may enable grad
+    in an evaluation, too. So tensors on the device are joined to their parameters in any mode, and
+    gradients reach these. The tensors are no leaves that require grad: of such ones autocast would
+    keep all casts until it ends, and a gradient would be lost in them.
+    Transforms of torch.func and traces do not take such nodes. So there they are leaves; these
+    refuse gradients, which a backward in a trace has.
 """
 
 from __future__ import annotations
@@ -32,8 +41,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from pp_offload._common.torch_private import queue_callback, tree_leaves, tree_map
+from pp_offload._common.torch_private import (
+    is_transformed,
+    queue_callback,
+    records_operators,
+    tree_leaves,
+    tree_map,
+)
 from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
 from pp_offload.errors import OffloadError
 
@@ -99,6 +115,14 @@ class GradientPath:
             return tuple(tensors)
         brought = iter(self._copies.synchronize(self._copies.copy_to_device(present, self._label)))
         return tuple(None if tensor is None else next(brought) for tensor in tensors)
+
+    def refuse(self, leaf: Tensor) -> None:
+        """Raise, for a gradient came to what is not joined to its parameter."""
+        raise OffloadError(
+            f"a trace without grad runs a backward that came to a parameter of {self._label}, "
+            "which waits on the host; expected none there; run the forward outside of the trace, "
+            "or ask for the gradient with torch.autograd.grad"
+        )
 
     def _check_dense(self, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
@@ -233,7 +257,7 @@ def gated(
         path: Of their gradients.
     """
     tracked = next((tensor for tensor in tensors if tensor.requires_grad), None)
-    if tracked is None:
+    if tracked is None or not torch.is_grad_enabled():
         return list(inputs), None
     numbers = [_number(tracked)]
     there = weakref.ref(path)  # the hook may be on a tensor of the program, and outlive the graph
@@ -282,10 +306,22 @@ def on_device(
     """
     wanting = [i for i, one in enumerate(parameters) if one.requires_grad]
     tensors = [tensor.detach() for tensor in loaded]
-    if not (wanting and torch.is_grad_enabled()):
+    if not wanting:
         return tensors
-    hosts = Wait.apply(path, *(parameters[i] for i in wanting))
-    tracked = ToDevice.apply(path, [loaded[i] for i in wanting], *hosts)
+    if not torch.is_grad_enabled() and (is_transformed() or records_operators()):
+        for i in wanting:
+            tensors[i] = _lone(tensors[i], path)
+        return tensors
+    with torch.inference_mode(False):  # this enables grad, too; see NOTE [ Without grad ]
+        hosts = Wait.apply(path, *(parameters[i] for i in wanting))
+        tracked = ToDevice.apply(path, [loaded[i] for i in wanting], *hosts)
     for i, tensor in zip(wanting, tracked, strict=True):
         tensors[i] = tensor
     return tensors
+
+
+def _lone(tensor: Tensor, path: GradientPath) -> Parameter:
+    """A leaf that requires grad and refuses gradients. See NOTE [ Without grad ]."""
+    leaf = Parameter(tensor)  # ``requires_grad_`` raises in a transform
+    leaf.register_post_accumulate_grad_hook(path.refuse)
+    return leaf

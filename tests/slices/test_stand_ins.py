@@ -1,0 +1,178 @@
+"""What layers find in place of their parameters: layers on the host, and in slices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_backend, on_two_backends, skip_on_emulated
+from sliced import state
+from torch import Tensor, nn
+from toy import moved, same_bits
+
+from pp_offload import OffloadError, OffloadModel, offload_layers
+from pp_offload.backends import Backend
+
+WIDTH = 16
+
+
+class First(nn.Module):
+    """The first result of a layer that has several."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = self.layer(x)[0]
+        return first
+
+
+class Weight(nn.Module):
+    """A layer that has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+
+class Asks(Weight):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if self.weight.requires_grad else x
+
+
+class Descends(Weight):
+    """Takes a step down a slope in its forward, whatever the mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss = (x @ self.weight - x).square().sum()
+            (slope,) = torch.autograd.grad(loss, self.weight, create_graph=self.training)
+        return x @ (self.weight - 0.1 * slope)
+
+
+class Learns(Weight):
+    """Runs a backward in its forward, whatever the mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.enable_grad():
+            (x.clone() @ self.weight).square().sum().backward()
+        return x @ self.weight.detach()
+
+
+def rnn(kind: type[nn.RNNBase]) -> Callable[[], nn.Module]:
+    return lambda: First(kind(WIDTH, WIDTH, batch_first=True))
+
+
+RNNS = {kind.__name__: rnn(kind) for kind in (nn.GRU, nn.RNN, nn.LSTM)}
+
+
+class Stack(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module], depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(make() for _ in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+@pytest.fixture(params=["layers", "model"])
+def offload(request: pytest.FixtureRequest) -> Callable[[Stack, Backend], nn.Module]:
+    """Makes the layers wait on the host, in either way; what is called then."""
+
+    def as_layers(model: Stack, backend: Backend) -> nn.Module:
+        offload_layers(model, "layers", backend=backend)
+        return model
+
+    def as_model(model: Stack, backend: Backend) -> nn.Module:
+        return OffloadModel(model.layers, backend.device, num_slices=3, backend=backend)
+
+    return as_layers if request.param == "layers" else as_model
+
+
+Offload = Callable[[Stack, Backend], nn.Module]
+
+
+def plain_and_offloaded(
+    make: Callable[[], nn.Module], offload: Offload, backend: Backend
+) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(1)
+    plain = Stack(make)
+    offloaded = offload(copy.deepcopy(plain), backend)
+    return moved(plain, backend.device), offloaded
+
+
+def inputs(backend: Backend) -> Tensor:
+    x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(2))
+    return x.to(backend.device)
+
+
+def skip_what_it_lacks(backend: Backend, name: str, mode: Any = None) -> None:
+    if name in RNNS:
+        skip_on_emulated(backend, "PyTorch has no RNN for such a device but kernels of its own")
+    if mode is torch.inference_mode:
+        skip_on_emulated(backend, "products of it fail in inference mode, in any model")
+
+
+@on_two_backends
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", [*RNNS, "Asks", "Descends"])
+def test_evaluation_takes_the_way_of_the_plain_model(
+    backend: Backend, offload: Offload, name: str, mode: Any
+) -> None:
+    """It may depend on whether parameters require grad, which no mode changes."""
+    skip_what_it_lacks(backend, name, mode)
+    if name == "Descends" and mode is torch.inference_mode:
+        pytest.skip("in it nothing can enable grad")
+    make = RNNS.get(name) or {"Asks": Asks, "Descends": Descends}[name]
+    with backend.activate():
+        plain, offloaded = plain_and_offloaded(make, offload, backend)
+        for one in (plain, offloaded):
+            one.eval()
+        with mode():
+            outputs = [one(inputs(backend)) for one in (plain, offloaded)]
+        assert same_bits([outputs[0].cpu()], [outputs[1].cpu()])
+        assert not outputs[1].requires_grad
+
+
+@on_two_backends
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_backward_in_an_evaluation_reaches_the_parameters(
+    backend: Backend, offload: Offload, mode: Any
+) -> None:
+    """It would be lost in what stands in their places."""
+    skip_what_it_lacks(backend, "Learns", mode)
+    with backend.activate():
+        plain, offloaded = plain_and_offloaded(Learns, offload, backend)
+        with mode():
+            for one in (plain, offloaded):
+                one(inputs(backend))
+        assert all(parameter.grad is not None for parameter in offloaded.parameters())
+        assert same_bits(state(offloaded), state(plain))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "late"])
+def test_a_transform_without_grad(offload: Offload, kind: str) -> None:
+    backend = make_backend(kind)
+    with backend.activate(), torch.no_grad():
+        pair = plain_and_offloaded(Asks, offload, backend)
+        assert same_bits(*([torch.vmap(one)(inputs(backend))] for one in pair))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
+def test_a_trace_without_grad() -> None:
+    backend = make_backend("cpu")
+    x = inputs(backend)
+    with backend.activate(), torch.no_grad():
+        model = Stack(Asks)
+        offload_layers(model, "layers", backend=backend)
+        traced = torch.jit.trace(model, x, check_trace=False)
+        assert same_bits([traced(x + 1)], [model(x + 1)])
+        model = Stack(Learns)
+        offload_layers(model, "layers", backend=backend)
+        with pytest.raises(OffloadError, match=r"a trace .* came to a parameter of layers\.0"):
+            torch.jit.trace(model, x, check_trace=False)
