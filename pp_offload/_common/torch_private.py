@@ -116,6 +116,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "CheckpointWrapper": ("_checkpoint_wrapped_module",),
     "FullyShardedDataParallel": ("_fsdp_wrapped_module",),
     "OptimizedModule": ("_orig_mod",),
+    "RNNBase": ("_flat_weight_refs", "_flat_weights", "_flat_weights_names"),
 }
 """By the class of the object. See NOTE [ Attributes of objects ]."""
 

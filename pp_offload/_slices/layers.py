@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn import Module, ModuleList, Parameter
 
 from pp_offload._slices.cache import Slice, stamp
+from pp_offload._slices.recurrent import lists_of, rnns_in
 from pp_offload._slices.saved_parameters import SlicedRun, check_unchanged
 
 
@@ -28,6 +29,7 @@ class SliceLayers(Module):
     def __init__(self, label: str, layers: Iterable[Module]) -> None:
         super().__init__()
         self._layers = ModuleList(layers)
+        self._rnns = rnns_in(self._layers)
         self._names: dict[str, int] = {}
         found: dict[int, int] = {}
         parameters: list[Parameter] = []
@@ -49,10 +51,11 @@ class SliceLayers(Module):
     def forward(self, *inputs: Any) -> Any:
         """As a Sequential does it."""
         first, *others = self._layers
-        value = first(*inputs)
-        del inputs
-        for layer in others:
-            value = layer(value)
+        with lists_of(self._rnns):
+            value = first(*inputs)
+            del inputs
+            for layer in others:
+                value = layer(value)
         return value
 
 

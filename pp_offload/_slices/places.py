@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from pp_offload._slices.cache import Slice
+from pp_offload._slices.recurrent import lists_of, rnns_in
 from pp_offload.errors import OffloadError
 
 HOST = torch.device("cpu")
@@ -58,6 +59,7 @@ class Places:
             for name, parameter in module._parameters.items()
             if parameter is not None and wants(parameter)
         )
+        self._rnns = rnns_in(layer)
 
     def parameters(self) -> list[Parameter]:
         """Those that stand there now, each once."""
@@ -90,7 +92,8 @@ class Places:
                 if parameter is not None:
                     before.append((place, parameter))
                     place.module._parameters[place.name] = tensors[index[id(parameter)]]  # type: ignore[assignment]
-            yield
+            with lists_of(self._rnns):
+                yield
         finally:
             for place, parameter in before:
                 place.module._parameters[place.name] = parameter

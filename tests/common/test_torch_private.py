@@ -50,6 +50,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "Module": lambda: nn.Linear(1, 1),
     "_CheckpointFrame": checkpoint_frame,
     "CheckpointWrapper": lambda: torch_private.CheckpointWrapper(nn.Linear(1, 1)),
+    "RNNBase": lambda: nn.LSTM(1, 1),
 }
 """An object of each class that can be made in one process."""
 

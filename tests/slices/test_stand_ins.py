@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from operator import is_
 from typing import Any
 
 import pytest
@@ -74,6 +78,7 @@ class Stack(nn.Module):
     def __init__(self, make: Callable[[], nn.Module], depth: int = 3) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(make() for _ in range(depth)))
+        self.handle: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layers(x)
@@ -85,7 +90,7 @@ def offload(request: pytest.FixtureRequest) -> Callable[[Stack, Backend], nn.Mod
     """Makes the layers wait on the host, in either way; what is called then."""
 
     def as_layers(model: Stack, backend: Backend) -> nn.Module:
-        offload_layers(model, "layers", backend=backend)
+        model.handle = offload_layers(model, "layers", backend=backend)
         return model
 
     def as_model(model: Stack, backend: Backend) -> nn.Module:
@@ -176,3 +181,75 @@ def test_a_trace_without_grad() -> None:
         offload_layers(model, "layers", backend=backend)
         with pytest.raises(OffloadError, match=r"a trace .* came to a parameter of layers\.0"):
             torch.jit.trace(model, x, check_trace=False)
+
+
+class Seen(First):
+    """Notes the memory that its layer computes with, and may raise."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.storages: list[Any] = []
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for tensor in self.layer.parameters():
+            self.storages.append(weakref.ref(tensor.untyped_storage()))
+        y = super().forward(x)
+        if self.fails:
+            raise ValueError("in a layer")
+        return y
+
+
+@on_two_backends
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
+@pytest.mark.parametrize("way", ["evaluation", "step", "failure"])
+def test_an_rnn_keeps_nothing_on_the_device(
+    backend: Backend, offload: Offload, kind: type[nn.RNNBase], way: str
+) -> None:
+    """It has a list of its weights, and keeps that."""
+    skip_what_it_lacks(backend, kind.__name__)
+    with backend.activate():
+        model = Stack(lambda: Seen(kind(WIDTH, WIDTH)))
+        layers: list[Any] = list(model.layers)
+        lists = [one.layer._flat_weights for one in layers]
+        called = offload(model, backend)
+        layers[1].fails = way == "failure"
+        with nullcontext() if way == "step" else torch.no_grad():
+            if way == "failure":
+                with pytest.raises(ValueError, match="in a layer"):
+                    called(inputs(backend))
+            else:
+                y = called(inputs(backend))
+        if way == "step":
+            y.sum().backward()
+            del y
+        backend.synchronize()
+        gc.collect()
+        assert (model.handle or called).parameter_bytes_on_device == 0
+        storages = [one for layer in layers for one in layer.storages]
+        assert storages and not any(one() is not None for one in storages)
+        for one, before in zip(layers, lists, strict=True):
+            weights = one.layer._flat_weights
+            assert weights is before and all(map(is_, weights, one.layer.parameters()))
+
+
+@on_two_backends
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
+def test_an_rnn_is_not_asked_to_flatten_what_stands_in(
+    backend: Backend,
+    offload: Offload,
+    kind: type[nn.RNNBase],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With cuDNN that gives the tensors other memory, in place."""
+    skip_what_it_lacks(backend, kind.__name__)
+    with backend.activate():
+        plain, offloaded = plain_and_offloaded(rnn(kind), offload, backend)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "flatten_parameters", pytest.fail)
+            results = []
+            for one in (plain, offloaded):
+                y = one(inputs(backend))
+                y.sum().backward()
+                results.append([y.detach().cpu(), *state(one)])
+        assert same_bits(*results)
