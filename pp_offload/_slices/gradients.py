@@ -302,8 +302,25 @@ def on_device(
 
     Returns:
         Tensors on the memory of ``loaded``. Their gradients reach the parameters that require
-        grad.
+        grad; they have the parameters' attributes.
     """
+    tensors = _joined(parameters, loaded, path)
+    share_attributes(parameters, tensors)
+    return tensors
+
+
+def share_attributes(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Have ``tensors[i]`` and parameter ``i`` have the same attributes of the program's own.
+
+    As ``main_grad``. What a layer sets in its forward would else be lost.
+    """
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        tensor.__dict__ = parameter.__dict__
+
+
+def _joined(
+    parameters: Sequence[Tensor], loaded: Sequence[Tensor], path: GradientPath
+) -> list[Tensor]:
     wanting = [i for i, one in enumerate(parameters) if one.requires_grad]
     tensors = [tensor.detach() for tensor in loaded]
     if not wanting:

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn import Module, ModuleList, Parameter
 
 from pp_offload._slices.cache import Slice, stamp
+from pp_offload._slices.gradients import share_attributes
 from pp_offload._slices.recurrent import lists_of, rnns_in
 from pp_offload._slices.saved_parameters import SlicedRun, check_unchanged
 
@@ -102,7 +103,9 @@ class RecomputedLayers(Module):
         for parameter, then in zip(parameters, self._stamps, strict=True):
             check_unchanged(parameter, then, self._layers.slice.label)
         brought = self._run.bring_back(self._index)
-        return [
+        tensors = [
             tensor.detach().requires_grad_(parameter.requires_grad)
             for tensor, parameter in zip(brought, parameters, strict=True)
         ]
+        share_attributes(parameters, tensors)
+        return tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -85,6 +84,12 @@ class Stack(nn.Module):
         return y
 
 
+def stack(make: Callable[[], nn.Module]) -> Stack:
+    """With the same weights every time."""
+    torch.manual_seed(1)
+    return Stack(make)
+
+
 @pytest.fixture(params=["layers", "model"])
 def offload(request: pytest.FixtureRequest) -> Callable[[Stack, Backend], nn.Module]:
     """Makes the layers wait on the host, in either way; what is called then."""
@@ -105,10 +110,7 @@ Offload = Callable[[Stack, Backend], nn.Module]
 def plain_and_offloaded(
     make: Callable[[], nn.Module], offload: Offload, backend: Backend
 ) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(1)
-    plain = Stack(make)
-    offloaded = offload(copy.deepcopy(plain), backend)
-    return moved(plain, backend.device), offloaded
+    return moved(stack(make), backend.device), offload(stack(make), backend)
 
 
 def inputs(backend: Backend) -> Tensor:
@@ -253,3 +255,52 @@ def test_an_rnn_is_not_asked_to_flatten_what_stands_in(
                 y.sum().backward()
                 results.append([y.detach().cpu(), *state(one)])
         assert same_bits(*results)
+
+
+class Scales(Weight):
+    """Reads an attribute of its parameter, and writes others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.scale = 1 + getattr(self.weight, "scale", 2.0)
+        self.bias.calls = getattr(self.bias, "calls", 0) + 1
+        return x @ self.weight * self.weight.scale + self.bias
+
+
+@on_two_backends
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_a_parameter_has_its_attributes_in_a_forward(
+    backend: Backend, offload: Offload, mode: Any
+) -> None:
+    with backend.activate():
+        plain, offloaded = plain_and_offloaded(Scales, offload, backend)
+        for one in (*plain.modules(), *offloaded.modules()):
+            if isinstance(one, Scales):
+                one.weight.scale = 3.0  # a move or a copy would have lost it
+        with mode():
+            for _ in range(2):
+                outputs = [one(inputs(backend)).detach().cpu() for one in (plain, offloaded)]
+        assert same_bits(outputs[:1], outputs[1:])
+        for one in (plain, offloaded):
+            found = [vars(parameter) for parameter in one.parameters()]
+            assert found == [{"scale": 5.0}, {"calls": 2}] * 3
+
+
+@on_two_backends
+def test_a_parameter_has_its_attributes_when_a_slice_runs_again(backend: Backend) -> None:
+    with backend.activate():
+        model = OffloadModel(
+            Stack(Scales).layers,
+            backend.device,
+            num_slices=3,
+            checkpoint_activation=True,
+            backend=backend,
+        )
+        model(inputs(backend)).sum().backward()
+        assert [vars(parameter) for parameter in model.parameters()] == [
+            {"scale": 4.0},
+            {"calls": 2},
+        ] * 3
