@@ -7,6 +7,7 @@ import enum
 import gc
 import pickle
 import warnings
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -209,6 +210,31 @@ def test_outputs_may_be_a_tree(use_reentrant: bool) -> None:
     assert out["b"][1] == 7
     (out["a"] + out["b"][0]).sum().backward()
     assert torch.equal(x.grad, torch.ones(3).cos() - torch.ones(3).sin())
+
+
+@dataclass(slots=True)
+class Hidden:
+    """No tree that PyTorch knows."""
+
+    number: int
+    states: list[Tensor]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_outputs_in_an_object_have_gradients_or_are_refused(use_reentrant: bool) -> None:
+    recompute = Recompute(use_reentrant=use_reentrant)
+    x = torch.ones(3, requires_grad=True)
+
+    def returns_object(x: Tensor) -> tuple[Tensor, Hidden]:
+        return x.cos(), Hidden(3, [x.sin()])
+
+    if use_reentrant:
+        with pytest.raises(TypeError, match="a function .* returns a Hidden .*'states'.*=False"):
+            recompute(returns_object, x)
+        assert recompute(lambda x: (x.sin(), Hidden(3, [])), x)[1].number == 3
+    else:
+        sum(recompute(returns_object, x)[1].states).sum().backward()
+        assert torch.equal(x.grad, torch.ones(3).cos())
 
 
 def test_recomputation_stops_early() -> None:

@@ -11,8 +11,9 @@ that runs again sees its modules' buffers as they were, and changes none.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ from pp_offload._common.torch_private import (
     is_transformed,
     records_operators,
     tree_flatten,
+    tree_leaves,
     tree_unflatten,
 )
 from pp_offload._groups.checkpoint_regions import (
@@ -191,6 +193,8 @@ class Recompute:
             with before.restored() if trees else nullcontext():
                 self.counts.recomputed_calls += bool(trees)
                 leaves, tree = tree_flatten(call(*tensors[:num_tensors]))
+            if not trees:
+                _check_outputs(leaves, call.modules)
             trees.append(tree)
             return tuple(leaves)
 
@@ -281,6 +285,29 @@ class _Anew:
 def _have_parameters(modules: Iterable[Module]) -> bool:
     """Whether gradients flow to parameters of theirs."""
     return any(p.requires_grad for module in modules for p in module.parameters())
+
+
+def _check_outputs(leaves: Sequence[Any], modules: Sequence[Module]) -> None:
+    """Refuse outputs that a reentrant checkpoint would leave without gradients, and say nothing.
+
+    Raises:
+        TypeError: A tensor is in an object that is no tree.
+    """
+    for leaf in leaves:
+        for field in fields(leaf) if is_dataclass(leaf) and not isinstance(leaf, type) else ():
+            tensors = [one for one in tree_leaves(getattr(leaf, field.name)) if _is_float(one)]
+            if tensors:
+                of = f"a {type(modules[0]).__name__}" if modules else "a function"
+                raise TypeError(
+                    f"{of} under a reentrant checkpoint returns a {type(leaf).__name__} with the "
+                    f"tensor '{field.name}', which would get no gradient; expected tensors, or "
+                    "tuples, lists and dictionaries of them; give use_reentrant=False, or make the class "
+                    "known with torch.utils._pytree.register_dataclass"
+                )
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_cache(value: object) -> bool:

@@ -219,10 +219,7 @@ class KeptOutputs:
             packed = self._pack(tensor) if choice is Choice.OFFLOAD else None
             is_offloaded = packed is not None and not isinstance(packed, Resident)
             counted.append((is_offloaded, tensor.nbytes if has_storage(tensor) else 0))
-            for plain in filter(has_storage, plain_tensors(tensor)):
-                storage = plain.untyped_storage()
-                calls = self._in_storage.setdefault(storage._cdata, [])
-                calls.append((weakref.ref(storage), op, len(self._calls[op])))
+            self._note_storages(tensor, op)
             return packed
 
         packed = tree_map_only(Tensor, pack, outputs)
@@ -234,6 +231,13 @@ class KeptOutputs:
         assert self._stash is not None
         with _same_version_counter():
             return self._stash.pack(tensor)
+
+    def _note_storages(self, tensor: Tensor, op: OpOverload) -> None:
+        """Of an output of the call of ``op`` that is being noted."""
+        for plain in filter(has_storage, plain_tensors(tensor)):
+            storage = plain.untyped_storage()
+            calls = self._in_storage.setdefault(storage._cdata, [])
+            calls.append((weakref.ref(storage), op, len(self._calls[op])))
 
     def _drop_what_is_written(self, op: Any, args: Any, kwargs: Any) -> None:
         """See NOTE [ Written in place ]."""

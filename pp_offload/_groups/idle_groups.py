@@ -46,16 +46,27 @@ class IdleGroups:
         self.was_disabled = False
         self.num_steps_left = NUM_STEPS
         self._wanted: Counter[str] = Counter()
+        self._new: Counter[str] = Counter()
+        """Of those, what the step that runs need not have yet."""
+
         self._said: set[str] = set()
 
     def expect(self, names: Iterable[str]) -> None:
-        """Groups of these names are to come in every step."""
+        """Groups of these names are to come in every step, from the next begin of one on."""
+        names = list(names)
         self._wanted.update(names)
+        self._new.update(names)
         self.num_steps_left = NUM_STEPS
 
     def forget(self, names: Iterable[str]) -> None:
         """Groups of these names are not to come any more."""
+        names = list(names)
         self._wanted.subtract(names)
+        self._new.subtract(names)
+
+    def begin_step(self) -> None:
+        """What was asked for before is to come from now on."""
+        self._new.clear()
 
     def stop(self) -> None:
         """Look at nothing any more, until more is asked for."""
@@ -73,7 +84,8 @@ class IdleGroups:
         """
         self.num_steps_left -= 1
         was_cut_off = any(use.num_cut_off for use in found.values())
-        missing = set() if was_cut_off else {*(+self._wanted)}  # they may have been still to come
+        wanted = +(self._wanted - +self._new)
+        missing = set() if was_cut_off else {*wanted}  # they may have been still to come
         for name in sorted({*found, *missing}):
             problem = _problem(found.get(name), smallest_numel, elsewhere)
             if problem is not None and name not in self._said:

@@ -354,6 +354,7 @@ class Manager:
             elsewhere = self.wiring.eligibility.elsewhere_said()
             self.idle_groups.check(step.group_uses(), smallest, elsewhere)
         self.idle_groups.was_disabled = not self.wiring.is_enabled
+        self.idle_groups.begin_step()
 
     def learn(self) -> None:
         """Derive the plan, and the step's summary, from a step that is complete."""

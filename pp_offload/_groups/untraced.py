@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,17 +35,27 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return _untraced(function) if COMPILER in sys.modules else function
 
 
-@cache
+_UNTRACED: dict[Callable[..., Any], Untraced] = {}
+"""One for each function, for one is wanted at every group. No ``functools.cache``: a compiler looks
+into that where it is called, and warns.
+"""
+
+_CALLERS: list[Callable[..., Any]] = []
+"""The caller below, once it is made."""
+
+
 def _untraced(function: Callable[..., Any]) -> Untraced:
-    """One for each function, for one is wanted at every group."""
-    return Untraced(function)
+    if function not in _UNTRACED:
+        _UNTRACED[function] = Untraced(function)
+    return _UNTRACED[function]
 
 
-@cache
 def _as_it_is() -> Callable[..., Any]:
     """Calls what it is given. One for all: making it takes longer than calling it."""
+    if not _CALLERS:
+        _CALLERS.append(torch.compiler.disable(_call))
+    return _CALLERS[0]
 
-    def call(function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
 
-    return torch.compiler.disable(call)
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -32,6 +33,7 @@ from pp_offload import (
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._groups.stash import ActivationStash
 from pp_offload.backends import CpuBackend
+from pp_offload.layers import offload_layers
 from pp_offload.pipelining import attach
 
 pytestmark = pytest.mark.field("F27")
@@ -321,6 +323,16 @@ def test_a_backward_is_compiled(
         assert torch.equal(inputs.grad, expected)
     off_interface.reset()
     assert_idle(manager)
+
+
+def test_layers_on_the_host_in_a_compiled_model_warn_of_nothing() -> None:
+    """A compiler that comes by our hooks finds no cache to be afraid of."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3))))
+    with warnings.catch_warnings(), offload_layers(model, "0"):
+        warnings.filterwarnings("error", message="(?s).*lru_cache")
+        compiled = torch.compile(model, backend="eager")
+        compiled(torch.ones(4, 8, requires_grad=True)).sum().backward()
 
 
 def test_nothing_private_of_the_compiler() -> None:

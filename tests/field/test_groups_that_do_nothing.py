@@ -77,6 +77,31 @@ def test_the_rest_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
+@pytest.mark.parametrize("name", ["called", "bypassed"])
+def test_asked_for_between_a_step_and_the_next_begin(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step before had no such group, and need not have had one; later ones are looked at."""
+    configure(OffloadConfig(min_offloaded_tensor_size=1))
+    model = Two()
+
+    def step() -> None:
+        off_interface.reset()
+        off_interface.init_chunk_handler(None, None, 1)
+        model(batches(1)[0].requires_grad_()).sum().backward()
+
+    with offload_modules(model, {"first": "called.0"}):
+        step()
+        with offload_modules(model, {name: "bypassed.0" if name == "called" else "bypassed"}):
+            step()
+            assert not caplog.records
+            off_interface.reset()
+            said = [record.getMessage() for record in caplog.records]
+            assert [text[:26] for text in said] == ["group 'bypassed' never ran"] * (
+                name == "bypassed"
+            )
+
+
 def test_a_marker_in_a_compiled_region(caplog: pytest.LogCaptureFixture) -> None:
     """The module's forward is traced by a compiler around it, so that its group never opens."""
     model = Two()

@@ -49,6 +49,24 @@ MUTANTS = [
         ("tests/transfer/test_stale_copies.py",),
     ),
     Mutant(
+        "objects without gradients pass",
+        "pp_offload/_checkpoint/recompute.py",
+        "            if tensors:\n",
+        "            if False:\n",
+        "a layer that returns a dataclass gets no gradients under a reentrant checkpoint",
+        ("tests/test_checkpointing.py::test_outputs_in_an_object_have_gradients_or_are_refused",),
+    ),
+    Mutant(
+        "groups are wanted before they can be",
+        "pp_offload/_groups/idle_groups.py",
+        "wanted = +(self._wanted - +self._new)",
+        "wanted = +self._wanted",
+        "a warning of groups that were asked for behind the forward, and never another",
+        (
+            "tests/field/test_groups_that_do_nothing.py::test_asked_for_between_a_step_and_the_next_begin",
+        ),
+    ),
+    Mutant(
         "what is written into is kept",
         "pp_offload/_checkpoint/selective.py",
         "        if self._in_storage:\n",
@@ -967,8 +985,8 @@ MUTANTS = [
     Mutant(
         "the first answer every time",
         "pp_offload/_checkpoint/selective.py",
-        "            self.func_counter[func] += 1",
-        "            pass",
+        "            self.func_counter[func] += 1\n            outputs",
+        "            outputs",
         "each call of an operator gets what the first one offloaded",
         ("tests/field/test_computed_again.py::test_calls_are_counted_apart",),
         row="F12",

@@ -264,8 +264,8 @@ FIELD_MUTANTS = [
     Mutant(
         "outputs to offload are saved",
         "pp_offload/_checkpoint/selective.py",
-        "if choice is Choice.OFFLOAD:",
-        "if False:",
+        "self._pack(tensor) if choice is Choice.OFFLOAD else None",
+        "None",
         "what a selective checkpoint keeps passes no hook, and stays on the device",
         (f"{FIELD}/test_outputs_past_the_hooks.py::test_outputs_are_offloaded_or_counted",),
         row="F38",
