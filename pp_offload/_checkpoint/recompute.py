@@ -301,8 +301,8 @@ def _check_outputs(leaves: Sequence[Any], modules: Sequence[Module]) -> None:
                 raise TypeError(
                     f"{of} under a reentrant checkpoint returns a {type(leaf).__name__} with the "
                     f"tensor '{field.name}', which would get no gradient; expected tensors, or "
-                    "tuples, lists and dictionaries of them; give use_reentrant=False, or make the class "
-                    "known with torch.utils._pytree.register_dataclass"
+                    "tuples, lists and dictionaries of them; give use_reentrant=False, or make the "
+                    "class known with torch.utils._pytree.register_dataclass"
                 )
 
 
