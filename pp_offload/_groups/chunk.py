@@ -75,8 +75,9 @@ class Chunk:
         self.open_groups: list[Group] = []
         self.thread = threading.current_thread()
         self.left_out: list[str] = []
-        with wiring.lock:  # what is computed here and not saved, a later forward may save
-            wiring.transfer.copies.in_flight.follow(wiring.current_stream())
+        transfer = wiring.transfer
+        with transfer.lock:  # what is computed here and not saved, a later forward may save
+            transfer.copies.in_flight.follow(wiring.current_stream())
 
     # Forward
 

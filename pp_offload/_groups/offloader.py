@@ -57,36 +57,33 @@ class Offloader:
             MemoryError: There is no room for all of them off the device. The group is open as
                 before, and what was copied already is of no use.
         """
-        try:
-            self._move(group, tickets)
-        except BaseException:
-            with self._transfer.lock:
-                self._transfer.copies.give_up(tickets)  # with a block it shares, one may have come
-                give_back(tickets)
-            raise
-
-    def _move(self, group: Group, tickets: list[Ticket]) -> None:
         transfer, copies = self._transfer, self.copies
         # A captured copy holds its bytes only after a launch of the graph, so it is not shared.
         is_capturing = transfer.backend.is_capturing
-        if transfer.listeners.leaving and not is_capturing:
-            with transfer.copies.reading(tickets):
-                for heard in transfer.listeners.leaving:
-                    heard(tickets)
-        with transfer.lock:
-            new = tickets if is_capturing else copies.share(tickets)
-        if new:  # this may wait, so the lock is not held
-            group.counts.copied_bytes += transfer.offload(new)
-        for heard in () if is_capturing else transfer.listeners.left:
-            heard(tickets)
-        with transfer.lock:
-            if not is_capturing:
-                copies.add(new)
-            hand_over(tickets)
-            group.follow(tickets)
-            if self.split is not None and group.key is not None:
-                self.split.follow(group.key, tickets)
-            group.move_to(GroupState.OFFLOADED)
+        try:
+            if transfer.listeners.leaving and not is_capturing:
+                with transfer.copies.reading(tickets):
+                    for heard in transfer.listeners.leaving:
+                        heard(tickets)
+            with transfer.lock:
+                new = tickets if is_capturing else copies.share(tickets)
+            if new:  # this may wait, so the lock is not held
+                group.counts.copied_bytes += transfer.offload(new)
+            for heard in () if is_capturing else transfer.listeners.left:
+                heard(tickets)
+            with transfer.lock:
+                if not is_capturing:
+                    copies.add(new)
+                hand_over(tickets)
+                group.follow(tickets)
+                if self.split is not None and group.key is not None:
+                    self.split.follow(group.key, tickets)
+                group.move_to(GroupState.OFFLOADED)
+        except BaseException:
+            with transfer.lock:
+                transfer.copies.give_up(tickets)  # with a block it shares, one may have come
+                give_back(tickets)
+            raise
 
     def warn(self, group: Group, failure: MemoryError) -> None:
         """Log that a group finds no room off the device; the first time, as a warning."""

@@ -44,13 +44,15 @@ class AsSaved(NamedTuple):
         """None if no later save can be compared: one is inside a wrapper, which counts changes that
         its own version misses, or they were changed, and count changes apart.
         """
-        origin, version = members[0].origin, members[0].version
-        if not _are_all(members, version, origin if version else None):
+        version = members[0].version
+        origin = members[0].origin if version else None
+        if not _are_all(members, version, origin):
             return None
-        if version:
-            return cls(version, origin, ())
-        held = [one.held for one in members]
-        return cls(0, None, tuple([_counter_of(one) for one in held if isinstance(one, Tensor)]))
+        counters = []
+        for one in members:
+            if not version and isinstance(one.held, Tensor):
+                counters.append(_counter_of(one.held))
+        return cls(version, origin, tuple(counters))
 
     def is_that_of(self, members: Sequence[SavedActivation]) -> bool:
         """Whether these saved the same bytes."""
@@ -97,7 +99,9 @@ class CopyIndex:
             storage, block, place = ticket.storage, ticket.block, ticket.host_bytes
             if storage is None or use_count(storage._cdata) <= 2:  # the ticket's, and this one
                 continue
-            saved = AsSaved.of(ticket.members)
+            # As members says it, without a call.
+            members = (ticket,) if isinstance(ticket, SavedActivation) else ticket.members
+            saved = AsSaved.of(members)
             if saved is not None:
                 refs = weakref.ref(storage), weakref.ref(block)
                 self._entries[storage._cdata] = refs[0], saved, refs[1], ticket.begin, place

@@ -44,7 +44,7 @@ def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -
         # Almost always; as is_whole_storage() says it, without a call for each tensor.
         is_whole = source.is_contiguous() and source.nbytes == storage.nbytes()
         if is_whole and len(members) == 1 and 1 not in source.shape:
-            members[0].begin_with(transfer, source, storage, 1)
+            members[0].begin_with(transfer, label, source, storage, 1)
             found.append(members[0])
         else:
             parts = _of_one_storage(source, members, storage)

@@ -100,6 +100,7 @@ class Ticket:
         "checksum",
         "host_bytes",
         "index_in_chunk",
+        "label",
         "nbytes",
         "num_waiting",
         "payload",
@@ -109,6 +110,7 @@ class Ticket:
     )
 
     transfer: Mover
+    label: str
     payload: Tensor
     storage: UntypedStorage | None
     block: Block
@@ -122,10 +124,16 @@ class Ticket:
     num_members: int
 
     def begin_with(
-        self, transfer: Mover, payload: Tensor, storage: UntypedStorage | None, num_members: int
+        self,
+        transfer: Mover,
+        label: str,
+        payload: Tensor,
+        storage: UntypedStorage | None,
+        num_members: int,
     ) -> None:
         """Be the ticket of these bytes, which are nowhere else yet."""
         self.transfer = transfer
+        self.label = label
         self.payload = payload
         self.storage = storage
         self.nbytes = payload.nbytes
@@ -134,10 +142,6 @@ class Ticket:
         self.reload = None
         self.index_in_chunk = None
         self.checksum = None
-
-    @property
-    def label(self) -> str:
-        raise NotImplementedError
 
     @property
     def members(self) -> Sequence[SavedActivation]:
@@ -216,10 +220,6 @@ class SavedActivation(Ticket):
         return held
 
     @property
-    def label(self) -> str:
-        return self.owner.name
-
-    @property
     def members(self) -> Sequence[SavedActivation]:
         return (self,)
 
@@ -231,9 +231,8 @@ class PayloadTicket(Ticket):
         transfer, label, payload, members, storage: See :class:`Ticket`.
     """
 
-    __slots__ = ("label", "members", "num_members")
+    __slots__ = ("members", "num_members")
 
-    label: str
     members: Sequence[SavedActivation]
 
     def __init__(
@@ -244,8 +243,7 @@ class PayloadTicket(Ticket):
         members: Sequence[SavedActivation],
         storage: UntypedStorage | None,
     ) -> None:
-        self.begin_with(transfer, payload, storage, len(members))
-        self.label = label
+        self.begin_with(transfer, label, payload, storage, len(members))
         self.members = members
         self.num_members = len(members)
         self.begin, self.host_bytes = 0, NO_BYTES

@@ -928,7 +928,7 @@ def test_a_commit_of_another_thread_amid_an_unpack(is_before: bool, is_its_own: 
         ticket: Ticket = PayloadTicket(engine, "g", x, [saved], x.untyped_storage())
         if is_its_own:
             ticket = saved
-            ticket.begin_with(engine, x, x.untyped_storage(), 1)
+            ticket.begin_with(engine, "g", x, x.untyped_storage(), 1)
         engine.offload([ticket])
         commit.append(lambda: hand_over([ticket]))
         assert saved.unpack().eq(1).all()

@@ -405,7 +405,7 @@ MUTANTS = [
     Mutant(
         "refused ones have come",
         "pp_offload/_groups/offloader.py",
-        "                self._transfer.copies.give_up(tickets)  # with a block it shares, one may have come\n",
+        "                transfer.copies.give_up(tickets)  # with a block it shares, one may have come\n",
         "",
         "what stays is on the device twice, and takes room from what is to come",
         (
@@ -415,8 +415,8 @@ MUTANTS = [
     Mutant(
         "an interrupt behind the copies leaves room taken",
         "pp_offload/_groups/offloader.py",
-        "        except BaseException:\n            with self._transfer.lock:",
-        "        except Exception:\n            with self._transfer.lock:",
+        "        except BaseException:\n            with transfer.lock:",
+        "        except Exception:\n            with transfer.lock:",
         "bytes are on both sides for as long as the graph lives",
         (
             "tests/field/test_interrupt_at_any_line.py::test_an_interrupt_in_a_commit_leaves_bytes_in_one_place",
