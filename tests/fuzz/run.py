@@ -483,9 +483,10 @@ def do_forward(machine: Machine, op: Forward) -> list[Tensor]:
     stage = op.stage % len(machine.program.stages)
     x, before = take_input(machine, stage, op.rows)
     x.requires_grad_(op.needs_grad)
-    machine.engine.begin(stage, op.min_numel)
-    with machine.engine.on_stream(op.stream), machine.engine.forward():
-        y, frame = run_body(machine, stage, x, op)
+    with machine.engine.on_stream(op.stream):
+        machine.engine.begin(stage, op.min_numel)  # here: a stream of no group would be unknown
+        with machine.engine.forward():
+            y, frame = run_body(machine, stage, x, op)
     if before is not None:
         before.next_x = x
     held = frame.tensors if op.is_held else []
