@@ -232,6 +232,8 @@ def test_outputs_in_an_object_have_gradients_or_are_refused(use_reentrant: bool)
         with pytest.raises(TypeError, match="a function .* returns a Hidden .*'states'.*=False"):
             recompute(returns_object, x)
         assert recompute(lambda x: (x.sin(), Hidden(3, [])), x)[1].number == 3
+        with pytest.warns(UserWarning, match="None of the inputs"):  # so nothing is lost
+            assert recompute(returns_object, x.detach())[1].number == 3
     else:
         sum(recompute(returns_object, x)[1].states).sum().backward()
         assert torch.equal(x.grad, torch.ones(3).cos())

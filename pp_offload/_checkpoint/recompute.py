@@ -193,12 +193,14 @@ class Recompute:
             with before.restored() if trees else nullcontext():
                 self.counts.recomputed_calls += bool(trees)
                 leaves, tree = tree_flatten(call(*tensors[:num_tensors]))
-            if not trees:
+            if not trees and (is_input_tracked or has_parameters):
                 _check_outputs(leaves, call.modules)
             trees.append(tree)
             return tuple(leaves)
 
-        if _have_parameters(call.modules) and not any(tensor.requires_grad for tensor in tensors):
+        has_parameters = _have_parameters(call.modules)
+        is_input_tracked = any(tensor.requires_grad for tensor in tensors)
+        if has_parameters and not is_input_tracked:
             tensors = [*tensors, torch.empty(0, requires_grad=True, device="cpu")]
         outputs = checkpoint(run, *tensors, use_reentrant=True, **self._options)
         return tree_unflatten(outputs, trees[0])
