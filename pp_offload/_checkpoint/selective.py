@@ -242,6 +242,8 @@ class KeptOutputs:
     def _drop_what_is_written(self, op: Any, args: Any, kwargs: Any) -> None:
         """See NOTE [ Written in place ]."""
         places, names = _written(op)
+        if not places:  # as of most operators
+            return
         given = [args[i] for i in places if i < len(args)]
         for tensor in tree_leaves([*given, *(kwargs[name] for name in names if name in kwargs)]):
             for plain in plain_tensors(tensor) if isinstance(tensor, Tensor) else ():

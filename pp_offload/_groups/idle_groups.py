@@ -84,7 +84,7 @@ class IdleGroups:
         """
         self.num_steps_left -= 1
         was_cut_off = any(use.num_cut_off for use in found.values())
-        wanted = +(self._wanted - +self._new)
+        wanted = self._wanted - +self._new
         missing = set() if was_cut_off else {*wanted}  # they may have been still to come
         for name in sorted({*found, *missing}):
             problem = _problem(found.get(name), smallest_numel, elsewhere)

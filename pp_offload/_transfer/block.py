@@ -86,7 +86,8 @@ class Block:
 
     Attributes:
         offloaded: Behind the copy that filled the buffer; None where there is none.
-        has_addresses: Whether each payload has a place in host memory, in one piece.
+        has_addresses: Whether each payload is known to have a place in host memory, in one piece;
+            else each is looked at.
         tickets: Those it was made for, in the order they were saved.
         shared: By first byte, all tickets of bytes that several groups saved.
         sources: By first byte, until the bytes are stored. A pack holds thousands, so a payload

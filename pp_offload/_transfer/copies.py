@@ -345,7 +345,7 @@ class Queued:
 
 def buffers_of(blocks: Iterable[Block]) -> list[HostBuffer]:
     """Their host memory."""
-    found = []
+    found = []  # a comprehension would be a call for each group, both ways
     for block in blocks:
         if block.loan is not None:
             found.append(block.loan.buffer)

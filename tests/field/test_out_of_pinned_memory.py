@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ import torch
 from conftest import BACKENDS, make_backend
 from toy import assert_idle, batches, make_model, run_step, same_bits
 
-from pp_offload import OffloadConfig, use_backend
+from pp_offload import (
+    ChunkOffloadHandler,
+    OffloadConfig,
+    PipelineOffloadManager,
+    use_backend,
+)
 from pp_offload._groups.group import GroupState
 from pp_offload._transfer.block import BlockState
 from pp_offload._transfer.on_disk import DiskBlock
@@ -94,6 +100,26 @@ def test_over_budget_groups_stay_with_one_warning(
     assert "host_budget_bytes" in messages[0]
 
 
+def begun_chunk(manager: PipelineOffloadManager) -> ChunkOffloadHandler:
+    manager.init_model_chunk_offload_handler(None, None, 1)
+    chunk = manager.cur_forward_chunk()
+    assert chunk is not None
+    return chunk
+
+
+def saved_in_group(
+    chunk: ChunkOffloadHandler, name: str, tensors: Sequence[torch.Tensor], state: GroupState
+) -> list[SavedActivation]:
+    """What a group of the chunk saves, which is in that state when it is committed."""
+    group = chunk.start(name)
+    packed = [chunk.pack(group, one) for one in tensors]
+    chunk.commit(name)
+    assert group.state is state
+    saved = [one for one in packed if isinstance(one, SavedActivation)]
+    assert len(saved) == len(tensors)
+    return saved
+
+
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_group_with_room_for_half_of_it_takes_none(kind: str) -> None:
     """Its room is there for others, though autograd holds what was to leave. And the block that it
@@ -103,80 +129,51 @@ def test_a_group_with_room_for_half_of_it_takes_none(kind: str) -> None:
     config = OffloadConfig(min_offloaded_tensor_size=1, host_budget_bytes=3 * 4 * num)
     with use_backend(make_backend(kind), config=config) as manager:
         device = manager.backend.device
-        shared, *others = (torch.full((num,), float(i), device=device).exp() for i in range(4))
-        expected = [one.clone() for one in (*others, shared, shared)]
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        chunk = manager.cur_forward_chunk()
-        assert chunk is not None
-        first = chunk.pack(chunk.start("first"), shared.requires_grad_())
-        chunk.commit("first")
-        group = chunk.start("second")
-        saved = [chunk.pack(group, one.requires_grad_()) for one in (*others, shared)]
-        chunk.commit("second")
-        assert group.state is GroupState.KEPT
+        shared, *others = (
+            torch.full((num,), float(i), device=device).exp().requires_grad_() for i in range(4)
+        )
+        expected = [one.detach().clone() for one in (*others, shared, shared)]
+        chunk = begun_chunk(manager)
+        first = saved_in_group(chunk, "first", [shared], GroupState.OFFLOADED)
+        saved = saved_in_group(chunk, "second", [*others, shared], GroupState.KEPT)
         assert manager.statistics().host_bytes_in_use == shared.nbytes
-        for one, value in zip([*saved, first], expected, strict=True):
+        for one, value in zip([*saved, *first], expected, strict=True):
             assert one.unpack().equal(value)
         del first, saved, one
         assert_idle(manager)
 
 
+@pytest.mark.parametrize("is_read_ahead", [False, True])
 @pytest.mark.parametrize("kind", ["late", "eager", "random"])
-def test_what_stayed_is_not_brought_with_what_it_would_have_shared(
-    kind: str, tmp_path: Path
+def test_what_stays_is_not_brought_with_what_it_would_have_shared(
+    kind: str, is_read_ahead: bool, tmp_path: Path
 ) -> None:
-    """From disk all tickets of a block come together. One has stayed, for its group had no room."""
-    config = OffloadConfig(
-        min_offloaded_tensor_size=1, host_budget_bytes=2**21, tiers=("disk",), disk_dir=tmp_path
-    )
-    with use_backend(make_backend(kind), config=config) as manager:
-        device = manager.backend.device
-        shared, large = torch.ones(64, 64, device=device), torch.ones(2**20, 2, device=device)
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        chunk = manager.cur_forward_chunk()
-        assert chunk is not None
-        first = chunk.pack(chunk.start("first"), shared)
-        chunk.commit("first")
-        group = chunk.start("second")
-        saved = [chunk.pack(group, one) for one in (shared, large)]
-        chunk.commit("second")
-        assert group.state is GroupState.KEPT
-        del large
-        assert first.unpack().eq(1).all()
-        assert manager.statistics().bytes_reloaded == shared.nbytes
-        assert saved[0].unpack() is not first.unpack()
-        del first, saved
-        assert_idle(manager)
-
-
-@pytest.mark.parametrize("kind", ["late", "eager", "random"])
-def test_what_has_come_for_a_group_that_stays_is_given_up(kind: str, tmp_path: Path) -> None:
-    """The block that it would have shared was being read from disk when it was committed."""
+    """From disk all tickets of a block come together, also where it was being read when the group
+    that stays was committed. For that one they do not, and what has come by then is given up.
+    """
     config = OffloadConfig(
         min_offloaded_tensor_size=1, host_budget_bytes=2**21, tiers=("disk",), disk_dir=tmp_path
     )
     with use_backend(make_backend(kind), config=config) as manager:
         device, transfer = manager.backend.device, manager.wiring.transfer
         shared, large = torch.ones(64, 64, device=device), torch.ones(2**20, 2, device=device)
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        chunk = manager.cur_forward_chunk()
-        assert chunk is not None
-        first = chunk.pack(chunk.start("first"), shared)
-        chunk.commit("first")
-        assert isinstance(first, SavedActivation)
-        while first.block.state is not BlockState.ON_DISK:
-            manager.backend.synchronize()
-            transfer.poll()
-        transfer.reload([first], is_ahead=True)
-        assert isinstance(first.block, DiskBlock)
-        first.block.reading.synchronize()
-        group = chunk.start("second")
-        saved = [chunk.pack(group, one) for one in (shared, large)]
-        chunk.commit("second")
-        assert group.state is GroupState.KEPT
-        came = weakref.ref(first.unpack().untyped_storage())
+        chunk = begun_chunk(manager)
+        (first,) = saved_in_group(chunk, "first", [shared], GroupState.OFFLOADED)
+        if is_read_ahead:
+            while first.block.state is not BlockState.ON_DISK:
+                manager.backend.synchronize()
+                transfer.poll()
+            transfer.reload([first], is_ahead=True)
+            assert isinstance(first.block, DiskBlock)
+            first.block.reading.synchronize()
+        saved = saved_in_group(chunk, "second", [shared, large], GroupState.KEPT)
+        back = first.unpack()
+        assert back.eq(1).all() and saved[0].unpack() is not back
+        came = weakref.ref(back.untyped_storage())
+        del back
         manager.backend.synchronize()
         transfer.poll()
+        assert manager.statistics().bytes_reloaded == shared.nbytes
         is_gone = came() is None  # pytest would print all of it
         assert is_gone and manager.statistics().bytes_reloaded_unused == 0
         del first, saved

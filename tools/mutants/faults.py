@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         "groups are wanted before they can be",
         "pp_offload/_groups/idle_groups.py",
-        "wanted = +(self._wanted - +self._new)",
+        "wanted = self._wanted - +self._new",
         "wanted = +self._wanted",
         "a warning of groups that were asked for behind the forward, and never another",
         (
@@ -409,7 +409,7 @@ MUTANTS = [
         "",
         "what stays is on the device twice, and takes room from what is to come",
         (
-            "tests/field/test_out_of_pinned_memory.py::test_what_has_come_for_a_group_that_stays_is_given_up",
+            "tests/field/test_out_of_pinned_memory.py::test_what_stays_is_not_brought_with_what_it_would_have_shared",
         ),
     ),
     Mutant(
@@ -430,7 +430,7 @@ MUTANTS = [
         "",
         "what stays is brought from nowhere with what it would have shared",
         (
-            "tests/field/test_out_of_pinned_memory.py::test_what_stayed_is_not_brought_with_what_it_would_have_shared",
+            "tests/field/test_out_of_pinned_memory.py::test_what_stays_is_not_brought_with_what_it_would_have_shared",
         ),
     ),
     Mutant(
