@@ -205,9 +205,8 @@ class TransferEngine:
                 self._check_unharmed(ticket, block)
             if reload is None:
                 found = self._take_back(ticket, live)
-            elif (arrival := reload.arrival) is not None and arrival.is_there:
-                if arrival.stream == live:
-                    found = self.reloads.take(ticket, reload, live)
+            elif (at := reload.arrival) is not None and at.is_there and at.stream == live:
+                found = self.reloads.take(ticket, reload, live)
         if found is None:
             found = self._deliver_late(ticket, live)
         for heard in self.listeners.delivered:

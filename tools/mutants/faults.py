@@ -271,8 +271,8 @@ MUTANTS = [
     Mutant(
         "there for another stream",
         "pp_offload/_transfer/engine.py",
-        "                if arrival.stream == live:\n",
-        "                if True:\n",
+        " and at.is_there and at.stream == live:\n",
+        " and at.is_there:\n",
         "memory outlives the stream it belongs to",
         (f"{HAZARDS}::test_what_landed_for_one_stream_is_brought_again_for_another",),
     ),
