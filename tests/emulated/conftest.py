@@ -12,8 +12,11 @@ from emulated import load
 
 
 @pytest.fixture(autouse=True)
-def emulated(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The device, without delays, and with nothing queued before or after."""
+def emulated(request: pytest.FixtureRequest) -> Iterator[ModuleType | None]:
+    """The device, without delays, and with nothing queued before or after; or none is needed."""
+    if request.node.get_closest_marker("emulated") is None:
+        yield None
+        return
     delays = request.config.getoption("emulated")
     if delays != "fast":
         pytest.skip("this sets delays of its own; run it with --emulated fast")

@@ -20,8 +20,6 @@ from emulated import programs
 from emulated.faults import Fault
 from emulated.programs import Program
 
-pytestmark = pytest.mark.emulated
-
 ENGINE, STAGED = "_transfer/engine:TransferEngine", "_transfer/disk_staged:StagedDisk"
 COPIES, IN_FLIGHT = "_transfer/copies:Copies", "_transfer/in_flight:InFlight"
 RELOADS, PLAIN = "_transfer/pending_reloads:PendingReloads", "_transfer/plain_copies:PlainCopies"
@@ -163,7 +161,7 @@ CASES: dict[str, Case] = {
     ),
     "also what is there already": (
         programs.there_for_another_stream,
-        Fault(f"{ENGINE}.deliver", "arrival.stream == live", "True"),
+        Fault(f"{ENGINE}.deliver", "at.stream == live", "True"),
     ),
     "and shared there": (
         programs.same_bytes_landed_for_another_stream,
@@ -305,6 +303,14 @@ def each_alone() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("case", "fault"), list(each_alone()))
+def test_each_line_is_where_it_is_said(
+    case: Callable[[Program], bool], fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault.plant(monkeypatch)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("case", "fault"), list(each_alone()))
 def test_without_a_wait_the_bytes_are_wrong(
     emulated: ModuleType,
     case: Callable[[Program], bool],
@@ -316,6 +322,7 @@ def test_without_a_wait_the_bytes_are_wrong(
     assert not case(Program(emulated, waits=False, folder=tmp_path))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in CASES.values()))
 def test_with_all_waits_they_are_right(
     emulated: ModuleType, case: Callable[[Program], bool], tmp_path: Path
