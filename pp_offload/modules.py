@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind, said
 from pp_offload._common.module_names import listed, matching
-from pp_offload._groups.hook_scopes import leave_all, mark
+from pp_offload._hooks.hook_scopes import leave_all, mark
 from pp_offload._megatron.interface import FineGrainedActivationOffloadingInterface
 from pp_offload._megatron.manager import PipelineOffloadManager
 
@@ -261,7 +261,7 @@ class _Scope(NamedTuple):
     module: Module
     group: FineGrainedActivationOffloadingInterface
     mark: object
-    """Of :func:`pp_offload._groups.hook_scopes.mark`, which gives another once the scope is off."""
+    """Of :func:`pp_offload._hooks.hook_scopes.mark`, which gives another once the scope is off."""
 
 
 class _Lifetime:

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import (
 from toy import assert_no_hooks, make_model, same_bits
 
 from pp_offload import OffloadConfig
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._groups.stash import ActivationStash
 from pp_offload.checkpointing import (
     ActivationCheckpointedModelConfig,
     ActivationCheckpointing,

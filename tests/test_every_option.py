@@ -34,13 +34,13 @@ from pp_offload import (
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
-from pp_offload._groups import step
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.prefetch import Prefetcher
-from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory.budget import HostBudget
 from pp_offload._memory.disk import DiskFile
+from pp_offload._steps import step
+from pp_offload._steps.room import DeviceRoom
 from pp_offload._transfer import plain_copies
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.verify import Verifier

@@ -15,11 +15,12 @@ import pp_offload
 ROOT = Path(pp_offload.__file__).parent
 
 ROWS = [
-    ("errors", "_common", "config"),
+    ("errors", "_common", "config", "_policy", "_hooks"),
     ("backends",),
     ("_memory",),
     ("_transfer",),
     ("_groups",),
+    ("_steps",),
     ("_activations", "_checkpoint", "_slices", "_megatron"),
     ("modules", "pipelining", "activations", "checkpointing", "offload_model", "layers", "summary"),
     (
@@ -64,7 +65,7 @@ ORDERS_COPIES = {
 
 ONE_JOB = [
     ("_transfer.engine", "TransferEngine"),
-    ("_groups.manager", "Manager"),
+    ("_steps.manager", "Manager"),
     ("_groups.chunk", "Chunk"),
     ("_groups.group", "Group"),
     ("_groups.offloader", "Offloader"),

@@ -22,7 +22,7 @@ from toy import AwayBackend, assert_idle
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload._groups.stash import ActivationStash
+from pp_offload._activations.stash import ActivationStash
 from pp_offload.backends import CpuBackend
 
 WIDTH = 12

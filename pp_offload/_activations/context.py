@@ -27,11 +27,11 @@ from torch.nn import Module
 
 from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem
-from pp_offload._groups.checkpoint_regions import Keeping, Saving, is_recomputing
-from pp_offload._groups.hook_scopes import Caller, HookScope
-from pp_offload._groups.stash import ActivationStash
-from pp_offload._transfer.saved_tensor import Packed, Resident, unpack
+from pp_offload._hooks.checkpoint_regions import Keeping, Saving, is_recomputing
+from pp_offload._hooks.hook_scopes import Caller, HookScope, unpack
+from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload._transfer.statistics import OffloadStatistics
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig, config_or_default

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from pp_offload._activations.context import Entered, OffloadActivations
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_kind
 from pp_offload._common.torch_private import CheckpointWrapper
-from pp_offload._groups.stash import ActivationStash
 from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.module_state import BufferMemory
 from pp_offload._checkpoint.modules_of import modules_of
 from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs, OpPolicy
@@ -34,16 +35,16 @@ from pp_offload._common.torch_private import (
     tree_leaves,
     tree_unflatten,
 )
-from pp_offload._groups.checkpoint_regions import (
+from pp_offload._hooks.checkpoint_regions import (
     Keeping,
     Saving,
     is_in_region,
     is_recomputing,
     without_groups,
 )
-from pp_offload._groups.stash import ActivationStash
-from pp_offload._groups.untraced import untraced
-from pp_offload._transfer.saved_tensor import Resident, unpack
+from pp_offload._hooks.hook_scopes import unpack
+from pp_offload._hooks.untraced import untraced
+from pp_offload._transfer.saved_tensor import Resident
 
 
 class Recompute:

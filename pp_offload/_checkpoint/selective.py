@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils.checkpoint import CheckpointPolicy
 
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.random_state import RandomState
 from pp_offload._common.torch_private import (
     CachedTorchDispatchMode,
@@ -44,7 +45,6 @@ from pp_offload._common.torch_private import (
     tree_leaves,
     tree_map_only,
 )
-from pp_offload._groups.stash import ActivationStash
 from pp_offload._memory.storages import has_storage
 from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload._transfer.subclasses import plain_tensors

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.options import FullACParams, SelectiveOpACParams
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._groups.stash import ActivationStash
 from pp_offload.backends import Backend, check_backend
 
 

@@ -29,9 +29,9 @@ from torch.nn import Parameter
 from pp_offload._common.checks import check_group_name, check_switch, checked_tensors
 from pp_offload._common.torch_private import is_transformed, records_operators
 from pp_offload._groups.group import Group, GroupState
-from pp_offload._groups.plan import ChunkKey, ChunkRecord, ChunkShape, GroupKey
 from pp_offload._groups.prefetch import Visit
 from pp_offload._groups.wiring import Wiring
+from pp_offload._policy.plan import ChunkKey, ChunkRecord, ChunkShape, GroupKey
 from pp_offload._transfer.saved_tensor import Packed, Resident, SavedWrapper
 from pp_offload._transfer.subclasses import is_wrapper
 from pp_offload._transfer.ticket import SavedActivation, Ticket, give_back

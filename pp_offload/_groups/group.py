@@ -14,7 +14,7 @@ import enum
 import weakref
 from collections.abc import Callable, Sequence
 
-from pp_offload._groups.plan import GroupKey
+from pp_offload._policy.plan import GroupKey
 from pp_offload._transfer.ticket import SavedActivation, Ticket
 from pp_offload.errors import GroupStateError
 

@@ -17,25 +17,15 @@ from typing import Any
 
 from pp_offload._common.processes import HERE
 from pp_offload._groups.group import Group
-from pp_offload._groups.plan import ChunkKey
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
+from pp_offload._policy.bounds import SMALL_BYTES, refill_below
+from pp_offload._policy.plan import ChunkKey
 from pp_offload._transfer.bound import Bound
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
 
-SMALL_BYTES = 2**18
-"""Below this, tensors of several groups are reloaded as one batch."""
-
 LARGE_BYTES = 2**24
 """From this on, tensors of one group are reloaded as several."""
-
-
-def refill_below(window_bytes: int) -> int:
-    """With no more than so many bytes unused, a window is filled again.
-
-    At once where they are large, so that copies never pause; and not for each small tensor.
-    """
-    return window_bytes - max(window_bytes // 8, min(window_bytes // 2, SMALL_BYTES))
 
 
 Visit = Group | WeightPass

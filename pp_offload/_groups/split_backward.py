@@ -21,7 +21,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pp_offload._groups.group import Group
-from pp_offload._groups.plan import ChunkKey, GroupKey, WeightPassKey
+from pp_offload._policy.plan import ChunkKey, GroupKey, WeightPassKey
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import Stream

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from pp_offload._groups.bounds import left_of_budget
 from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import Plan
 from pp_offload._groups.prefetch import Prefetcher, Step
 from pp_offload._memory.slabs import Allocate
+from pp_offload._policy.bounds import left_of_budget
+from pp_offload._policy.plan import Plan
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.tensors import Eligibility, StorageSet
 from pp_offload._transfer.tiers import make_engine

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_switch
-from pp_offload._groups.checkpoint_regions import (
+from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.group import Group
+from pp_offload._hooks.checkpoint_regions import (
     Keeping,
     Pack,
     Saving,
@@ -31,9 +33,7 @@ from pp_offload._groups.checkpoint_regions import (
     takes_again,
     top_pack,
 )
-from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.group import Group
-from pp_offload._groups.hook_scopes import HookScope
+from pp_offload._hooks.hook_scopes import HookScope
 from pp_offload._megatron.cuda_graph import fine_grained_offloading_forward_record
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._transfer.saved_tensor import Resident
@@ -142,7 +142,7 @@ class FineGrainedActivationOffloadingInterface:
         """Open the group; gives back its input.
 
         In a checkpoint's recomputation no group is opened, and tensors that it took in the forward
-        stay on the device: see :mod:`pp_offload._groups.checkpoint_regions`.
+        stay on the device: see :mod:`pp_offload._hooks.checkpoint_regions`.
         """
         if torch.compiler.is_compiling():
             return self.tensor

@@ -16,21 +16,22 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind, checked_tensors, said
-from pp_offload._groups.checkpoint_regions import (
+from pp_offload._groups.chunk import Chunk
+from pp_offload._hooks.checkpoint_regions import (
     Keeping,
     Saving,
+    is_in_backward,
     may_leave_out,
     note,
     takes_again,
     top_pack,
 )
-from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.hook_scopes import Caller, HookScope
-from pp_offload._groups.manager import Manager
+from pp_offload._hooks.hook_scopes import Caller, HookScope, unpack
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._megatron.graph_state import GraphState
 from pp_offload._memory.pool import GPUTensorPool
-from pp_offload._transfer.saved_tensor import Packed, Resident, is_in_backward, unpack
+from pp_offload._steps.manager import Manager
+from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload.backends import Backend, Stream, bare
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError

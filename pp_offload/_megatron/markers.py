@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pp_offload._groups.checkpoint_regions import is_recomputing
+from pp_offload._hooks.checkpoint_regions import is_recomputing
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from pp_offload._hooks.checkpoint_regions import is_in_backward
 from pp_offload._slices.cache import Slice, SliceCache
 from pp_offload._slices.layer_order import LayerOrder
 from pp_offload._slices.saved_parameters import SlicedRun
-from pp_offload._transfer.saved_tensor import is_in_backward
 
 
 class Streamed(Protocol):

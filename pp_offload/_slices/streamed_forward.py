@@ -43,12 +43,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pp_offload._groups.untraced import Untraced
+from pp_offload._hooks.checkpoint_regions import is_in_backward
+from pp_offload._hooks.untraced import Untraced
 from pp_offload._slices.cache import Slice
 from pp_offload._slices.gradients import GradientPath, Turn, gated, on_device
 from pp_offload._slices.layer_stream import LayerStream
 from pp_offload._slices.places import Places
-from pp_offload._transfer.saved_tensor import is_in_backward
 from pp_offload.errors import OffloadError
 
 CHECKPOINT = "_gradient_checkpointing_func"

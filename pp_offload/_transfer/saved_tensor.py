@@ -14,13 +14,11 @@ NOTE [ Version check ]
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import methodcaller
 from typing import TypeAlias
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from pp_offload._common.torch_private import graph_task_id
 from pp_offload._transfer.subclasses import is_pending, take_apart, witness
 from pp_offload._transfer.ticket import SavedActivation, modified
 
@@ -80,12 +78,3 @@ class SavedWrapper:
 
 Packed: TypeAlias = SavedActivation | Resident | SavedWrapper
 """What a pack hook returns."""
-
-
-unpack: Callable[[Packed], Tensor] = methodcaller("unpack")
-"""The unpack hook."""
-
-
-def is_in_backward() -> bool:
-    """Whether a backward runs this: a forward inside it is a recomputation, used at once."""
-    return graph_task_id() != -1

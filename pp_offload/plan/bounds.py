@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 
-from pp_offload._groups.auto_bounds import (
+from pp_offload._policy.bounds import SMALL_BYTES, left_of_budget
+from pp_offload._policy.plan import ChunkKey, GroupKey, Plan
+from pp_offload._steps.auto_bounds import (
     GROWN,
     NUM_TIMED,
     is_wanted,
@@ -18,10 +20,7 @@ from pp_offload._groups.auto_bounds import (
     planned_bounds,
     within,
 )
-from pp_offload._groups.bounds import left_of_budget
-from pp_offload._groups.plan import ChunkKey, GroupKey, Plan
-from pp_offload._groups.prefetch import SMALL_BYTES
-from pp_offload._groups.step_times import StepTimes
+from pp_offload._steps.step_times import StepTimes
 from pp_offload._transfer.bound import Bound
 from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
 from pp_offload._transfer.stopwatch import Lap, Laps

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pp_offload._groups.plan import ChunkKey
 from pp_offload._memory.buffers import Loan, room_for
+from pp_offload._policy.plan import ChunkKey
 from pp_offload.plan.device import Bytes
 from pp_offload.plan.pieces import pieces
 from pp_offload.plan.tape import Payload, Tape

@@ -13,8 +13,8 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pp_offload._groups.plan import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import BackwardPass
+from pp_offload._policy.plan import ChunkKey, WeightPassKey
 from pp_offload.plan.chunks import ChunkState, Held, Saved
 
 Uses = Mapping[int, int]

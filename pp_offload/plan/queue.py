@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pp_offload._groups.chunk_queue import Key
-from pp_offload._groups.plan import ChunkKey, WeightPassKey
+from pp_offload._policy.plan import ChunkKey, WeightPassKey
+from pp_offload._steps.chunk_queue import Key
 from pp_offload.plan.chunks import ChunkState, GroupState
 from pp_offload.plan.parts import WeightState
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from pp_offload._groups.chunk_queue import Key
-from pp_offload._groups.plan import (
+from pp_offload._groups.split_backward import BackwardPass
+from pp_offload._policy.plan import (
     ChunkKey,
     ChunkShape,
     GroupKey,
@@ -24,7 +24,7 @@ from pp_offload._groups.plan import (
     make_plan,
     plan_of_options,
 )
-from pp_offload._groups.split_backward import BackwardPass
+from pp_offload._steps.chunk_queue import Key
 from pp_offload.config import OffloadConfig
 from pp_offload.pipelining import Action
 from pp_offload.plan.bounds import Bounds, Unwatched

@@ -19,11 +19,11 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from pp_offload._common.garbage import collector_off
-from pp_offload._groups.plan import ChunkKey, GroupKey, Plan
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._megatron.current import use_manager
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
+from pp_offload._policy.plan import ChunkKey, GroupKey, Plan
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder

@@ -14,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 
-from pp_offload._groups.chunk_queue import Key
-from pp_offload._groups.plan import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import BackwardPass
+from pp_offload._policy.plan import ChunkKey, WeightPassKey
+from pp_offload._steps.chunk_queue import Key
 from pp_offload.plan.bounds import Bounds
 from pp_offload.plan.chunks import ChunkState, CopyIndex, Held, Saved
 from pp_offload.plan.parts import PartUses, RunningPart, WeightState

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from pp_offload._common.checks import said
-from pp_offload._groups.manager import Manager
+from pp_offload._steps.manager import Manager
 from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.ticket import SavedActivation
 from pp_offload.simulate.clocks import VirtualEvent, VirtualStream

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pp_offload._groups.group import Counts, GroupState
-from pp_offload._groups.plan import GroupKey
+from pp_offload._policy.plan import GroupKey
 from pp_offload.backends import TimedEvent
 
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pp_offload._groups.manager import Manager
+from pp_offload._steps.manager import Manager
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.listeners import Listener
 from pp_offload.errors import NotWhileCapturingError

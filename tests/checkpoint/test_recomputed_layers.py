@@ -150,7 +150,7 @@ def test_a_scope_that_an_interrupt_left_behind_ends_with_the_chunk(
     manager: PipelineOffloadManager, model: nn.Sequential
 ) -> None:
     """Cut off between two of its lines, a context manager does not end what it began."""
-    from pp_offload._groups import checkpoint_regions
+    from pp_offload._hooks import checkpoint_regions
 
     (x,) = (x.to(manager.backend.device) for x in batches(1))
     manager.reset()
@@ -226,7 +226,7 @@ def test_a_group_of_another_thread_is_not_left_out(manager: PipelineOffloadManag
     """A recomputation runs on autograd's thread while another one runs a forward."""
     import threading
 
-    from pp_offload._groups.checkpoint_regions import may_take, without_groups
+    from pp_offload._hooks.checkpoint_regions import may_take, without_groups
 
     found: list[bool] = []
     with without_groups():

@@ -31,9 +31,9 @@ from torch.utils.checkpoint import (
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager, offload_modules
 from pp_offload import fine_grained_offloading_group_start as group_start
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._checkpoint.selective import OpPolicy
-from pp_offload._groups.stash import ActivationStash
 from pp_offload.backends import Backend
 from pp_offload.checkpointing import (
     ActivationCheckpointing,

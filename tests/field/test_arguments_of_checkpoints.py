@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from toy import same_bits
 
 from pp_offload._activations.context import OffloadActivations
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._groups.stash import ActivationStash
 from pp_offload.testing import SimulatedBackend
 
 pytestmark = pytest.mark.field("F39")

@@ -30,8 +30,8 @@ from pp_offload import (
     offload_modules,
     use_backend,
 )
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._groups.stash import ActivationStash
 from pp_offload.backends import CpuBackend
 from pp_offload.layers import offload_layers
 from pp_offload.pipelining import attach

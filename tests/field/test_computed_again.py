@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toy import same_bits
 
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._groups.stash import ActivationStash
 from pp_offload.checkpointing import SelectiveOpACParams
 
 pytestmark = pytest.mark.field("F12")

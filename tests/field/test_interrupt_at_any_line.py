@@ -46,13 +46,15 @@ ENGINE = files(
     "_groups/split_backward",
 )
 STEPS = files(
-    *(f"_groups/{name}" for name in ("chunk", "offloader", "group", "step", "manager")),
-    "_groups/chunk_queue",
+    *(f"_groups/{name}" for name in ("chunk", "offloader", "group")),
+    *(f"_steps/{name}" for name in ("step", "manager")),
+    "_steps/chunk_queue",
     *(f"_megatron/{name}" for name in ("chunk", "group", "manager", "interface")),
 )
 PARTS = files(
-    *(f"_groups/{name}" for name in ("split_backward", "step", "manager", "prefetch")),
-    "_groups/chunk_queue",
+    *(f"_groups/{name}" for name in ("split_backward", "prefetch")),
+    *(f"_steps/{name}" for name in ("step", "manager")),
+    "_steps/chunk_queue",
 )
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)

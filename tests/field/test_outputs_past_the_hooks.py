@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from toy import same_bits
 
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._groups.stash import ActivationStash
 from pp_offload.checkpointing import SelectiveOpACParams
 from pp_offload.testing import SimulatedBackend
 

@@ -41,8 +41,8 @@ from toy import assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._groups.stash import ActivationStash
 from pp_offload.backends import CpuBackend
 
 pytestmark = pytest.mark.field("F56")

@@ -35,10 +35,10 @@ from pp_offload import (
 from pp_offload import (
     fine_grained_offloading_group_start as group_start,
 )
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._groups.plan import ChunkKey
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
-from pp_offload._groups.stash import ActivationStash
+from pp_offload._policy.plan import ChunkKey
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload.errors import GroupStateError
 from pp_offload.simulate import VirtualBackend
@@ -430,6 +430,7 @@ def fine_thresholds() -> Iterator[None]:
     with (
         patch("pp_offload._transfer.outgoing.PACK_BYTES", 128),
         patch("pp_offload._groups.prefetch.SMALL_BYTES", 64),
+        patch("pp_offload._policy.bounds.SMALL_BYTES", 64),
         patch("pp_offload._transfer.pending_reloads.MAX_ABANDONED", 1),
         patch("pp_offload._transfer.tensors.MAX_PADDING_BYTES", 8),
         patch("pp_offload._memory.slabs.SMALLEST_BYTES", 1024),

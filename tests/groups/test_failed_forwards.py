@@ -21,8 +21,8 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload import fine_grained_offloading_group_start as group_start
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._groups.stash import ActivationStash
 from pp_offload.backends import CpuBackend
 
 

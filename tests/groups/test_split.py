@@ -16,8 +16,8 @@ from toy import assert_idle, batches, make_model, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload._groups.plan import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
+from pp_offload._policy.plan import ChunkKey, WeightPassKey
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.listeners import Listener
 

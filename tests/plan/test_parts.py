@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pp_offload._groups.plan import ChunkKey
 from pp_offload._groups.split_backward import BackwardPass
+from pp_offload._policy.plan import ChunkKey
 from pp_offload.plan.chunks import Held, Saved
 from pp_offload.plan.parts import PartUses
 from pp_offload.plan.tape import Payload

@@ -33,9 +33,9 @@ from torch.distributed.pipelining import (
 )
 
 from pp_offload import OffloadConfig, config
-from pp_offload._groups import auto_bounds
-from pp_offload._groups.plan import Plan
-from pp_offload._groups.prefetch import refill_below
+from pp_offload._policy.bounds import refill_below
+from pp_offload._policy.plan import Plan
+from pp_offload._steps import auto_bounds
 from pp_offload.plan import copies as plan_copies
 from pp_offload.plan import predict, record
 from pp_offload.plan import prefetch as plan_prefetch

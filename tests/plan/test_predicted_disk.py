@@ -12,8 +12,8 @@ import pytest
 from beside_engine import Found, compare, drawn_of_any_kind, ran_with_disk, run_and_recorded
 from random_pipelines import draw_pipeline
 
-from pp_offload._groups import auto_bounds
 from pp_offload._memory.host import HostMemory
+from pp_offload._steps import auto_bounds
 from pp_offload.plan import copies as plan_copies
 from pp_offload.plan import disk as plan_disk
 from pp_offload.plan import places as plan_places

@@ -32,16 +32,16 @@ from pp_offload import (
     SavedTensorModifiedError,
     use_backend,
 )
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._checkpoint.selective import OpPolicy
-from pp_offload._groups.plan import ChunkKey, GroupKey
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
-from pp_offload._groups.stash import ActivationStash
 from pp_offload._memory.budget import HostBudget, reserved_bytes
 from pp_offload._memory.disk import DiskFile
 from pp_offload._memory.host import HostMemory
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
 from pp_offload._memory.unfinished import Unfinished
+from pp_offload._policy.plan import ChunkKey, GroupKey
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.outgoing import PACK_BYTES, packs

@@ -15,8 +15,8 @@ from toy import same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, use_backend
+from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._groups.stash import ActivationStash
 from pp_offload._transfer.tensors import FLAGGED_DTYPES
 from pp_offload.backends import Backend
 

@@ -78,7 +78,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "groups without grad",
-        "pp_offload/_groups/manager.py",
+        "pp_offload/_steps/manager.py",
         "        if not torch.is_grad_enabled():\n            self.forward",
         "        if False:\n            self.forward",
         "the plan is for microbatches that no backward came for",
@@ -87,7 +87,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "a step without backward ends the plan",
-        "pp_offload/_groups/manager.py",
+        "pp_offload/_steps/manager.py",
         "            if is_complete:\n                self.learn()\n",
         "            if is_complete:\n"
         "                self.learn()\n"
@@ -126,7 +126,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "bytes behind the group in backward are dropped",
-        "pp_offload/_groups/step.py",
+        "pp_offload/_steps/step.py",
         "        if chunk is not None:\n            self.begin_chunk(chunk)",
         "        if chunk is not None:\n"
         "            for later in chunk.groups[group.key.position + 1 :]:\n"
@@ -139,7 +139,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "microbatches that the plan does not know stay",
-        "pp_offload/_groups/plan.py",
+        "pp_offload/_policy/plan.py",
         "        return planned is not None and planned.keeps",
         "        return bool(self.names) or planned is not None and planned.keeps",
         "of more microbatches than the first step had, the others are not offloaded",
@@ -189,7 +189,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "groups while a compiler traces",
-        "pp_offload/_groups/manager.py",
+        "pp_offload/_steps/manager.py",
         "        if torch.compiler.is_compiling():\n            return None\n",
         "",
         "the compiler looks into the engine, and gives up",
@@ -198,7 +198,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "what a forward left is not sent by the next",
-        "pp_offload/_groups/stash.py",
+        "pp_offload/_activations/stash.py",
         "        self.send()\n        with self._wiring.lock:",
         "        self._forward.open = None\n        with self._wiring.lock:",
         "each microbatch in flight leaves its last tensors on the device",
@@ -308,7 +308,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "idle groups are named in every step",
-        "pp_offload/_groups/idle_groups.py",
+        "pp_offload/_steps/idle_groups.py",
         "                self._said.add(name)\n",
         "",
         "the warning comes as often as there are steps",
@@ -345,7 +345,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "prefetch ends with the microbatch",
-        "pp_offload/_groups/step.py",
+        "pp_offload/_steps/step.py",
         "for following in self.queue.certain():",
         "for following in ():",
         "each backward waits for the first group it comes to",
@@ -381,7 +381,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "groups without a microbatch, with a schedule attached",
-        "pp_offload/_groups/manager.py",
+        "pp_offload/_steps/manager.py",
         "if chunk is None and not self.num_attached:",
         "if chunk is None:",
         "a schedule that runs its stages to infer shapes cannot begin",
@@ -390,7 +390,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "what a group took in a region is not noted",
-        "pp_offload/_groups/checkpoint_regions.py",
+        "pp_offload/_hooks/checkpoint_regions.py",
         "_Scope(name, took, len(frame.weak_holders))",
         "_Scope(name, False, len(frame.weak_holders))",
         "a checkpoint that runs again finds what the group had kept from it",
@@ -419,7 +419,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "a step leaves what an interrupt passed by",
-        "pp_offload/_groups/manager.py",
+        "pp_offload/_steps/manager.py",
         "was_cut_off = leave_all()",
         "was_cut_off = False",
         "hooks of a forward that was cut off stay for the next step",

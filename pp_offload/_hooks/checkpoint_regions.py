@@ -38,9 +38,8 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from pp_offload._common.torch_private import top_hooks
-from pp_offload._groups.untraced import Untraced
-from pp_offload._transfer.saved_tensor import is_in_backward
+from pp_offload._common.torch_private import graph_task_id, top_hooks
+from pp_offload._hooks.untraced import Untraced
 from pp_offload.errors import GroupStateError
 
 Pack = Callable[..., Any]
@@ -80,6 +79,11 @@ def has_ended(pack: Pack | None) -> bool:
     """Whether the hook is of a checkpoint whose forward is over: it popped another in its place."""
     frame = _frame_of(pack)
     return frame is not None and frame.forward_completed
+
+
+def is_in_backward() -> bool:
+    """Whether a backward runs this: a forward inside it is a recomputation, used at once."""
+    return graph_task_id() != -1
 
 
 def is_recomputing() -> bool:

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.chunk_queue import ChunkQueue
-from pp_offload._groups.fitting import InFlight
 from pp_offload._groups.group import Group
-from pp_offload._groups.idle_groups import GroupUse
-from pp_offload._groups.plan import (
+from pp_offload._groups.prefetch import Step, Visit
+from pp_offload._groups.split_backward import SplitBackward, WeightPass
+from pp_offload._policy.fitting import InFlight
+from pp_offload._policy.plan import (
     ChunkKey,
     ChunkRecord,
     ChunkShape,
@@ -24,8 +24,8 @@ from pp_offload._groups.plan import (
     WeightPassKey,
     make_plan,
 )
-from pp_offload._groups.prefetch import Step, Visit
-from pp_offload._groups.split_backward import SplitBackward, WeightPass
+from pp_offload._steps.chunk_queue import ChunkQueue
+from pp_offload._steps.idle_groups import GroupUse
 from pp_offload.config import OffloadConfig
 
 
@@ -202,7 +202,7 @@ class StepRecord(Step):
 
         Args:
             config: The options.
-            stay: As for :func:`pp_offload._groups.plan.make_plan`.
+            stay: As for :func:`pp_offload._policy.plan.make_plan`.
         """
         records = [_record(key, chunk) for key, chunk in self._backward.items()]
         if not self.queue.is_told:

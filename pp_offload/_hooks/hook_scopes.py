@@ -25,20 +25,23 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
+from operator import methodcaller
 from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
 from pp_offload._common.torch_private import pop_hooks, push_hooks
-from pp_offload._groups.checkpoint_regions import (
+from pp_offload._hooks.checkpoint_regions import (
     has_ended,
     is_checkpoint,
     leave_regions,
     top_pack,
 )
-from pp_offload._groups.untraced import untraced
-from pp_offload._transfer.saved_tensor import unpack
+from pp_offload._hooks.untraced import untraced
+
+unpack: Callable[[Any], Tensor] = methodcaller("unpack")
+"""The unpack hook of all scopes: gives what their pack hooks returned as it was saved."""
 
 
 class _OfThread(threading.local):

@@ -21,11 +21,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pp_offload._groups.prefetch import refill_below
 from pp_offload.config import OffloadConfig
 
 PRECISION = 64
 """A window is found to one part in so many of all its bytes."""
+
+SMALL_BYTES = 2**18
+"""Below this, tensors of several groups are reloaded as one batch."""
 
 
 class Moment(NamedTuple):
@@ -106,6 +108,14 @@ def is_in_time(uses: Sequence[Use], window: int, bytes_per_s: float) -> bool:
         unused -= freed
         asked_at_s = at_s
     return True
+
+
+def refill_below(window_bytes: int) -> int:
+    """With no more than so many bytes unused, a window is filled again.
+
+    At once where they are large, so that copies never pause; and not for each small tensor.
+    """
+    return window_bytes - max(window_bytes // 8, min(window_bytes // 2, SMALL_BYTES))
 
 
 def left_of_budget(config: OffloadConfig) -> int | None:

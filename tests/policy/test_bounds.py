@@ -6,16 +6,17 @@ from itertools import accumulate
 
 import pytest
 
-from pp_offload._groups.bounds import (
+from pp_offload._policy.bounds import (
+    SMALL_BYTES,
     Moment,
     Use,
     grown,
     in_flight_bytes,
     is_in_time,
+    refill_below,
     shares,
     window_bytes,
 )
-from pp_offload._groups.prefetch import SMALL_BYTES, refill_below
 
 MB = 10**6
 

@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pp_offload._common.processes import rank_said
-from pp_offload._groups.fitting import Demand, InFlight, fitting
 from pp_offload._groups.group import Group
-from pp_offload._groups.plan import ChunkKey, ChunkShape, GroupKey, Place
 from pp_offload._groups.wiring import Wiring
+from pp_offload._policy.fitting import Demand, InFlight, fitting
+from pp_offload._policy.plan import ChunkKey, ChunkShape, GroupKey, Place
 from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.ticket import Owner, Ticket
 from pp_offload.config import AUTO, OffloadConfig

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pp_offload import OffloadConfig
-from pp_offload._groups.plan import (
+from pp_offload._policy.plan import (
     ChunkKey,
     ChunkShape,
     GroupKey,

@@ -17,7 +17,9 @@ from functools import partial
 from itertools import groupby
 
 from pp_offload._common.processes import rank_said
-from pp_offload._groups.bounds import (
+from pp_offload._groups.prefetch import Prefetcher
+from pp_offload._policy.bounds import (
+    SMALL_BYTES,
     Moment,
     Use,
     grown,
@@ -26,9 +28,8 @@ from pp_offload._groups.bounds import (
     shares,
     window_bytes,
 )
-from pp_offload._groups.plan import GroupKey, Plan
-from pp_offload._groups.prefetch import SMALL_BYTES, Prefetcher
-from pp_offload._groups.step_times import ClockWithoutWaits, Mark, StepTimes, rate
+from pp_offload._policy.plan import GroupKey, Plan
+from pp_offload._steps.step_times import ClockWithoutWaits, Mark, StepTimes, rate
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
 from pp_offload._transfer.stopwatch import Laps, seconds

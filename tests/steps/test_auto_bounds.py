@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from pp_offload import OffloadConfig
-from pp_offload._groups import auto_bounds
-from pp_offload._groups.auto_bounds import AutoBounds
-from pp_offload._groups.plan import ChunkKey, GroupKey, Plan
-from pp_offload._groups.step_times import ClockWithoutWaits, Mark, StepTimes, rate
 from pp_offload._groups.wiring import Wiring
+from pp_offload._policy.plan import ChunkKey, GroupKey, Plan
+from pp_offload._steps import auto_bounds
+from pp_offload._steps.auto_bounds import AutoBounds
+from pp_offload._steps.step_times import ClockWithoutWaits, Mark, StepTimes, rate
 from pp_offload._transfer.stopwatch import Lap, Laps
 from pp_offload.backends import CpuBackend
 

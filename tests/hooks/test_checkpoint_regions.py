@@ -28,7 +28,7 @@ from pp_offload import (
     offload_modules,
     use_backend,
 )
-from pp_offload._groups import checkpoint_regions
+from pp_offload._hooks import checkpoint_regions
 from pp_offload.backends import CpuBackend
 
 Call = Callable[[Tensor], Tensor]

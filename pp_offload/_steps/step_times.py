@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from pp_offload._groups.group import Group, GroupState
-from pp_offload._groups.plan import GroupKey
-from pp_offload._groups.prefetch import SMALL_BYTES
+from pp_offload._policy.bounds import SMALL_BYTES
+from pp_offload._policy.plan import GroupKey
 from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.stopwatch import Lap, Laps, seconds
 from pp_offload._transfer.ticket import Owner, Ticket

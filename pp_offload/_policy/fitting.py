@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import add
 
-from pp_offload._groups.plan import ChunkShape, Place
+from pp_offload._policy.plan import ChunkShape, Place
 
 InFlight = tuple[tuple[int, int], ...]
 """Virtual stages, and how many of their chunks are between the begin of forward and the end of

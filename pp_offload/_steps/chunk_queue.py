@@ -15,8 +15,8 @@ import bisect
 from collections.abc import Iterable, Iterator
 
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.plan import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import WeightPass
+from pp_offload._policy.plan import ChunkKey, WeightPassKey
 
 Key = ChunkKey | WeightPassKey
 

@@ -1,0 +1,1 @@
+"""Autograd's stack of hooks: which are ours, and what a checkpoint runs again."""
