@@ -388,9 +388,12 @@ def _check_counts(layers: nn.Module, num_slices: int, num_microbatches: int) -> 
             raise ValueError("the list of slices is empty; expected at least one module in it")
         check_count("num_slices", num_slices, least=1)
         return
+    if not num_layers:
+        raise ValueError("the model has no layers; expected at least one module in it")
     if count_problem("num_slices", num_slices, 1) or num_slices > num_layers:
+        most = f"1 to {num_layers}" if num_layers > 1 else "1"
         raise ValueError(
-            f"num_slices is {said(num_slices)}; expected 1 to {num_layers}, the number of "
+            f"num_slices is {said(num_slices)}; expected {most}, the number of "
             "layers, as an integer, for each slice has at least one"
         )
 

@@ -391,6 +391,14 @@ def test_statistics_of_batch_norm_stay(backend, is_known: bool) -> None:
     assert same_bits(*found)
 
 
+def test_an_option_that_does_not_exist_is_named_with_who_was_called() -> None:
+    """Also where nothing is offloaded, or switching it on would be the first to tell."""
+    said = r"get_act_offloading_ctx_manager\(\) got min_size=3 \(did you mean min_offload_size\?\)"
+    for is_on in (True, False):
+        with pytest.raises(TypeError, match=said):
+            get_act_offloading_ctx_manager(Decoder("head"), is_on, min_size=3)
+
+
 def test_sparse_and_nested_tensors_stay() -> None:
     offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1)
     sparse = torch.eye(3).to_sparse()
@@ -436,7 +444,7 @@ def test_that_it_only_copies_is_said_once(
 )
 def test_sizes_without_a_name_are_refused(make: Callable[..., object]) -> None:
     """torchtune has the stash before the smallest size, TRL behind it."""
-    with pytest.raises(TypeError, match="positional arguments but"):
+    with pytest.raises(TypeError, match="found 5, 1024 behind use_streams; expected sizes by name"):
         make(5, 1024)
 
 

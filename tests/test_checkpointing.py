@@ -492,6 +492,10 @@ def test_an_output_that_is_written_into_is_recomputed(backend, writes, where: st
         num_kept = counts.saved_outputs + counts.offloaded_outputs
         assert num_kept == 2 * (0 if writes is chunks else 1), "others are kept"
         assert (counts.saved_bytes + counts.offloaded_bytes) == num_kept * 64
+        assert counts.written_outputs == 2
+        if writes is chunks and where == "offload_ops_keys":
+            with pytest.warns(UserWarning, match="that no operator wrote into, as into 2; lower"):
+                recompute.check_idle()
     assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
 
 

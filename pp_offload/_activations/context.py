@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import replace
+from typing import NoReturn
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,7 +29,7 @@ from torch.nn import Module
 from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
-from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem
+from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem, said
 from pp_offload._hooks.checkpoint_regions import Keeping, Saving, is_recomputing
 from pp_offload._hooks.hook_scopes import Caller, HookScope, unpack
 from pp_offload._transfer.saved_tensor import Packed, Resident
@@ -38,6 +39,20 @@ from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
 
 logger = logging.getLogger(__name__)
+
+
+def check_by_name(sizes: tuple[object, ...]) -> None:
+    """Refuse sizes without a name.
+
+    Raises:
+        TypeError: There are some.
+    """
+    if sizes:
+        raise TypeError(
+            f"found {', '.join(map(said, sizes))} behind use_streams; expected sizes by name, for "
+            "torchtune and TRL have them in a different order: min_offload_size=1024, "
+            "max_fwd_stash_size=5"
+        )
 
 
 class OffloadActivations(saved_tensors_hooks, ContextDecorator):
@@ -58,7 +73,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
     Raises:
         ValueError: ``max_fwd_stash_size`` is below 1, or ``min_offload_size`` below 0; or one is no
             integer, or a flag neither True nor False.
-        TypeError: ``config`` is no :class:`OffloadConfig`, or ``backend`` no backend.
+        TypeError: ``config`` is no :class:`OffloadConfig`, or ``backend`` no backend; or sizes were
+            given without their names.
 
     Source: torchtune and TRL ``OffloadActivations``.
     """
@@ -67,12 +83,13 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         self,
         use_pin_memory: bool = True,
         use_streams: bool = True,
-        *,
+        *sizes: NoReturn,
         min_offload_size: int = 1024,
         max_fwd_stash_size: int = 5,
         config: OffloadConfig | None = None,
         backend: Backend | None = None,
     ) -> None:
+        check_by_name(sizes)
         check_all(
             flag_problem("use_pin_memory", use_pin_memory),
             flag_problem("use_streams", use_streams),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from inspect import signature
+from typing import Any, NoReturn
 
 from torch.nn import Module
 
-from pp_offload._activations.context import NoOpManager, OffloadActivations
+from pp_offload._activations.context import NoOpManager, OffloadActivations, check_by_name
 from pp_offload._activations.exclusions import exclude
-from pp_offload._common.checks import check_flag, check_kind
+from pp_offload._common.checks import check_flag, check_kind, near, said
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 
@@ -55,9 +56,19 @@ def get_act_offloading_ctx_manager(
             by other saved-tensor hooks.
         options: Those of :func:`get_lora_act_offloading_ctx_manager`, by name.
 
+    Raises:
+        TypeError: There is no such option; and as there.
+        ValueError: As there.
+
     Source: torchtune ``get_act_offloading_ctx_manager``; with the options of TRL's.
     """
     check_flag("enable_activation_offloading", enable_activation_offloading)
+    names = list(signature(get_lora_act_offloading_ctx_manager).parameters)[1:]
+    for one in options.keys() - set(names):
+        raise TypeError(
+            f"get_act_offloading_ctx_manager() got {one}={said(options[one])}{near(one, names)}; "
+            f"expected some of {', '.join(names)}"
+        )
     if not enable_activation_offloading:
         return NoOpManager()
     return get_lora_act_offloading_ctx_manager(model, **options)
@@ -67,7 +78,7 @@ def get_lora_act_offloading_ctx_manager(
     model: Module,
     use_pin_memory: bool = True,
     use_streams: bool = True,
-    *,
+    *sizes: NoReturn,
     min_offload_size: int = 1024,
     max_fwd_stash_size: int = 5,
     warn_if_no_head: bool = True,
@@ -91,10 +102,11 @@ def get_lora_act_offloading_ctx_manager(
 
     Raises:
         ValueError: ``head`` names no module of the model, or a number or flag cannot be right.
-        TypeError: ``model`` or ``head`` is no module.
+        TypeError: ``model`` or ``head`` is no module, or sizes were given without their names.
 
     Source: axolotl ``get_lora_act_offloading_ctx_manager``.
     """
+    check_by_name(sizes)
     check_kind("model", model, Module, "an nn.Module")
     check_flag("warn_if_no_head", warn_if_no_head)
     if head is not None:

@@ -116,10 +116,12 @@ class Recompute:
             chosen = (
                 "" if self._policy is None else f", or of {sorted(map(str, self._policy.offload))}"
             )
+            num_written = self.counts.written_outputs
             warnings.warn(
                 f"{self.counts.forward_calls} checkpoints offloaded nothing: there was no input"
-                f"{chosen} of at least {stash.min_offload_size} bytes on the device; lower "
-                "min_offload_size, or name operators that the layers call",
+                f"{chosen} of at least {stash.min_offload_size} bytes on the device"
+                f"{f' that no operator wrote into, as into {num_written}' if num_written else ''}; "
+                "lower min_offload_size, or name operators that the layers call",
                 stacklevel=2,
             )
 

@@ -117,6 +117,10 @@ class CheckpointCounts:
     offloaded_bytes: int = 0
     """Bytes of these, shared ones counted each time."""
 
+    written_outputs: int = 0
+    """Outputs of chosen operators that another one wrote into, and that were recomputed for that.
+    """
+
     def add(self, counted: Iterable[tuple[bool, int]], num: int = 1) -> None:
         """Tensors were kept: of each whether it was offloaded, and its bytes. With ``num=-1`` they
         were not, after all.
@@ -256,6 +260,7 @@ class KeptOutputs:
             kept = self._calls[op][number]
             if ref() is storage and kept is not None:
                 self._counts.add(kept.counted, -1)
+                self._counts.written_outputs += len(kept.counted)
                 self._calls[op][number] = None
                 self._saved[op].pop(number, None)
                 self._is_brought = True  # PyTorch's own mode would look for it

@@ -159,7 +159,10 @@ def _with_number(device: torch.device | None) -> torch.device:
         return device
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
-        raise ValueError("no accelerator here; use CpuBackend, or a torch built for your device")
+        found = "there is" if device is None else f"device is {device}, and there is"
+        raise ValueError(
+            f"{found} no accelerator here; use CpuBackend(), or a torch built for your device"
+        )
     if device is not None and device.type != accelerator.type:
         raise ValueError(
             f"device is {device}, expected {accelerator.type}, which is the accelerator here; use "
