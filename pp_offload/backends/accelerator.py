@@ -46,7 +46,8 @@ class AcceleratorBackend:
         self._ask: Callable[[], bool] | None
         self._ask = getattr(module, "is_current_stream_capturing", None)
         self._capture = 0
-        self._was_capturing = False
+        self._capturing: Stream | None = None
+        """Where the capture was seen first that is known to go on."""
 
     @property
     def has_graphs(self) -> bool:
@@ -63,17 +64,27 @@ class AcceleratorBackend:
 
         Two captures are taken for one if nobody asked in between, unless the first was joined.
         """
-        if not self.is_capturing:
-            self._was_capturing = False
-            return 0
-        if not self._was_capturing:
-            self._was_capturing = True
-            self._capture += 1
-        return self._capture
+        if self.is_capturing:
+            if self._capturing is None:
+                self._capturing = self.current_stream()
+                self._capture += 1
+            return self._capture
+        # Another thread, or a stream that is not part of it, says nothing of a capture.
+        if self._capturing is not None and not self._captures_on(self._capturing):
+            self._capturing = None
+        return 0
+
+    def _captures_on(self, stream: Stream) -> bool:
+        """Whether a stream is capturing that need not be the current one."""
+        before = self._make_current(stream)
+        try:
+            return self.is_capturing
+        finally:
+            self._go_back(before)
 
     def joined(self) -> None:
         """The copy streams were joined: what follows may be numbered as another capture."""
-        self._was_capturing = False
+        self._capturing = None
 
     def current_stream(self) -> Stream:
         """The live stream of the calling thread; inside backward, that of the running node."""
@@ -117,18 +128,30 @@ class AcceleratorBackend:
     ) -> None:
         """Queue the copies; host memory must be pinned for them to be asynchronous."""
         assert isinstance(stream, torch.Stream)
-        before = torch.accelerator.current_stream(self._index)
-        device = torch.accelerator.current_device_index()
-        # Not ``with stream``: the stream itself keeps the one to go back to, so two threads inside
-        # at once would leave with each other's.
-        torch.accelerator.set_stream(stream)  # makes its device the current one, too
+        before = self._make_current(cast(Stream, stream))
         try:
             with torch.no_grad():
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
         finally:
-            torch.accelerator.set_stream(before)
-            torch.accelerator.set_device_index(device)  # the program's, which may be another
+            self._go_back(before)
+
+    def _make_current(self, stream: Stream) -> tuple[torch.Stream, int]:
+        """Have this thread go on on ``stream``; returns what :meth:`_go_back` needs.
+
+        Not ``with stream``: the stream itself keeps the one to go back to, so two threads inside
+        at once would leave with each other's.
+        """
+        before = torch.accelerator.current_stream(self._index)
+        device = torch.accelerator.current_device_index()
+        # makes its device the current one, too
+        torch.accelerator.set_stream(cast(torch.Stream, stream))
+        return before, device
+
+    def _go_back(self, before: tuple[torch.Stream, int]) -> None:
+        stream, device = before
+        torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(device)  # the program's, which may be another
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Pinned memory."""

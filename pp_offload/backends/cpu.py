@@ -10,6 +10,7 @@ torch's own CPU stream is a no-op, on which every program looks ordered; it is n
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -102,6 +103,7 @@ class CopyStream:
     def _begin(self) -> None:
         self._last: Event = FINISHED
         self._failure: BaseException | None = None
+        self._lock = threading.RLock()
         self._owner = HERE[0]
 
     def is_idle(self) -> bool:
@@ -114,16 +116,20 @@ class CopyStream:
         """Queue ``work`` after all that is queued."""
         if self._owner != HERE[0]:
             self._begin()
-        event, before = ThreadEvent(), self._last
+        event = ThreadEvent()
         piece = self._workers.piece(partial(self._run, work, event))
         event.follow(piece)
-        try:
-            self._last = event
-            self._workers.queue(piece)
-        except BaseException:
-            if piece.call_off():  # or whoever waits for the event would wait for ever
-                self._last = before
-            raise
+        # Engines that share a backend have a lock each. With another piece in between, the last
+        # event would be of one that is done before this.
+        with self._lock:
+            before = self._last
+            try:
+                self._last = event
+                self._workers.queue(piece)
+            except BaseException:
+                if piece.call_off():  # or whoever waits for the event would wait for ever
+                    self._last = before
+                raise
 
     def _run(self, work: Callable[[], object], event: ThreadEvent) -> None:
         """Do work in the thread. After a failure nothing more is done: all that follows fails."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +111,66 @@ def test_a_stream_is_asked_for_by_index(monkeypatch: pytest.MonkeyPatch) -> None
     assert backend.current_stream() is stream
     backend.copy(backend.d2h, [torch.zeros(1)], [torch.ones(1)], "group")
     assert asked == [0, 0]
+
+
+class Graphs:
+    """Streams that capture, as a device tells: of the current one alone.
+
+    Args:
+        current: What is current on each thread.
+    """
+
+    def __init__(self, current: Current) -> None:
+        self._current = current
+        self.capturing: set[torch.Stream] = set()
+
+    def backend(self) -> AcceleratorBackend:
+        backend = backend_without_a_device()
+        backend._ask = lambda: self._current.stream in self.capturing
+        backend._capture, backend._capturing = 0, None
+        return backend
+
+
+def test_a_thread_outside_does_not_number_a_capture_anew(current: Current) -> None:
+    graphs = Graphs(current)
+    backend, seen = graphs.backend(), []
+    outside = partial(in_thread, lambda: seen.append(backend.capture_id()))
+    graphs.capturing.add(current.stream)
+    assert backend.capture_id() == 1
+    outside()
+    assert backend.capture_id() == 1 and seen == [0]
+    backend.joined()
+    assert backend.capture_id() == 2
+    side, before = torch.Stream(device="cpu"), current.stream
+    current.stream = side  # not part of it yet
+    assert backend.capture_id() == 0
+    assert current.stream is side
+    current.stream = before
+    assert backend.capture_id() == 2
+
+
+@pytest.mark.parametrize("is_asked_by_another", [False, True])
+def test_the_next_capture_has_another_number(current: Current, is_asked_by_another: bool) -> None:
+    """Also on the same stream, if anybody asked in between."""
+    graphs = Graphs(current)
+    backend, before, own = graphs.backend(), current.stream, torch.Stream(device="cpu")
+    for number in (1, 2):
+        current.stream = own
+        graphs.capturing.add(own)
+        assert backend.capture_id() == number
+        graphs.capturing.clear()
+        current.stream = before
+        if is_asked_by_another:
+            in_thread(backend.capture_id)
+        else:
+            assert backend.capture_id() == 0
+
+
+def in_thread(function: Callable[[], object]) -> None:
+    """Call it on a thread of its own."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
 
 
 GIB = 2**30

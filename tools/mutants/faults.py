@@ -2265,6 +2265,25 @@ MUTANTS = [
         ("tests/common/test_devices_are_said.py",),
     ),
     Mutant(
+        "a thread outside ends a capture",
+        "pp_offload/backends/accelerator.py",
+        "if self._capturing is not None and not self._captures_on(self._capturing):",
+        "if True:",
+        "waits between parts of one capture are left out of its graph",
+        (
+            "tests/backends/test_accelerator.py::"
+            "test_a_thread_outside_does_not_number_a_capture_anew",
+        ),
+    ),
+    Mutant(
+        "engines queue copies at the same time",
+        "pp_offload/backends/cpu.py",
+        "        with self._lock:\n            before = self._last\n",
+        "        if self._lock:\n            before = self._last\n",
+        "a copy's event has passed before the copy was made",
+        ("tests/backends/test_cpu.py",),
+    ),
+    Mutant(
         "an optimizer's state is there in the first step",
         "pp_offload/plan/rank.py",
         "self._update.state_bytes * self._has_state)",
