@@ -31,7 +31,7 @@ from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem, said
 from pp_offload._hooks.checkpoint_regions import Keeping, Saving, is_recomputing
-from pp_offload._hooks.hook_scopes import Caller, HookScope, unpack
+from pp_offload._hooks.hook_scopes import Caller, HookScope, is_in_scope, unpack
 from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload._transfer.statistics import OffloadStatistics
 from pp_offload.backends import Backend
@@ -171,7 +171,8 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         if is_recomputing():
             entered.scope.enter(Keeping(Resident))
             return
-        forget_excluded()
+        if not is_in_scope():  # else it may begin inside of a module that is left out
+            forget_excluded()
         self.stash.begin()
         if not self._knows_model:
             entered.met = MetModules(self._keep_buffers)

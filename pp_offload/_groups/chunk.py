@@ -51,7 +51,8 @@ class Chunk:
         groups: In forward order.
         open_groups: Those started and not committed, first started first.
         key: Its place in the step, from the start of its first group on, if it has one.
-        left_out: Names of groups that started while offload was disabled, and are not committed.
+        left_out: Groups that started while offload was disabled, and are not committed: the name of
+            each, and how many others had started before.
         thread: Runs its forward.
     """
 
@@ -74,7 +75,7 @@ class Chunk:
         self.groups: list[Group] = []
         self.open_groups: list[Group] = []
         self.thread = threading.current_thread()
-        self.left_out: list[str] = []
+        self.left_out: list[tuple[str, int]] = []
         transfer = wiring.transfer
         with transfer.lock:  # what is computed here and not saved, a later forward may save
             transfer.copies.in_flight.follow(wiring.current_stream())
@@ -165,19 +166,33 @@ class Chunk:
             self.close(group, released)
         return group
 
+    def leave_out(self, name: str) -> None:
+        """A group starts that is not to be, and its commit is to do nothing."""
+        self.left_out.append((name, len(self.groups)))
+
+    def was_left_out(self, name: str) -> bool:
+        """Whether the group of this name that started last was left out. That is forgotten."""
+        numbers = [number for one, number in self.left_out if one == name]
+        if not numbers:
+            return False
+        for group in self.groups[numbers[-1] :]:
+            if group.name == name and group in self.open_groups:
+                return False  # it started later, and is inside
+        self.left_out.remove((name, numbers[-1]))
+        return True
+
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
         """Offload a group that is open no more, or keep it; then release what the user named."""
         if is_transformed() or records_operators():  # see NOTE [ Recorded operators ]
             self._keep(group)
-            return
-        tickets = self.wiring.offloader.tickets(group)
-        if self.may_leave(group) or self._has_no_room(group):
-            self._send(group, tickets)
         else:
-            give_back(tickets)
-            self._keep(group)
-        for heard in self.wiring.transfer.listeners.group_closed:
-            heard(group)
+            tickets = self.wiring.offloader.tickets(group)
+            if self.may_leave(group):
+                self._send(group, tickets)
+            else:
+                give_back(tickets)
+                self._keep(group)
+        self._tell_closed(group)
         if released and group.state is GroupState.OFFLOADED:
             wiring = self.wiring
             wiring.transfer.after_copies(wiring.release.of(released))
@@ -186,8 +201,16 @@ class Chunk:
         """Close a group whose commit was delayed, which kept no tensor alive: some may be gone."""
         self.close(group, [tensor for ref in released if (tensor := ref()) is not None])
 
+    def _tell_closed(self, group: Group) -> None:
+        for heard in self.wiring.transfer.listeners.group_closed:
+            heard(group)
+
     def may_leave(self, group: Group) -> bool:
-        """Whether a group being committed leaves the device.
+        """Whether a group being committed leaves the device, once its bytes are counted."""
+        return self._is_to_leave(group) or self._has_no_room(group)
+
+    def _is_to_leave(self, group: Group) -> bool:
+        """Whether a group that is no larger than planned leaves the device.
 
         Not if offload is disabled, the plan keeps it, or its backward has begun or is about to: it
         is the last of its name in a chunk that certainly runs backward next.
@@ -212,6 +235,7 @@ class Chunk:
     def send(self, group: Group) -> None:
         """Queue the copies of a group being committed. With no room on the host it is kept."""
         self._send(group, self.wiring.offloader.tickets(group))
+        self._tell_closed(group)
 
     def _send(self, group: Group, tickets: list[Ticket]) -> None:
         wiring = self.wiring

@@ -42,12 +42,12 @@ class Offloader:
         self._has_warned = False
 
     def tickets(self, group: Group) -> list[Ticket]:
-        """Tickets for what may leave of ``group``, which counts them."""
+        """Tickets for what may leave of ``group``, which counts them; a second time, anew."""
         mover: Mover = self.split or self._transfer
         tickets = tickets_for(group.saved(), mover, group.name)
         counts = group.counts
-        counts.num_tensors += len(tickets)
-        counts.nbytes += sum(map(attrgetter("nbytes"), tickets))
+        counts.num_tensors = len(tickets)
+        counts.nbytes = sum(map(attrgetter("nbytes"), tickets))
         return tickets
 
     def move(self, group: Group, tickets: list[Ticket]) -> None:

@@ -102,6 +102,11 @@ class HookScope:
         return self._caller is None or not self._caller.is_running
 
 
+def is_in_scope() -> bool:
+    """Whether this thread has entered a scope, and not left it."""
+    return bool(_here.scopes)
+
+
 def mark() -> object:
     """An object that is the same until :func:`leave_all` is called on this thread."""
     return _here.mark

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from pp_offload._common.checks import check_count, check_kind, checked_tensors
 from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.group import Group
 from pp_offload._groups.wiring import Wiring
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._transfer.saved_tensor import Packed, Resident, SavedWrapper
-from pp_offload._transfer.ticket import SavedActivation
+from pp_offload._transfer.ticket import SavedActivation, give_back
 from pp_offload.errors import GroupStateError
 
 PACKED = (SavedActivation, Resident, SavedWrapper)
@@ -132,24 +133,36 @@ class ChunkOffloadHandler(Chunk):
     def on_group_commit_forward(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
         """Close the group started last, and offload it if the plan says so."""
         released = checked_tensors("forced_released_tensors", forced_released_tensors)
+        self.bulk_offload(released)
+
+    def bulk_offload(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
+        """Offload the group started last, or keep it; then release what the user named."""
+        group = self._last_open()
+        self.open_groups.pop()
+        self.close(group, forced_released_tensors)
+
+    def should_bulk_offload(self) -> bool:
+        """Whether the group started last would leave the device if it was committed now."""
+        return self.would_leave(self._last_open())
+
+    def would_leave(self, group: Group) -> bool:
+        """Whether an open group would leave the device if it was committed now."""
+        give_back(self.wiring.offloader.tickets(group))  # which are counted
+        return self.may_leave(group)
+
+    def bulk_offload_group(self) -> None:
+        """Queue the copies of the group started last. With no room on the host it is kept."""
+        group = self._last_open()
+        self.open_groups.pop()
+        self.send(group)
+
+    def _last_open(self) -> Group:
         if not self.open_groups:
             raise GroupStateError(
                 "commit without an open group in this chunk; start one first, with "
                 "FineGrainedActivationOffloadingInterface or fine_grained_offloading_group_start"
             )
-        self.bulk_offload(released)
-
-    def bulk_offload(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
-        """Offload the group started last, or keep it; then release what the user named."""
-        self.close(self.open_groups.pop(), forced_released_tensors)
-
-    def should_bulk_offload(self) -> bool:
-        """Whether the group started last would leave the device; see :meth:`may_leave`."""
-        return self.may_leave(self.open_groups[-1])
-
-    def bulk_offload_group(self) -> None:
-        """Queue the copies of the group started last. With no room on the host it is kept."""
-        self.send(self.open_groups.pop())
+        return self.open_groups[-1]
 
     # Backward
 

@@ -95,9 +95,7 @@ def fine_grained_offloading_group_commit(
     chunk = PipelineOffloadManager.get_instance().open_chunk("commit", name)
     if chunk is None:
         return tensor
-    if name in chunk.left_out:
-        chunk.left_out.remove(name)
-    else:
+    if not chunk.left_out or not chunk.was_left_out(name):
         chunk.commit(name, forced_released_tensors, delay=delay_offload)
     return tensor
 
@@ -238,6 +236,6 @@ class FineGrainedActivationOffloadingInterface:
 def _start(chunk: Chunk, name: str) -> Group | None:
     """Open a group; none while offload is disabled, where it may be left out."""
     if not chunk.wiring.is_enabled and may_leave_out():
-        chunk.left_out.append(name)
+        chunk.leave_out(name)
         return None
     return chunk.start(name)

@@ -143,7 +143,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
 
     def should_bulk_offload(self, group: Group) -> bool:  # type: ignore[override]
         """Whether an open group would leave the device if it was committed now."""
-        return self.may_leave(self._open(group))
+        return self.would_leave(self._open(group))
 
     def bulk_offload_group(self, group_to_offload: Group) -> None:  # type: ignore[override]
         """Queue the copies of an open group. With no room on the host it is kept."""

@@ -185,6 +185,11 @@ class PipelineOffloadManager(Manager):
         self.graphs.is_in_replay = False
         super().abort()
 
+    def retire(self) -> None:
+        """Something else takes over; of a replay as :meth:`abort`."""
+        self.graphs.is_in_replay = False
+        super().retire()
+
     # Switches
 
     def disable_offload(self) -> None:

@@ -258,7 +258,11 @@ def first_bytes(chunks: Sequence[ChunkShape], nbytes: int, kept: set[GroupKey]) 
 def beyond_fraction(
     chunks: Sequence[ChunkShape], fraction: float, kept: set[GroupKey]
 ) -> set[GroupKey]:
-    """Of the n groups of a chunk not kept yet, the last ``int(n * (1 - fraction))``."""
+    """Of the n groups of a chunk not kept yet, the last ``int(n * (1 - fraction))``.
+
+    In floats, as the reference counts them: 0.9 of 10 keeps none, for ``10 * (1 - 0.9)`` is less
+    than 1.
+    """
     chosen: set[GroupKey] = set()
     for chunk in chunks:
         eligible = [key for key, _ in chunk.by_key() if key not in kept]

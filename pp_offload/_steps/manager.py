@@ -89,6 +89,7 @@ class Manager:
     def take_over(self, old: Manager) -> None:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
         self.idle_groups = old.idle_groups
+        self.step.pipeline_rank = old.step.pipeline_rank
         self.wiring.go_on_as(old.wiring)
         self.idle_groups.was_disabled = not self.wiring.is_enabled
 
@@ -108,6 +109,7 @@ class Manager:
                 "detach() it first, or give both the same config"
             )
         step = StepRecord(ChunkQueue())
+        step.pipeline_rank = self.step.pipeline_rank
         wiring = Wiring.made(self.backend, config, step)  # first: without a disk it raises
         wiring.go_on_as(self.wiring)
         room = DeviceRoom(wiring, config, step.in_flight)
@@ -123,7 +125,7 @@ class Manager:
 
     def retire(self) -> None:
         """Something else takes over: forget the step, and keep only what living graphs need."""
-        self.abort()
+        self._drop_step()
         self.wiring.transfer.retire()
 
     # What it is made of
@@ -327,11 +329,15 @@ class Manager:
 
     def abort(self) -> None:
         """Forget the step that runs. Tensors autograd still holds stay good."""
+        self._drop_step()
+        with self.wiring.lock:
+            self._room.begin_step()  # a loop may begin its next step without reset()
+
+    def _drop_step(self) -> None:
         leave_all()
         with self.wiring.lock:
             self.bounds.end_step(self.wiring.plan, is_complete=False)
             self._room.end_step(None)
-            self._room.begin_step()  # a loop may begin its next step without reset()
         self._end_step()
         self.wiring.transfer.compact()
 

@@ -215,3 +215,22 @@ def test_in_a_checkpoint_same_bits(kind: str, impl: CheckpointImpl) -> None:
         assert same_bits(got, gradients(plain, make_x(backend.device), None))
         assert offload.statistics().bytes_offloaded > 0
         assert offload.statistics().live_tensors == 0
+
+
+def test_another_context_inside_a_left_out_module_leaves_its_mark() -> None:
+    """What it saves behind that context stays as well."""
+    model, seen = make_model(), []
+    outer, inner = (OffloadActivations(min_offload_size=1) for _ in range(2))
+
+    class Inside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with inner:
+                seen.append(is_excluded())
+            seen.append(is_excluded())
+            return x.sin()
+
+    inside = Inside()
+    exclude(inside)
+    with outer:
+        inside(model(make_x())).sum().backward()
+    assert seen == [True, True]

@@ -2265,6 +2265,17 @@ MUTANTS = [
         ("tests/common/test_devices_are_said.py",),
     ),
     Mutant(
+        "a commit is that of a group left out, further out",
+        "pp_offload/_groups/chunk.py",
+        "            if group.name == name and group in self.open_groups:\n",
+        "            if False:\n",
+        "the tensors of a group inside leave only when the outer one ends",
+        (
+            "tests/groups/test_closed_groups.py::"
+            "test_offload_switched_inside_a_group_of_the_same_name",
+        ),
+    ),
+    Mutant(
         "a thread outside ends a capture",
         "pp_offload/backends/accelerator.py",
         "if self._capturing is not None and not self._captures_on(self._capturing):",
@@ -2356,8 +2367,8 @@ MUTANTS = [
     Mutant(
         "larger groups stay as well",
         "pp_offload/_groups/chunk.py",
-        "if self.may_leave(group) or self._has_no_room(group):",
-        "if self.may_leave(group):",
+        "return self._is_to_leave(group) or self._has_no_room(group)",
+        "return self._is_to_leave(group)",
         "the first longer step takes more than the limit",
         ("tests/simulate/test_auto_plan.py::test_steps_that_ask_for_more_begin_anew",),
     ),

@@ -1,0 +1,146 @@
+"""What happens at the end of a group: who is told, what the chunk says before, which one it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, configure, use_backend
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
+from pp_offload._groups.group import GroupState
+from pp_offload._megatron.chunk import ChunkOffloadHandler
+from pp_offload._transfer.listeners import Listener
+from pp_offload._transfer.ticket import Owner
+from pp_offload.compat import megatron
+from pp_offload.errors import GroupStateError
+
+
+class Closed(Listener):
+    """Names of groups that were opened, and that were closed."""
+
+    def __init__(self, manager: PipelineOffloadManager) -> None:
+        self.opened: list[str] = []
+        self.closed: list[str] = []
+        manager.wiring.transfer.listeners.add(self)
+
+    def group_opened(self, group: Owner) -> None:
+        self.opened.append(group.name)
+
+    def group_closed(self, group: Owner) -> None:
+        self.closed.append(group.name)
+
+
+def chunk_of(manager: PipelineOffloadManager) -> ChunkOffloadHandler:
+    off_interface.init_chunk_handler(None, None, 1)
+    chunk = manager.forward.chunk
+    assert isinstance(chunk, ChunkOffloadHandler)
+    return chunk
+
+
+def layer(x: Tensor, name: str) -> Tensor:
+    with off_interface(True, x, name) as x:
+        y = x.sin().cos()
+    return off_interface.group_commit(y, name=name)
+
+
+def test_each_group_that_opens_is_told_to_close(manager: PipelineOffloadManager) -> None:
+    """Also where operators are recorded, and where a user of the reference has it leave."""
+    closed, chunk = Closed(manager), chunk_of(manager)
+    x = torch.linspace(0, 1, 16).view(4, 4).to(manager.backend.device).requires_grad_()
+    make_fx(lambda x: torch.autograd.grad(layer(x, "recorded").sum(), x)[0])(x)
+    group = chunk.on_group_start_forward("sent")
+    chunk.pack(group, x * 1)
+    chunk.bulk_offload_group()
+    chunk.on_group_start_forward("kept")
+    chunk.on_group_commit_forward(None)
+    assert closed.opened == closed.closed == ["recorded", "sent", "kept"]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("nbytes", [64, 32, 128])
+def test_what_a_chunk_says_of_a_group_is_what_the_commit_does(keeps: bool, nbytes: int) -> None:
+    """By a plan, which knows groups by their bytes; that are counted once all the same."""
+    planned = (PlannedGroup("a", nbytes, keeps), PlannedGroup("a", 64, False))
+    plan = OffloadPlan("a test", 0, 0.0, 0.0, (RankPlan((planned,)),))
+    config = OffloadConfig(min_offloaded_tensor_size=1, plan=plan)
+    with use_backend(CpuBackend(), config=config) as manager:
+        chunk = chunk_of(manager)
+        x = torch.ones(4, 4, requires_grad=True)
+        group = chunk.on_group_start_forward("a")
+        saved = chunk.pack(group, x * 1)
+        leaves = chunk.should_bulk_offload()
+        assert leaves == chunk.should_bulk_offload() == (not keeps or nbytes != 64)
+        chunk.on_group_commit_forward(None)
+        assert group.state is (GroupState.OFFLOADED if leaves else GroupState.KEPT)
+        assert (group.counts.num_tensors, group.counts.nbytes) == (1, 64)
+        assert torch.equal(saved.unpack(), torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda chunk: chunk.bulk_offload(None),
+        lambda chunk: chunk.should_bulk_offload(),
+        lambda chunk: chunk.bulk_offload_group(),
+        lambda chunk: chunk.on_group_commit_forward(None),
+    ],
+    ids=["offload", "ask", "send", "commit"],
+)
+def test_without_an_open_group_each_says_so(
+    act: Callable[[ChunkOffloadHandler], object], manager: PipelineOffloadManager
+) -> None:
+    with pytest.raises(GroupStateError, match="without an open group in this chunk; start one"):
+        act(chunk_of(manager))
+
+
+@pytest.mark.parametrize("is_inner_left_out", [False, True])
+def test_offload_switched_inside_a_group_of_the_same_name(
+    is_inner_left_out: bool, manager: PipelineOffloadManager
+) -> None:
+    """The inner commit is the inner group's, and the outer one's is the outer group's."""
+    chunk = chunk_of(manager)
+    x = torch.ones(4, 4).to(manager.backend.device).requires_grad_()
+    switches = [manager.disable_offload, manager.enable_offload]
+    first, second = reversed(switches) if is_inner_left_out else switches
+    first()
+    outer = off_interface(True, x, "a")
+    with outer:
+        second()
+        inner = off_interface(True, x, "a")
+        with inner:
+            y = x.sin()
+        manager.enable_offload()
+        off_interface.group_commit(y, name="a")
+        states = [group.state for group in chunk.groups]
+        assert states == [GroupState.OPEN if is_inner_left_out else GroupState.OFFLOADED]
+    off_interface.group_commit(y, name="a")
+    assert not chunk.open_groups and not chunk.left_out
+    assert all(group.state is not GroupState.OPEN for group in chunk.groups)
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, x.detach().cos())
+
+
+def test_other_options_leave_the_pipeline_rank_as_it_was() -> None:
+    """It says how many bytes stay, and None leaves it at what it was."""
+    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
+        megatron.FineGrainedActivationOffloadingInterface.init_chunk_handler(3, None, None, 1, 0, 1)
+        assert manager.step.pipeline_rank == 3
+        manager.reset()
+        configure(OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=9))
+        assert manager.step.pipeline_rank == 3
+
+
+def test_a_manager_that_goes_watches_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    """With ``plan="auto"`` on a CPU a step that begins warns, for the CPU says not what it has."""
+    with (
+        caplog.at_level(logging.WARNING),
+        use_backend(CpuBackend(), config=OffloadConfig(plan="auto")),
+    ):
+        pass
+    assert not caplog.records
