@@ -29,7 +29,6 @@ from pp_offload.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-MIB = 2**20
 
 TIERS = ["host", "disk"]
 """The names of all tiers. :func:`add_tier_name` adds one."""

@@ -8,6 +8,12 @@ Each matching module becomes a group around its forward. Its parameters and buff
 the whole model, stay on the device. A chunk must be open when the forward runs: attach a schedule,
 or call ``init_chunk_handler``. Copies of the model have its groups until the handle is removed, and
 none once they were pickled.
+
+NOTE [ Module forward ]
+    A ``try`` around a module's own forward would pop hooks at once. But the function that has it
+    would stand in the module's ``__dict__``, which replicas of ``DataParallel`` and ``copy.copy``
+    take over: they would compute with the parameters of the original. Hooks of a module are given
+    the module that they run for.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ import pp_offload
 ROOT = Path(pp_offload.__file__).parent
 
 ROWS = [
-    ("errors", "_common", "config", "_policy", "_hooks"),
+    ("errors", "_common", "config"),
+    ("_policy",),
+    ("_hooks",),
     ("backends",),
     ("_memory",),
     ("_transfer",),
@@ -59,7 +61,6 @@ ORDERS_COPIES = {
     "_transfer.in_flight",
     "_transfer.pending_reloads",
     "_transfer.stopwatch",
-    "_megatron.cuda_graph",
 }
 """Beside the backends themselves, the simulated one, the virtual one and that of numbers."""
 

@@ -1,1 +1,1 @@
-"""All activations of a model on one device, without groups to mark."""
+"""All activations of a model on one device; and the stash that they, and checkpoints, gather in."""

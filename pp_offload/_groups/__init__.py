@@ -1,1 +1,1 @@
-"""Which microbatch, which group, what comes next, what stays."""
+"""Which microbatch, which group: from the start of a group to its last use in backward."""

@@ -1,6 +1,7 @@
 """One microbatch on one model chunk: its groups, from forward to backward.
 
-Its collaborators come in the constructor, bundled as :class:`Wiring`.
+Its collaborators come in the constructor, bundled as :class:`Wiring`. Hooks are pushed by whoever
+has it: the context of a group, or a stash.
 
     group = chunk.start("mlp")          # tensors saved from here on belong to the group
     packed = chunk.pack(group, tensor)  # pack hook

@@ -18,9 +18,9 @@ from typing import Any
 from pp_offload._common.processes import HERE
 from pp_offload._groups.group import Group
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
+from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import SMALL_BYTES, refill_below
 from pp_offload._policy.plan import ChunkKey
-from pp_offload._transfer.bound import Bound
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -55,10 +55,19 @@ class Known(NamedTuple):
     ticket_index: TicketIndex
 
 
-class Kept(NamedTuple):
-    """A payload that stays on the device between the parts, while its ticket lives."""
+class Kept(weakref.ref[Ticket]):
+    """A payload that stays on the device between the parts, while its ticket lives.
 
-    ticket: weakref.ref[Ticket]
+    It refers to the ticket. See NOTE [ Nobody is called ].
+    """
+
+    __slots__ = ("known", "stream", "tensor", "version")
+
+    # By identity: a ticket that is gone has no hash.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    known: Known
     tensor: Tensor
     version: int
     stream: Stream
@@ -87,6 +96,8 @@ class SplitBackward:
         self._used: Counter[TicketIndex] = Counter()
         self._seen: dict[tuple[ChunkKey | int, BackwardPass], Uses] = {}  # by chunk, and by stage
         self._kept: defaultdict[ChunkKey, dict[TicketIndex, Kept]] = defaultdict(dict)
+        self._gone: deque[Kept] = deque()
+        """Of tickets that autograd let go."""
 
     def follow(self, key: GroupKey, tickets: Sequence[Ticket]) -> None:
         """A group was offloaded: know its tickets, and how often the first part will use each."""
@@ -115,12 +126,14 @@ class SplitBackward:
             self._seen[key, part] = self._seen[key.vp_stage, part] = self._used
             if part is BackwardPass.WEIGHT:
                 self._kept.pop(key, None)
+        self._forget_gone()
         self._running = None
 
     def clear(self) -> None:
         """The step is over: no part runs, and nothing is kept for one."""
         self._running = None
         self._kept.clear()
+        self._gone.clear()
 
     def foreseen(self, key: ChunkKey, part: BackwardPass) -> Uses:
         """What the part will use: what it last used in this chunk, or else in one of its stage."""
@@ -135,11 +148,10 @@ class SplitBackward:
         (key, part), index = running, known.ticket_index
         self._used[index] += 1
         live = self._inner.backend.current_stream()
+        self._forget_gone()
         kept = self._kept[key]
-        for gone in [index for index, one in kept.items() if one.ticket() is None]:
-            del kept[gone]  # autograd let it go, and told nobody: see NOTE [ Nobody is called ]
         found = kept.get(index) if part is BackwardPass.WEIGHT else None
-        if found is not None and found.ticket() is ticket and found.is_good(live):
+        if found is not None and found() is ticket and found.is_good(live):
             return found.tensor
         tensor = self._inner.deliver(ticket)
         if (
@@ -147,8 +159,16 @@ class SplitBackward:
             and self._is_keeping
             and index in self.foreseen(key, BackwardPass.WEIGHT)
         ):
-            kept[index] = Kept(weakref.ref(ticket), tensor, tensor._version, live)
+            kept[index] = one = Kept(ticket, self._gone.append)
+            one.known, one.tensor, one.version, one.stream = known, tensor, tensor._version, live
         return tensor
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            one = self._gone.popleft()
+            kept = self._kept.get(one.known.chunk, {})
+            if kept.get(one.known.ticket_index) is one:
+                del kept[one.known.ticket_index]
 
     def stays(self, key: ChunkKey, index: TicketIndex) -> bool:
         """Whether the first part leaves a ticket's payload on the device, for the second."""

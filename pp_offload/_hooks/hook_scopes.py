@@ -10,12 +10,6 @@ is removed.
     scope.enter(pack)
     scope.leave()  # and scopes inside whose hooks were left behind
     leave_all()    # the step is over, and so are its scopes on this thread
-
-NOTE [ Module forward ]
-    A ``try`` around a module's own forward would pop hooks at once. But the function that has it
-    would stand in the module's ``__dict__``, which replicas of ``DataParallel`` and ``copy.copy``
-    take over: they would compute with the parameters of the original. Hooks of a module are given
-    the module that they run for.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ here. The arena holds numbers only, which lets one allocator serve memory, files
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -72,18 +72,15 @@ class Arena:
     Interrupted in the middle of a call, it is of no use any more: see :meth:`of`.
 
     Args:
-        grow: Called with the rounded size when nothing fits. It acquires a slab, and returns its
-            size, or 0 where it cannot. That slab's index is the number of slabs before the call.
         alignment: Every offset and every size is a multiple of it. A power of two.
 
     Raises:
         ValueError: ``alignment`` is not a power of two.
     """
 
-    def __init__(self, grow: Callable[[int], int] | None = None, alignment: int = 512) -> None:
+    def __init__(self, alignment: int = 512) -> None:
         if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"alignment is {alignment}; pass a power of two")
-        self._grow = grow
         self._alignment = alignment
         self._slab_starts: list[int] = []
         self._live: dict[tuple[int, int], Range] = {}
@@ -142,24 +139,20 @@ class Arena:
         return slab
 
     def allocate(self, nbytes: int) -> Range | None:
-        """Take the smallest free range that holds ``nbytes``, growing once if none does.
+        """Take the smallest free range that holds ``nbytes``.
 
         Returns:
-            The range, or None when nothing fits and there is no growing. A request for zero bytes
-            gets a range of its own like any other.
+            The range, or None when nothing fits. A request for zero bytes gets a range of its own
+            like any other.
 
         Raises:
-            ValueError: ``nbytes`` is negative, or ``grow`` returned a slab that is too small.
+            ValueError: ``nbytes`` is negative.
         """
         if nbytes < 0:
             raise ValueError(f"cannot allocate {nbytes} bytes; pass zero or more")
         reserved = self._round_up(max(nbytes, 1))
         index = self._find(reserved)
-        if index is None and self._has_grown(reserved):
-            index = self._find(reserved)
-        if index is None:
-            return None
-        return self._take(index, reserved, nbytes)
+        return None if index is None else self._take(index, reserved, nbytes)
 
     def free(self, taken: Range) -> None:
         """Give a range back.
@@ -205,17 +198,6 @@ class Arena:
 
     def _round_up(self, nbytes: int) -> int:
         return -(-nbytes // self._alignment) * self._alignment
-
-    def _has_grown(self, reserved: int) -> bool:
-        if self._grow is None:
-            return False
-        added = self._grow(reserved)
-        if added == 0:
-            return False
-        if added < reserved:
-            raise ValueError(f"grow({reserved}) returned {added}; return 0 or at least {reserved}")
-        self.add_slab(added)
-        return True
 
     def _find(self, reserved: int) -> int | None:
         index = bisect_left(self._free_by_size, (reserved,))

@@ -1,5 +1,6 @@
-"""The least memory at which compute does not wait for copies: pure functions of when a step moved
-its bytes.
+"""The least memory at which compute does not wait for copies, and what of it a budget has room for.
+
+Pure functions of when a step moved its bytes, and of options.
 
 The times are those of a step in which nothing waits, in seconds from any begin. A link that is
 slower than compute makes it wait whatever is chosen; then these bounds keep the link busy.
@@ -21,10 +22,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pp_offload.config import OffloadConfig
+from pp_offload.config import AUTO, OffloadConfig
 
 PRECISION = 64
 """A window is found to one part in so many of all its bytes."""
+
+SHARE_OF_UNUSED = 0.8
+"""How much of the device's unused memory bounds may grow into: an allocator leaves gaps."""
 
 SMALL_BYTES = 2**18
 """Below this, tensors of several groups are reloaded as one batch."""
@@ -118,6 +122,12 @@ def refill_below(window_bytes: int) -> int:
     return window_bytes - max(window_bytes // 8, min(window_bytes // 2, SMALL_BYTES))
 
 
+def is_wanted(config: OffloadConfig) -> bool:
+    """Whether there is something to choose. With a disk, the times of copies do not say enough."""
+    has_auto = AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
+    return has_auto and config.tiers == ("host",)
+
+
 def left_of_budget(config: OffloadConfig) -> int | None:
     """What is left of the budget for what the engine chooses; None without one."""
     if config.device_budget_bytes is None:
@@ -141,3 +151,31 @@ def grown(now: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
     """
     more = shares([max(0, new - old) for old, new in zip(now, wanted, strict=True)], max(0, room))
     return [min(new, old + one) for old, new, one in zip(now, wanted, more, strict=True)]
+
+
+def within(
+    config: OffloadConfig, now: tuple[int, int], least: tuple[int, int], unused_bytes: int | None
+) -> tuple[int, int]:
+    """These bounds, as far as the budget and the device have room.
+
+    Args:
+        config: Has the budget, and says which of the two are chosen.
+        now: The bounds as they are.
+        least: The least at which compute does not wait.
+        unused_bytes: Of the device; None where it has no end.
+    """
+    wanted = [
+        least[0] * (config.max_in_flight_bytes == AUTO),
+        least[1] * (config.prefetch_bytes == AUTO),
+    ]
+    wanted = shares(wanted, left_of_budget(config))
+    if unused_bytes is not None:
+        wanted = grown(now, wanted, int(unused_bytes * SHARE_OF_UNUSED))
+    return max(1, wanted[0]), wanted[1]  # 0 in flight: compute would wait for each copy
+
+
+def planned_bounds(config: OffloadConfig, planned: tuple[int, int]) -> tuple[int, int]:
+    """The bounds of a plan, as far as the budget has room."""
+    if left_of_budget(config) is None:
+        return planned
+    return within(config, planned, planned, None)

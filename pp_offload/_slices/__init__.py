@@ -1,1 +1,1 @@
-"""Parameters in slices, two of them on the device."""
+"""Parameters in slices, a few of them on the device."""

@@ -8,7 +8,7 @@ the device that its gradients are on: so the wait blocks the host's thread and n
 uses on the device meet in one ToDevice, so gradients are summed there and copied once.
 
     tensors = on_device(slice_.parameters, pending.tensors, GradientPath(copies, "slice 0"))
-    inputs = gated(inputs, path)
+    inputs, turn = gated(inputs, tensors, path)
 
 NOTE [ Order of gradients of gradients ]
     Where a backward builds a graph, parameters' gradients go to the host, and inputs' gradients

@@ -3,7 +3,7 @@
 The first complete steps tell, and after a change of the plan the next ones. Times are read when all
 that was timed has ended, when a later step begins; so nobody waits for them.
 
-    bounds = AutoBounds(transfer, prefetcher, config)
+    bounds = AutoBounds(transfer, prefetcher, config, room.unused_bytes)
     bounds.begin_step()
     ...
     bounds.end_step(plan, is_complete=True)
@@ -22,18 +22,18 @@ from pp_offload._policy.bounds import (
     SMALL_BYTES,
     Moment,
     Use,
-    grown,
     in_flight_bytes,
-    left_of_budget,
-    shares,
+    is_wanted,
+    planned_bounds,
     window_bytes,
+    within,
 )
 from pp_offload._policy.plan import GroupKey, Plan
 from pp_offload._steps.step_times import ClockWithoutWaits, Mark, StepTimes, rate
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
 from pp_offload._transfer.stopwatch import Laps, seconds
-from pp_offload.config import AUTO, OffloadConfig
+from pp_offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,6 @@ NUM_TIMED = 2
 
 CAUTION = 0.95
 """Copies are taken to be slower than they were."""
-
-SHARE_OF_UNUSED = 0.8
-"""How much of the device's unused memory bounds may grow into: an allocator leaves gaps."""
 
 GROWN = 1.1
 """With so many times the bytes of the timed step, another one is timed."""
@@ -204,41 +201,7 @@ def least_bounds(
     return max([LEAST_IN_FLIGHT_BYTES, *caps]), max([SMALL_BYTES, *windows])
 
 
-def within(
-    config: OffloadConfig, now: tuple[int, int], least: tuple[int, int], unused_bytes: int | None
-) -> tuple[int, int]:
-    """These bounds, as far as the budget and the device have room.
-
-    Args:
-        config: Has the budget, and says which of the two are chosen.
-        now: The bounds as they are.
-        least: As :func:`least_bounds` finds them.
-        unused_bytes: Of the device; None where it has no end.
-    """
-    wanted = [
-        least[0] * (config.max_in_flight_bytes == AUTO),
-        least[1] * (config.prefetch_bytes == AUTO),
-    ]
-    wanted = shares(wanted, left_of_budget(config))
-    if unused_bytes is not None:
-        wanted = grown(now, wanted, int(unused_bytes * SHARE_OF_UNUSED))
-    return max(1, wanted[0]), wanted[1]  # 0 in flight: compute would wait for each copy
-
-
-def planned_bounds(config: OffloadConfig, planned: tuple[int, int]) -> tuple[int, int]:
-    """The bounds of a plan, as far as the budget has room."""
-    if left_of_budget(config) is None:
-        return planned
-    return within(config, planned, planned, None)
-
-
 def _by_chunk(marks: Iterable[Mark], kept: Collection[GroupKey]) -> Iterable[list[Mark]]:
     """Those of the groups that are not kept; each time a chunk was at work."""
     left = (mark for mark in marks if mark.group not in kept)
     return [list(one) for _, one in groupby(left, key=lambda mark: mark.group.chunk)]
-
-
-def is_wanted(config: OffloadConfig) -> bool:
-    """Whether there is something to choose. With a disk, the times of copies do not say enough."""
-    has_auto = AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
-    return has_auto and config.tiers == ("host",)

@@ -25,10 +25,10 @@ from pp_offload._groups.wiring import Wiring
 from pp_offload._hooks.checkpoint_regions import is_recomputing, may_take, top_pack
 from pp_offload._hooks.hook_scopes import leave_all
 from pp_offload._policy.plan import ChunkKey, plan_of_options
-from pp_offload._policy.plan_options import PlanCheck, why_unplanned
 from pp_offload._steps.auto_bounds import AutoBounds
 from pp_offload._steps.chunk_queue import ChunkQueue
 from pp_offload._steps.idle_groups import IdleGroups
+from pp_offload._steps.plan_options import PlanCheck, why_unplanned
 from pp_offload._steps.room import DeviceRoom
 from pp_offload._steps.step import StepRecord
 from pp_offload._transfer.statistics import OffloadStatistics, collect

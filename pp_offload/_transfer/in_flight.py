@@ -29,8 +29,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from pp_offload._policy.bound import Bound
 from pp_offload._transfer.block import Block
-from pp_offload._transfer.bound import Bound
 from pp_offload._transfer.stopwatch import Stopwatch
 from pp_offload.backends import Backend, Event, Stream, bare, known_to
 

@@ -7,7 +7,7 @@ payload is on the device again, or on its way there, its ticket has a :class:`Re
 happens to groups, chunks and plans, a saved tensor can always be given back, as often as it is
 asked for, and what it holds is freed when autograd drops it.
 
-    tickets = tickets_for(saved, transfer)   # of ``payload.py``
+    tickets = tickets_for(saved, transfer, "mlp")  # of ``payload.py``
     transfer.offload(tickets)                # their copies are queued
     hand_over(tickets)                       # the saved tensors hold no device memory any more
     tensor = transfer.deliver(tickets[0])    # when autograd asks
@@ -172,6 +172,8 @@ class Ticket:
 
 class SavedActivation(Ticket):
     """A saved tensor that may leave the device, and nearly always the ticket of its bytes then.
+
+    Until :meth:`begin_with` it is no ticket, and has no attribute of one.
 
     Args:
         tensor: What autograd saves.

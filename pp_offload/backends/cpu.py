@@ -95,7 +95,6 @@ class CopyStream:
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
         self.is_timed = False
         self._workers = Workers(name)
         self._begin()

@@ -10,18 +10,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 
-from pp_offload._policy.bounds import SMALL_BYTES, left_of_budget
-from pp_offload._policy.plan import ChunkKey, GroupKey, Plan
-from pp_offload._steps.auto_bounds import (
-    GROWN,
-    NUM_TIMED,
+from pp_offload._policy.bound import Bound
+from pp_offload._policy.bounds import (
+    SMALL_BYTES,
     is_wanted,
-    least_bounds,
+    left_of_budget,
     planned_bounds,
     within,
 )
+from pp_offload._policy.plan import ChunkKey, GroupKey, Plan
+from pp_offload._steps.auto_bounds import GROWN, NUM_TIMED, least_bounds
 from pp_offload._steps.step_times import StepTimes
-from pp_offload._transfer.bound import Bound
 from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
 from pp_offload._transfer.stopwatch import Lap, Laps
 from pp_offload.config import AUTO, OffloadConfig

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pp_offload._memory.buffers import HostBuffer
-from pp_offload._transfer.bound import Bound
+from pp_offload._policy.bound import Bound
 from pp_offload.plan.bounds import Unwatched
 from pp_offload.plan.chunks import Arrival, Block, Saved
 from pp_offload.plan.device import NumberDevice

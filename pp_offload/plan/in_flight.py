@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pp_offload._transfer.bound import Bound
+from pp_offload._policy.bound import Bound
 from pp_offload.plan.bounds import Unwatched
 from pp_offload.plan.chunks import Block, Held, Saved
 from pp_offload.plan.device import NumberDevice

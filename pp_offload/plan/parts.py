@@ -1,6 +1,6 @@
 """Backwards in two parts, in numbers: what each part uses, and what comes back for the second one.
 
-Each name is that of :mod:`pp_offload._groups.split_backward`, with payloads of a tape for tickets.
+As :mod:`pp_offload._groups.split_backward` does it, with payloads of a tape for tickets.
 
     uses = PartUses(frozenset(keys), is_keeping=False)   # of a rank, over all its steps
     uses.learn(key, BackwardPass.INPUT, Counter({3: 1}))

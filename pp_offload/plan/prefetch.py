@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from pp_offload._groups.prefetch import LARGE_BYTES
+from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import SMALL_BYTES, refill_below
-from pp_offload._transfer.bound import Bound
 from pp_offload.plan.chunks import ChunkState, GroupState, Saved
 from pp_offload.plan.parts import WeightState
 from pp_offload.plan.queue import BackwardQueue, Visit

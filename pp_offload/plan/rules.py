@@ -97,7 +97,7 @@ class Rules:
         self.queue.begin(key)
 
     def begin_part(self, chunk: ChunkState, part: BackwardPass) -> None:
-        """As ``PipelineOffloadManager.backward_pass``, when it is entered."""
+        """As ``Manager.backward_pass``, when it is entered."""
         self._part = RunningPart(chunk, part, self._uses, self._kept[chunk.key])
         if not self._part.is_second:
             self.begin_backward(chunk.key)

@@ -19,7 +19,7 @@ from typing import Any
 
 from pp_offload._common.offload_plan import PlannedGroup, RankPlan
 from pp_offload._policy.plan import Place
-from pp_offload._policy.plan_options import OTHERS_ON_A_CPU
+from pp_offload._steps.plan_options import OTHERS_ON_A_CPU
 from pp_offload.trace.events import Span
 from pp_offload.trace.intervals import Interval
 from pp_offload.trace.kinds import Kind, kind_of

@@ -82,36 +82,6 @@ def _assert_agrees(arena: Arena, model: Model, live: list[Range]) -> None:
     assert statistics.peak_reserved_bytes >= statistics.reserved_bytes
 
 
-def test_grows_only_when_nothing_fits() -> None:
-    asked: list[int] = []
-
-    def grow(nbytes: int) -> int:
-        asked.append(nbytes)
-        return 4096 if len(asked) <= 2 else 0
-
-    arena = Arena(grow)
-    ranges = [arena.allocate(2000) for _ in range(5)]
-    assert [r and (r.slab, r.offset) for r in ranges] == [
-        (0, 0), (0, 2048), (1, 0), (1, 2048), None,
-    ]  # fmt: skip
-    assert asked == [2048, 2048, 2048]
-
-
-def test_an_error_while_growing_leaves_the_arena_as_it_was() -> None:
-    def grow(nbytes: int) -> int:
-        raise MemoryError
-
-    arena = Arena(grow)
-    with pytest.raises(MemoryError):
-        arena.allocate(1)
-    assert arena.statistics().num_slabs == 0
-
-
-def test_a_slab_too_small_for_its_request_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1024"):
-        Arena(lambda nbytes: 512).allocate(1000)
-
-
 def test_zero_bytes_get_a_range_of_their_own() -> None:
     arena = Arena()
     arena.add_slab(1024)

@@ -11,7 +11,7 @@ STATISTICS = "tests/field/test_statistics_of_batches.py"
 COMPILED = "tests/activations/test_compiled_models.py"
 WRITTEN = "tests/activations/test_written_after_saved.py"
 IDLE = "tests/field/test_groups_that_do_nothing.py"
-RAISED = "tests/groups/test_failed_forwards.py"
+RAISED = "tests/steps/test_failed_forwards.py"
 MODULES_OF = "tests/checkpoint/test_modules_of.py"
 
 MUTANTS = [
@@ -661,7 +661,7 @@ MUTANTS = [
     ),
     Mutant(
         "window does not follow",
-        "pp_offload/_transfer/bound.py",
+        "pp_offload/_policy/bound.py",
         "max(self.nbytes, min(2 * group_bytes, self._most))",
         "max(self.nbytes, group_bytes // 2)",
         "the next group comes when it is needed, not before",
@@ -1622,7 +1622,7 @@ MUTANTS = [
     ),
     Mutant(
         "bounds outgrow the device",
-        "pp_offload/_steps/auto_bounds.py",
+        "pp_offload/_policy/bounds.py",
         "wanted = grown(now, wanted, int(unused_bytes * SHARE_OF_UNUSED))",
         "pass",
         "the first step fits, the second does not",
@@ -1630,7 +1630,7 @@ MUTANTS = [
     ),
     Mutant(
         "the budget of bounds is forgotten",
-        "pp_offload/_steps/auto_bounds.py",
+        "pp_offload/_policy/bounds.py",
         "shares(wanted, left_of_budget(config))",
         "shares(wanted, None)",
         "more is taken than the user gave",
