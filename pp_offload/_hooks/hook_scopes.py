@@ -18,6 +18,7 @@ import dis
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from operator import methodcaller
 from types import FrameType
@@ -43,6 +44,9 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         self.scopes: list[HookScope] = []
+        self.covered: list[weakref.ref[Any]] = []
+        """Pack hooks of scopes that were left while somebody else's hooks were on top of them."""
+
         self.mark = object()
 
 
@@ -80,9 +84,12 @@ class HookScope:
         """Pop the hooks, and those that scopes inside left behind. A second call does nothing."""
         scopes = _here.scopes
         while self in scopes:
+            _pop_uncovered()
             pack, top = scopes[-1]._pack, top_pack()
             if pack is not None and (top is pack or has_ended(top)):
                 pop_hooks()
+            elif pack is not None:
+                _here.covered.append(weakref.ref(pack))
             scopes.pop()
 
     @property
@@ -94,6 +101,18 @@ class HookScope:
     def is_over(self) -> bool:
         """Whether, when a step begins, nobody will leave it any more."""
         return self._caller is None or not self._caller.is_running
+
+
+def _pop_uncovered() -> None:
+    """Pop hooks whose scope was left before that of hooks on top of them, which are gone by now.
+
+    A generator that has entered hooks of its own, and outlives the forward that began it, does so.
+    """
+    covered = _here.covered
+    while covered and covered[-1]() in (None, top_pack()):
+        if covered[-1]() is not None:
+            pop_hooks()
+        covered.pop()
 
 
 def is_in_scope() -> bool:
@@ -109,6 +128,7 @@ def mark() -> object:
 def leave_all() -> bool:
     """Pop hooks left behind, down to a scope that somebody is still in; whether there were any."""
     leave_regions()
+    _pop_uncovered()
     _here.mark = object()
     scopes = _here.scopes
     num = len(scopes)

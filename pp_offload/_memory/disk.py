@@ -39,6 +39,7 @@ from pp_offload._common.workers import Workers, inside_torch
 from pp_offload._memory.arena import Arena, Range
 from pp_offload._memory.checksum import Checksum, new_checksum
 from pp_offload._memory.loans import Loans
+from pp_offload._memory.storages import as_array
 from pp_offload._memory.unfinished import wait_for
 from pp_offload.backends import Event
 from pp_offload.errors import ClosedError, DiskTierError
@@ -314,7 +315,7 @@ class DiskFile:
             ClosedError: It was closed.
             ForkedError: It is that of another process.
         """
-        source, file_range, owner = data.numpy(), extent.file_range, weakref.ref(extent)
+        source, file_range, owner = as_array(data), extent.file_range, weakref.ref(extent)
 
         def run() -> DiskTierError | None:
             total = new_checksum()
@@ -351,7 +352,7 @@ class DiskFile:
             ClosedError: It was closed.
             ForkedError: It is that of another process.
         """
-        into, file_range = target.numpy(), extent.file_range
+        into, file_range = as_array(target), extent.file_range
 
         def run() -> DiskTierError | None:
             if file_range.checksum is None:

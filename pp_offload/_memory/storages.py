@@ -1,8 +1,12 @@
-"""Which tensors are memory that can be addressed."""
+"""Which tensors are memory that can be addressed, and how it is read without a trace."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -11,3 +15,24 @@ def has_storage(tensor: Tensor) -> bool:
     """Whether ``tensor`` is dense memory that can be addressed."""
     is_plain = type(tensor) in (Tensor, Parameter) and not tensor.is_nested
     return is_plain and tensor.layout is torch.strided
+
+
+class _Memory:
+    """What numpy makes an array of, which keeps it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.__array_interface__: dict[str, Any] = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel(),),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def as_array(tensor: Tensor) -> NDArray[np.uint8]:
+    """The memory of a flat ``uint8`` host tensor, which it keeps.
+
+    ``Tensor.numpy()`` has the storage refuse another size for good, and it may be the user's.
+    """
+    return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(0, np.uint8)

@@ -1,7 +1,9 @@
 """Which storages are on the host already, so that one saved in two groups is copied once.
 
 Both the storage and its copy are held weakly and compared by identity: an address that the
-allocator used again is never taken for the storage that had it before.
+allocator used again is never taken for the storage that had it before. A copy is shared as long as
+autograd holds a tensor that was saved there, so that a change unseen in between would be wrong
+without offload, too; and not if it has bytes between views, which nobody saved.
 
 NOTE [ Whose version ]
     Tensors with one memory may count changes apart: the parts of ``unsafe_chunk``, or what
@@ -24,7 +26,7 @@ from pp_offload._common.torch_private import disable_current_modes, use_count
 from pp_offload._memory.buffers import in_shape
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.tensors import StorageRef
-from pp_offload._transfer.ticket import SavedActivation, Ticket
+from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket
 
 
 class AsSaved(NamedTuple):
@@ -64,8 +66,8 @@ class AsSaved(NamedTuple):
         return True
 
 
-Entry = tuple[StorageRef, AsSaved, weakref.ref[Block], int, Tensor]
-"""A storage, how it was saved, the block, and its first byte and place there."""
+Entry = tuple[StorageRef, AsSaved, weakref.ref[Block], weakref.ref[Ticket], int, Tensor]
+"""A storage, how it was saved, the block, the ticket that was copied, its first byte and place."""
 
 
 class CopyIndex:
@@ -99,12 +101,15 @@ class CopyIndex:
             storage, block, place = ticket.storage, ticket.block, ticket.host_bytes
             if storage is None or use_count(storage._cdata) <= 2:  # the ticket's, and this one
                 continue
+            if isinstance(ticket, PayloadTicket) and ticket.has_gaps:
+                continue
             # As members says it, without a call.
             members = (ticket,) if isinstance(ticket, SavedActivation) else ticket.members
             saved = AsSaved.of(members)
             if saved is not None:
-                refs = weakref.ref(storage), weakref.ref(block)
-                self._entries[storage._cdata] = refs[0], saved, refs[1], ticket.begin, place
+                refs = weakref.ref(block), weakref.ref(ticket)
+                entry = weakref.ref(storage), saved, *refs, ticket.begin, place
+                self._entries[storage._cdata] = entry
 
     def forget_dead(self) -> None:
         """Forget storages and blocks that are gone, for a program that never ends a step."""
@@ -120,12 +125,14 @@ class CopyIndex:
 
 def _has_shared(ticket: Ticket, entry: Entry) -> bool:
     """Attach a ticket to the block that has its storage, if that has what it saved."""
-    _, saved, block_ref, begin, place = entry
+    _, saved, block_ref, first, begin, place = entry
     block, payload = block_ref(), ticket.payload
     if not saved.is_that_of(ticket.members):
         return False
     if block is None or begin in block.harmed or place.nbytes != ticket.nbytes:
         return False
+    if first() is None and not any(ref() for ref in block.shared.get(begin, ())):
+        return False  # the block is there for others
     ticket.attach(block, begin, in_shape(place, payload.shape, payload.dtype))
     return True
 

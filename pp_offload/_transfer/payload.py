@@ -17,8 +17,8 @@ from pp_offload._transfer.subclasses import is_pending
 from pp_offload._transfer.tensors import Geometry, is_whole_storage, storage_bytes
 from pp_offload._transfer.ticket import Mover, PayloadTicket, SavedActivation, Ticket
 
-Parts = tuple[Tensor, list[SavedActivation], UntypedStorage | None]
-"""A payload, the saved tensors it holds, and the storage if it is all of one."""
+Parts = tuple[Tensor, list[SavedActivation], UntypedStorage | None, bool]
+"""A payload, the saved tensors it holds, the storage if it is all of one, whether it has gaps."""
 
 
 def tickets_for(saved: Iterable[SavedActivation], transfer: Mover, label: str) -> list[Ticket]:
@@ -65,7 +65,8 @@ def _of_one_storage(
             geometry = Geometry.of(one.held)
             views.setdefault(geometry, one.held)
             by_geometry.setdefault(geometry, []).append(one)
-    covered = sum(g.distinct_numel * g.dtype.itemsize for g in by_geometry)
+    sizes = [g.distinct_numel * g.dtype.itemsize for g in by_geometry]
+    covered = sum(sizes)
     whole = storage_bytes(source)
     begin = min(g.offset * g.dtype.itemsize for g in by_geometry)
     end = max((g.offset + g.span_numel) * g.dtype.itemsize for g in by_geometry)
@@ -77,14 +78,15 @@ def _of_one_storage(
             _gathered(view, geometry, by_geometry[geometry]) for geometry, view in views.items()
         ]
     if len(by_geometry) == 1 and is_whole_storage(source, storage):
-        return [(source, saved, storage)]
+        return [(source, saved, storage, False)]
     for geometry, same in by_geometry.items():
         for one in same:
             one.restore = geometry.on_storage_of
-    return [(whole, saved, storage)]
+    # Views may overlap, so only one that is all of it says that there is nothing between them.
+    return [(whole, saved, storage, max(sizes) < storage.nbytes())]
 
 
 def _gathered(view: Tensor, geometry: Geometry, saved: list[SavedActivation]) -> Parts:
     for one in saved:
         one.restore = geometry.scattered
-    return geometry.narrowed().on_storage_of(view), saved, None
+    return geometry.narrowed().on_storage_of(view), saved, None, False

@@ -231,9 +231,10 @@ class PayloadTicket(Ticket):
 
     Args:
         transfer, label, payload, members, storage: See :class:`Ticket`.
+        has_gaps: Whether bytes of the storage are of no member: anybody may change them.
     """
 
-    __slots__ = ("members", "num_members")
+    __slots__ = ("has_gaps", "members", "num_members")
 
     members: Sequence[SavedActivation]
 
@@ -244,8 +245,10 @@ class PayloadTicket(Ticket):
         payload: Tensor,
         members: Sequence[SavedActivation],
         storage: UntypedStorage | None,
+        has_gaps: bool = False,
     ) -> None:
         self.begin_with(transfer, label, payload, storage, len(members))
+        self.has_gaps = has_gaps
         self.members = members
         self.num_members = len(members)
         self.begin, self.host_bytes = 0, NO_BYTES

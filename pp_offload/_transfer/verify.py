@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from pp_offload._memory.checksum import checksum
-from pp_offload._memory.storages import has_storage
+from pp_offload._memory.storages import as_array, has_storage
 from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.tensors import StorageRef, flat_bytes
 from pp_offload._transfer.ticket import Ticket
@@ -87,7 +87,7 @@ class Verifier(Listener):
 
 def checksum_of(tensor: Tensor) -> int:
     """The checksum of a dense tensor's bytes; waits for the device."""
-    return checksum(flat_bytes(tensor.contiguous()).cpu().numpy())
+    return checksum(as_array(flat_bytes(tensor.contiguous()).cpu()))
 
 
 def check_same(tensor: Tensor, expected: int, came: str) -> None:
@@ -99,8 +99,9 @@ def check_same(tensor: Tensor, expected: int, came: str) -> None:
     found = checksum_of(tensor)
     if found != expected:
         raise VerifyError(
-            f"{came} with checksum {found:#018x}, expected {expected:#018x}; please report this "
-            "with the backend and the options in use"
+            f"{came} with checksum {found:#018x}, expected {expected:#018x}; if nothing wrote to "
+            "it unseen, as .data, numpy and some collectives do, please report this with the "
+            "backend and the options in use"
         )
 
 
