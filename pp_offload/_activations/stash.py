@@ -101,7 +101,9 @@ class ActivationStash:
         self.send()
         with self._wiring.lock:
             self._step.forget_finished()
-            self._wiring.offloader.copies.forget_dead()
+            # Between two forwards an optimizer may have changed what both save, and fused ones
+            # count no change.
+            self._wiring.offloader.copies.clear()
         self._wiring.transfer.compact()
         self._wiring.offloader.check_freed()
         self._warn_of_elsewhere()

@@ -270,7 +270,7 @@ class Chunk:
             f"commit of group '{name}', but "
             + ("it was committed already" if was_seen else "no group of that name was started")
             + f" in this chunk; open groups: {[group.name for group in self.open_groups]}; start "
-            "and commit every group once"
+            "and commit every group once, and both where grad is enabled"
         )
 
     # Questions

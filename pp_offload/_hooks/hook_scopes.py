@@ -73,6 +73,8 @@ class HookScope:
             pack: Returns something with an ``unpack``. No other scope has this object.
         """
         self._pack = pack
+        if _here.covered:
+            _pop_uncovered()
         try:
             _here.scopes.append(self)  # first: known and not on the stack does no harm
             push_hooks(pack, untraced(unpack))
@@ -84,7 +86,8 @@ class HookScope:
         """Pop the hooks, and those that scopes inside left behind. A second call does nothing."""
         scopes = _here.scopes
         while self in scopes:
-            _pop_uncovered()
+            if _here.covered:
+                _pop_uncovered()
             pack, top = scopes[-1]._pack, top_pack()
             if pack is not None and (top is pack or has_ended(top)):
                 pop_hooks()
@@ -108,11 +111,11 @@ def _pop_uncovered() -> None:
 
     A generator that has entered hooks of its own, and outlives the forward that began it, does so.
     """
-    covered = _here.covered
-    while covered and covered[-1]() in (None, top_pack()):
-        if covered[-1]() is not None:
-            pop_hooks()
-        covered.pop()
+    covered = [pack for ref in _here.covered if (pack := ref()) is not None]
+    while any(top_pack() is pack for pack in covered):
+        pop_hooks()
+    del covered  # or they are all alive
+    _here.covered = [ref for ref in _here.covered if ref() is not None]
 
 
 def is_in_scope() -> bool:

@@ -394,6 +394,30 @@ def test_a_scope_that_was_passed_by_ends_with_the_one_around_it() -> None:
     outer.leave()
 
 
+@pytest.mark.parametrize("then", ["leave_all", "another scope", "a scope around"])
+def test_a_scope_below_hooks_of_others_goes_when_these_have_gone(then: str) -> None:
+    """As where a generator with hooks of its own outlives the forward that began it."""
+    around, scope, pack = HookScope(), HookScope(), partial(Resident)
+    around.enter(partial(Resident))
+    scope.enter(pack)
+    others = saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
+    others.__enter__()
+    scope.leave()
+    if then == "a scope around":
+        around.leave()
+    assert hook_depth() == 3 and top_pack() not in (pack, None)
+    others.__exit__(None, None, None)
+    assert top_pack() is pack
+    if then == "another scope":
+        another = HookScope()
+        another.enter(partial(Resident))
+        another.leave()
+        assert hook_depth() == 1
+    leave_all()
+    assert_no_hooks()
+    around.leave()
+
+
 def test_hooks_of_others_stay() -> None:
     scope = HookScope()
     with saved_tensors_hooks(lambda x: x.detach(), lambda x: x):

@@ -68,7 +68,55 @@ def same_number(x: Tensor, group: Group, settle: Settle) -> Tensor:
     return u.detach() + (x * torch.cat(gradients)).sin()
 
 
-SETTLED = [gap_is_written, part_is_written, version_of_another, same_number]
+def unsaved_is_received(x: Tensor, group: Group, settle: Settle) -> Tensor:
+    """Between what the first group saves, something writes and counts no change, as collectives do.
+
+    The second group saves all.
+    """
+    h = x * 2
+    a, b, c = h[:2], h[2:4], h[4:]
+    u = group("one", a, lambda a: a.sin() * c.cos())
+    settle()
+    b.data.fill_(3.0)
+    return torch.cat([u, u, u]) + group("two", h, lambda h: h * h.exp())
+
+
+def unsaved_is_received_beside_overlapping_views(x: Tensor, group: Group, settle: Settle) -> Tensor:
+    """As many bytes as the storage has were saved, some of them twice."""
+    h = x * 2
+    a, b, c = h[:2], h[2:4], h[4:]
+    u = group("one", a, lambda a: a.sin() * c.cos() * a.view(-1).exp().view(2, 4))
+    settle()
+    b.data.fill_(3.0)
+    return torch.cat([u, u, u]) + group("two", h, lambda h: h * h.exp())
+
+
+def filled_anew(x: Tensor, group: Group, settle: Settle) -> Tensor:
+    """Who saved it first has no use for it any more; another of its pack is alive."""
+    buffer, found, alive = torch.empty_like(x), torch.zeros_like(x), []
+    for number in (1.0, 2.0):
+        buffer.data.fill_(number)
+        h = x.detach().requires_grad_()
+        y = group(f"microbatch {number}", h, lambda h: both(h * buffer, (h * 2).sin(), alive))
+        settle()
+        found += torch.autograd.grad(y.sum(), h)[0]
+    return (x * found).sin()
+
+
+def both(used: Tensor, other: Tensor, alive: list[Tensor]) -> Tensor:
+    alive.append(other)
+    return used
+
+
+SETTLED = [
+    gap_is_written,
+    part_is_written,
+    version_of_another,
+    same_number,
+    unsaved_is_received,
+    unsaved_is_received_beside_overlapping_views,
+    filled_anew,
+]
 CASES = [*((program, True) for program in SETTLED), (gap_is_written, False)]
 """Programs, and whether the first copy has ended when something changes."""
 
