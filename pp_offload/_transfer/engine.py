@@ -308,8 +308,8 @@ class TransferEngine:
             raise OffloadError(
                 f"the memory of a tensor of group '{ticket.label}' was given up by somebody else, "
                 "with resize_() or share_memory_() on its storage, before its copy to the host was "
-                "known to be made; expected it to stay until then; have compute wait for copies, with "
-                "OffloadConfig(max_in_flight_bytes=0) or max_inflight_offloads=0"
+                "known to be made; expected it to stay until then; have compute wait for "
+                "copies, with OffloadConfig(max_in_flight_bytes=0) or max_inflight_offloads=0"
             )
         if harm is Harm.CHANGED:
             raise SavedTensorModifiedError(

@@ -102,6 +102,7 @@ def test_a_leaf_that_a_fused_optimizer_changes_between_two_forwards(
                     alive.append(y)
                 optimizer.zero_grad()
                 y.backward()
+                backend.synchronize()  # or it writes into what is copied, as autograd lets it
                 optimizer.step()
                 assert x.grad is not None
                 gradients.append(x.grad)
