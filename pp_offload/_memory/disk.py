@@ -315,7 +315,8 @@ class DiskFile:
             ClosedError: It was closed.
             ForkedError: It is that of another process.
         """
-        source, file_range, owner = as_array(data), extent.file_range, weakref.ref(extent)
+        # numpy() has the storage refuse another size for good: without memory a thread would crash.
+        source, file_range, owner = data.numpy(), extent.file_range, weakref.ref(extent)
 
         def run() -> DiskTierError | None:
             total = new_checksum()
