@@ -972,19 +972,19 @@ def test_sparse_gradients_are_an_error(backend) -> None:
             y.sum().backward()
 
 
-def test_all_that_a_slice_has_is_in_one_storage() -> None:
+def test_all_that_a_slice_has_is_in_one_allocation() -> None:
     """In memory of the backend, where the device is not the host."""
     backend = SimulatedBackend("late")
     with backend.activate():
         model = OffloadModel(sliced.across(), "cpu", backend=backend)
         assert backend.num_host_allocations == model.statistics().host_allocations == 1
         assert model.statistics().live_tensors == 3 and model.statistics().host_bytes_in_use > 0
-        assert len({p.untyped_storage()._cdata for p in model.parameters()}) == 3
         (x,) = inputs_for(model, 1)
         model(x).sum().backward()
         assert backend.num_host_allocations == model.statistics().host_allocations
         for parameter in model.parameters():  # to be saved apart, for instance
-            assert parameter.grad.untyped_storage().nbytes() == parameter.nbytes
+            for one in (parameter, parameter.grad):
+                assert one.untyped_storage().nbytes() == parameter.nbytes
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["zeroed", "none"])

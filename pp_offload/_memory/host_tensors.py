@@ -1,6 +1,8 @@
 """Host tensors that are used together, in one allocation.
 
-A tier gives slabs that are powers of two, so many small tensors are better asked for at once.
+A tier gives slabs that are powers of two, so many small tensors are better asked for at once. But
+each has a storage of its own: ``torch.save`` and ``copy.deepcopy`` take a tensor's storage as a
+whole, and of views of a common one each would take along all the others.
 
     tensors = host_tensors(likes, lambda nbytes: as_tensor(tier.allocate(nbytes)))
 """
@@ -18,17 +20,16 @@ ALIGNMENT = 512
 """Alignment of each tensor in the allocation, in bytes."""
 
 
-def host_tensors(
-    likes: Sequence[Tensor], allocate: Allocate, *, is_shared: bool = True
-) -> list[Tensor]:
+def host_tensors(likes: Sequence[Tensor], allocate: Allocate) -> list[Tensor]:
     """Host tensors of the shapes, dtypes and dense layouts of ``likes``; they hold no data.
 
     Args:
         likes: Tensors on any device.
         allocate: Gives flat ``uint8`` host memory of at least one byte, which is free again when
             nobody has a view of it.
-        is_shared: Whether they are views of one storage; else each has one of its own, to be saved
-            or copied apart. The memory is there as long as one of them.
+
+    Returns:
+        Each with a storage of its own. All of the memory is there as long as one of them.
 
     Raises:
         MemoryError: ``allocate`` has no more.
@@ -38,10 +39,10 @@ def host_tensors(
         begins.append(end)
         end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
     memory = allocate(max(end, 1))
-    pieces = [memory[at : at + like.nbytes] for at, like in zip(begins, likes, strict=True)]
-    if not is_shared:
-        pieces = [_apart(piece) for piece in pieces]
-    return [_shaped(like, piece) for like, piece in zip(likes, pieces, strict=True)]
+    return [
+        _shaped(like, _apart(memory[at : at + like.nbytes]))
+        for at, like in zip(begins, likes, strict=True)
+    ]
 
 
 def _apart(piece: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class PlainCopies:
         with self.transfer.lock:
             self.poll()
             with torch.inference_mode(False):  # the program could not go on with inference tensors
-                targets = host_tensors(dense, self._gradient_memory, is_shared=False)
+                targets = host_tensors(dense, self._gradient_memory)
             wait(backend.d2h, record(stream))
             nbytes = sum(one.nbytes for one in dense)
             offload = self.transfer.copies.in_flight.begin(dense, (), [stream], nbytes)
@@ -151,7 +151,8 @@ class PlainCopies:
     def host_tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
         """Host memory, in one allocation, for tensors that must have it, such as parameters.
 
-        It counts in the budget, and is given even where that is used up.
+        Each is a storage of its own, for a program may save or copy some of them alone. The memory
+        counts in the budget, and is given even where that is used up.
         """
         host = self._host
         return host_tensors(likes, lambda nbytes: as_tensor(host.allocate(nbytes, force=True)))

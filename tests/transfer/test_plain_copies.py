@@ -150,16 +150,22 @@ def test_bytes_in_flight_are_bounded() -> None:
 def test_host_tensors_are_one_aligned_allocation() -> None:
     likes = [torch.empty(shape) for shape in SHAPES]
     taken: list[int] = []
+    begins: list[int] = []
 
     def allocate(nbytes: int) -> torch.Tensor:
+        memory = pageable(nbytes)
         taken.append(nbytes)
-        return pageable(nbytes)
+        begins.append(memory.data_ptr())
+        return memory
 
-    views = host_tensors(likes, allocate)
+    tensors = host_tensors(likes, allocate)
     assert taken == [4 * ALIGNMENT]
-    for view, like in zip(views, likes, strict=True):
-        assert (view.shape, view.dtype, view.stride()) == (like.shape, like.dtype, like.stride())
-        assert view.storage_offset() * view.itemsize % ALIGNMENT == 0
+    for one, like in zip(tensors, likes, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (like.shape, like.dtype, like.stride())
+        assert one.untyped_storage().nbytes() == like.nbytes
+        if one.numel():
+            at = one.data_ptr() - begins[0]
+            assert at % ALIGNMENT == 0 and 0 <= at <= taken[0] - one.nbytes
     assert [one.shape for one in host_tensors([torch.empty(0)], allocate)] == [(0,)]
     assert taken[1:] == [1], "no tier has an empty buffer"
 

@@ -1122,6 +1122,17 @@ MUTANTS = [
         ("tests/transfer/test_plain_copies.py::test_there_and_back",),
     ),
     Mutant(
+        "parameters in one storage",
+        "pp_offload/_memory/host_tensors.py",
+        "_shaped(like, _apart(memory[at : at + like.nbytes]))",
+        "_shaped(like, memory[at : at + like.nbytes])",
+        "a file of adapters alone has their layers' frozen weights in it, too",
+        (
+            "tests/slices/test_memory_of_parameters.py::test_a_file_has_what_is_saved_alone",
+            "tests/slices/test_memory_of_parameters.py::test_each_parameter_has_a_storage_of_its_own",
+        ),
+    ),
+    Mutant(
         "host side freed under the copy",
         "pp_offload/_transfer/plain_copies.py",
         "self._copy(backend.d2h, targets, dense, targets, label)",
