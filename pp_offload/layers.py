@@ -70,7 +70,8 @@ def offload_layers(
         ValueError: No such module, and the message lists one that comes near, or it is no list of
             layers; a layer is named twice or inside another; nothing in them could wait on the
             host; ``num_resident`` is no integer of at least 1; parameters are no dense tensors with
-            data, or share memory; the model is a ``DistributedDataParallel``.
+            data, or share memory; a hook of a layer itself, as that of a spectral norm, computes a
+            weight from them, or TorchScript has them; the model is a ``DistributedDataParallel``.
         TypeError: An argument is of another kind.
         OffloadError: Layers wait on the host already.
 

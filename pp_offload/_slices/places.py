@@ -69,8 +69,9 @@ class Places:
         """What the layer computes with now.
 
         Raises:
-            OffloadError: A parameter is not on the host.
+            OffloadError: A parameter is not on the host, or has another name by now.
         """
+        self._check_names(label)
         parameters = self.parameters()
         for one in parameters:
             if one.device != HOST:
@@ -80,6 +81,20 @@ class Places:
                     "host, or close() the handle of offload_layers() before parameters are replaced"
                 )
         return Slice(label, tuple(parameters))
+
+    def _check_names(self, label: str) -> None:
+        """A norm, a parametrization or pruning gives a parameter another name, or makes others of
+        it: these would be used where they wait.
+        """
+        for place in self._places:
+            names = place.module._parameters
+            if place.name not in names:
+                raise OffloadError(
+                    f"a {type(place.module).__name__} in {label} had a parameter {place.name!r} "
+                    f"that waits on the host, and now has {list(names)}; expected the names of "
+                    "when offload_layers() was called; close() its handle before parameters are "
+                    "pruned, normed or parametrized, and call offload_layers() again after that"
+                )
 
     @contextmanager
     def exchanged(self, slice_: Slice, tensors: Sequence[Tensor]) -> Iterator[None]:

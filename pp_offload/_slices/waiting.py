@@ -5,6 +5,10 @@ NOTE [ Who else has it ]
     the device: there it would be used without its layer. One that several layers have waits on the
     host; each layer brings it for itself, and its gradients are summed on the host.
 
+NOTE [ TorchScript ]
+    A scripted or traced module computes outside of Python, and a copy of it has its own forward
+    again, whatever stood in its place: the copy's parameters would be used on the host.
+
 Call pattern:
 
     waiting = waiting_parameters(model, {"layers.0": layer}, frozen_only=True)
@@ -16,10 +20,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
+from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.spans import Span, overlapping
+from pp_offload._slices.weight_hooks import check_hooks
 from pp_offload._transfer.tensors import is_dense
 
 
@@ -45,7 +51,8 @@ def waiting_parameters(
         frozen_only: Only those that do not require grad.
 
     Raises:
-        ValueError: There are none; or some are no dense tensors with data, or share memory.
+        ValueError: There are none; or some are no dense tensors with data, share memory, are of
+            TorchScript, or are what a hook of a layer itself computes a weight from.
     """
     inside = {id(module) for layer in layers.values() for module in layer.modules()}
     outside = Parameters(
@@ -70,7 +77,10 @@ def waiting_parameters(
             "could wait on the host; " + _advice(frozen_only)
         )
     _check_memory(model, named)
-    return Parameters(list(named.values()))
+    waiting = Parameters(list(named.values()))
+    _check_scripts(layers, waiting)
+    check_hooks(layers, waiting)
+    return waiting
 
 
 def _advice(frozen_only: bool) -> str:
@@ -103,4 +113,21 @@ def _check_memory(model: Module, waiting: dict[str, Parameter]) -> None:
         raise ValueError(
             f"parameters {tied} share memory; expected each to have its own, or one nn.Parameter "
             "under several names, as in head.weight = embedding.weight"
+        )
+
+
+def _check_scripts(layers: Mapping[str, Module], waiting: Parameters) -> None:
+    """See NOTE [ TorchScript ]."""
+    scripts = [
+        f"{name}.{inner}".removesuffix(".")
+        for name, layer in layers.items()
+        for inner, module in layer.named_modules()
+        if isinstance(module, ScriptModule)
+        and any(one in waiting for one in module._parameters.values())
+    ]
+    if scripts:
+        raise ValueError(
+            f"modules {scripts} are of TorchScript, which computes with parameters of its own; "
+            "expected plain modules where parameters wait on the host; give the modules that they "
+            "were made of"
         )
