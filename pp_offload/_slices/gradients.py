@@ -1,14 +1,24 @@
 """The way of a slice's parameters to the device, and of their gradients back, as autograd nodes.
 
-    host parameter -> Wait -> ToDevice -> what the layers compute with
+    host parameter -> Wait -> Leave -> Meet -> what the layers compute with
 
-In backward, ToDevice queues the copies of the gradients to the host and returns them before they
-hold data; Wait blocks until they do. They are two nodes since autograd runs a node on the thread of
-the device that its gradients are on: so the wait blocks the host's thread and not the device's. All
-uses on the device meet in one ToDevice, so gradients are summed there and copied once.
+All uses of a parameter on the device meet in its Meet, so its gradient is summed there. In
+backward, Leave queues the copy of the gradient to the host and returns it before it holds data;
+Wait blocks until it does. These are two nodes since autograd runs a node on the thread of the
+device that its gradient is on: so the wait blocks the host's thread and not the device's.
 
     tensors = on_device(slice_.parameters, pending.tensors, GradientPath(copies, "slice 0"))
     inputs, turn = gated(inputs, tensors, path)
+
+NOTE [ Nodes of its own ]
+    Each parameter has three nodes of its own. Autograd runs all that it can reach: a node that
+    several parameters share leads it to all of them, and it calls the hooks of those that a forward
+    did not use, with no gradient; or it frees the graph of a whole slice where the gradient of one
+    parameter was asked for.
+    Still gradients of a slice leave in one copy. Of the nodes that are ready autograd takes the one
+    that was made last: the slice's own, then each Meet, which notes the gradient, then the first
+    Leave, which sends all that were noted, then the others, which find theirs sent, then each Wait,
+    the first of which blocks. If a gradient is noted later, it is sent later.
 
 NOTE [ Order of gradients of gradients ]
     Where a backward builds a graph, parameters' gradients go to the host, and inputs' gradients
@@ -35,8 +45,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +53,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.torch_private import (
+    graph_task_id,
     is_transformed,
     queue_callback,
     records_operators,
@@ -68,24 +78,33 @@ class GradientPath:
         self._copies = copies
         self._label = label
         self._under_way: deque[PendingCopy] = deque()
-        self._passed: Callable[[], Passed | None] = lambda: None
+        self._noted: weakref.WeakValueDictionary[int, Noted] = weakref.WeakValueDictionary()
 
-    def note_passed(self, token: Tensor) -> None:
-        """Note the token of an input's gradient that passed a gate in the running backward."""
-        passed = self._passed()
-        if passed is None:
-            passed = Passed()
-            queue_callback(passed)
-            self._passed = weakref.ref(passed)
-        passed.tokens.append(token)
+    def noted(self) -> Noted:
+        """What was noted in the backward that runs on this thread."""
+        task = graph_task_id()
+        noted = self._noted.get(task)
+        if noted is None:
+            self._noted[task] = noted = Noted()
+            queue_callback(noted)
+        return noted
 
-    def take_passed(self) -> list[Tensor]:
-        """Take the tokens that were noted in the running backward."""
-        passed = self._passed()
-        if passed is None:
-            return []
-        tokens, passed.tokens = passed.tokens, []
-        return tokens
+    def leave(self, number: int) -> Tensor | None:
+        """Take a gradient that was noted; all that are noted are sent, if they were not yet."""
+        noted = self.noted()
+        if noted.met:
+            met, noted.met = noted.met, {}
+            noted.sent.update(zip(met, self.to_host([*met.values()]), strict=True))
+        return noted.sent.pop(number)
+
+    def to_host(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """:meth:`send`, as a node where the running backward builds a graph."""
+        if not torch.is_grad_enabled():
+            return self.send(gradients)
+        noted = self.noted()
+        tokens, noted.tokens = noted.tokens, []
+        sent: Gradients = ToHost.apply(self, len(tokens), *tokens, *gradients)
+        return sent[1:]
 
     def send(self, gradients: Sequence[Tensor | None]) -> Gradients:
         """Queue copies of gradients to the host; they hold no data before :meth:`settle`."""
@@ -132,14 +151,21 @@ class GradientPath:
             )
 
 
-class Passed:
-    """Tokens of gates, which the running backward holds until it ends, however it does.
+class Noted:
+    """What a running backward has of a slice; it holds this until it ends, however it does.
 
-    The path refers to them weakly, for they refer to their graph, and that to the path.
+    The path refers to it weakly, for tensors in it refer to their graph, and that to the path.
+
+    Attributes:
+        tokens: Of inputs' gradients that passed a gate.
+        met: Gradients on the device, by the number of their parameter.
+        sent: Those on the host that nobody took yet.
     """
 
     def __init__(self) -> None:
         self.tokens: list[Tensor] = []
+        self.met: dict[int, Tensor] = {}
+        self.sent: dict[int, Tensor | None] = {}
 
     def __call__(self) -> None:
         """The backward has ended, and lets this go."""
@@ -159,40 +185,62 @@ class Gate(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Forward, the identity; backward, passes gradients on when they hold their data."""
+    """Forward, the identity; backward, passes the gradient on when it holds its data."""
 
     @staticmethod
-    def forward(ctx: Any, path: GradientPath, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, path: GradientPath, parameter: Tensor) -> Tensor:
         ctx.path = path
         ctx.set_materialize_grads(False)
-        return parameters
+        return parameter
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         ctx.path.settle()
-        return None, *gradients
+        return None, gradient
+
+
+class Leave(torch.autograd.Function):
+    """Forward, host to device; backward, device to host, to be waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, path: GradientPath, number: int, loaded: Tensor, host: Tensor) -> Tensor:
+        ctx.path, ctx.number = path, number
+        ctx.set_materialize_grads(False)
+        return loaded.detach()  # the cache's own shall join no graph
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return None, None, None, None if gradient is None else ctx.path.leave(ctx.number)
+
+
+class Meet(torch.autograd.Function):
+    """Forward, the identity; backward, notes the gradient for the next Leave."""
+
+    @staticmethod
+    def forward(ctx: Any, path: GradientPath, number: int, tensor: Tensor) -> Tensor:
+        ctx.path, ctx.number = path, number
+        ctx.set_materialize_grads(False)
+        return tensor.detach()  # and not the input, of which autograd would make a view
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is not None:
+            ctx.path.noted().met[ctx.number] = gradient
+        return None, None, gradient
 
 
 class ToDevice(torch.autograd.Function):
     """Forward, host to device; backward, :class:`ToHost`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, path: GradientPath, loaded: Sequence[Tensor] | None, *tensors: Tensor | None
-    ) -> Gradients:
+    def forward(ctx: Any, path: GradientPath, *tensors: Tensor | None) -> Gradients:
         ctx.path = path
         ctx.set_materialize_grads(False)
-        if loaded is None:
-            return path.bring(tensors)
-        return tuple(tensor.detach() for tensor in loaded)  # the cache's own shall join no graph
+        return path.bring(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if not torch.is_grad_enabled():
-            return None, None, *ctx.path.send(gradients)
-        tokens = ctx.path.take_passed()
-        sent = ToHost.apply(ctx.path, len(tokens), *tokens, *gradients)
-        return None, None, *sent[1:]
+        return None, *ctx.path.to_host(gradients)
 
 
 class ToHost(torch.autograd.Function):
@@ -213,35 +261,40 @@ class ToHost(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> Any:
-        return None, None, *ctx.tokens, *ToDevice.apply(ctx.path, None, *gradients)
+        return None, None, *ctx.tokens, *ToDevice.apply(ctx.path, *gradients)
 
 
-@dataclass(frozen=True, slots=True)
 class Turn:
-    """Says when autograd runs a slice's ToDevice: of the nodes that are ready, it takes the one
+    """Says when autograd runs a slice's Leave nodes: of the nodes that are ready, it takes the one
     with the highest sequence number.
+
+    With their own numbers they run as soon as the slice's layers are done, so that gradients leave.
+
+    Args:
+        tensors: What :func:`on_device` returned for parameters that require grad.
+        inputs: Numbers of what made the slice's inputs. If a graph is built, they run behind that,
+            for the inputs' gradients have passed their gates then.
     """
 
-    node: Any
-    """The ToDevice."""
-
-    usual: int
-    """Its own number: it runs as soon as the slice's layers are done, so that gradients leave."""
-
-    graph: int
-    """Its number if a graph is built: it runs behind what made the slice's inputs, whose gradients
-    have passed their gates then.
-    """
+    def __init__(self, tensors: Sequence[Tensor], inputs: Sequence[int]) -> None:
+        self._meeting = [_node(tensor) for tensor in tensors]
+        leaving = [node.next_functions[0][0] for node in self._meeting]
+        self._usual = [(node, node._sequence_nr()) for node in leaving]
+        self._graph = max(0, min([self._usual[0][1], *(number - 1 for number in inputs)]))
+        self._builds_graph = False
 
     def register(self, outputs: Sequence[Any]) -> None:
         """Have hooks call it when a backward comes to the slice."""
         for value in tree_leaves(outputs):
-            if isinstance(value, Tensor) and value.grad_fn not in (None, self.node):
+            if isinstance(value, Tensor) and value.grad_fn not in (None, *self._meeting):
                 value.register_hook(self)
 
     def __call__(self, gradient: Tensor) -> None:
         """The hook of a slice's output, whose gradient comes before anything of the slice."""
-        self.node._set_sequence_nr(self.graph if torch.is_grad_enabled() else self.usual)
+        if torch.is_grad_enabled() != self._builds_graph:
+            self._builds_graph = not self._builds_graph
+            for node, usual in self._usual:
+                node._set_sequence_nr(self._graph if self._builds_graph else usual)
 
 
 def gated(
@@ -256,10 +309,10 @@ def gated(
         tensors: What :func:`on_device` returned.
         path: Of their gradients.
     """
-    tracked = next((tensor for tensor in tensors if tensor.requires_grad), None)
-    if tracked is None or not torch.is_grad_enabled():
+    tracked = [tensor for tensor in tensors if tensor.requires_grad]
+    if not tracked or not torch.is_grad_enabled():
         return list(inputs), None
-    numbers = [_number(tracked)]
+    numbers: list[int] = []
     there = weakref.ref(path)  # the hook may be on a tensor of the program, and outlive the graph
 
     def passes(gradient: Tensor) -> Tensor | None:
@@ -267,7 +320,7 @@ def gated(
         if path is None or not torch.is_grad_enabled():
             return None
         gradient, token = Gate.apply(gradient)
-        path.note_passed(token)
+        path.noted().tokens.append(token)
         return gradient
 
     def behind_gate(value: Any) -> Any:
@@ -276,18 +329,18 @@ def gated(
         if value.is_leaf:  # it is the program's, on which no hook may stay
             value = value.view_as(value)
         else:
-            numbers.append(max(0, _number(value) - 1))
+            numbers.append(_node(value)._sequence_nr())
         value.register_hook(passes)
         return value
 
     behind = [tree_map(behind_gate, one) for one in inputs]
-    return behind, Turn(tracked.grad_fn, numbers[0], min(numbers))
+    return behind, Turn(tracked, numbers)
 
 
-def _number(tensor: Tensor) -> int:
-    """The sequence number of the node that made it: autograd runs ready nodes highest first."""
+def _node(tensor: Tensor) -> Any:
+    """What made it."""
     assert tensor.grad_fn is not None, "it is a leaf"
-    return tensor.grad_fn._sequence_nr()
+    return tensor.grad_fn
 
 
 def on_device(
@@ -330,10 +383,13 @@ def _joined(
             tensors[i] = _lone(tensors[i], path)
         return tensors
     with torch.inference_mode(False):  # this enables grad, too; see NOTE [ Without grad ]
-        hosts = Wait.apply(path, *(parameters[i] for i in wanting))
-        tracked = ToDevice.apply(path, [loaded[i] for i in wanting], *hosts)
-    for i, tensor in zip(wanting, tracked, strict=True):
-        tensors[i] = tensor
+        # All of a kind in turn, since their order says when they run: see NOTE [ Nodes of its own ]
+        waiting = [Wait.apply(path, parameters[i]) for i in wanting]
+        leaving = [
+            Leave.apply(path, i, loaded[i], host) for i, host in zip(wanting, waiting, strict=True)
+        ]
+        for i, tensor in zip(wanting, leaving, strict=True):
+            tensors[i] = Meet.apply(path, i, tensor)
     return tensors
 
 

@@ -1130,6 +1130,34 @@ MUTANTS = [
         ("tests/test_offload_model.py::test_equal_bit_for_bit",),
     ),
     Mutant(
+        "parameters behind one node",
+        "pp_offload/_slices/gradients.py",
+        "        waiting = [Wait.apply(path, parameters[i]) for i in wanting]\n",
+        """        class Shared(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, path: GradientPath, *parameters: Tensor) -> Any:
+                ctx.path = path
+                ctx.set_materialize_grads(False)
+                return parameters
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+                return None, *(Wait.backward(ctx, one)[1] for one in gradients)
+
+        waiting = Shared.apply(path, *(parameters[i] for i in wanting))
+""",
+        "hooks of parameters that a forward did not use are called in its backward",
+        ("tests/slices/test_unused_parameters.py",),
+    ),
+    Mutant(
+        "a copy for each gradient",
+        "pp_offload/_slices/gradients.py",
+        "            met, noted.met = noted.met, {}\n",
+        "            met = {number: noted.met.pop(number)}\n",
+        "the gradients of a slice leave in as many copies as it has parameters",
+        ("tests/slices/test_unused_parameters.py",),
+    ),
+    Mutant(
         "parameter changed between",
         "pp_offload/_slices/saved_parameters.py",
         "if parameter._version != then[0]:",

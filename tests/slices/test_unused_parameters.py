@@ -1,0 +1,246 @@
+"""Parameters that a forward did not use: nobody hears of them in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import BACKENDS, make_backend
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from toy import moved, same_bits
+
+from pp_offload import OffloadModel, offload_layers
+from pp_offload._transfer.listeners import Listener
+from pp_offload.backends import Backend
+
+WIDTH = 4
+KINDS = ["model", "again", "parts", "layers", "checkpointed"]
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert that its first element names; ``spare`` is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.spare = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[int(x[0, 0].detach().abs())](x).sin() + x
+
+
+class AsksInForward(nn.Module):
+    """Asks for the gradient of one parameter in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        inner = self.second(hidden).square().sum()
+        (gradient,) = torch.autograd.grad(inner, self.second.weight)
+        return hidden + gradient.mean()
+
+
+def of_kind(kind: str, model: nn.Sequential, backend: Backend) -> nn.Module:
+    """The model with its parameters on the host, in one of several ways."""
+    if kind.startswith("plain"):
+        return moved(model, backend.device)
+    if kind in ("layers", "checkpointed"):
+        outer = nn.Sequential(model)
+        offload_layers(outer, "0", backend=backend)
+        return outer
+    options: dict[str, Any] = {"checkpoint_activation": kind == "again"}
+    options |= {"num_microbatches": 2} if kind == "parts" else {}
+    return OffloadModel(model, backend.device, num_slices=2, backend=backend, **options)
+
+
+def computed(kind: str, model: nn.Module, x: Tensor) -> Tensor:
+    """The output; the plain model takes the parts one after the other where the other does."""
+    if kind == "plain parts":
+        return torch.cat([model(part) for part in x.chunk(2)])
+    if kind == "checkpointed":
+        for layer in model[0]:  # type: ignore[index]
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+    return model(x)
+
+
+Events = list[tuple[str, Tensor | None]]
+
+
+class Heard:
+    """All hooks that a parameter can have, and what they were told."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.events: Events = []
+        parameter.register_hook(self._of_tensor)
+        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        accumulator.register_prehook(lambda given: self._note("before", given[0]))
+        accumulator.register_hook(lambda *_: self._note("after", None))
+        parameter.register_post_accumulate_grad_hook(self._accumulated)
+        self._accumulator = accumulator  # which the parameter does not hold
+
+    def _note(self, what: str, tensor: Tensor | None) -> None:
+        self.events.append((what, None if tensor is None else tensor.detach().cpu().clone()))
+
+    def _of_tensor(self, gradient: Tensor) -> Tensor:
+        self._note("gradient", gradient)
+        return gradient.clamp(-1, 1)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        self._note("accumulated", parameter.grad)
+        if parameter.grad is not None:  # as one who guards against what plain PyTorch never calls
+            parameter.grad.mul_(0.5)
+
+
+def same_events(one: Events, other: Events) -> bool:
+    if [what for what, _ in one] != [what for what, _ in other]:
+        return False
+    pairs = [(a, b) for (_, a), (_, b) in zip(one, other, strict=True)]
+    if any((a is None) != (b is None) for a, b in pairs):
+        return False
+    return all(same_bits([a], [b]) for a, b in pairs if a is not None and b is not None)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Experts(), Experts())
+
+
+def inputs(step: int, experts: tuple[int, int], device: torch.device) -> Tensor:
+    x = torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(step)) / 8
+    for number, expert in enumerate(experts):
+        x[2 * number, 0] += expert
+    return x.to(device)
+
+
+def plain_of(kind: str) -> str:
+    return "plain parts" if kind == "parts" else "plain"
+
+
+Backward = Callable[[nn.Module, Tensor], object]
+
+
+def by_backward(model: nn.Module, loss: Tensor) -> None:
+    loss.backward()
+
+
+def with_graph(model: nn.Module, loss: Tensor) -> None:
+    loss.backward(create_graph=True)
+
+
+def twice(model: nn.Module, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def penalized(model: nn.Module, loss: Tensor) -> None:
+    """A backward through the gradients of all that were used."""
+    wanted = [*model.parameters()]
+    found = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+    torch.stack([one.square().sum() for one in found if one is not None]).sum().backward()
+
+
+def towards_some(model: nn.Module, loss: Tensor) -> list[Tensor | None]:
+    """Hooks of tensors are called here as well; those of accumulators are not."""
+    wanted = [*model.parameters()][::2]
+    return list(torch.autograd.grad(loss, wanted, allow_unused=True))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("backward", [by_backward, with_graph, twice, penalized, towards_some])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("device", BACKENDS)
+def test_hooks_are_called_as_of_the_plain_model(device: str, kind: str, backward: Backward) -> None:
+    """Each as often, with the same values; and who has no gradient has none."""
+    results = []
+    for one in (plain_of(kind), kind):
+        backend = make_backend(device)
+        with backend.activate():
+            model = of_kind(one, layers(), backend)
+            heard = [Heard(parameter) for parameter in model.parameters()]
+            found: list[Tensor | None] = []
+            for step, experts in enumerate([(0, 0), (1, 2), (1, 1), (2, 0)]):
+                x = inputs(step, experts, backend.device)
+                gradients = backward(model, computed(one, model, x).square().sum())
+                found += gradients if isinstance(gradients, list) else []
+            found += [parameter.grad for parameter in model.parameters()]
+            on_host = [None if one is None else one.detach().cpu() for one in found]
+            results.append(([one.events for one in heard], on_host))
+            for parameter in model.parameters():
+                parameter.grad = None  # a gradient with a graph refers to its parameter
+    (plain_heard, plain), (model_heard, found) = results
+    assert all(map(same_events, model_heard, plain_heard))
+    assert same_events([("", one) for one in found], [("", one) for one in plain])
+    assert any(one is None for one in found), "nobody used the spare ones"
+
+
+@pytest.mark.parametrize("kind", ["model", "again", "parts", "layers"])
+@pytest.mark.parametrize("device", BACKENDS)
+def test_a_gradient_asked_for_in_forward_leaves_the_graph_of_others(device: str, kind: str) -> None:
+    """What led to the slice's other parameters is still there for the backward."""
+    results = []
+    for one in (plain_of(kind), kind):
+        backend = make_backend(device)
+        with backend.activate():
+            torch.manual_seed(0)
+            model = of_kind(one, nn.Sequential(AsksInForward(), AsksInForward()), backend)
+            for step in range(2):
+                computed(one, model, inputs(step, (0, 0), backend.device)).sum().backward()
+            results.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+    assert len(results[0]) == 4 and same_bits(*results)
+
+
+class Sent(Listener):
+    """Notes each copy to the host."""
+
+    def __init__(self, told: list[tuple[str, int]]) -> None:
+        self._told = told
+
+    def offloaded(self, label: str, nbytes: int) -> None:
+        self._told.append((label, nbytes))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("builds_graph", [False, True])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+def test_gradients_of_a_slice_leave_in_one_copy(backend, again: bool, builds_graph: bool) -> None:
+    """Of all that the backward came to, also if it is asked for some."""
+    with backend.activate():
+        model = OffloadModel(
+            layers(), backend.device, num_slices=2, backend=backend, checkpoint_activation=again
+        )
+        told: list[tuple[str, int]] = []
+        model._cache.copies.transfer.listeners.add(Sent(told))
+        whole = (WIDTH + 1) * WIDTH * 4  # an expert
+        x = inputs(0, (1, 1), backend.device)
+        wanted = [p for p in model.parameters() if p.dim() == 2]
+        for some, nbytes in ((None, whole), (wanted, WIDTH * WIDTH * 4)):
+            loss = model(x).square().sum()
+            if some is None:
+                torch.autograd.backward(loss, create_graph=builds_graph)
+            else:
+                torch.autograd.grad(loss, some, allow_unused=True, create_graph=builds_graph)
+            assert sorted(told) == [("slice 0", nbytes), ("slice 1", nbytes)]
+            told.clear()
+            for parameter in model.parameters():
+                parameter.grad = None
+
+
+def test_a_gradient_that_only_the_layer_asked_for_does_not_leave(backend) -> None:
+    """It is in that backward alone, and gone with it."""
+    with backend.activate():
+        model = OffloadModel(
+            nn.Sequential(AsksInForward()), backend.device, num_slices=1, backend=backend
+        )
+        y = model(inputs(0, (0, 0), backend.device))
+        assert model.statistics().bytes_offloaded == 0
+        y.sum().backward()
+        used = [p for name, p in model.named_parameters() if ".first." in name]
+        assert model.statistics().bytes_offloaded == sum(p.nbytes for p in used) > 0
