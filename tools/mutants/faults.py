@@ -1150,6 +1150,32 @@ MUTANTS = [
         ("tests/slices/test_unused_parameters.py",),
     ),
     Mutant(
+        "all paths lead to one node",
+        "pp_offload/_slices/gradients.py",
+        "            tensors[i] = Meet.apply(path, i, tensor)\n",
+        """            tensors[i] = tensor
+
+        class Shared(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *tensors: Tensor) -> Any:
+                ctx.set_materialize_grads(False)
+                return tuple(tensor.detach() for tensor in tensors)
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+                noted = zip(wanting, gradients, strict=True)
+                path.noted().met.update({i: one for i, one in noted if one is not None})
+                return gradients
+
+        for i, tensor in zip(wanting, Shared.apply(*leaving), strict=True):
+            tensors[i] = tensor
+""",
+        "a layer that asks for the gradient of one parameter in its forward frees the slice's graph",
+        (
+            "tests/slices/test_unused_parameters.py::test_a_gradient_asked_for_in_forward_leaves_the_graph_of_others",
+        ),
+    ),
+    Mutant(
         "a copy for each gradient",
         "pp_offload/_slices/gradients.py",
         "            met, noted.met = noted.met, {}\n",
