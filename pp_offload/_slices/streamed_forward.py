@@ -17,11 +17,13 @@ NOTE [ A layer's parameters ]
 
 NOTE [ Computed again ]
     A checkpoint around a layer calls it again in backward, and so this ``forward``: it brings the
-    layer as in forward. A layer may also checkpoint what is in its own forward, with a function
-    that is its attribute :data:`CHECKPOINT`, as those of Hugging Face do. Backward then calls only
-    the inside. So meanwhile the attribute is a function that passes on a callable which brings the
-    layer if it is not there. In that case the checkpoint saves all tensors itself, in forward and
-    again in backward; of what it saves in backward nothing may be taken away, for it counts.
+    layer as in forward. Where the layer runs a backward in its own forward, that is while it is
+    there; then only the tensors are taken from the checkpoint that were taken before.
+    A layer may also checkpoint what is in its own forward, with a function that is its attribute
+    :data:`CHECKPOINT`, as those of Hugging Face do. Backward then calls only the inside. So
+    meanwhile the attribute is a function that passes on a callable which brings the layer if it is
+    not there. In that case the checkpoint saves all tensors itself, in forward and again in
+    backward; of what it saves in backward nothing may be taken away, for it counts.
 
 The forward is replaced, and no hook, since hooks are not called when an interrupt comes: tensors
 would be left in the places of parameters.
@@ -37,13 +39,14 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pp_offload._hooks.checkpoint_regions import is_in_backward
+from pp_offload._hooks.checkpoint_regions import is_in_backward, is_recomputing
 from pp_offload._hooks.untraced import Untraced
 from pp_offload._slices.cache import Slice
 from pp_offload._slices.gradients import GradientPath, Turn, gated, on_device
@@ -81,6 +84,7 @@ class StreamedForward:
         self._layer = layer
         self.own: Callable[..., Any] | None = vars(layer).get("forward")
         self._thread: threading.Thread | None = None  # that computes with the parameters
+        self._saving: Callable[[], AbstractContextManager[object]] = nullcontext  # on that thread
         stream.layers[number] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:
@@ -107,7 +111,11 @@ class StreamedForward:
         return Untraced(self._forward, args, kwargs)()
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.with_parameters(self.__wrapped__, args, kwargs, is_again=False)
+        compute = self.__wrapped__
+        if self._thread is threading.current_thread() and is_recomputing():
+            with self._saving():
+                return compute(*args, **kwargs)
+        return self.with_parameters(compute, args, kwargs, is_again=False)
 
     def slice(self) -> Slice:
         """The parameters that it computes with now."""
@@ -151,10 +159,10 @@ class StreamedForward:
         path = GradientPath(cache.copies, self._label)
         tensors = on_device(slice_.parameters, loaded, path)
         args, kwargs, turn = _gated(args, kwargs, tensors, path)
-        saving: AbstractContextManager[object] = nullcontext()
+        saving: Callable[[], AbstractContextManager[object]] = nullcontext
         if torch.is_grad_enabled() and not is_again:
-            saving = run.saving(index, loaded)
-        with self._there(), self.places.exchanged(slice_, tensors), saving:
+            saving = partial(run.saving, index, loaded)
+        with self._there(saving), self.places.exchanged(slice_, tensors), saving():
             output = compute(*args, **kwargs)
         if turn is not None:
             turn.register([output])
@@ -167,17 +175,17 @@ class StreamedForward:
         return output
 
     @contextmanager
-    def _there(self) -> Iterator[None]:
+    def _there(self, saving: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
         """While the parameters are on the device. See NOTE [ Computed again ]."""
         attributes = vars(self._layer)
         checkpoint = attributes.get(CHECKPOINT)
         try:
-            self._thread = threading.current_thread()
+            self._thread, self._saving = threading.current_thread(), saving
             if checkpoint is not None:
                 attributes[CHECKPOINT] = InsideLayer(self, checkpoint)
             yield
         finally:
-            self._thread = None
+            self._thread, self._saving = None, nullcontext
             if checkpoint is not None:
                 attributes[CHECKPOINT] = checkpoint
 

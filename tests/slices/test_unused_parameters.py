@@ -181,7 +181,7 @@ def test_hooks_are_called_as_of_the_plain_model(device: str, kind: str, backward
     assert any(one is None for one in found), "nobody used the spare ones"
 
 
-@pytest.mark.parametrize("kind", ["model", "again", "parts", "layers"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("device", BACKENDS)
 def test_a_gradient_asked_for_in_forward_leaves_the_graph_of_others(device: str, kind: str) -> None:
     """What led to the slice's other parameters is still there for the backward."""

@@ -1176,6 +1176,16 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "saved by the checkpoint the second time",
+        "pp_offload/_slices/streamed_forward.py",
+        "            with self._saving():\n",
+        "            with nullcontext():\n",
+        "a checkpointed layer that runs a backward in its forward gets one tensor for another",
+        (
+            "tests/slices/test_unused_parameters.py::test_a_gradient_asked_for_in_forward_leaves_the_graph_of_others",
+        ),
+    ),
+    Mutant(
         "a copy for each gradient",
         "pp_offload/_slices/gradients.py",
         "            met, noted.met = noted.met, {}\n",
