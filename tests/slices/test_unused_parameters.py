@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import BACKENDS, make_backend
+from conftest import BACKENDS, make_backend, skip_on_emulated
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toy import moved, same_bits
@@ -188,6 +188,8 @@ def test_a_gradient_asked_for_in_forward_leaves_the_graph_of_others(device: str,
     results = []
     for one in (plain_of(kind), kind):
         backend = make_backend(device)
+        if kind == "checkpointed":
+            skip_on_emulated(backend, "the layer runs again on another thread: see docs/limits.md")
         with backend.activate():
             torch.manual_seed(0)
             model = of_kind(one, nn.Sequential(AsksInForward(), AsksInForward()), backend)
