@@ -1,7 +1,8 @@
 """Gives a module its earlier state back, for a forward that runs again and must change nothing.
 
 Batch norm counts, spectral norm iterates, a router moves its bias: a second run of such a forward
-would start from what the first run left, and change it again.
+would start from what the first run left, and change it again. So would one that finds a buffer
+which was None, or not registered yet.
 
     before = memory.of([module])   # ahead of the first run
     with before.restored():      # around every later one
@@ -17,7 +18,7 @@ NOTE [ Changed without a trace ]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -36,12 +37,6 @@ SMALL_BYTES = 2**16
 class Before:
     """One buffer at the time of the first run."""
 
-    owner: dict[str, Tensor | None]
-    """The buffers of the module that has it."""
-
-    name: str
-    """Its name there."""
-
     buffer: Tensor
     """The buffer itself."""
 
@@ -54,45 +49,78 @@ class Before:
     is_traced: bool
     """Whether its version tells that it was changed."""
 
-    @property
-    def is_certainly_same(self) -> bool:
-        """Whether the buffer is there and nobody can have changed it."""
-        is_there = self.owner.get(self.name) is self.buffer
-        return is_there and self.is_traced and version_of(self.buffer) == self.version
+    def is_certainly(self, now: Tensor | None) -> bool:
+        """Whether ``now`` is the buffer, and nobody can have changed it."""
+        return now is self.buffer and self.is_traced and version_of(self.buffer) == self.version
+
+    def restored(self, now: Tensor | None, copies: _Copies) -> Tensor:
+        """The buffer, if ``now`` is that and the same; else a copy of what was in it."""
+        if self.is_certainly(now):
+            return self.buffer
+        return copies.of(self.values).requires_grad_(self.buffer.requires_grad)
+
+
+@dataclass(frozen=True)
+class PartBefore:
+    """One module without its parts, at the first run."""
+
+    module: Module
+    """The module."""
+
+    is_training: bool
+    """Its mode then."""
+
+    buffers: dict[str, Before | None]
+    """By name, also those that were None. Others were not there yet."""
+
+    def changed(self, now: _Buffers) -> Iterator[Before]:
+        """Buffers of then that may be others now."""
+        for name, one in self.buffers.items():
+            if one is not None and not one.is_certainly(now.get(name)):
+                yield one
+
+    def restored(self, now: _Buffers, copies: _Copies) -> _Buffers:
+        """Its buffers of then: those that are the same now, and copies."""
+        return {
+            name: one.restored(now.get(name), copies) if one else None
+            for name, one in self.buffers.items()
+        }
+
+
+_Buffers = dict[str, Tensor | None]
+"""Those of one module, by name."""
 
 
 @dataclass(frozen=True)
 class ModuleBefore:
-    """All buffers of modules, and whether their parts were in training, at the first run."""
+    """Modules and all their parts at the first run."""
 
-    buffers: tuple[Before, ...] = ()
-    modes: tuple[tuple[Module, bool], ...] = ()
+    parts: tuple[PartBefore, ...] = ()
 
     @property
     def draws_after_saving(self) -> bool:
         """Whether an operator inside draws its noise when it has saved the memory for it. Who stops
         when all is saved again stops before (pytorch/pytorch#193671).
         """
-        return any(isinstance(module, RReLU) for module, _ in self.modes)
+        return any(isinstance(one.module, RReLU) for one in self.parts)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, they have copies of their state then; afterwards, their present state again."""
-        now = [(one, one.owner.get(one.name)) for one in self.buffers if not one.is_certainly_same]
-        switched = [module for module, mode in self.modes if module.training != mode]
-        copies = _Copies(one.values for one, _ in now)
+        now = [(one, dict(one.module._buffers.items())) for one in self.parts]
+        switched = [one.module for one in self.parts if one.module.training != one.is_training]
+        copies = _Copies(before.values for one, there in now for before in one.changed(there))
         try:
-            for one, _ in now:
-                fresh = copies.of(one.values)
-                one.owner[one.name] = fresh.requires_grad_(one.buffer.requires_grad)
+            for one, there in now:
+                _put(one.module, one.restored(there, copies))
             for module in switched:
                 module.training = not module.training
             yield
         finally:
             for module in switched:
                 module.training = not module.training
-            for one, buffer in now:
-                one.owner[one.name] = buffer
+            for one, there in now:
+                _put(one.module, there)
 
 
 class BufferMemory:
@@ -104,23 +132,23 @@ class BufferMemory:
     def of(self, modules: Iterable[Module]) -> ModuleBefore:
         """The state of modules and all their parts as it is now."""
         parts = list({id(part): part for one in modules for part in one.modules()}.values())
-        with torch.no_grad():
-            return ModuleBefore(
-                tuple(self._all_of(parts)), tuple((one, one.training) for one in parts)
-            )
-
-    def _all_of(self, parts: Sequence[Module]) -> Iterator[Before]:
-        buffers = (buffer for owner in parts for buffer in owner._buffers.values())
+        buffers = (buffer for part in parts for buffer in part._buffers.values())
         copies = _Copies(buffer for buffer in buffers if buffer is not None)
-        for owner in parts:
-            for name, buffer in owner._buffers.items():
-                if buffer is None:
-                    continue
-                is_state = name not in owner._non_persistent_buffers_set
-                is_traced = _is_traced(buffer, is_state) and not copies.is_shared(buffer)
-                values = self._shared(buffer) if is_traced else copies.of(buffer)
-                version = version_of(buffer)
-                yield Before(owner._buffers, name, buffer, version, values, is_traced)
+        with torch.no_grad():
+            return ModuleBefore(tuple(self._part(one, copies) for one in parts))
+
+    def _part(self, part: Module, copies: _Copies) -> PartBefore:
+        hidden = part._non_persistent_buffers_set
+        buffers = {
+            name: None if one is None else self._buffer(one, name not in hidden, copies)
+            for name, one in part._buffers.items()
+        }
+        return PartBefore(part, part.training, buffers)
+
+    def _buffer(self, buffer: Tensor, is_state: bool, copies: _Copies) -> Before:
+        is_traced = _is_traced(buffer, is_state) and not copies.is_shared(buffer)
+        values = self._shared(buffer) if is_traced else copies.of(buffer)
+        return Before(buffer, version_of(buffer), values, is_traced)
 
     def _shared(self, buffer: Tensor) -> Tensor:
         version, values = self._copies.get(buffer, (None, None))
@@ -158,6 +186,15 @@ class _Copies:
             self._storages[key] = flat.clone().untyped_storage()
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
         return tensor.new_empty(0).set_(self._storages[key], *geometry)
+
+
+def _put(module: Module, buffers: _Buffers) -> None:
+    """Have these buffers in a module, in this order, and no others."""
+    there = module._buffers
+    if list(there.keys()) != list(buffers):  # those of a scripted module never change
+        there.clear()
+    for name, one in buffers.items():
+        there[name] = one
 
 
 def version_of(tensor: Tensor) -> int:

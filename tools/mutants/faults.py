@@ -13,6 +13,7 @@ WRITTEN = "tests/activations/test_written_after_saved.py"
 IDLE = "tests/field/test_groups_that_do_nothing.py"
 RAISED = "tests/steps/test_failed_forwards.py"
 MODULES_OF = "tests/checkpoint/test_modules_of.py"
+MODULE_STATE = "tests/checkpoint/test_module_state.py"
 
 MUTANTS = [
     # Six that every test passed once.
@@ -972,6 +973,22 @@ MUTANTS = [
         "with groups(), kept.again()",
         "what is recomputed starts from what the first run left",
         ("tests/test_checkpointing.py::test_equal_bit_for_bit",),
+    ),
+    Mutant(
+        "buffer that was None",
+        "pp_offload/_checkpoint/module_state.py",
+        "name: one.restored(now.get(name), copies) if one else None",
+        "name: one.restored(now.get(name), copies) if one else now.get(name)",
+        "a second run starts from what the first one put in the place of None",
+        (f"{MODULE_STATE}::test_buffers_that_were_not_there_change_once",),
+    ),
+    Mutant(
+        "buffer that was not registered yet",
+        "pp_offload/_checkpoint/module_state.py",
+        "if list(there.keys()) != list(buffers):",
+        "if False:",
+        "a second run starts from a buffer that the first one registered",
+        (f"{MODULE_STATE}::test_buffers_that_were_not_there_change_once",),
     ),
     Mutant(
         "arguments held",

@@ -1,0 +1,211 @@
+"""A second run starts from the buffers that the first one had, also where these were None, or not
+registered yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import WAYS, apply
+from conftest import ACCELERATORS, make_backend
+from torch import Tensor, nn
+from toy import same_bits
+
+from pp_offload import (
+    OffloadModel,
+    checkpoint,
+    checkpoint_wrapper,
+    offload_layers,
+    recompute_layers,
+)
+from pp_offload.backends import Backend
+
+WIDTH = 8
+
+
+class Remembers(nn.Module):
+    """Has a buffer that is None until the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.make()
+
+    def make(self) -> None:
+        self.register_buffer("state", None)
+
+    def scale(self) -> Tensor | float:
+        return 1.0 if self.state is None else 1.0 + self.state
+
+    def keep(self, state: Tensor) -> None:
+        self.state = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.linear(x) * self.scale()).tanh()
+        self.keep(y.mean(0).detach())
+        return y
+
+
+class Registers(Remembers):
+    """Has no such buffer until then."""
+
+    def make(self) -> None:
+        pass
+
+    def scale(self) -> Tensor | float:
+        return 1.0 + self.state if hasattr(self, "state") else 1.0
+
+    def keep(self, state: Tensor) -> None:
+        self.register_buffer("state", state)
+
+
+class NotSaved(Registers):
+    """One that is not in the state dict."""
+
+    def keep(self, state: Tensor) -> None:
+        self.register_buffer("state", state, persistent=False)
+
+
+class EveryOther(Remembers):
+    """Forgets it in the next forward."""
+
+    def keep(self, state: Tensor) -> None:
+        self.state = state if self.state is None else None
+
+
+class Deletes(Registers):
+    """Deletes it in the next forward, and puts another behind those that are there."""
+
+    def make(self) -> None:
+        self.register_buffer("first", torch.zeros(WIDTH))
+        self.register_buffer("last", torch.ones(WIDTH))
+
+    def keep(self, state: Tensor) -> None:
+        self.first = self.last + state
+        if hasattr(self, "state"):
+            del self.state
+            del self.last
+            self.register_buffer("last", state)
+        else:
+            super().keep(state)
+
+
+class Numbers(Registers):
+    """Registers one more in each forward, and reads the sum of all."""
+
+    def scale(self) -> Tensor | float:
+        return 1.0 + sum(self._buffers.values())
+
+    def keep(self, state: Tensor) -> None:
+        self.register_buffer(f"state{len(self._buffers)}", state)
+
+
+KINDS = [Remembers, Registers, NotSaved, EveryOther, Deletes, Numbers]
+
+
+class Model(nn.Module):
+    """A few of them."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(kind(), nn.Sequential(nn.Linear(WIDTH, WIDTH), kind()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+Product = Callable[[Model, Backend], Callable[[Tensor], Tensor]]
+
+
+def with_ways(way: str, model: Model, backend: Backend) -> nn.Module:
+    apply(model, "layers", way, backend)
+    return model
+
+
+def called(model: Model, backend: Backend, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    return lambda x: checkpoint(model, x, backend=backend, **options)
+
+
+def wrapped(model: Model, backend: Backend) -> nn.Module:
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = checkpoint_wrapper(
+            layer, offload_inputs=True, min_offload_size=1, backend=backend
+        )
+    return model
+
+
+def recomputed(model: Model, backend: Backend) -> nn.Module:
+    recompute_layers(model, ["layers.0", "layers.1"])
+    return model
+
+
+def streamed(model: Model, backend: Backend) -> nn.Module:
+    offload_layers(model, ["layers"], backend=backend)
+    return recomputed(model, backend)
+
+
+def in_slices(model: Model, backend: Backend) -> nn.Module:
+    return OffloadModel(
+        model.layers, backend.device, num_slices=2, checkpoint_activation=True, backend=backend
+    )
+
+
+INSIDE: dict[str, dict[str, Any]] = {
+    "call": {},
+    "call, offload": {"offload_inputs": True, "min_offload_size": 1},
+    "call, whole": {"early_stop": False},
+    "call, reentrant": {"use_reentrant": True},
+}
+PRODUCTS: dict[str, Product] = {
+    **{name: partial(called, options=options) for name, options in INSIDE.items()},
+    **{way: partial(with_ways, way) for way in WAYS},
+    "wrapper": wrapped,
+    "recomputed layers": recomputed,
+    "recomputed layers on the host": streamed,
+    "slices": in_slices,
+}
+ON_THE_HOST = {"recomputed layers on the host", "slices"}
+"""Products whose parameters stay there."""
+
+
+def steps(
+    kind: type[nn.Module], product: str | None, backend: Backend, order: tuple[int, ...]
+) -> tuple[list[Tensor], list[str]]:
+    """Two steps of microbatches in flight, which go back in some order: all numbers, and the names
+    of the buffers.
+    """
+    torch.manual_seed(5)
+    model = Model(kind)
+    if product not in ON_THE_HOST:
+        model.to(backend.device)
+    call = model if product is None else PRODUCTS[product](model, backend)
+    found = []
+    for _ in range(2):
+        inputs = [torch.randn(6, WIDTH).to(backend.device).requires_grad_() for _ in order]
+        losses = [call(x).square().sum() for x in inputs]
+        for number in order:
+            losses[number].backward()
+        found += [*losses, *(x.grad for x in inputs)]
+    found += [*(p.grad for p in model.parameters()), *model.buffers()]
+    names = [name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_buffers()]
+    return [one.detach().cpu() for one in found if one is not None], names
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("order", [(0,), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("where", ["cpu", "late", "random", *ACCELERATORS])
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_that_were_not_there_change_once(
+    kind: type[nn.Module], product: str, where: str, order: tuple[int, ...]
+) -> None:
+    backend = make_backend(where)
+    with backend.activate():
+        found, names = steps(kind, product, backend, order)
+        expected, expected_names = steps(kind, None, backend, order)
+    assert same_bits(found, expected)
+    assert names == expected_names
