@@ -18,15 +18,19 @@ NOTE [ Changed without a trace ]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Module, RReLU
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pp_offload._common.torch_private import disable_current_modes
 from pp_offload._memory.storages import has_storage
 
 SMALL_BYTES = 2**16
@@ -57,6 +61,8 @@ class Before:
         """The buffer, if ``now`` is that and the same; else a copy of what was in it."""
         if self.is_certainly(now):
             return self.buffer
+        if is_lazy(self.values):
+            return _copy(self.values)
         return copies.of(self.values).requires_grad_(self.buffer.requires_grad)
 
 
@@ -91,24 +97,50 @@ _Buffers = dict[str, Tensor | None]
 """Those of one module, by name."""
 
 
-@dataclass(frozen=True)
 class ModuleBefore:
-    """Modules and all their parts at the first run."""
+    """Modules and all their parts at the first run.
 
-    parts: tuple[PartBefore, ...] = ()
+    Args:
+        take: Gives the state of some modules as it is now.
+        modules: All of them. A lazy one has no state yet: it is taken once the first run has
+            initialized it, for the second run does not do that again.
+    """
+
+    def __init__(
+        self, take: Callable[[Sequence[Module]], list[PartBefore]], modules: Sequence[Module]
+    ) -> None:
+        self._take = take
+        self._lazy = [one for one in modules if _is_uninitialized(one)]
+        self._parts = take([one for one in modules if one not in self._lazy])
 
     @property
     def draws_after_saving(self) -> bool:
         """Whether an operator inside draws its noise when it has saved the memory for it. Who stops
         when all is saved again stops before (pytorch/pytorch#193671).
         """
-        return any(isinstance(one.module, RReLU) for one in self.parts)
+        return any(isinstance(one.module, RReLU) for one in self._parts)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Around the first run."""
+        # Lazy modules have a hook of their own for that, which is there and so runs ahead of this.
+        hooks = [one.register_forward_pre_hook(self._note) for one in self._lazy]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, module: Module, args: object) -> None:
+        if not any(one.module is module for one in self._parts):
+            with disable_current_modes():  # by operator, else these copies would count
+                self._parts += self._take([module])
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, they have copies of their state then; afterwards, their present state again."""
-        now = [(one, dict(one.module._buffers.items())) for one in self.parts]
-        switched = [one.module for one in self.parts if one.module.training != one.is_training]
+        now = [(one, dict(one.module._buffers.items())) for one in self._parts]
+        switched = [one.module for one in self._parts if one.module.training != one.is_training]
         copies = _Copies(before.values for one, there in now for before in one.changed(there))
         try:
             for one, there in now:
@@ -131,11 +163,14 @@ class BufferMemory:
 
     def of(self, modules: Iterable[Module]) -> ModuleBefore:
         """The state of modules and all their parts as it is now."""
-        parts = list({id(part): part for one in modules for part in one.modules()}.values())
+        parts = {id(part): part for one in modules for part in one.modules()}
+        return ModuleBefore(self._take, list(parts.values()))
+
+    def _take(self, parts: Sequence[Module]) -> list[PartBefore]:
         buffers = (buffer for part in parts for buffer in part._buffers.values())
         copies = _Copies(buffer for buffer in buffers if buffer is not None)
         with torch.no_grad():
-            return ModuleBefore(tuple(self._part(one, copies) for one in parts))
+            return [self._part(one, copies) for one in parts]
 
     def _part(self, part: Module, copies: _Copies) -> PartBefore:
         hidden = part._non_persistent_buffers_set
@@ -198,11 +233,20 @@ def _put(module: Module, buffers: _Buffers) -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was changed in place; 0 for an inference tensor, which does not count that."""
-    return 0 if tensor.is_inference() else tensor._version
+    """How often it was changed in place; 0 for one that does not count that, for inference or
+    without a shape yet.
+    """
+    return 0 if is_lazy(tensor) or tensor.is_inference() else tensor._version
+
+
+def _is_uninitialized(module: Module) -> bool:
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def _copy(tensor: Tensor) -> Tensor:
+    if is_lazy(tensor):  # somebody's own, for of a lazy module there are none by now
+        data, kind = tensor.data, cast(Callable[..., Tensor], type(tensor))
+        return kind(tensor.requires_grad, data.device, data.dtype)
     return tensor.detach().clone()
 
 

@@ -169,7 +169,7 @@ class Recompute:
         @contextmanager
         def first() -> Iterator[None]:
             self._send()
-            with groups(), kept.forward() if kept else nullcontext():
+            with groups(), before.taken(), kept.forward() if kept else nullcontext():
                 yield
 
         @contextmanager
@@ -193,7 +193,7 @@ class Recompute:
         trees: list[Any] = []
 
         def run(*tensors: Tensor) -> tuple[Any, ...]:
-            with before.restored() if trees else nullcontext():
+            with before.restored() if trees else before.taken():
                 self.counts.recomputed_calls += bool(trees)
                 leaves, tree = tree_flatten(call(*tensors[:num_tensors]))
             if not trees and (is_input_tracked or has_parameters):
