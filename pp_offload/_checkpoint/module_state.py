@@ -30,6 +30,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pp_offload._checkpoint.plain_attributes import PlainAttributes, Values, put
 from pp_offload._common.torch_private import disable_current_modes
 from pp_offload._memory.storages import has_storage
 
@@ -79,6 +80,9 @@ class PartBefore:
     buffers: dict[str, Before | None]
     """By name, also those that were None. Others were not there yet."""
 
+    attributes: PlainAttributes
+    """What may say what is in them."""
+
     def changed(self, now: _Buffers) -> Iterator[Before]:
         """Buffers of then that may be others now."""
         for name, one in self.buffers.items():
@@ -87,10 +91,18 @@ class PartBefore:
 
     def restored(self, now: _Buffers, copies: _Copies) -> _Buffers:
         """Its buffers of then: those that are the same now, and copies."""
-        return {
+        found = {
             name: one.restored(now.get(name), copies) if one else None
             for name, one in self.buffers.items()
         }
+        if self.attributes.is_built:
+            found |= {name: one for name, one in now.items() if found.get(name) is None}
+        return found
+
+    def then_and_now(self, now: _Buffers) -> tuple[Values, Values]:
+        """Its plain attributes, where they may say something of buffers."""
+        is_left = not (self.buffers or now) or self.attributes.is_built
+        return ({}, {}) if is_left else self.attributes.then_and_now()
 
 
 _Buffers = dict[str, Tensor | None]
@@ -142,7 +154,10 @@ class ModuleBefore:
         now = [(one, dict(one.module._buffers.items())) for one in self._parts]
         switched = [one.module for one in self._parts if one.module.training != one.is_training]
         copies = _Copies(before.values for one, there in now for before in one.changed(there))
+        attributes = [(one.module, one.then_and_now(there)) for one, there in now]
         try:
+            for module, (values, _) in attributes:
+                put(module, values)
             for one, there in now:
                 _put(one.module, one.restored(there, copies))
             for module in switched:
@@ -153,6 +168,8 @@ class ModuleBefore:
                 module.training = not module.training
             for one, there in now:
                 _put(one.module, there)
+            for module, (_, values) in attributes:
+                put(module, values)
 
 
 class BufferMemory:
@@ -178,7 +195,7 @@ class BufferMemory:
             name: None if one is None else self._buffer(one, name not in hidden, copies)
             for name, one in part._buffers.items()
         }
-        return PartBefore(part, part.training, buffers)
+        return PartBefore(part, part.training, buffers, PlainAttributes(part))
 
     def _buffer(self, buffer: Tensor, is_state: bool, copies: _Copies) -> Before:
         is_traced = _is_traced(buffer, is_state) and not copies.is_shared(buffer)

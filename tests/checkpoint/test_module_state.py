@@ -105,7 +105,71 @@ class Numbers(Registers):
         self.register_buffer(f"state{len(self._buffers)}", state)
 
 
-KINDS = [Remembers, Registers, NotSaved, EveryOther, Deletes, Numbers]
+class Flagged(Registers):
+    """Knows by a flag whether it is there."""
+
+    def scale(self) -> Tensor | float:
+        return 1.0 + self.state if getattr(self, "is_there", False) else 1.0
+
+    def keep(self, state: Tensor) -> None:
+        super().keep(state)
+        self.is_there = True
+
+
+class Table(Remembers):
+    """Makes a longer table where it needs one, as rotary embeddings do."""
+
+    def make(self) -> None:
+        self.length = 0
+        self.register_buffer("table", None, persistent=False)
+
+    def scale(self) -> Tensor | float:
+        if self.needed > self.length:
+            self.length = self.needed
+            self.table = torch.arange(self.length, device=self.linear.weight.device).cos()
+        return self.table[: self.needed]
+
+    def keep(self, state: Tensor) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.needed = len(x)
+        return (self.linear(x).T * self.scale()).T.tanh()
+
+
+class Filled(Remembers):
+    """Fills a table that is there from the begin, and notes how far."""
+
+    def make(self) -> None:
+        self.filled = 0
+        self.register_buffer("state", torch.zeros(WIDTH))
+
+    def scale(self) -> Tensor | float:
+        return 1.0 + self.state if self.filled else 1.0
+
+    def keep(self, state: Tensor) -> None:
+        self.state[:] = state.cos()
+        self.filled += 1
+
+
+class Builds(Remembers):
+    """Makes a parameter in its first forward, and a buffer, once."""
+
+    def make(self) -> None:
+        self.is_built = False
+
+    def scale(self) -> Tensor | float:
+        if not self.is_built:
+            self.weight = nn.Parameter(torch.rand_like(self.linear.bias))
+            self.register_buffer("state", torch.ones_like(self.linear.bias))
+            self.is_built = True
+        return self.weight + self.state
+
+    def keep(self, state: Tensor) -> None:
+        pass
+
+
+KINDS = [Remembers, Registers, NotSaved, EveryOther, Deletes, Numbers, Flagged, Table, Filled]
 
 
 class Model(nn.Module):
@@ -194,7 +258,9 @@ def steps(
     call = model if product is None else PRODUCTS[product](model, backend)
     found = []
     for _ in range(2):
-        inputs = [torch.randn(6, WIDTH).to(backend.device).requires_grad_() for _ in order]
+        inputs = [
+            torch.randn(6 + number, WIDTH).to(backend.device).requires_grad_() for number in order
+        ]
         losses = [call(x).square().sum() for x in inputs]
         for number in order:
             losses[number].backward()
@@ -285,7 +351,7 @@ def scripted() -> nn.Module:
     return torch.jit.script(layers)
 
 
-LAZY = [Centred, Own, norm, norm_of_each, twice]
+LAZY = [Centred, Own, Builds, norm, norm_of_each, twice]
 WHOLE = ["call, whole", "call, reentrant", "reentrant", "reentrant, offload"]
 """A second run that stops early is not for scripted modules: PyTorch fails there, too."""
 
