@@ -193,7 +193,8 @@ class Chunk:
             else:
                 give_back(tickets)
                 self._keep(group)
-        self._tell_closed(group)
+        for heard in self.wiring.transfer.listeners.group_closed:
+            heard(group)
         if released and group.state is GroupState.OFFLOADED:
             wiring = self.wiring
             wiring.transfer.after_copies(wiring.release.of(released))
@@ -202,41 +203,29 @@ class Chunk:
         """Close a group whose commit was delayed, which kept no tensor alive: some may be gone."""
         self.close(group, [tensor for ref in released if (tensor := ref()) is not None])
 
-    def _tell_closed(self, group: Group) -> None:
-        for heard in self.wiring.transfer.listeners.group_closed:
-            heard(group)
-
     def may_leave(self, group: Group) -> bool:
-        """Whether a group being committed leaves the device, once its bytes are counted."""
-        return self._is_to_leave(group) or self._has_no_room(group)
-
-    def _is_to_leave(self, group: Group) -> bool:
-        """Whether a group that is no larger than planned leaves the device.
+        """Whether a group being committed leaves the device, once its bytes are counted.
 
         Not if offload is disabled, the plan keeps it, or its backward has begun or is about to: it
-        is the last of its name in a chunk that certainly runs backward next.
+        is the last of its name in a chunk that certainly runs backward next. But also then if it is
+        larger than what a limit has room for.
         """
-        wiring = self.wiring
+        wiring, key = self.wiring, group.key
         if not wiring.is_enabled or group.is_used:
             return False
-        if group.key is None:
+        if key is None:
             return True
-        if wiring.plan.keeps(group.key, group.name, group.counts.nbytes):
-            return False
-        if not wiring.plan.is_last_of_its_name(group.key, group.name):
-            return True
-        return not wiring.step.is_next(self)
-
-    def _has_no_room(self, group: Group) -> bool:
-        """Whether a group was to stay, but is larger than what a limit has room for."""
-        if group.key is None or group.is_used or not self.wiring.is_enabled:
-            return False
-        return self.wiring.plan.has_no_room(group.key, group.counts.nbytes)
+        plan, nbytes = wiring.plan, group.counts.nbytes
+        stays = plan.keeps(key, group.name, nbytes) or (
+            plan.is_last_of_its_name(key, group.name) and wiring.step.is_next(self)
+        )
+        return not stays or plan.has_no_room(key, nbytes)
 
     def send(self, group: Group) -> None:
         """Queue the copies of a group being committed. With no room on the host it is kept."""
         self._send(group, self.wiring.offloader.tickets(group))
-        self._tell_closed(group)
+        for heard in self.wiring.transfer.listeners.group_closed:
+            heard(group)
 
     def _send(self, group: Group, tickets: list[Ticket]) -> None:
         wiring = self.wiring

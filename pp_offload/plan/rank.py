@@ -295,7 +295,7 @@ class NumberRank:
                 step.tell[type(event)](chunk, *event)
 
     def _keeps(self, rules: Rules, chunk: ChunkState, position: int) -> bool:
-        """What ``Chunk._is_to_leave`` does not let go."""
+        """What ``Chunk.may_leave`` does not let go."""
         plan, key = self._plan, GroupKey(chunk.key, position)
         name = chunk.tape.groups[position].name
         if plan.keeps(key, name, chunk.tape.group_bytes[position]):

@@ -2582,8 +2582,8 @@ MUTANTS = [
     Mutant(
         "larger groups stay as well",
         "pp_offload/_groups/chunk.py",
-        "return self._is_to_leave(group) or self._has_no_room(group)",
-        "return self._is_to_leave(group)",
+        "return not stays or plan.has_no_room(key, nbytes)",
+        "return not stays",
         "the first longer step takes more than the limit",
         ("tests/simulate/test_auto_plan.py::test_steps_that_ask_for_more_begin_anew",),
     ),
