@@ -44,6 +44,7 @@ from pp_offload._slices.saved_parameters import SlicedRun
 from pp_offload._slices.sharded import sharded_problem
 from pp_offload._slices.slices import partition
 from pp_offload._slices.spans import Span, overlapping
+from pp_offload._slices.stand_ins import StandIns
 from pp_offload._slices.to_host import move_to_host
 from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload._transfer.statistics import OffloadStatistics, collect
@@ -120,6 +121,7 @@ class OffloadModel(nn.Module):
         self._is_list = isinstance(layers, nn.ModuleList)
         self._slices = _cut(layers, num_slices)
         self._cache = SliceCache(PlainCopies(backend, config))
+        self._stand_ins = StandIns()
         self._recompute: Recompute | None = None
         if checkpoint_activation:
             inputs = ActivationStash("slice inputs", config, backend=backend)
@@ -139,13 +141,14 @@ class OffloadModel(nn.Module):
 
         Raises:
             ValueError: The batch cannot be cut, or the outputs cannot be put together.
-            OffloadError: Parameters or buffers were moved to where they do not belong, a layer
-                wrote its parameters, or another thread is in a forward of this model.
+            OffloadError: Parameters or buffers were moved to where they do not belong, layers were
+                added or deleted, a layer wrote its parameters, or another thread is in a forward of
+                this model.
         """
-        with self._cache.used():
-            return self._forward(inputs)
+        return self._cache.alone(self._forward, inputs)
 
     def _forward(self, inputs: tuple[Any, ...]) -> Any:
+        self._stand_ins.settle()
         self._check_places()
         layers = list(self._layers())
         run = SlicedRun([one.slice for one in layers], self._cache)
@@ -190,7 +193,7 @@ class OffloadModel(nn.Module):
         """The slices, of the layers as they are now."""
         layers = _layers_of(self)
         for number, indices in enumerate(self._slices):
-            yield SliceLayers(f"slice {number}", [layers[i] for i in indices])
+            yield SliceLayers(f"slice {number}", [layers[i] for i in indices], self._stand_ins)
 
     def _through(
         self, run: SlicedRun, index: int, layers: SliceLayers, inputs: Sequence[tuple[Any, ...]]
@@ -226,8 +229,9 @@ class OffloadModel(nn.Module):
         if not torch.is_grad_enabled():
             return [layers.compute_with(tensors, *one) for one in inputs]
         if self._recompute is None:
-            with run.saving(index, loaded):
-                return [layers.compute_with(tensors, *one) for one in inputs]
+            return [
+                layers.compute_with(tensors, *one, pack=run.pack(index, loaded)) for one in inputs
+            ]
         again = RecomputedLayers(layers, run, index, tensors)
         outputs = [self._recompute(again, *one) for one in inputs]
         again.end_of_forward()

@@ -33,6 +33,7 @@ from pp_offload._hooks.checkpoint_regions import (
     leave_regions,
     top_pack,
 )
+from pp_offload._hooks.running import Running
 from pp_offload._hooks.untraced import untraced
 
 unpack: Callable[[Any], Tensor] = methodcaller("unpack")
@@ -57,12 +58,12 @@ class HookScope:
     """One pair of hooks on the stack of the thread that entered it.
 
     Args:
-        caller: The function whose ``with`` it is, where it may last longer than a step.
+        caller: The function that it belongs to, where it may last longer than a step.
     """
 
     __slots__ = ("_caller", "_pack")
 
-    def __init__(self, caller: Caller | None = None) -> None:
+    def __init__(self, caller: Caller | Running | None = None) -> None:
         self._caller = caller
         self._pack: Callable[[Tensor], Any] | None = None
 

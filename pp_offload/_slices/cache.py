@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.nn import Parameter
 
 from pp_offload._common.torch_private import queue_callback
+from pp_offload._hooks.running import Running
 from pp_offload._memory.loans import Loans
 from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
 from pp_offload.errors import OffloadError
@@ -70,6 +70,27 @@ class Loaded:
         return self.stamps == [stamp(one) for one in self.slice.parameters]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class User:
+    """Who computes with the slices."""
+
+    thread: threading.Thread
+    """On which."""
+
+    running: Running
+    """Says there whether it still does: an interrupt may have cut it off."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is another thread."""
+        return self.thread is not threading.current_thread() and self.thread.is_alive()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is this thread, which has not come out."""
+        return self.thread is threading.current_thread() and self.running.is_running
+
+
 class SliceCache:
     """Brings slices to the device, a few at a time. See NOTE [ Host writes ].
 
@@ -90,32 +111,32 @@ class SliceCache:
         self._coming: list[Loaded] = []
         self._ending: Callable[[], EndOfBackward | None] = lambda: None
         self._users = Loans[Sequence[Slice] | None]()
-        self._thread: dict[str, threading.Thread] = {}
-        self._depth = 0
+        self._user: dict[str, User] = {}
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        """To be entered while layers compute with other tensors in place of their parameters.
+    def alone(self, call: Callable[..., Any], *args: Any) -> Any:
+        """What ``call`` returns, which computes with other tensors in place of parameters.
 
         Raises:
             OffloadError: Another thread is inside.
         """
-        thread = threading.current_thread()
-        owner = self._thread.setdefault("forward", thread)  # atomic
-        if owner is not thread and owner.is_alive():
-            raise OffloadError(
-                f"thread {thread.name!r} runs layers of a model, or of a copy of it, in whose "
-                f"forward thread {owner.name!r} is; expected one at a time, for the layers' "
-                "parameters are exchanged meanwhile; take a lock around both, or a model for each"
-            )
-        self._thread["forward"] = thread
-        self._depth = self._depth + 1 if owner is thread else 1
+        running = Running()
+        mine = User(threading.current_thread(), running)
         try:
-            yield
+            try:
+                owner = self._user.setdefault("now", mine)  # atomic
+                if owner.is_elsewhere:
+                    raise _busy(owner.thread)
+                if owner is not mine and not owner.is_inside:
+                    self._user["now"] = mine
+                return call(*args)
+            finally:
+                self._release(mine)
         finally:
-            self._depth -= 1
-            if not self._depth:
-                del self._thread["forward"]
+            self._release(mine)  # an interrupt may have cut the first one off
+
+    def _release(self, mine: User) -> None:
+        if self._user.get("now") is mine:
+            del self._user["now"]
 
     def __deepcopy__(self, memo: object) -> SliceCache:
         """A copy of a model shares what moves its tensors."""
@@ -260,6 +281,14 @@ class EndOfBackward:
     def __call__(self) -> None:
         """The backward has ended."""
         self._cache.drop()
+
+
+def _busy(owner: threading.Thread) -> OffloadError:
+    return OffloadError(
+        f"thread {threading.current_thread().name!r} runs layers of a model, or of a copy of it, "
+        f"in whose forward thread {owner.name!r} is; expected one at a time, for the layers' "
+        "parameters are exchanged meanwhile; take a lock around both, or a model for each"
+    )
 
 
 def stamp(parameter: Parameter) -> tuple[int, int]:

@@ -1,22 +1,24 @@
 """Consecutive layers that compute with other tensors in place of their parameters.
 
-layers = SliceLayers("slice 0", modules)
+layers = SliceLayers("slice 0", modules, stand_ins)
 y = layers.compute_with(tensors, x)  # a tensor for each of layers.slice.parameters
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.func import functional_call
 from torch.nn import Module, ModuleList, Parameter
 
 from pp_offload._slices.cache import Slice, stamp
 from pp_offload._slices.gradients import share_attributes
-from pp_offload._slices.recurrent import lists_of, rnns_in
+from pp_offload._slices.places import Place
+from pp_offload._slices.recurrent import rnns_in
 from pp_offload._slices.saved_parameters import SlicedRun, check_unchanged
+from pp_offload._slices.stand_ins import StandIns
 
 
 class SliceLayers(Module):
@@ -25,38 +27,50 @@ class SliceLayers(Module):
     Args:
         label: Of the slice, for messages.
         layers: In order; the first takes all inputs, each other one what the one before returned.
+        stand_ins: Of the model, which outlives this.
     """
 
-    def __init__(self, label: str, layers: Iterable[Module]) -> None:
+    def __init__(self, label: str, layers: Iterable[Module], stand_ins: StandIns) -> None:
         super().__init__()
         self._layers = ModuleList(layers)
         self._rnns = rnns_in(self._layers)
-        self._names: dict[str, int] = {}
+        self._stand_ins = stand_ins
+        self._places: list[tuple[Place, int]] = []
         found: dict[int, int] = {}
         parameters: list[Parameter] = []
-        for path, module in self.named_modules():  # each once, however many names it has
+        for module in self.modules():  # each once, however many names it has
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
                 if id(parameter) not in found:
                     found[id(parameter)] = len(parameters)
                     parameters.append(parameter)
-                self._names[f"{path}.{name}"] = found[id(parameter)]
+                self._places.append((Place(module, name), found[id(parameter)]))
         self.slice = Slice(label, tuple(parameters))
 
-    def compute_with(self, tensors: Sequence[Tensor], *inputs: Any) -> Any:
-        """The output, with ``tensors[i]`` in place of parameter ``i`` of the slice."""
-        named = {name: tensors[i] for name, i in self._names.items()}
-        return functional_call(self, named, inputs, tie_weights=False)
+    def compute_with(
+        self,
+        tensors: Sequence[Tensor],
+        *inputs: Any,
+        pack: Callable[[Tensor], Any] | None = None,
+    ) -> Any:
+        """The output, with ``tensors[i]`` in place of parameter ``i`` of the slice.
+
+        Args:
+            tensors: One for each parameter.
+            inputs: Of the first layer.
+            pack: The hook that saves tensors meanwhile, if any.
+        """
+        new = [place.taken_by(tensors[i]) for place, i in self._places]
+        return self._stand_ins.compute(partial(self, *inputs), new, self._rnns, pack)
 
     def forward(self, *inputs: Any) -> Any:
         """As a Sequential does it."""
         first, *others = self._layers
-        with lists_of(self._rnns):
-            value = first(*inputs)
-            del inputs
-            for layer in others:
-                value = layer(value)
+        value = first(*inputs)
+        del inputs
+        for layer in others:
+            value = layer(value)
         return value
 
 
@@ -93,8 +107,10 @@ class RecomputedLayers(Module):
         """
         if self._tensors is not None:
             return self._layers.compute_with(self._tensors, *inputs)
-        with self._run.cache.used():
-            return self._layers.compute_with(self._again(), *inputs)
+        return self._run.cache.alone(self._compute_again, *inputs)
+
+    def _compute_again(self, *inputs: Any) -> Any:
+        return self._layers.compute_with(self._again(), *inputs)
 
     def _again(self) -> list[Tensor]:
         parameters = self._layers.slice.parameters

@@ -7,22 +7,22 @@ so the parameter's own data, device and version are never touched.
 
     places = Places(layer, lambda parameter: not parameter.requires_grad)
     slice_ = places.slice("layers.0")
-    with places.exchanged(slice_, tensors):  # one for each of slice_.parameters
-        ...
+    y = places.compute(slice_, tensors, call)  # one for each of slice_.parameters
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from pp_offload._slices.cache import Slice
-from pp_offload._slices.recurrent import lists_of, rnns_in
+from pp_offload._slices.recurrent import rnns_in
+from pp_offload._slices.stand_ins import StandIn, StandIns
 from pp_offload.errors import OffloadError
 
 HOST = torch.device("cpu")
@@ -43,6 +43,10 @@ class Place:
         """What stands there now."""
         return self.module._parameters.get(self.name)
 
+    def taken_by(self, tensor: Tensor) -> StandIn:
+        """What has a tensor stand there."""
+        return StandIn(self.module._parameters, self.name, tensor)
+
 
 class Places:
     """The places of one layer, as they were when this was made.
@@ -60,9 +64,11 @@ class Places:
             if parameter is not None and wants(parameter)
         )
         self._rnns = rnns_in(layer)
+        self._stand_ins = StandIns()
 
     def parameters(self) -> list[Parameter]:
         """Those that stand there now, each once."""
+        self.settle()
         return list({id(p): p for one in self._places if (p := one.parameter) is not None}.values())
 
     def slice(self, label: str) -> Slice:
@@ -96,19 +102,36 @@ class Places:
                     "pruned, normed or parametrized, and call offload_layers() again after that"
                 )
 
-    @contextmanager
-    def exchanged(self, slice_: Slice, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Have ``tensors[i]`` stand wherever parameter ``i`` of the slice does, for a while."""
+    def compute(
+        self,
+        slice_: Slice,
+        tensors: Sequence[Tensor],
+        call: Callable[[], Any],
+        *,
+        others: Sequence[StandIn] = (),
+        pack: Callable[[Tensor], Any] | None = None,
+    ) -> Any:
+        """What ``call`` returns while ``tensors[i]`` stands wherever parameter ``i`` does.
+
+        Args:
+            slice_: Has the parameters that stand there now.
+            tensors: One for each of them.
+            call: Computes.
+            others: What is to stand elsewhere meanwhile.
+            pack: The hook that saves tensors meanwhile, if any.
+        """
         index = {id(parameter): i for i, parameter in enumerate(slice_.parameters)}
-        before: list[tuple[Place, Parameter]] = []
-        try:
-            for place in self._places:
-                parameter = place.parameter
-                if parameter is not None:
-                    before.append((place, parameter))
-                    place.module._parameters[place.name] = tensors[index[id(parameter)]]  # type: ignore[assignment]
-            with lists_of(self._rnns):
-                yield
-        finally:
-            for place, parameter in before:
-                place.module._parameters[place.name] = parameter
+        new = [
+            place.taken_by(tensors[index[id(parameter)]])
+            for place in self._places
+            if (parameter := place.parameter) is not None
+        ]
+        return self._stand_ins.compute(call, [*new, *others], self._rnns, pack)
+
+    def saving(self, call: Callable[[], Any], pack: Callable[[Tensor], Any]) -> Any:
+        """What ``call`` returns while tensors are saved through ``pack``; nothing else differs."""
+        return self._stand_ins.compute(call, (), pack=pack)
+
+    def settle(self) -> None:
+        """Put back what interrupts have left. See NOTE [ An interrupt at any line ]."""
+        self._stand_ins.settle()

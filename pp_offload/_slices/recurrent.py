@@ -5,15 +5,15 @@ when that is not what it knows, and keeps the list: tensors on the device would 
 forward. With cuDNN it also gives tensors of a new list other memory, in place. So it gets a list
 for as long as they stand there, in which it finds nothing new, and its own one back.
 
-    with lists_of(rnns):  # while tensors stand in the places of parameters
+    for name, now in lists_now(rnn):  # while tensors stand in the places of parameters
         ...
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from typing import Any
 
 from torch.nn import Module, RNNBase
 
@@ -23,24 +23,15 @@ def rnns_in(module: Module) -> list[RNNBase]:
     return [one for one in module.modules() if isinstance(one, RNNBase)]
 
 
-@contextmanager
-def lists_of(rnns: Sequence[RNNBase]) -> Iterator[None]:
-    """Have RNNs compute with what stands in the places of their parameters now, for a while."""
-    before = [(rnn, rnn._flat_weights, rnn._flat_weight_refs) for rnn in rnns]
-    try:
-        for rnn in rnns:
-            _list_now(rnn)
-        yield
-    finally:
-        for rnn, weights, refs in before:
-            rnn._flat_weights, rnn._flat_weight_refs = weights, refs
+def lists_now(rnn: RNNBase) -> Iterator[tuple[str, list[Any]]]:
+    """Its lists, by the attributes they are, of what stands in the places of its parameters now.
 
-
-def _list_now(rnn: RNNBase) -> None:
-    """What is no parameter, as where a parametrization makes it, is left to the RNN."""
+    What is no parameter, as where a parametrization makes it, is left to the RNN.
+    """
     weights, refs = list(rnn._flat_weights), list(rnn._flat_weight_refs)
     for i, name in enumerate(rnn._flat_weights_names):
         tensor = rnn._parameters.get(name)
         if tensor is not None:
             weights[i], refs[i] = tensor, weakref.ref(tensor)
-    rnn._flat_weights, rnn._flat_weight_refs = weights, refs
+    yield "_flat_weights", weights
+    yield "_flat_weight_refs", refs

@@ -6,8 +6,7 @@ device between forward and backward, and backward brings each slice once, in rev
 of its use. Other saved tensors go to the hooks that were entered before, if any.
 
     run = SlicedRun(slices, cache)
-    with run.saving(index, tensors):
-        ...  # the layers of this slice
+    pack = run.pack(index, tensors)  # the hook while the layers of this slice compute
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from itertools import islice
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from pp_offload._common.torch_private import neg_view, top_hooks
@@ -79,8 +77,8 @@ class SlicedRun:
             self.cache.prefetch(*islice(before, self.cache.num_coming))
         return loaded.pending.tensors
 
-    def saving(self, index: int, tensors: Sequence[Tensor]) -> saved_tensors_hooks:
-        """Hooks for what the layers of a slice save, whose parameters are ``tensors``."""
+    def pack(self, index: int, tensors: Sequence[Tensor]) -> Chaining:
+        """A hook for what the layers of a slice save, whose parameters are ``tensors``."""
         places = {one.untyped_storage()._cdata: i for i, one in enumerate(tensors) if one.numel()}
         outer = top_hooks(False)
 
@@ -94,7 +92,7 @@ class SlicedRun:
 
         chaining = Chaining(pack)
         chaining.outer = None if outer is None else outer[0]
-        return saved_tensors_hooks(chaining, unpack)
+        return chaining
 
 
 class ParameterReference:
@@ -158,8 +156,3 @@ class Chained:
     def unpack(self) -> Tensor:
         """What those hooks unpack it to."""
         return self._unpack(self._packed)
-
-
-def unpack(packed: Unpacks) -> Tensor:
-    """The unpack hook."""
-    return packed.unpack()

@@ -38,7 +38,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -46,12 +45,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pp_offload._hooks.checkpoint_regions import is_in_backward, is_recomputing
+from pp_offload._hooks.checkpoint_regions import Chaining, is_in_backward, is_recomputing
 from pp_offload._hooks.untraced import Untraced
 from pp_offload._slices.cache import Slice
 from pp_offload._slices.gradients import GradientPath, Turn, gated, on_device
 from pp_offload._slices.layer_stream import LayerStream
 from pp_offload._slices.places import Places
+from pp_offload._slices.stand_ins import StandIn
 from pp_offload.errors import OffloadError
 
 CHECKPOINT = "_gradient_checkpointing_func"
@@ -84,7 +84,7 @@ class StreamedForward:
         self._layer = layer
         self.own: Callable[..., Any] | None = vars(layer).get("forward")
         self._thread: threading.Thread | None = None  # that computes with the parameters
-        self._saving: Callable[[], AbstractContextManager[object]] = nullcontext  # on that thread
+        self._saving: Callable[[], Chaining] | None = None  # makes that thread's pack hook
         stream.layers[number] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamedForward:
@@ -113,8 +113,8 @@ class StreamedForward:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compute = self.__wrapped__
         if self._thread is threading.current_thread() and is_recomputing():
-            with self._saving():
-                return compute(*args, **kwargs)
+            call = partial(compute, *args, **kwargs)
+            return call() if self._saving is None else self.places.saving(call, self._saving())
         return self.with_parameters(compute, args, kwargs, is_again=False)
 
     def slice(self) -> Slice:
@@ -132,18 +132,21 @@ class StreamedForward:
             kwargs: Of ``compute``.
             is_again: Whether a checkpoint inside the layer runs it. See NOTE [ Computed again ].
         """
+        self.places.settle()  # first: an interrupt may have left the layer as if it computed
         if self.is_closed or self._thread is threading.current_thread():
             return compute(*args, **kwargs)
         slice_ = self.slice()
         if not slice_.parameters:
             return compute(*args, **kwargs)
-        with self._stream.cache.used():
-            try:
-                return self._compute(slice_, compute, args, kwargs, is_again)
-            except BaseException:
-                if not is_in_backward():  # there a checkpoint stops early by raising
-                    self._stream.abandon()
-                raise
+        return self._stream.cache.alone(self._try, slice_, compute, args, kwargs, is_again)
+
+    def _try(self, *args: Any) -> Any:
+        try:
+            return self._compute(*args)
+        except BaseException:
+            if not is_in_backward():  # there a checkpoint stops early by raising
+                self._stream.abandon()
+            raise
 
     def _compute(
         self,
@@ -159,11 +162,15 @@ class StreamedForward:
         path = GradientPath(cache.copies, self._label)
         tensors = on_device(slice_.parameters, loaded, path)
         args, kwargs, turn = _gated(args, kwargs, tensors, path)
-        saving: Callable[[], AbstractContextManager[object]] = nullcontext
-        if torch.is_grad_enabled() and not is_again:
-            saving = partial(run.saving, index, loaded)
-        with self._there(saving), self.places.exchanged(slice_, tensors), saving():
-            output = compute(*args, **kwargs)
+        is_saving = torch.is_grad_enabled() and not is_again
+        saving = partial(run.pack, index, loaded) if is_saving else None
+        output = self.places.compute(
+            slice_,
+            tensors,
+            partial(compute, *args, **kwargs),
+            others=list(self._meanwhile(saving)),
+            pack=None if saving is None else saving(),
+        )
         if turn is not None:
             turn.register([output])
         if versions != [tensor._version for tensor in loaded]:
@@ -174,20 +181,14 @@ class StreamedForward:
             )
         return output
 
-    @contextmanager
-    def _there(self, saving: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    def _meanwhile(self, saving: Callable[[], Chaining] | None) -> Iterator[StandIn]:
         """While the parameters are on the device. See NOTE [ Computed again ]."""
+        yield StandIn(vars(self), "_thread", threading.current_thread())
+        yield StandIn(vars(self), "_saving", saving)
         attributes = vars(self._layer)
         checkpoint = attributes.get(CHECKPOINT)
-        try:
-            self._thread, self._saving = threading.current_thread(), saving
-            if checkpoint is not None:
-                attributes[CHECKPOINT] = InsideLayer(self, checkpoint)
-            yield
-        finally:
-            self._thread, self._saving = None, nullcontext
-            if checkpoint is not None:
-                attributes[CHECKPOINT] = checkpoint
+        if checkpoint is not None:
+            yield StandIn(attributes, CHECKPOINT, InsideLayer(self, checkpoint))
 
 
 class InsideLayer:

@@ -14,6 +14,7 @@ IDLE = "tests/field/test_groups_that_do_nothing.py"
 RAISED = "tests/steps/test_failed_forwards.py"
 MODULES_OF = "tests/checkpoint/test_modules_of.py"
 MODULE_STATE = "tests/checkpoint/test_module_state.py"
+INTERRUPTED = "tests/slices/test_interrupted_forwards.py::test_an_interrupt_at_every_line"
 
 MUTANTS = [
     # Six that every test passed once.
@@ -615,8 +616,8 @@ MUTANTS = [
     Mutant(
         "plan does not count",
         "pp_offload/_groups/chunk.py",
-        "if wiring.plan.keeps(group.key, group.name, group.counts.nbytes):",
-        "if False:",
+        "stays = plan.keeps(key, group.name, nbytes) or (",
+        "stays = False or (",
         "what backward uses first is sent away",
         ("tests/field/test_every_number_of_layers.py::test_all_resident",),
         row="F13",
@@ -1119,16 +1120,16 @@ MUTANTS = [
     Mutant(
         "layer stays on the device",
         "pp_offload/_slices/streamed_forward.py",
-        "        if torch.is_grad_enabled() and not is_again:",
-        "        if False:",
+        "        is_saving = torch.is_grad_enabled() and not is_again",
+        "        is_saving = False",
         "autograd keeps every layer on the device until backward",
         ("tests/slices/test_streamed_layers.py::test_device_memory_is_arithmetic",),
     ),
     Mutant(
         "parameters left out of their places",
-        "pp_offload/_slices/places.py",
-        "            for place, parameter in before:",
-        "            for place, parameter in before[1:]:",
+        "pp_offload/_slices/stand_ins.py",
+        "in reversed(self._before):",
+        "in reversed(self._before[1:]):",
         "after an error a layer has tensors where its parameters were",
         (
             "tests/slices/test_streamed_layers.py::test_a_forward_that_fails_leaves_nothing_to_the_next",
@@ -1159,6 +1160,37 @@ MUTANTS = [
         ("tests/slices/test_weight_hooks.py::test_layers_of_torchscript_are_refused",),
     ),
     Mutant(
+        "parameters noted while they are exchanged",
+        "pp_offload/_slices/stand_ins.py",
+        "        self._before += [StandIn(one.values, one.name, one.values[one.name]) for one in stand_ins]\n"
+        "        for values, name, new in stand_ins:\n"
+        "            values[name] = new\n",
+        "        found = [StandIn(one.values, one.name, one.values[one.name]) for one in stand_ins]\n"
+        "        for values, name, new in stand_ins:\n"
+        "            values[name] = new\n"
+        "        self._before += found\n",
+        "an interrupt in between leaves tensors that no optimizer knows as the model's parameters",
+        (f"{INTERRUPTED}[in_slices-late-1]",),
+    ),
+    Mutant(
+        "parameters put back once",
+        "pp_offload/_slices/stand_ins.py",
+        "            self._undo(exchange)  # an interrupt may have cut the first one off",
+        "            pass",
+        "an interrupt that comes while they are put back leaves tensors where parameters were",
+        (f"{INTERRUPTED}[in_slices-late-1]", f"{INTERRUPTED}[on_host-late-1]"),
+    ),
+    Mutant(
+        "what interrupts left stays",
+        "pp_offload/_slices/stand_ins.py",
+        "        while self._exchanges and not self._exchanges[-1].running.is_running:",
+        "        while False:",
+        "a second interrupt, while the first is put right, leaves tensors where parameters were",
+        (
+            "tests/slices/test_interrupted_forwards.py::test_what_several_interrupts_leave_is_put_back_by_the_next_forward",
+        ),
+    ),
+    Mutant(
         "nothing is foreseen",
         "pp_offload/_slices/layer_order.py",
         "                return self._last[place + 1 : place + 1 + num]",
@@ -1171,7 +1203,7 @@ MUTANTS = [
     Mutant(
         "inside of a checkpoint without parameters",
         "pp_offload/_slices/streamed_forward.py",
-        "            attributes[CHECKPOINT] = InsideLayer(self, checkpoint)",
+        "            yield StandIn(attributes, CHECKPOINT, InsideLayer(self, checkpoint))",
         "            pass",
         "what a layer computes again in backward has its parameters on the host",
         ("tests/integrations/test_streamed_models.py::test_what_runs_again_is_brought_again",),
@@ -1243,8 +1275,8 @@ MUTANTS = [
     Mutant(
         "saved by the checkpoint the second time",
         "pp_offload/_slices/streamed_forward.py",
-        "            with self._saving():\n",
-        "            with nullcontext():\n",
+        "return call() if self._saving is None else",
+        "return call() if True else",
         "a checkpointed layer that runs a backward in its forward gets one tensor for another",
         (
             "tests/slices/test_unused_parameters.py::test_a_gradient_asked_for_in_forward_leaves_the_graph_of_others",
