@@ -190,8 +190,18 @@ class OffloadModel(nn.Module):
         return output if self._is_list and isinstance(output, tuple) else (output,)
 
     def _layers(self) -> Iterator[SliceLayers]:
-        """The slices, of the layers as they are now."""
+        """The slices, of the layers as they are now.
+
+        Raises:
+            OffloadError: There are more or fewer of them than were cut into slices.
+        """
         layers = _layers_of(self)
+        if len(layers) != (num := self._slices[-1].stop):
+            raise OffloadError(
+                f"the OffloadModel has {len(layers)} layers, {list(self._modules)}; expected the "
+                f"{num} that it was made of, for these were cut into slices; put one in the place "
+                "of another, or make a new OffloadModel of the layers"
+            )
         for number, indices in enumerate(self._slices):
             yield SliceLayers(f"slice {number}", [layers[i] for i in indices], self._stand_ins)
 

@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -646,6 +646,44 @@ def test_layers_may_change_between_steps(backend) -> None:
             one(x).sum().backward()
             if one is model:
                 assert same_bits(state(model), state(plain)), step
+
+
+def _add(model: OffloadModel) -> None:
+    model.add_module("6", nn.Linear(WIDTH, 2))
+
+
+def _delete(model: OffloadModel) -> None:
+    del model._modules["5"]
+
+
+def _set_to_none(model: OffloadModel) -> None:
+    model.register_module("5", None)
+
+
+@pytest.mark.parametrize("as_list", [False, True], ids=["sequential", "list"])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize(("change", "num"), [(_add, 7), (_delete, 5), (_set_to_none, 5)])
+def test_layers_may_not_become_more_or_fewer(
+    backend, change: Callable[[OffloadModel], None], num: int, again: bool, as_list: bool
+) -> None:
+    """Nothing would run one that was added, and nothing would say so."""
+    with backend.activate():
+        layers = list(mlp(6))
+        model = OffloadModel(
+            layers if as_list else nn.Sequential(*layers),
+            backend.device,
+            checkpoint_activation=again,
+            backend=backend,
+        )
+        (x,) = inputs_for(model, 1)
+        expected = model(x)
+        change(model)
+        match = rf"has {num} layers, .* expected the 6 that it was made of.*make a new OffloadModel"
+        with pytest.raises(OffloadError, match=match):
+            model(x)
+        model._modules.update({str(i): one for i, one in enumerate(layers)})
+        model._modules.pop("6", None)
+        assert same_bits([model(x)], [expected])
 
 
 def test_a_copy_trains_on_its_own(backend) -> None:

@@ -1191,6 +1191,14 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "more layers than slices know",
+        "pp_offload/offload_model.py",
+        "        if len(layers) != (num := self._slices[-1].stop):",
+        "        if len(layers) < (num := self._slices[-1].stop):",
+        "a layer that was added is never run, and nobody says so",
+        ("tests/test_offload_model.py::test_layers_may_not_become_more_or_fewer",),
+    ),
+    Mutant(
         "nothing is foreseen",
         "pp_offload/_slices/layer_order.py",
         "                return self._last[place + 1 : place + 1 + num]",
