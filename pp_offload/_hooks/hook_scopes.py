@@ -132,7 +132,8 @@ def mark() -> object:
 def leave_all() -> bool:
     """Pop hooks left behind, down to a scope that somebody is still in; whether there were any."""
     leave_regions()
-    _pop_uncovered()
+    if _here.covered:
+        _pop_uncovered()
     _here.mark = object()
     scopes = _here.scopes
     num = len(scopes)
