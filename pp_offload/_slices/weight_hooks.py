@@ -15,28 +15,15 @@ Call pattern:
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from typing import Any
 
 from torch.nn import Module, Parameter
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
-HOOKS: dict[type, tuple[str, str]] = {
-    SpectralNorm: (
-        "torch.nn.utils.spectral_norm",
-        "use torch.nn.utils.parametrizations.spectral_norm",
-    ),
-    WeightNorm: (
-        "torch.nn.utils.weight_norm",
-        "use torch.nn.utils.parametrizations.weight_norm",
-    ),
-    BasePruningMethod: (
-        "torch.nn.utils.prune",
-        "make pruning permanent with torch.nn.utils.prune.remove()",
-    ),
+ADVICE = {
+    "torch.nn.utils.spectral_norm": "use torch.nn.utils.parametrizations.spectral_norm",
+    "torch.nn.utils.weight_norm": "use torch.nn.utils.parametrizations.weight_norm",
+    "torch.nn.utils.prune": "make pruning permanent with torch.nn.utils.prune.remove()",
 }
-"""What a hook is of, and what to do without it."""
+"""What to do without a hook, by the module of its class. Importing all of them takes time."""
 
 SUFFIXES = ("_orig", "_g", "_v")
 """With them, a weight's name is that of a parameter which such a hook computes it from."""
@@ -53,7 +40,7 @@ def check_hooks(layers: Mapping[str, Module], waiting: Container[Parameter]) -> 
         ValueError: One does. See NOTE [ Hooks that compute a weight ].
     """
     found = [
-        (f"{name!r} has {HOOKS[kind][0]} on its {weight!r}", HOOKS[kind][1])
+        (f"{name!r} has {kind} on its {weight!r}", ADVICE[kind])
         for name, layer in layers.items()
         for kind, weight in _weights(layer, waiting)
     ]
@@ -67,18 +54,18 @@ def check_hooks(layers: Mapping[str, Module], waiting: Container[Parameter]) -> 
         )
 
 
-def _weights(layer: Module, waiting: Container[Parameter]) -> Iterator[tuple[type, str]]:
+def _weights(layer: Module, waiting: Container[Parameter]) -> Iterator[tuple[str, str]]:
     """Kinds of hooks of the layer itself, and the names of what they compute."""
+    computed = [
+        name.removesuffix(suffix)
+        for name, one in layer._parameters.items()
+        for suffix in SUFFIXES
+        if name.endswith(suffix) and one is not None and one in waiting
+    ]
     for hook in layer._forward_pre_hooks.values():
-        kind = next((one for one in HOOKS if isinstance(hook, one)), None)
-        if kind is None:
-            continue
-        weight = _name_of_weight(hook)
-        sources = [layer._parameters.get(f"{weight}{suffix}") for suffix in SUFFIXES]
-        if any(one is not None and one in waiting for one in sources):
-            yield kind, weight
-
-
-def _name_of_weight(hook: Any) -> str:
-    name: str = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
-    return name
+        modules = [one.__module__ for one in type(hook).__mro__]
+        kind = next((one for one in ADVICE if one in modules), None)
+        if kind is not None:
+            # A norm says which weight it computes; of pruning any has a name that tells.
+            own = getattr(hook, "name", None)
+            yield from ((kind, one) for one in dict.fromkeys(computed) if own in (None, one))
