@@ -1647,7 +1647,7 @@ MUTANTS = [
         "class _OfThread(threading.local):",
         "class _OfThread:",
         "a thread takes off the hooks of another",
-        ("tests/hooks/test_hook_scopes.py::test_two_threads_in_one_module_may_end_in_any_order",),
+        ("tests/field/test_many_threads.py::test_one_context_in_several_threads",),
     ),
     Mutant(
         "hooks of others taken off",
