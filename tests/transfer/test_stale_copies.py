@@ -85,7 +85,7 @@ def unsaved_is_received_beside_overlapping_views(x: Tensor, group: Group, settle
     """As many bytes as the storage has were saved, some of them twice."""
     h = x * 2
     a, b, c = h[:2], h[2:4], h[4:]
-    u = group("one", a, lambda a: a.sin() * c.cos() * a.view(-1).exp().view(2, 4))
+    u = group("one", a, lambda a: a.sin() * c.cos() * a.view(-1).cos().view(2, 4))
     settle()
     b.data.fill_(3.0)
     return torch.cat([u, u, u]) + group("two", h, lambda h: h * h.exp())
