@@ -31,7 +31,8 @@ from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem, said
 from pp_offload._hooks.checkpoint_regions import Keeping, Saving, is_recomputing
-from pp_offload._hooks.hook_scopes import Caller, HookScope, is_in_scope, unpack
+from pp_offload._hooks.hook_scopes import HookScope, is_in_scope, unpack
+from pp_offload._hooks.running import Caller
 from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload._transfer.statistics import OffloadStatistics
 from pp_offload.backends import Backend

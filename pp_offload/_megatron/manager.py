@@ -26,7 +26,8 @@ from pp_offload._hooks.checkpoint_regions import (
     takes_again,
     top_pack,
 )
-from pp_offload._hooks.hook_scopes import Caller, HookScope, unpack
+from pp_offload._hooks.hook_scopes import HookScope, unpack
+from pp_offload._hooks.running import Caller
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._megatron.graph_state import GraphState
 from pp_offload._memory.pool import GPUTensorPool

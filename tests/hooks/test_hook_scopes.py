@@ -260,7 +260,7 @@ def test_an_evaluation_elsewhere_does_not_silence_idle_groups(
 FILES = {
     sys.modules[f"pp_offload.{name}"].__file__
     for name in (
-        *(f"_hooks.{name}" for name in ("checkpoint_regions", "hook_scopes")),
+        *(f"_hooks.{name}" for name in ("checkpoint_regions", "hook_scopes", "running")),
         "_steps.manager",
         *(f"_megatron.{name}" for name in ("interface", "manager")),
         "_activations.context",
