@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from pp_offload._groups.group import Group
+from pp_offload._memory.loans import Loans
 from pp_offload._policy.plan import ChunkKey, GroupKey, WeightPassKey
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import Ticket
@@ -55,19 +56,10 @@ class Known(NamedTuple):
     ticket_index: TicketIndex
 
 
-class Kept(weakref.ref[Ticket]):
-    """A payload that stays on the device between the parts, while its ticket lives.
+class Kept(NamedTuple):
+    """A payload that stays on the device between the parts, while its ticket lives."""
 
-    It refers to the ticket. See NOTE [ Nobody is called ].
-    """
-
-    __slots__ = ("known", "stream", "tensor", "version")
-
-    # By identity: a ticket that is gone has no hash.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-    known: Known
+    ticket: weakref.ref[Ticket]
     tensor: Tensor
     version: int
     stream: Stream
@@ -96,8 +88,8 @@ class SplitBackward:
         self._used: Counter[TicketIndex] = Counter()
         self._seen: dict[tuple[ChunkKey | int, BackwardPass], Uses] = {}  # by chunk, and by stage
         self._kept: defaultdict[ChunkKey, dict[TicketIndex, Kept]] = defaultdict(dict)
-        self._gone: deque[Kept] = deque()
-        """Of tickets that autograd let go."""
+        self._owners = Loans[Known]()
+        """Tickets of what is kept. Autograd lets them go, and tells nobody."""
 
     def follow(self, key: GroupKey, tickets: Sequence[Ticket]) -> None:
         """A group was offloaded: know its tickets, and how often the first part will use each."""
@@ -133,7 +125,7 @@ class SplitBackward:
         """The step is over: no part runs, and nothing is kept for one."""
         self._running = None
         self._kept.clear()
-        self._gone.clear()
+        self._owners = Loans()
 
     def foreseen(self, key: ChunkKey, part: BackwardPass) -> Uses:
         """What the part will use: what it last used in this chunk, or else in one of its stage."""
@@ -151,7 +143,7 @@ class SplitBackward:
         self._forget_gone()
         kept = self._kept[key]
         found = kept.get(index) if part is BackwardPass.WEIGHT else None
-        if found is not None and found() is ticket and found.is_good(live):
+        if found is not None and found.ticket() is ticket and found.is_good(live):
             return found.tensor
         tensor = self._inner.deliver(ticket)
         if (
@@ -159,16 +151,13 @@ class SplitBackward:
             and self._is_keeping
             and index in self.foreseen(key, BackwardPass.WEIGHT)
         ):
-            kept[index] = one = Kept(ticket, self._gone.append)
-            one.known, one.tensor, one.version, one.stream = known, tensor, tensor._version, live
+            self._owners.add(ticket, known)
+            kept[index] = Kept(weakref.ref(ticket), tensor, tensor._version, live)
         return tensor
 
     def _forget_gone(self) -> None:
-        while self._gone:
-            one = self._gone.popleft()
-            kept = self._kept.get(one.known.chunk, {})
-            if kept.get(one.known.ticket_index) is one:
-                del kept[one.known.ticket_index]
+        for chunk, index in self._owners.ended():
+            self._kept.get(chunk, {}).pop(index, None)
 
     def stays(self, key: ChunkKey, index: TicketIndex) -> bool:
         """Whether the first part leaves a ticket's payload on the device, for the second."""
