@@ -393,10 +393,13 @@ def test_statistics_of_batch_norm_stay(backend, is_known: bool) -> None:
 
 def test_an_option_that_does_not_exist_is_named_with_who_was_called() -> None:
     """Also where nothing is offloaded, or switching it on would be the first to tell."""
-    said = r"get_act_offloading_ctx_manager\(\) got min_size=3 \(did you mean min_offload_size\?\)"
+    said = (
+        r"get_act_offloading_ctx_manager\(\) got min_size=3 \(did you mean min_offload_size\?\), "
+        r"sizes=the tuple \(5,\); expected some of use_pin_memory, use_streams, min_offload_size, "
+    )
     for is_on in (True, False):
         with pytest.raises(TypeError, match=said):
-            get_act_offloading_ctx_manager(Decoder("head"), is_on, min_size=3)
+            get_act_offloading_ctx_manager(Decoder("head"), is_on, min_size=3, sizes=(5,))
 
 
 def test_sparse_and_nested_tensors_stay() -> None:

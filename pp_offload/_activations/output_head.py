@@ -63,11 +63,14 @@ def get_act_offloading_ctx_manager(
     Source: torchtune ``get_act_offloading_ctx_manager``; with the options of TRL's.
     """
     check_flag("enable_activation_offloading", enable_activation_offloading)
-    names = list(signature(get_lora_act_offloading_ctx_manager).parameters)[1:]
-    for one in options.keys() - set(names):
+    _, *taken = signature(get_lora_act_offloading_ctx_manager).parameters.values()
+    names = [one.name for one in taken if one.kind is not one.VAR_POSITIONAL]
+    if unknown := [
+        f"{one}={said(options[one])}{near(one, names)}" for one in {*options} - {*names}
+    ]:
         raise TypeError(
-            f"get_act_offloading_ctx_manager() got {one}={said(options[one])}{near(one, names)}; "
-            f"expected some of {', '.join(names)}"
+            f"get_act_offloading_ctx_manager() got {', '.join(sorted(unknown))}; expected some of "
+            f"{', '.join(names)}"
         )
     if not enable_activation_offloading:
         return NoOpManager()
