@@ -303,6 +303,20 @@ def train(
     return [one.detach().cpu() for one in results] + state(model)
 
 
+def trained(model: nn.Module, backend: Backend, width: int) -> list[Tensor]:
+    """Losses of a few steps on batches of so many features, and the state behind them."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(4, width, generator=torch.Generator().manual_seed(step))
+        loss = model(x.to(backend.device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().cpu())
+    return losses + state(model)
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 

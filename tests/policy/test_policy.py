@@ -101,12 +101,17 @@ def test_the_margin_has_one_group_per_name(chunks: list[ChunkShape]) -> None:
     assert sorted(margin) == sorted(set(names.values()))
 
 
+def some_kept(chunks: list[ChunkShape], data: st.DataObject) -> set[GroupKey]:
+    """Any of the groups."""
+    keys = [key for key, _ in forward_keys(chunks)]
+    return set(data.draw(st.lists(st.sampled_from(keys)))) if keys else set()
+
+
 @given(steps(), st.integers(-5, 200), st.data())
 def test_kept_bytes_are_whole_groups_in_order(
     chunks: list[ChunkShape], nbytes: int, data: st.DataObject
 ) -> None:
-    keys = [key for key, _ in forward_keys(chunks)]
-    kept = set(data.draw(st.lists(st.sampled_from(keys)))) if keys else set()
+    kept = some_kept(chunks, data)
     assert first_bytes(chunks, nbytes, kept) == first_bytes_by_hand(chunks, nbytes, kept)
 
 
@@ -114,8 +119,7 @@ def test_kept_bytes_are_whole_groups_in_order(
 def test_the_fraction_keeps_the_last_of_each_chunk(
     chunks: list[ChunkShape], fraction: float, data: st.DataObject
 ) -> None:
-    keys = [key for key, _ in forward_keys(chunks)]
-    kept = set(data.draw(st.lists(st.sampled_from(keys)))) if keys else set()
+    kept = some_kept(chunks, data)
     assert beyond_fraction(chunks, fraction, kept) == fraction_by_hand(chunks, fraction, kept)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import on_two_backends
-from sliced import state
+from sliced import state, trained
 from torch import Tensor, nn
 from toy import moved, same_bits
 
@@ -75,19 +75,6 @@ def saved(model: nn.Module) -> bytes:
     return file.getvalue()
 
 
-def train(model: nn.Module, backend: Backend, steps: int = 2) -> list[Tensor]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = model(x.to(backend.device)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().cpu())
-    return losses + state(model)
-
-
 def has_storages_apart(model: nn.Module) -> bool:
     """Whether each parameter's storage has its bytes and no others."""
     parameters = list(model.parameters())
@@ -103,7 +90,7 @@ def test_a_file_has_what_is_saved_alone(backend: Backend, offload: Any, when: st
     with backend.activate():
         called, handle = offload(stack(), backend)
         if when != "at first":
-            train(called, backend)
+            trained(called, backend, WIDTH)
         if when == "closed" and handle is not None:
             handle.close()
         if when == "of a copy":
@@ -120,18 +107,18 @@ def test_each_parameter_has_a_storage_of_its_own(backend: Backend, offload: Any)
         plain = moved(stack(), backend.device)
         called, handle = offload(stack(), backend)
         assert has_storages_apart(called) and same_bits(state(called), state(plain))
-        assert same_bits(train(called, backend), train(plain, backend))
+        assert same_bits(trained(called, backend, WIDTH), trained(plain, backend, WIDTH))
         assert has_storages_apart(called)
         copied = copy.deepcopy(called)
         assert has_storages_apart(copied) and same_bits(values(copied), values(called))
         before = {name: one.clone() for name, one in called.state_dict().items()}
-        train(called, backend)
+        trained(called, backend, WIDTH)
         assert same_bits(values(copied), values(plain)), "a copy has memory of its own"
         called.load_state_dict(before)
         if handle is not None:
             handle.close()
             moved(called, backend.device)
-        results = [train(one, backend) for one in (plain, copied, called)]
+        results = [trained(one, backend, WIDTH) for one in (plain, copied, called)]
         assert same_bits(results[1], results[0]) and same_bits(results[2], results[0])
 
 
@@ -141,5 +128,5 @@ def test_memory_that_is_shared_with_other_processes() -> None:
         called = OffloadModel(stack()[0], backend.device, num_slices=2, backend=backend)
         called.share_memory()
         assert all(p.is_shared() for p in called.parameters() if p.numel())
-        assert same_bits(train(called, backend), train(stack(), backend))
+        assert same_bits(trained(called, backend, WIDTH), trained(stack(), backend, WIDTH))
     backend.check()

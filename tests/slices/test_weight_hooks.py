@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend, on_two_backends, skip_on_emulated
-from sliced import state
-from torch import Tensor, nn
+from sliced import trained
+from torch import nn
 from torch.nn.utils import parametrizations, prune
 from toy import same_bits
 
@@ -63,19 +63,6 @@ def stack(change: Change, is_deeper: bool = False) -> nn.Sequential:
     )
 
 
-def train(model: nn.Module, backend: Backend) -> list[Tensor]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = model(x.to(backend.device)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach().cpu())
-    return losses + state(model)
-
-
 def assert_as_before(model: nn.Module, before: list[int]) -> None:
     assert not waits(model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
@@ -121,7 +108,7 @@ def test_what_can_be_done_instead(backend: Backend, name: str, way: str, is_deep
             offload_layers(called, "0", backend=backend)
         else:
             called = OffloadModel(called[0], backend.device, num_slices=3, backend=backend)
-        assert same_bits(train(called, backend), train(plain, backend))
+        assert same_bits(trained(called, backend, WIDTH), trained(plain, backend, WIDTH))
 
 
 @on_two_backends
@@ -140,7 +127,7 @@ def test_hooks_of_what_stays_on_the_device_are_taken(backend: Backend, name: str
     with backend.activate():
         plain, model = build().to(backend.device), build()
         offload_layers(model, "0", frozen_only=True, backend=backend)
-        assert same_bits(train(model, backend), train(plain, backend))
+        assert same_bits(trained(model, backend, WIDTH), trained(plain, backend, WIDTH))
 
 
 CHANGES: dict[str, Change] = {
@@ -175,7 +162,9 @@ def test_a_parameter_that_gets_another_name_later(
             offload_layers(model, "0", backend=backend)
         else:
             model.to(backend.device)
-        assert same_bits(train(model, backend), train(plain.to(backend.device), backend))
+        assert same_bits(
+            trained(model, backend, WIDTH), trained(plain.to(backend.device), backend, WIDTH)
+        )
 
 
 def test_a_parameter_that_goes_is_not_missed() -> None:
@@ -186,7 +175,7 @@ def test_a_parameter_that_goes_is_not_missed() -> None:
         offload_layers(model, "0", backend=backend)
         for one in (plain, model):
             one[0][1].bias = None
-        assert same_bits(train(model, backend), train(plain, backend))
+        assert same_bits(trained(model, backend, WIDTH), trained(plain, backend, WIDTH))
 
 
 def scripted(layer: nn.Module) -> nn.Module:
@@ -222,4 +211,4 @@ def test_torchscript_without_parameters_that_wait_is_taken(backend: Backend, pla
     with backend.activate():
         plain, model = build().to(backend.device), build()
         offload_layers(model, "0", backend=backend)
-        assert same_bits(train(model, backend), train(plain, backend))
+        assert same_bits(trained(model, backend, WIDTH), trained(plain, backend, WIDTH))
