@@ -66,8 +66,20 @@ class AsSaved(NamedTuple):
         return True
 
 
-Entry = tuple[StorageRef, AsSaved, weakref.ref[Block], weakref.ref[Ticket], int, Tensor]
-"""A storage, how it was saved, the block, the ticket that was copied, its first byte and place."""
+class Entry(NamedTuple):
+    """A storage that was copied, and where to."""
+
+    storage: StorageRef
+    saved: AsSaved
+    block: weakref.ref[Block]
+
+    ticket: weakref.ref[Ticket]
+    """Whose bytes were copied. Others that share them are noted with the block."""
+
+    begin: int
+    """Its first byte in the block."""
+
+    place: Tensor
 
 
 class CopyIndex:
@@ -88,7 +100,7 @@ class CopyIndex:
         for ticket in tickets:
             storage = ticket.storage
             entry = None if storage is None else self._entries.get(storage._cdata)
-            if entry is None or entry[0]() is not storage or not _has_shared(ticket, entry):
+            if entry is None or entry.storage() is not storage or not _has_shared(ticket, entry):
                 left.append(ticket)
         return left
 
@@ -108,13 +120,13 @@ class CopyIndex:
             saved = AsSaved.of(members)
             if saved is not None:
                 refs = weakref.ref(block), weakref.ref(ticket)
-                entry = weakref.ref(storage), saved, *refs, ticket.begin, place
+                entry = Entry(weakref.ref(storage), saved, *refs, ticket.begin, place)
                 self._entries[storage._cdata] = entry
 
     def forget_dead(self) -> None:
         """Forget storages and blocks that are gone, for a program that never ends a step."""
         entries = self._entries.items()
-        dead = [key for key, (storage, _, block, *_) in entries if not (storage() and block())]
+        dead = [key for key, one in entries if not (one.storage() and one.block())]
         for key in dead:
             del self._entries[key]
 
@@ -125,13 +137,12 @@ class CopyIndex:
 
 def _has_shared(ticket: Ticket, entry: Entry) -> bool:
     """Attach a ticket to the block that has its storage, if that has what it saved."""
-    _, saved, block_ref, first, begin, place = entry
-    block, payload = block_ref(), ticket.payload
-    if not saved.is_that_of(ticket.members):
+    block, begin, place, payload = entry.block(), entry.begin, entry.place, ticket.payload
+    if not entry.saved.is_that_of(ticket.members):
         return False
     if block is None or begin in block.harmed or place.nbytes != ticket.nbytes:
         return False
-    if first() is None and not any(ref() for ref in block.shared.get(begin, ())):
+    if entry.ticket() is None and not any(ref() for ref in block.shared.get(begin, ())):
         return False  # the block is there for others
     ticket.attach(block, begin, in_shape(place, payload.shape, payload.dtype))
     return True

@@ -545,7 +545,7 @@ MUTANTS = [
     Mutant(
         "known by its address alone",
         "pp_offload/_transfer/deduplication.py",
-        "entry is None or entry[0]() is not storage or not",
+        "entry is None or entry.storage() is not storage or not",
         "entry is None or not",
         "a tensor at the address of one that is gone is taken for it",
         ("tests/field/test_address_used_again.py::test_offloaded_then_freed",),
@@ -2498,7 +2498,7 @@ MUTANTS = [
     Mutant(
         "a copy that nobody wants is shared",
         "pp_offload/_transfer/deduplication.py",
-        "if first() is None and not any(ref() for ref in block.shared.get(begin, ())):",
+        "if entry.ticket() is None and not any(ref() for ref in block.shared.get(begin, ())):",
         "if False:",
         "a buffer that is filled anew has its first bytes again",
         ("tests/transfer/test_stale_copies.py",),
