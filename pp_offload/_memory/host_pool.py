@@ -1,0 +1,375 @@
+"""Host memory for batches: large slabs from the backend, dealt out by first fit.
+
+    host = pool.take([4096, 1024], owner)  # host.views: a uint8 tensor for each payload
+    for event in host.waits_for:           # earlier copies that may still access these bytes
+        d2h.wait_event(event)
+    ...
+    host.last_use = d2h.record_event()     # and again after each later copy
+    del owner                              # its bytes are free at the next take
+
+A step takes the sizes that the last step took, so freed bytes keep their views and wait for the
+same sizes: a take is then two Python calls. When other sizes need the room, all waiting bytes are
+broken up and merged, so freed bytes of any size serve any other size.
+
+NOTE [ Footprint ]
+    PyTorch's pinned allocator rounds each block up to a power of two, so slabs are powers of two.
+    A pool that grows does not know its peak, and a payload cannot straddle two slabs: after the
+    first step slabs exceed the peak by up to 13 % on the shapes of models. So :meth:`settle`
+    replaces all slabs, once for each new peak, while no byte is in use: nothing is moved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pp_offload._memory.budget import HostBudget, Reserved
+from pp_offload._memory.free_ranges import FreeRanges
+from pp_offload.backends import Event
+
+ALIGNMENT = 64
+"""Of each payload in its slab, in bytes: a cache line."""
+
+MIN_SLAB_BYTES = 2**21
+"""No slab is smaller, except near the end of the budget."""
+
+GROWTH_FRACTION = 32
+"""A new slab is at least this part of what is reserved, so that slabs stay few."""
+
+SETTLED_FRACTION = 64
+"""Settled slabs exceed the peak by this part, for the ends of slabs that no payload fits in."""
+
+SETTLED_GRANULES = 128
+"""The smallest settled slab is about this part of the peak."""
+
+WASTE_ALLOWED = 1.03
+"""Reserved bytes / peak bytes in use, above which settling is worth new allocations."""
+
+
+class Slab(NamedTuple):
+    """One system allocation."""
+
+    data: Tensor
+    """Flat ``uint8``."""
+
+    reserved: Reserved
+    """Its part of the budget."""
+
+
+class Span(NamedTuple):
+    """Addresses that belong together, within one slab."""
+
+    start: int
+    end: int
+
+
+class HostBytes:
+    """Host memory of one owner.
+
+    Attributes:
+        sizes: Bytes of each payload.
+        nbytes: Their sum.
+        views: A flat ``uint8`` tensor for each payload.
+        waits_for: Events of former owners' copies. The stream that first writes waits for them.
+        last_use: Event of the latest copy to or from these bytes; None before the first copy.
+    """
+
+    __slots__ = ("last_use", "lease", "nbytes", "sizes", "slabs", "spans", "views", "waits_for")
+
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        views: list[Tensor],
+        spans: list[Span],
+        slabs: list[Slab],
+        waits_for: tuple[Event, ...],
+    ) -> None:
+        self.sizes = sizes
+        self.nbytes = sum(sizes)
+        self.views = views
+        self.spans = spans
+        self.slabs = slabs  # the budget counts them while an owner outlives the pool
+        self.waits_for = waits_for
+        self.last_use: Event | None = None
+        self.lease: weakref.ref[object] | None = None
+
+
+class PendingUse(NamedTuple):
+    """A copy that may still access a free range."""
+
+    start: int
+    end: int
+    event: Event
+
+
+class HostPool:
+    """Deals out host memory. The caller holds a lock around each method.
+
+    An owner returns nothing: the callback of a weak reference to it is a C ``append``, so no
+    Python code runs where autograd frees a node. There, an exception of a signal handler would be
+    swallowed.
+
+    Args:
+        allocate: Gives a flat ``uint8`` host tensor of a number of bytes, or raises MemoryError.
+        budget: What the process may take; a share of what is available when not given.
+        trim: Has the system take back what was freed, where an allocator would keep it.
+
+    Attributes:
+        reserved_bytes: Bytes of all slabs.
+        num_allocations: How often ``allocate`` was called.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], Tensor],
+        budget: HostBudget | None = None,
+        *,
+        trim: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.reserved_bytes = self.num_allocations = 0
+        self._allocate, self._trim = allocate, trim
+        self._budget = budget or HostBudget()
+        self._slabs: dict[int, Slab] = {}  # by address, rising
+        self._end = 0
+        self._free = FreeRanges()
+        self._pending: list[PendingUse] = []
+        self._idle: dict[tuple[int, ...], deque[HostBytes]] = {}
+        self._lent: dict[int, HostBytes] = {}  # by id of the lease: equal owners stay apart
+        self._returned: deque[weakref.ref[object]] = deque()
+        self._in_use_bytes = self._peak_bytes = self._settled_bytes = 0
+
+    def take(self, sizes: Sequence[int], owner: object) -> HostBytes:
+        """Host memory until ``owner`` is garbage.
+
+        Args:
+            sizes: Bytes of each payload. A payload is contiguous; two may lie in two slabs.
+            owner: Any object that weak references can refer to.
+
+        Raises:
+            MemoryError: It would be over the budget, or the system has no more. Nothing changed.
+        """
+        if self._returned:
+            self._collect()
+        sizes = tuple(sizes)
+        lease = weakref.ref(owner, self._returned.append)
+        same = self._idle.get(sizes)
+        # Oldest first: the copies of the latest are the least likely to have finished.
+        host = same.popleft() if same else self._carve(sizes)
+        host.lease = lease
+        self._lent[id(lease)] = host
+        self._in_use_bytes += host.nbytes
+        return host
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of payloads whose owner lives. Exact at the call."""
+        self._collect()
+        return self._in_use_bytes
+
+    def settle(self) -> None:
+        """Between steps: replace the slabs by fewer that hold the peak closely.
+
+        Does nothing while bytes are in use or copies use the slabs, and at most once for each new
+        peak: see NOTE [ Footprint ].
+        """
+        self._collect()
+        peak = self._peak_bytes
+        if self._lent or peak == self._settled_bytes:
+            return
+        sizes = slabs_for(peak + peak // SETTLED_FRACTION)
+        if self.reserved_bytes <= max(sum(sizes), WASTE_ALLOWED * peak):
+            return
+        self._drop_slabs()
+        if self._slabs:
+            return  # a copy still uses them
+        with suppress(MemoryError):  # other pools share the budget; the next take grows
+            for size in sizes:
+                self._add_slab(size)
+        self._settled_bytes = peak
+
+    def trim(self) -> None:
+        """Between phases: return slabs without bytes in use to the system, and forget the peak.
+
+        A slab that a copy still uses stays.
+        """
+        self._collect()
+        self._drop_slabs()
+        self._peak_bytes = self._settled_bytes = 0
+
+    def _collect(self) -> None:
+        """Take back what has no owner any more."""
+        if self._in_use_bytes > self._peak_bytes:
+            self._peak_bytes = self._in_use_bytes  # bytes in use only rise between two calls
+        returned, lent, idle = self._returned, self._lent, self._idle
+        while returned:
+            host = lent.pop(id(returned.popleft()))
+            self._in_use_bytes -= host.nbytes
+            if host.last_use is not None:  # else it was never used, and still waits as before
+                host.waits_for, host.last_use = (host.last_use,), None
+            same = idle.get(host.sizes)
+            if same is None:
+                idle[host.sizes] = deque((host,))
+            else:
+                same.append(host)
+
+    def _carve(self, sizes: tuple[int, ...]) -> HostBytes:
+        """Bytes from the free ranges; waiting bytes are broken up before the system is asked."""
+        rooms = [-(-size // ALIGNMENT) * ALIGNMENT or ALIGNMENT for size in sizes]
+        starts = self._place(rooms)
+        if starts is None and self._idle:
+            self._break_up()
+            starts = self._place(rooms)
+        if starts is None:
+            starts = self._place(rooms, may_grow=True)
+        assert starts is not None
+        addresses = list(self._slabs)
+        views, slabs = [], []
+        with torch.inference_mode(False):  # or nobody could write to the views outside
+            for start, size in zip(starts, sizes, strict=True):
+                address = addresses[bisect_right(addresses, start) - 1]
+                slab = self._slabs[address]
+                views.append(slab.data.narrow(0, start - address, size))
+                slabs.append(slab)
+        spans = merged(starts, rooms)
+        return HostBytes(sizes, views, spans, slabs, self._claim(spans))
+
+    def _place(self, rooms: list[int], *, may_grow: bool = False) -> list[int] | None:
+        """Take a range for each payload, largest first, so that the small ones fill the gaps.
+
+        Returns:
+            Their starts; None, and nothing taken, where they do not all fit.
+
+        Raises:
+            MemoryError: They do not fit, and the pool cannot grow. Nothing is taken.
+        """
+        missing = sum(rooms)
+        starts: dict[int, int] = {}
+        try:
+            for index in sorted(range(len(rooms)), key=rooms.__getitem__, reverse=True):
+                room = rooms[index]
+                start = self._free.take(room)
+                if start is None and may_grow:
+                    self._grow(room, missing)
+                    start = self._free.take(room)
+                if start is None:
+                    break
+                starts[index] = start
+                missing -= room
+        finally:
+            if missing:
+                for index, start in starts.items():
+                    self._free.add(start, rooms[index])
+        return None if missing else [starts[index] for index in range(len(rooms))]
+
+    def _claim(self, spans: list[Span]) -> tuple[Event, ...]:
+        """Events of copies that may still access ``spans``; their new owner waits for them."""
+        if not self._pending:
+            return ()
+        events: dict[int, Event] = {}
+        for start, end in spans:
+            rest: list[PendingUse] = []
+            for use in self._pending:
+                if use.end <= start or end <= use.start:
+                    rest.append(use)
+                    continue
+                events[id(use.event)] = use.event
+                if use.start < start:
+                    rest.append(use._replace(end=start))
+                if end < use.end:
+                    rest.append(use._replace(start=end))
+            self._pending = rest
+        return tuple(event for event in events.values() if not event.query())
+
+    def _break_up(self) -> None:
+        """Merge the waiting bytes of all sizes into free ranges."""
+        done = 0
+        while done < len(self._pending) and self._pending[done].event.query():
+            done += 1  # copies end in about the order they were queued
+        del self._pending[:done]
+        for same in self._idle.values():
+            for host in same:
+                events = [event for event in host.waits_for if not event.query()]
+                for start, end in host.spans:
+                    self._free.add(start, end - start)
+                    self._pending += [PendingUse(start, end, event) for event in events]
+        self._idle.clear()
+
+    def _grow(self, room: int, missing: int) -> None:
+        """Add a slab of at least ``room`` bytes, for ``missing`` bytes if they fit together."""
+        size = max(floor_power(missing), ceil_power(room) if floor_power(missing) < room else 0)
+        size = max(size, MIN_SLAB_BYTES, floor_power(self.reserved_bytes // GROWTH_FRACTION))
+        while True:
+            try:
+                return self._add_slab(size)
+            except MemoryError:
+                if size == room:
+                    raise
+                size = max(size // 2, room)
+
+    def _add_slab(self, nbytes: int) -> None:
+        reserved = self._budget.reserve(nbytes)
+        if reserved is None:
+            raise MemoryError(
+                f"{nbytes} more bytes of host memory would be over the budget of this process: "
+                f"{self._budget.left_bytes} of {self._budget.limit_bytes} bytes are left; "
+                f"{self._budget.advice}"
+            )
+        self.num_allocations += 1
+        with torch.inference_mode(False):
+            data = self._allocate(nbytes)
+        self._slabs[self._end] = Slab(data, reserved)
+        self._free.add(self._end, nbytes)
+        self._end += nbytes + ALIGNMENT  # a gap, or ranges of two slabs would be merged
+        self.reserved_bytes += nbytes
+
+    def _drop_slabs(self) -> None:
+        """Return free slabs to the system, except those that a copy still uses."""
+        self._break_up()
+        busy = [use for use in self._pending if not use.event.query()]
+        for address, nbytes in [(start, slab.data.numel()) for start, slab in self._slabs.items()]:
+            end = address + nbytes
+            is_busy = any(use.start < end and address < use.end for use in busy)
+            if not is_busy and self._free.take_whole(address, nbytes):
+                del self._slabs[address]
+                self.reserved_bytes -= nbytes
+        self._pending = busy
+        self._trim()
+
+
+def merged(starts: list[int], rooms: list[int]) -> list[Span]:
+    """Ranges at ``starts``, in any order; neighbours become one."""
+    spans: list[Span] = []
+    for start, room in sorted(zip(starts, rooms, strict=True)):
+        if spans and spans[-1].end == start:
+            spans[-1] = Span(spans[-1].start, start + room)
+        else:
+            spans.append(Span(start, start + room))
+    return spans
+
+
+def slabs_for(nbytes: int) -> list[int]:
+    """Powers of two that hold ``nbytes`` together, largest first; few, and hardly more."""
+    granule = max(MIN_SLAB_BYTES, floor_power(nbytes // SETTLED_GRANULES))
+    left = -(-nbytes // granule) * granule
+    sizes = []
+    while left:
+        sizes.append(floor_power(left))
+        left -= sizes[-1]
+    return sizes
+
+
+def floor_power(nbytes: int) -> int:
+    """The largest power of two that is not above ``nbytes``; 0 for 0."""
+    return 1 << nbytes.bit_length() - 1 if nbytes else 0
+
+
+def ceil_power(nbytes: int) -> int:
+    """The least power of two that is not below ``nbytes``, which is at least 1."""
+    return 1 << (nbytes - 1).bit_length()
