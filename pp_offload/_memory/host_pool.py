@@ -77,11 +77,25 @@ class HostBytes:
         sizes: Bytes of each payload.
         nbytes: Their sum.
         views: A flat ``uint8`` tensor for each payload.
+        tensors, specs: The same memory as somebody shaped it, and how; None before.
         waits_for: Events of former owners' copies. The stream that first writes waits for them.
         last_use: Event of the latest copy to or from these bytes; None before the first copy.
     """
 
-    __slots__ = ("last_use", "lease", "nbytes", "sizes", "slabs", "spans", "views", "waits_for")
+    __slots__ = (
+        "last_use",
+        "lease",
+        "nbytes",
+        "sizes",
+        "slabs",
+        "spans",
+        "specs",
+        "tensors",
+        "views",
+        "waits_for",
+    )
+
+    tensors: Sequence[Tensor]
 
     def __init__(
         self,
@@ -99,6 +113,7 @@ class HostBytes:
         self.waits_for = waits_for
         self.last_use: Event | None = None
         self.lease: weakref.ref[object] | None = None
+        self.specs: object = None
 
 
 class PendingUse(NamedTuple):

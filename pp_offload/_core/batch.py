@@ -1,0 +1,170 @@
+"""The bytes of one group off the device: one place on the host, one event each way.
+
+    leaving      ``leaving`` keeps the device memory until the copy to the host has run
+    away         only ``place`` has the bytes
+    coming back  ``back.device[i]`` is memory for payload i, ``back.reloads[i]`` has its event
+    used up      ``back.device[i]`` is None; ``back.given[i]`` refers weakly to what autograd got
+
+Autograd owns a batch, through the saved tensors in it. When the last of them goes, so does the
+batch; its host memory and what came back unused are returned by weak references, whose callbacks
+are C functions: Python code that runs where autograd frees a node would swallow exceptions.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from pp_offload.backends import Event, Stream
+
+if TYPE_CHECKING:
+    from pp_offload._core.mover import Mover
+    from pp_offload._core.tiers import Place
+
+
+class Reload:
+    """Payloads that came in one copy.
+
+    Attributes:
+        stream: The compute stream that their memory was allocated on, and that may use it.
+        event: Behind the copy.
+        is_there: Whether that stream has waited for it.
+    """
+
+    __slots__ = ("event", "is_there", "stream")
+
+    def __init__(self, stream: Stream, event: Event | None = None, is_there: bool = False) -> None:
+        self.stream = stream
+        self.event = event
+        self.is_there = is_there
+
+
+class Leaving(NamedTuple):
+    """What a copy to the host reads, until it has run."""
+
+    sources: Sequence[Tensor]
+    watched: Sequence[Tensor]
+    """Tensors that share the memory of the sources: whoever changes one changes a source."""
+
+    versions: list[int]
+    """Of each watched tensor when it was saved."""
+
+    indices: Sequence[int]
+    """The payload that each watched tensor belongs to."""
+
+    addresses: list[int]
+    """Of the sources; an owner may empty a storage, and fill it again elsewhere."""
+
+    stream: Stream
+    """The compute stream of the commit, on which sources may be taken back."""
+
+    def changed(self) -> frozenset[int]:
+        """Payloads whose source is not as it was when it was saved."""
+        changed = set()
+        if list(map(_version, self.watched)) != self.versions:  # loops in C: thousands may leave
+            for tensor, version, index in zip(
+                self.watched, self.versions, self.indices, strict=True
+            ):
+                if tensor._version != version:
+                    changed.add(index)
+        addresses = list(map(Tensor.data_ptr, self.sources))
+        if addresses != self.addresses:
+            pairs = enumerate(zip(addresses, self.addresses, strict=True))
+            changed.update(index for index, (now, before) in pairs if now != before)
+        return frozenset(changed)
+
+
+_version = attrgetter("_version")
+
+
+class Batch:
+    """The payloads of one group off the device.
+
+    Args:
+        mover: Orders its copies.
+        label: Name of the group, for messages.
+        sizes: Bytes of each payload.
+        uses: How many saved tensors each payload holds.
+
+    Attributes:
+        place: Where the bytes are off the device.
+        offloaded: Behind the copy to the host.
+        leaving: What that copy reads; None once it has run.
+        changed: Payloads that were changed in place before their copy had run.
+        back: What is on the device again.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "back",
+        "changed",
+        "label",
+        "leaving",
+        "mover",
+        "offloaded",
+        "place",
+        "sizes",
+        "uses",
+    )
+
+    place: Place
+    offloaded: Event
+    back: Back
+
+    def __init__(self, mover: Mover, label: str, sizes: list[int], uses: list[int]) -> None:
+        self.mover = mover
+        self.label = label
+        self.sizes = sizes
+        self.uses = uses
+        self.leaving: Leaving | None = None
+        self.changed: frozenset[int] = frozenset()
+
+    def missing(self) -> list[int]:
+        """Payloads that autograd will ask for and that are not on the device, or on their way."""
+        left = self.back.left
+        return [i for i, tensor in enumerate(self.back.device) if tensor is None and left[i] > 0]
+
+
+class Back(weakref.ref[Batch]):
+    """What is on the device again of a batch, by payload. It outlives the batch: memory that a copy
+    still writes is kept until the copy has run.
+
+    Attributes:
+        device: Memory on the device; None before, and when it is used up.
+        reloads: The copy that it came with.
+        versions: Of the memory when it was last given out; -1 before.
+        given: What autograd got, when it was taken out.
+        left: How many uses are to come; 0 when it is used up.
+        sizes: In bytes.
+    """
+
+    __slots__ = ("device", "given", "left", "reloads", "sizes", "versions")
+
+    __eq__ = object.__eq__  # equal weak references to one object would be one element of a set
+    __hash__ = object.__hash__
+
+    device: list[Tensor | None]
+    reloads: list[Reload | None]
+    versions: list[int]
+    given: list[weakref.ref[Tensor] | None]
+    left: list[int]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, batch: Batch, is_gone: Callable[[Back], None]) -> Back:
+        """Nothing yet. ``is_gone`` is a C function, called when the batch goes."""
+        back = cls(batch, is_gone)  # type: ignore[arg-type]
+        num = len(batch.sizes)
+        back.device, back.reloads, back.given = [None] * num, [None] * num, [None] * num
+        back.versions, back.left, back.sizes = [-1] * num, list(batch.uses), batch.sizes
+        return back
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes on the device that autograd has still to ask for."""
+        pairs = zip(self.sizes, self.device, strict=True)
+        return sum([nbytes for nbytes, tensor in pairs if tensor is not None])

@@ -1,0 +1,126 @@
+"""What the chunks of a manager share, and the way of a group off the device.
+
+group = engine.open("mlp", min_numel)   # its ``pack`` saves tensors
+payloads = engine.payloads(group)       # what may leave, counted
+engine.send(group, payloads)            # copies queued; or engine.keep(group)
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+from pp_offload._core.batch import Batch
+from pp_offload._core.group import Group, GroupState
+from pp_offload._core.mover import Mover
+from pp_offload._core.payloads import Payloads, collect
+from pp_offload._core.saved import Saved
+from pp_offload._core.shared import SharedCopies, restored_from
+from pp_offload._core.tiers import Tier
+from pp_offload._core.window import Order, Window
+from pp_offload._transfer.tensors import Eligibility, StorageSet
+from pp_offload.backends import Backend
+from pp_offload.config import OffloadConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Offloads groups.
+
+    Args:
+        backend: The device.
+        tier: Where batches go.
+        order: Knows what backward visits.
+        config: The options; those of the plan are not used here.
+
+    Attributes:
+        mover, window, shared, eligibility: Its parts.
+        is_enabled: Whether groups leave now.
+        is_torn: Whether an exception came through the engine's own code, so that its books may be
+            wrong. The next step begins with another engine.
+    """
+
+    def __init__(self, backend: Backend, tier: Tier, order: Order, config: OffloadConfig) -> None:
+        self.mover = Mover(backend, tier, config.max_in_flight_bytes)
+        self.window = Window(self.mover, order, config.prefetch_bytes)
+        self.shared = SharedCopies()
+        self.eligibility = Eligibility(backend.device, StorageSet())
+        self.current_stream = backend.current_stream
+        self.is_enabled = True
+        self.is_torn = False
+        self._has_warned = False
+
+    def open(self, name: str, min_numel: int) -> Group:
+        """Open a group: what its ``pack`` saves from now on belongs to it."""
+        mover = self.mover
+        # What is computed here and not saved, a later forward may save: NOTE [ Keep-alive ].
+        mover.in_flight.streams.follow(self.current_stream())
+        return Group(name, self, min_numel)
+
+    def payloads(self, group: Group) -> Payloads:
+        """What may leave of an open group, which counts it."""
+        payloads = collect([saved for saved in group.living() if saved.is_unchanged])
+        group.sizes = payloads.sizes
+        return payloads
+
+    def keep(self, group: Group) -> None:
+        """The group stays on the device."""
+        group.close(GroupState.KEPT)
+
+    def send(self, group: Group, payloads: Payloads) -> None:
+        """Queue the copies of what no other group has sent, and close the group.
+
+        What finds no room off the device stays, with one warning.
+        """
+        try:
+            with self.mover.lock:
+                shared = self.shared.share(payloads)
+            own = payloads.without(set(shared)) if shared else payloads
+            batch = self._copy(group, own) if own.tensors else None
+            with self.mover.lock:
+                for position, (other, index) in shared.items():
+                    self._borrow(group, other, index, payloads.members[position])
+                is_kept = batch is None and not shared
+                group.close(GroupState.KEPT if is_kept else GroupState.OFFLOADED)
+                self.window.resize()
+        except BaseException:
+            self.is_torn = True
+            raise
+
+    def _copy(self, group: Group, own: Payloads) -> Batch | None:
+        """The batch that these payloads left with; None without room."""
+        mover, live = self.mover, self.current_stream()
+        sides = [stream for stream in group.streams if stream != live]
+        try:
+            batch = mover.offload(group.name, own, sides)
+        except MemoryError as failure:
+            self._warn(group, failure)
+            return None
+        with mover.lock:
+            self.shared.add(own, batch)
+            group.follow(batch)
+            group.copied_bytes = sum(own.sizes)
+            for index, members in enumerate(own.members):
+                for saved in members:
+                    saved.leave(batch, index)
+        return batch
+
+    @staticmethod
+    def _borrow(group: Group, batch: Batch, index: int, members: list[Saved]) -> None:
+        """The bytes of these saved tensors left with the batch of another group."""
+        group.borrowed.append((weakref.ref(batch), index))
+        for saved in members:
+            restored_from(batch, index, saved)
+            saved.leave(batch, index)
+
+    def _warn(self, group: Group, failure: MemoryError) -> None:
+        logger.log(
+            logging.DEBUG if self._has_warned else logging.WARNING,
+            "group '%s' stays on the device: its %d bytes find no room off it (%s); other groups "
+            "may follow, without another warning",
+            group.name,
+            sum(group.sizes),
+            str(failure),
+        )
+        self._has_warned = True

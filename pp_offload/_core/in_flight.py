@@ -1,0 +1,112 @@
+"""Copies to the host that are not known to be over, and how many device bytes they may keep.
+
+See NOTE [ Keep-alive ] of ``mover.py``, the only user.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+
+from pp_offload._core.batch import Batch
+from pp_offload._policy.bound import Bound
+from pp_offload.backends import Backend, Event, Stream
+
+MAX_STREAMS = 32
+"""Compute streams that are remembered; PyTorch has so many, and hands them out in turn."""
+
+
+class InFlight:
+    """Batches whose sources are kept, in the order in which their copies run.
+
+    Args:
+        streams: The compute streams of the device.
+        bound: On their bytes.
+    """
+
+    def __init__(self, streams: ComputeStreams, bound: Bound) -> None:
+        self.queue: deque[tuple[Batch, int]] = deque()
+        self.nbytes = 0
+        self.streams = streams
+        self.bound = bound
+
+    def add(self, batch: Batch, nbytes: int) -> None:
+        """Keep the sources of ``batch``, whose copy is queued next."""
+        self.queue.append((batch, nbytes))
+        self.nbytes += nbytes
+
+    def poll(self) -> None:
+        """Let go of what finished copies kept. Never blocks."""
+        queue = self.queue
+        while queue and queue[0][0].offloaded.query():
+            self.let_go_first()
+
+    def let_go_first(self) -> None:
+        """Let go of the oldest sources, whose copy has run, or was waited for."""
+        batch, nbytes = self.queue.popleft()
+        self.nbytes -= nbytes
+        self._let_go(batch)
+
+    def drop_last(self) -> None:
+        """The copy that was queued last has run at once."""
+        batch, nbytes = self.queue.pop()
+        self.nbytes -= nbytes
+        batch.leaving = None
+
+    @staticmethod
+    def _let_go(batch: Batch) -> None:
+        leaving, batch.leaving = batch.leaving, None
+        if leaving is not None:
+            batch.changed |= leaving.changed()
+
+    def is_over(self, last_bytes: int) -> bool:
+        """Whether more is in flight than the bound allows, beside the group committed last."""
+        bound = self.bound.nbytes
+        return self.nbytes > (max(bound, last_bytes) if bound else 0)
+
+
+class ComputeStreams:
+    """Compute streams of a device on which sources may have been allocated.
+
+    All engines of a device share one: what one of them saw a forward compute, another may copy.
+
+    Attributes:
+        known: Those seen last, in the order in which they were first seen.
+        are_all: Whether none was forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[Stream] = []
+        self.are_all = True
+
+    def follow(self, stream: Stream) -> None:
+        """Remember a compute stream."""
+        if stream in self.known:
+            return
+        self.known.append(stream)
+        if len(self.known) > MAX_STREAMS:
+            self.are_all = False
+            del self.known[0]
+
+    def wait(self, event: Event) -> None:
+        """Have each of them wait. Blocks the thread where the device is the host."""
+        for stream in list(self.known):
+            stream.wait_event(event)
+        if not self.are_all:  # memory may return to a stream that did not wait
+            event.synchronize()
+
+    @classmethod
+    def of(cls, backend: Backend) -> ComputeStreams:
+        """Those of the backend's device. ``cpu`` and ``meta`` have no streams of their own: there
+        they belong to the backend.
+        """
+        if backend.device.type in ("cpu", "meta"):
+            return _OF_BACKENDS.setdefault(backend, cls())
+        return _OF_DEVICES.setdefault(backend.device, cls())
+
+
+_OF_BACKENDS: WeakKeyDictionary[Any, ComputeStreams] = WeakKeyDictionary()
+_OF_DEVICES: WeakValueDictionary[torch.device, ComputeStreams] = WeakValueDictionary()

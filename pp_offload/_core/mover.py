@@ -1,0 +1,406 @@
+"""What waits for what: the only class that queues copies, records events and makes a stream wait.
+
+    offload  d2h waits for compute and for the last use of the host memory; copy; ``offloaded``
+    reload   allocate on compute; h2d waits for compute and ``offloaded``; copy; ``reload.event``
+    deliver  the live compute stream waits for ``reload.event``, once for all that came with it
+
+NOTE [ Keep-alive ]
+    The sources of a copy stay referenced until its event has passed. They are let go without a wait
+    once it has, or after a wait of compute when more bytes are in flight than the bound allows.
+    Their memory returns to the stream it was allocated on, which may be any stream that computed,
+    so all of them wait. ``record_stream`` is no tool for this: with it, when memory is free again
+    differs from run to run. What came back and was never used is kept in the same way.
+
+NOTE [ One lock ]
+    Any number of backwards may run beside forwards. One lock guards the bookkeeping. It is never
+    held during a wait: on a host device a wait of compute blocks the thread. What is waited for is
+    held by a local variable, so that another thread may change the batch meanwhile.
+
+NOTE [ Side streams ]
+    A tensor may be saved on a stream that is not current at the commit. So d2h waits for every
+    stream on which the group saved something, and a gather on the live stream is ordered with
+    them, before and after: memory that it reads goes back to its own stream.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pp_offload._core.batch import Back, Batch, Leaving, Reload
+from pp_offload._core.in_flight import ComputeStreams, InFlight
+from pp_offload._core.payloads import Payloads
+from pp_offload._core.tiers import Tier
+from pp_offload._policy.bound import Bound
+from pp_offload.backends import Backend, Event, Stream
+from pp_offload.errors import OffloadError, SavedTensorModifiedError
+
+IN_FLIGHT_BYTES = 2**29
+"""How much may be in flight where no option says so."""
+
+MAX_ABANDONED = 8
+"""Copies into memory that nobody wants: so many may run without a wait."""
+
+Wanted = tuple[Batch, list[int]]
+"""Payloads of a batch that are to be brought."""
+
+
+@dataclass
+class Counts:
+    """Totals since the engine was made; ``OffloadStatistics`` says what each of them means."""
+
+    bytes_offloaded: int = 0
+    bytes_reloaded: int = 0
+    prefetched_reloads: int = 0
+    on_demand_reloads: int = 0
+    taken_back: int = 0
+
+
+class Mover:
+    """Queues copies in order; nobody else makes a stream wait.
+
+    Args:
+        backend: The device.
+        tier: Where batches go.
+        max_in_flight_bytes: Device bytes that may wait for their copy to the host, beside the group
+            that was committed last; ``auto`` lets the engine choose.
+
+    Attributes:
+        lock: See NOTE [ One lock ].
+        in_flight: Copies to the host that are not known to be over, in order.
+        arrived: What came back.
+        counts: What was moved.
+        window: Says what stays for further uses, and brings more when little is unused.
+    """
+
+    window: Refill
+
+    def __init__(self, backend: Backend, tier: Tier, max_in_flight_bytes: int | str) -> None:
+        self.backend = backend
+        self.tier = tier
+        self.current_stream = backend.current_stream
+        self.lock = threading.RLock()
+        bound = Bound(max_in_flight_bytes, IN_FLIGHT_BYTES)
+        self.in_flight = InFlight(ComputeStreams.of(backend), bound)
+        self.arrived = Arrived()
+        self.counts = Counts()
+        self.window = Refill()
+
+    # Off the device
+
+    def offload(self, label: str, payloads: Payloads, sides: Sequence[Stream]) -> Batch:
+        """Queue the copies of a group.
+
+        Not to be called with the lock held: compute may have to wait for earlier copies.
+
+        Args:
+            label: The group.
+            payloads: At least one.
+            sides: Other streams than the live one that saved some of it.
+
+        Raises:
+            MemoryError: The tier has no room. Nothing was queued.
+        """
+        batch = Batch(self, label, payloads.sizes, list(map(len, payloads.members)))
+        nbytes = sum(payloads.sizes)
+        specs = [(source.shape, source.dtype) for source in payloads.tensors]
+        live, d2h = self.current_stream(), self.backend.d2h
+        with self.lock:
+            self.poll()
+            batch.place = place = self.tier.take(batch, payloads.sizes, specs)
+            if payloads.has_views:
+                self._gather(payloads, live, sides)
+            for stream in (live, *sides):
+                d2h.wait_event(stream.record_event())  # the sources are computed
+            for event in place.waits_for:
+                d2h.wait_event(event)  # a former owner's copy may still use this memory
+            batch.leaving = _leaving(payloads, live)
+            self.in_flight.add(batch, nbytes)  # before the copy: NOTE [ Keep-alive ]
+            self.backend.copy(d2h, list(place.tensors), payloads.tensors, label)
+            batch.offloaded = place.last_use = event = d2h.record_event()
+            batch.back = self.arrived.expect(batch)
+            self.counts.bytes_offloaded += nbytes
+            if event.query():
+                self.in_flight.drop_last()
+            self.in_flight.bound.expect(nbytes)
+        while self.in_flight.is_over(nbytes):
+            self._wait_for_oldest()
+        return batch
+
+    @staticmethod
+    def _gather(payloads: Payloads, live: Stream, sides: Sequence[Stream]) -> None:
+        """Make views contiguous on the live stream; see NOTE [ Side streams ]."""
+        for side in sides:
+            live.wait_event(side.record_event())
+        payloads.gather()
+        for side in sides:
+            side.wait_event(live.record_event())
+
+    def _wait_for_oldest(self) -> None:
+        """Have compute wait for the oldest copy to the host, and let its sources go."""
+        with self.lock:
+            self.in_flight.poll()
+            queue = self.in_flight.queue
+            batch = queue[0][0] if queue else None
+        if batch is None:
+            return
+        self.in_flight.streams.wait(batch.offloaded)  # blocks on a host: NOTE [ One lock ]
+        with self.lock:
+            if queue and queue[0][0] is batch:
+                self.in_flight.let_go_first()
+
+    def poll(self) -> None:
+        """Let go of what finished copies kept alive. Never blocks."""
+        with self.lock:
+            if self.in_flight.queue:
+                self.in_flight.poll()
+            if self.arrived.gone or self.arrived.abandoned:
+                self.arrived.poll()
+
+    # Back to it
+
+    def reload(self, wanted: Sequence[Wanted]) -> None:
+        """Queue copies to the device, behind one event. Never waits; the lock is held.
+
+        Args:
+            wanted: Payloads, at least one of them not on the device, or on its way.
+        """
+        live, h2d, device = self.current_stream(), self.backend.h2d, self.backend.device
+        reload = Reload(live)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for batch, indices in wanted:
+            back, tensors = batch.back, batch.place.tensors
+            for index in indices:
+                if back.device[index] is not None:
+                    continue  # wanted twice: by its own group, and by one that borrows it
+                source = tensors[index]
+                target = torch.empty_like(source, device=device)
+                back.device[index] = target
+                back.reloads[index] = reload
+                back.versions[index] = -1
+                if back.left[index] <= 0:  # used up before, and asked for again
+                    back.left[index] = batch.uses[index]
+                sources.append(source)
+                targets.append(target)
+        nbytes = sum([target.nbytes for target in targets])
+        self.arrived.unused_bytes += nbytes
+        self.counts.bytes_reloaded += nbytes
+        h2d.wait_event(live.record_event())  # former users of the memory of the targets are done
+        for batch, _ in wanted:
+            if not batch.offloaded.query():
+                h2d.wait_event(batch.offloaded)  # the host memory holds the bytes
+        self.backend.copy(h2d, targets, sources, wanted[0][0].label)
+        reload.event = event = h2d.record_event()
+        for batch, _ in wanted:
+            batch.place.last_use = event
+
+    def deliver(self, batch: Batch, index: int) -> Tensor:
+        """A payload on the device, ready for the live compute stream.
+
+        Copies it now if nobody did before, or if it came for another stream: that one could use the
+        memory again while this one still reads it.
+
+        Raises:
+            SavedTensorModifiedError: It was changed in place before it was copied.
+        """
+        live, back = self.current_stream(), batch.back
+        tensor = None
+        with self.lock:
+            reload = back.reloads[index]
+            if reload is not None and reload.is_there and reload.stream == live:
+                tensor = None if batch.changed else self._use(batch, index)
+        if tensor is None:
+            tensor = self._bring(batch, index, live)
+        if self.arrived.unused_bytes < self.window.below_bytes:
+            self.window.fill()
+        return tensor
+
+    def _use(self, batch: Batch, index: int) -> Tensor | None:
+        """Count a use of a payload that is there; None if it is not, or not as it came."""
+        back = batch.back
+        tensor, version = back.device[index], back.versions[index]
+        if tensor is None:
+            return self._again(back, index)
+        if version not in (-1, tensor._version):  # a backward that got it has changed it in place
+            self.arrived.take_out(back, index)
+            return None
+        back.versions[index] = tensor._version
+        left = back.left[index] = back.left[index] - 1
+        if left <= 0 or not self.window.comes_soon(batch, index):
+            back.given[index] = weakref.ref(tensor)
+            self.arrived.take_out(back, index)
+        return tensor
+
+    @staticmethod
+    def _again(back: Back, index: int) -> Tensor | None:
+        """What autograd got before, while that lives and nobody has changed it."""
+        given = back.given[index]
+        tensor = None if given is None else given()
+        if tensor is None or tensor._version != back.versions[index]:
+            return None
+        tensor._fix_weakref()  # type: ignore[attr-defined]  # torch may hold it without Python
+        return tensor
+
+    def _bring(self, batch: Batch, index: int, live: Stream) -> Tensor:
+        """The payload: its source, if the copy has still to run; else reloaded, or waited for."""
+        while True:
+            with self.lock:
+                self.poll()
+                if batch.leaving is not None and batch.leaving.stream == live:
+                    self._take_back(batch, live)
+                if index in batch.changed:
+                    raise _changed(batch, index)
+                back = batch.back
+                reload = back.reloads[index]
+                if reload is None or reload.stream != live or back.device[index] is None:
+                    tensor = None
+                    if reload is not None and reload.stream == live:
+                        tensor = self._again(back, index)
+                    if tensor is not None:
+                        return tensor
+                    self._reload_now(batch, index, live)
+                    reload = back.reloads[index]
+                assert reload is not None
+                event = reload.event
+            if event is not None and not reload.is_there:
+                live.wait_event(event)  # may block: NOTE [ One lock ]
+                reload.is_there = True
+            with self.lock:
+                if back.reloads[index] is reload:
+                    tensor = self._use(batch, index)
+                    if tensor is not None:
+                        return tensor
+
+    def _reload_now(self, batch: Batch, index: int, live: Stream) -> None:
+        """Queue the reload of a payload for the live stream, with all of its batch that is to come
+        and is not on the device.
+        """
+        self.arrived.give_up(batch.back, live)
+        indices = batch.missing() if self.window.is_at(batch) else []
+        if index not in indices:
+            indices.append(index)
+        self.reload([(batch, indices)])
+        self.counts.on_demand_reloads += len(indices)
+
+    def _take_back(self, batch: Batch, live: Stream) -> None:
+        """Use the sources themselves, whose copy to the host has still to run."""
+        leaving, back = batch.leaving, batch.back
+        assert leaving is not None
+        batch.changed |= leaving.changed()
+        self.arrived.give_up(back, live)
+        reload = Reload(live, None, is_there=True)
+        for index, source in enumerate(leaving.sources):
+            if back.device[index] is None and index not in batch.changed:
+                back.left[index] = back.left[index] or batch.uses[index]
+                back.device[index], back.reloads[index] = source, reload
+                back.versions[index] = source._version
+                self.arrived.unused_bytes += back.sizes[index]
+                self.counts.taken_back += 1
+
+    def synchronize(self) -> None:
+        """Block the host until all copies have run."""
+        self.backend.synchronize()
+        self.poll()
+
+
+def _leaving(payloads: Payloads, live: Stream) -> Leaving:
+    """What the copies of these payloads read; members are on the device still."""
+    sources = payloads.tensors
+    watched: list[Tensor] = []
+    versions: list[int] = []
+    indices: list[int] = []
+    for index, members in enumerate(payloads.members):
+        for member in members:
+            assert member.tensor is not None
+            watched.append(member.tensor)
+            versions.append(member.version)
+            indices.append(index)
+    addresses = list(map(Tensor.data_ptr, sources))
+    return Leaving(sources, watched, versions, indices, addresses, live)
+
+
+def _changed(batch: Batch, index: int) -> OffloadError:
+    return SavedTensorModifiedError(
+        f"a tensor of group '{batch.label}' with payload shape "
+        f"{tuple(batch.place.tensors[index].shape)} was modified by an inplace operation, or its "
+        "storage emptied, after autograd saved it and before its bytes were copied; use an "
+        "out-of-place operation there, mark the tensor with mark_not_offloadable, or have compute "
+        "wait for copies with OffloadConfig(max_in_flight_bytes=0)"
+    )
+
+
+class Refill:
+    """What the mover asks of the window. This one brings nothing ahead."""
+
+    below_bytes = 0
+    """With fewer bytes unused, :meth:`fill` is called."""
+
+    def fill(self) -> None:
+        """Bring what comes next."""
+
+    def comes_soon(self, batch: Batch, index: int) -> bool:
+        """Whether backward will ask for a payload again within the window."""
+        return True
+
+    def is_at(self, batch: Batch) -> bool:
+        """Whether backward is at the group that the batch is of."""
+        return True
+
+
+class Arrived:
+    """What came back to the device, and is not used up.
+
+    Attributes:
+        unused_bytes: Device bytes that autograd has still to ask for.
+        gone: What is left of batches that are gone.
+        abandoned: Memory that nobody wants, until the copy into it has run, and that copy.
+    """
+
+    def __init__(self) -> None:
+        self.unused_bytes = 0
+        self.gone: deque[Back] = deque()
+        self.abandoned: deque[tuple[Tensor, Event]] = deque()
+        self._backs: set[Back] = set()
+
+    def expect(self, batch: Batch) -> Back:
+        """A batch leaves, and will come back."""
+        back = Back.of(batch, self.gone.append)
+        self._backs.add(back)  # a weak reference calls nobody unless it lives itself
+        return back
+
+    def take_out(self, back: Back, index: int) -> None:
+        """A payload is used up, or of no use."""
+        back.device[index] = None
+        self.unused_bytes -= back.sizes[index]
+
+    def give_up(self, back: Back, live: Stream) -> None:
+        """Drop what came for another stream than the live one: that one may use it no more."""
+        for index, tensor in enumerate(back.device):
+            reload = back.reloads[index]
+            if tensor is not None and reload is not None and reload.stream != live:
+                self._abandon(tensor, reload)
+                self.take_out(back, index)
+
+    def _abandon(self, tensor: Tensor, reload: Reload) -> None:
+        if reload.event is not None and not reload.is_there and not reload.event.query():
+            self.abandoned.append((tensor, reload.event))
+
+    def poll(self) -> None:
+        """Let go of what is abandoned and whose copy has run. Never blocks."""
+        while self.gone:
+            back = self.gone.popleft()
+            self._backs.discard(back)
+            for index, tensor in enumerate(back.device):
+                reload = back.reloads[index]
+                if tensor is not None and reload is not None:
+                    self._abandon(tensor, reload)
+                    self.take_out(back, index)
+        while self.abandoned and self.abandoned[0][1].query():
+            self.abandoned.popleft()

@@ -1,0 +1,132 @@
+"""From saved tensors to payloads: what of a group is copied, each byte once.
+
+Saved tensors are sorted by storage. A storage moves whole, and every view is made of it again, if
+one view covers it, or if several views reach from its first byte to its last and together cover at
+least half of it: q, k and v, three views of one projection, move as one payload. Otherwise each
+view is gathered, since the bytes beside it belong to others, who may change them at any time. So
+are bytes between views that count changes apart, as the parts of ``unsafe_chunk`` do.
+
+    payloads = collect(saved)   # copies nothing
+    payloads.gather()           # views that are gathered become contiguous, on the compute stream
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from pp_offload._core.saved import Saved
+from pp_offload._transfer.tensors import Geometry, is_whole_storage, storage_bytes
+
+
+class Payloads:
+    """The payloads of a group, by column.
+
+    Attributes:
+        tensors: What is copied: whole storages, and views to be gathered.
+        members: The saved tensors that each payload holds.
+        sizes: Bytes of each.
+        storages: The storage of each that is all of one; None where it is a view, or has gaps that
+            belong to nobody.
+        has_views: Whether some are to be gathered.
+    """
+
+    __slots__ = ("has_views", "members", "sizes", "storages", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.members: list[list[Saved]] = []
+        self.sizes: list[int] = []
+        self.storages: list[UntypedStorage | None] = []
+        self.has_views = False
+
+    def add(self, tensor: Tensor, members: list[Saved], storage: UntypedStorage | None) -> None:
+        """Add a payload."""
+        self.tensors.append(tensor)
+        self.members.append(members)
+        self.sizes.append(tensor.nbytes)
+        self.storages.append(storage)
+
+    def gather(self) -> None:
+        """Make each view contiguous; a gather runs on the compute stream."""
+        with torch.no_grad():
+            self.tensors = [tensor.contiguous() for tensor in self.tensors]
+
+    def without(self, indices: set[int]) -> Payloads:
+        """All but these."""
+        rest = Payloads()
+        rest.has_views = self.has_views
+        for index, tensor in enumerate(self.tensors):
+            if index not in indices:
+                rest.add(tensor, self.members[index], self.storages[index])
+        return rest
+
+
+def collect(saved: Iterable[Saved]) -> Payloads:
+    """The payloads of tensors that are on the device as they were saved, in order."""
+    payloads = Payloads()
+    by_storage: dict[int, list[Saved]] = {}
+    for item in saved:
+        if item.tensor is not None:
+            by_storage.setdefault(item.tensor.untyped_storage()._cdata, []).append(item)
+    for members in by_storage.values():
+        tensor = members[0].tensor
+        assert tensor is not None
+        storage = tensor.untyped_storage()
+        # Nearly always. A dimension of size 1 may have any stride, which a copy would not keep.
+        is_whole = tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
+        if is_whole and len(members) == 1 and 1 not in tensor.shape:
+            payloads.tensors.append(tensor)
+            payloads.members.append(members)
+            payloads.sizes.append(tensor.nbytes)
+            payloads.storages.append(storage)
+        elif storage.nbytes():  # else its owner emptied it, and will fill it again, as FSDP does
+            _add_views(payloads, members, storage)
+    return payloads
+
+
+def _add_views(payloads: Payloads, members: list[Saved], storage: UntypedStorage) -> None:
+    """Add the payloads of one storage that is saved several times, or in part."""
+    by_geometry: dict[Geometry, list[Saved]] = {}
+    for member in members:
+        assert member.tensor is not None
+        by_geometry.setdefault(Geometry.of(member.tensor), []).append(member)
+    first = members[0].tensor
+    assert first is not None
+    if len(by_geometry) == 1 and is_whole_storage(first, storage):
+        payloads.add(first, members, storage)
+    elif (whole := _whole(by_geometry, first, storage)) is None:
+        for geometry, same in by_geometry.items():
+            for member in same:
+                member.restore = geometry.scattered
+            assert same[0].tensor is not None
+            payloads.add(geometry.narrowed().on_storage_of(same[0].tensor), same, None)
+            payloads.has_views = True
+    else:
+        for geometry, same in by_geometry.items():
+            for member in same:
+                member.restore = geometry.on_storage_of
+        # Views may overlap, so only a view of all bytes shows that none lies between them.
+        has_gaps = max(map(_nbytes, by_geometry)) < storage.nbytes()
+        payloads.add(whole, members, None if has_gaps else storage)
+
+
+def _whole(
+    by_geometry: dict[Geometry, list[Saved]], first: Tensor, storage: UntypedStorage
+) -> Tensor | None:
+    """The bytes of a storage that moves whole; None where its views are gathered."""
+    begin = min(g.offset * g.dtype.itemsize for g in by_geometry)
+    end = max((g.offset + g.span_numel) * g.dtype.itemsize for g in by_geometry)
+    if begin or end != storage.nbytes():
+        return None
+    # Weak references to one object are the same object.
+    origins = {id(member.origin) for same in by_geometry.values() for member in same}
+    must_cover = len(by_geometry) == 1 or len(origins) > 1
+    enough = storage.nbytes() if must_cover else storage.nbytes() / 2
+    return storage_bytes(first) if sum(map(_nbytes, by_geometry)) >= enough else None
+
+
+def _nbytes(geometry: Geometry) -> int:
+    return geometry.distinct_numel * geometry.dtype.itemsize

@@ -1,0 +1,170 @@
+"""What a pack hook returns: a saved tensor, from when autograd saves it until it lets go.
+
+    Resident  stays on the device
+    Saved     stays with its group, or leaves with the group's batch
+    Wrapped   a tensor made of others, each of them saved by itself
+
+A third fate belongs here, too: a tensor that is computed again from other saved tensors.
+
+NOTE [ Version check ]
+    Autograd does not compare versions of tensors that were saved through hooks, so a program that
+    changes a saved tensor in place would get wrong gradients without an error. Each object here
+    compares the version when autograd asks, as autograd does without hooks. A tensor that changed
+    before its group was committed stays on the device, so that it is there to be compared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from pp_offload._common.checks import described, version_of
+from pp_offload._transfer.subclasses import is_pending, take_apart, witness
+from pp_offload.errors import SavedTensorModifiedError
+
+if TYPE_CHECKING:
+    from pp_offload._core.batch import Batch
+    from pp_offload._core.group import Group
+
+
+class Saved:
+    """A saved tensor that may leave the device.
+
+    Args:
+        tensor: What autograd saves.
+        group: The open group it joins.
+
+    Attributes:
+        tensor: An alias of it, as long as it is on the device; None once its batch has left.
+        version: Of the tensor when it was saved.
+        origin: The tensor, or what it is a view of: all that count changes together have the same.
+        wrapper: For a tensor inside a wrapper, an object that counts the wrapper's changes.
+        batch, index: The batch that has its bytes, and which payload of it. Set by the commit.
+        restore: Makes the tensor from that payload; None where it is the payload.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "batch",
+        "group",
+        "index",
+        "origin",
+        "restore",
+        "tensor",
+        "version",
+        "wrapper",
+    )
+
+    batch: Batch
+    index: int
+
+    def __init__(self, tensor: Tensor, group: Group) -> None:
+        # An alias, for the output of an operator would keep its own graph alive from here.
+        self.tensor: Tensor | None = tensor.detach()
+        self.version = tensor._version
+        base = tensor._base
+        self.origin = weakref.ref(tensor if base is None else base)
+        self.group = group
+        self.wrapper: Tensor | None = None
+        self.restore: Callable[[Tensor], Tensor] | None = None
+
+    def unpack(self) -> Tensor:
+        """The tensor as it was saved: values, size, stride, offset and dtype.
+
+        Raises:
+            SavedTensorModifiedError: It was changed in place, and autograd would have raised.
+        """
+        tensor = self.tensor  # read once: a commit on another thread may take it away
+        group = self.group
+        if not group.is_reached:
+            group.reach()
+        if tensor is None:
+            payload = self.batch.mover.deliver(self.batch, self.index)
+            return payload if self.restore is None else self.restore(payload)
+        if tensor._version != self.version:
+            raise modified(tensor, self.version, group.name)
+        return tensor
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the tensor is on the device, as it was saved, and holds its data."""
+        tensor, wrapper = self.tensor, self.wrapper
+        if tensor is None or tensor._version != self.version:
+            return False
+        return wrapper is None or not is_pending(wrapper)
+
+    def leave(self, batch: Batch, index: int) -> None:
+        """Its bytes left with ``batch``."""
+        self.batch, self.index = batch, index
+        self.wrapper = None
+        self.tensor = None  # last: an unpack on another thread sees all of it or nothing
+
+
+class Resident:
+    """A saved tensor that stays on the device."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # An alias, but for a leaf Parameter, which has no graph and is itself what operators want.
+        is_plain = type(tensor) is Tensor or not isinstance(tensor, Parameter)
+        self.tensor = tensor.detach() if is_plain or not tensor.is_leaf else tensor
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        """The tensor, if nobody has changed it since."""
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise modified(tensor, self.version, None)
+        return tensor
+
+
+class Wrapped:
+    """A saved tensor made of others, such as a DTensor.
+
+    Args:
+        tensor: What autograd saves.
+        group: Name of its group, for messages.
+        pack: Saves a tensor inside it.
+    """
+
+    __slots__ = ("group", "inner", "version", "witness", "wrapper")
+
+    def __init__(self, tensor: Tensor, group: str, pack: Callable[[Tensor], Packed]) -> None:
+        self.group = group
+        self.witness = witness(tensor)
+        self.version = tensor._version
+        self.wrapper, inner = take_apart(tensor)
+        self.inner = {name: pack(part) for name, part in inner.items()}
+        for part in self.inner.values():
+            if isinstance(part, Saved):  # the wrapper counts changes, the part does not
+                part.wrapper = tensor if is_pending(tensor) else self.witness
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether nothing inside may leave the device."""
+        return all(isinstance(part, Resident) for part in self.inner.values())
+
+    def unpack(self) -> Tensor:
+        """The tensor as it was saved, made anew around the tensors inside."""
+        if self.witness._version != self.version:
+            raise modified(self.witness, self.version, self.group)
+        return self.wrapper.around({name: part.unpack() for name, part in self.inner.items()})
+
+
+Packed: TypeAlias = Saved | Resident | Wrapped
+"""What a pack hook returns."""
+
+
+def modified(tensor: Tensor, version: int, group: str | None) -> SavedTensorModifiedError:
+    """The error autograd would have raised, with the name of the group."""
+    where = "the saved tensors left on the device" if group is None else f"group '{group}'"
+    return SavedTensorModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {described(tensor)} in {where} is at version "
+        f"{version_of(tensor)}, expected version {version}; use an out-of-place operation"
+    )

@@ -1,0 +1,149 @@
+"""Which storages left already, so that one that several groups save is copied once.
+
+A storage and its copy are held weakly and compared by identity: an address that the allocator uses
+again is never taken for the storage that had it before. A copy is shared while autograd holds a
+tensor that was saved with it, so that a change which no counter sees would be wrong without
+offload, too.
+
+NOTE [ Whose version ]
+    Tensors with one memory may count changes apart: the parts of ``unsafe_chunk``, or what
+    ``.data`` gives. Then the same number of two of them says nothing. So a copy is shared if
+    nothing that saved it, then or now, was ever changed; or if all are aliases of one tensor, and
+    at the same version of that. A change that none of their counters has seen, autograd would not
+    see either.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from pp_offload._common.torch_private import disable_current_modes, use_count
+from pp_offload._core.batch import Batch
+from pp_offload._core.payloads import Payloads
+from pp_offload._core.saved import Saved
+from pp_offload._transfer.tensors import Geometry
+
+NUM_OWN_HOLDERS = 3
+"""Of a storage: the saved tensor, and two of ours that look. More means that somebody else has it,
+who may save it again.
+"""
+
+
+class Copy(NamedTuple):
+    """A storage that left, and where to."""
+
+    storage: weakref.ref[UntypedStorage]
+    saved: weakref.ref[Saved]
+    """The first tensor that was saved with it."""
+
+    counters: tuple[Tensor, ...]
+    """Without memory, with the version counters of all that saved it at version 0."""
+
+    batch: weakref.ref[Batch]
+    position: int
+    """Which payload of the batch."""
+
+
+class SharedCopies:
+    """The payloads of this step that are whole storages, by the key of the storage."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Copy] = {}
+
+    def share(self, payloads: Payloads) -> dict[int, tuple[Batch, int]]:
+        """Which payloads are copied already, and where. Their uses are counted from now on."""
+        shared: dict[int, tuple[Batch, int]] = {}
+        if not self._copies:
+            return shared
+        for position, storage in enumerate(payloads.storages):
+            copy = None if storage is None else self._copies.get(storage._cdata)
+            if copy is None or copy.storage() is not storage:
+                continue
+            batch, members = copy.batch(), payloads.members[position]
+            if batch is None or not _is_same(copy, batch, members):
+                continue
+            batch.uses[copy.position] += len(members)
+            batch.back.left[copy.position] += len(members)
+            shared[position] = batch, copy.position
+        return shared
+
+    def add(self, payloads: Payloads, batch: Batch) -> None:
+        """Remember which storages left with ``batch``, before the members let go of them.
+
+        One that nobody else holds cannot be saved again, and is not remembered.
+        """
+        for index, storage in enumerate(payloads.storages):
+            if storage is None or use_count(storage._cdata) <= NUM_OWN_HOLDERS:
+                continue
+            members = payloads.members[index]
+            if any(member.wrapper is not None for member in members):
+                continue  # the wrapper counts changes that the version of its part misses
+            counters = tuple([_counter_of(member.tensor) for member in members])
+            self._copies[storage._cdata] = Copy(
+                weakref.ref(storage),
+                weakref.ref(members[0]),
+                () if members[0].version else counters,
+                weakref.ref(batch),
+                index,
+            )
+
+    def forget_dead(self) -> None:
+        """Forget what is gone, for a program that never ends a step."""
+        copies = self._copies.items()
+        for key in [key for key, copy in copies if not (copy.storage() and copy.batch())]:
+            del self._copies[key]
+
+    def clear(self) -> None:
+        """Forget all: a storage that is saved again is copied again."""
+        self._copies.clear()
+
+
+def _is_same(copy: Copy, batch: Batch, members: Sequence[Saved]) -> bool:
+    """Whether the copy has what these saved; see NOTE [ Whose version ]."""
+    first = copy.saved()
+    if first is None or copy.position in batch.changed:
+        return False
+    for member in members:
+        if member.version != first.version or member.wrapper is not None:
+            return False
+        if first.version and member.origin is not first.origin:
+            return False
+    return not any([counter._version for counter in copy.counters])
+
+
+def restored_from(batch: Batch, index: int, member: Saved) -> None:
+    """Have a saved tensor be made of a payload that may be shaped like another view."""
+    host, tensor = batch.place.tensors[index], member.tensor
+    assert tensor is not None
+    if host.shape != tensor.shape or host.dtype != tensor.dtype or not tensor.is_contiguous():
+        member.restore = partial(_view_of, Geometry.of(tensor))
+    elif 1 in tensor.shape:
+        member.restore = Geometry.of(tensor).on_storage_of
+    else:
+        member.restore = None
+
+
+def _view_of(geometry: Geometry, payload: Tensor) -> Tensor:
+    """A view of the storage whose bytes ``payload`` has."""
+    return geometry.on_storage_of(payload.flatten().view(torch.uint8))
+
+
+_NOTHING: dict[torch.device, Tensor] = {}
+
+
+def _counter_of(tensor: Tensor | None) -> Tensor:
+    """An alias with the version counter of a tensor, which keeps none of its memory."""
+    assert tensor is not None
+    alias = tensor.detach()
+    nothing = _NOTHING.get(alias.device)
+    if nothing is None:
+        with disable_current_modes():  # it is no memory of the program's
+            nothing = _NOTHING[alias.device] = torch.empty(0, device=alias.device)
+    alias.data = nothing
+    return alias

@@ -1,0 +1,143 @@
+"""What comes back next, and how much at a time: reloads ahead of backward, up to a window of bytes.
+
+    window  |== this group ==|== next ==|= next chunk's last =|
+            used -->                                          <-- reloaded
+
+It begins where backward is. The group's own payloads come first, then those of the groups that
+backward visits next, across chunks: earliest needed first. When part of the window has been used it
+is filled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Protocol
+
+from pp_offload._core.batch import Batch
+from pp_offload._core.group import Group
+from pp_offload._core.mover import Mover, Refill, Wanted
+from pp_offload._policy.bound import Bound
+from pp_offload._policy.bounds import SMALL_BYTES, refill_below
+
+
+class Order(Protocol):
+    """Knows what backward visits. It steers what comes ahead, and no tensor depends on it."""
+
+    num_changes: int
+    """Grows whenever there is more to bring ahead than before."""
+
+    def after(self, group: Group) -> Iterator[Group]:
+        """The groups that backward visits behind ``group``, next one first."""
+        ...
+
+    def begin(self, group: Group) -> None:
+        """Backward has reached ``group``."""
+        ...
+
+
+class Window(Refill):
+    """Fills the window.
+
+    Args:
+        mover: Queues the copies.
+        order: Says which groups come next.
+        window_bytes: Device bytes that may be there unused; ``auto`` lets the engine choose.
+
+    Attributes:
+        bound: On these bytes.
+        below_bytes: With fewer bytes unused, the mover calls :meth:`fill`.
+    """
+
+    def __init__(self, mover: Mover, order: Order, window_bytes: int | str) -> None:
+        self.bound = Bound(window_bytes, SMALL_BYTES)
+        self._mover = mover
+        self._order = order
+        self._current: Group | None = None
+        self._full_at = -1
+        self.begin_at(None)
+        mover.window = self
+
+    def reach(self, group: Group) -> None:
+        """Backward is about to use ``group`` for the first time."""
+        mover = self._mover
+        with mover.lock:
+            if not group.is_reached:
+                group.is_reached = True
+                self._order.begin(group)
+            self.begin_at(group)
+            mover.poll()
+            wanted = [(batch, indices) for batch, indices in group.wanted() if not batch.leaving]
+            if wanted:
+                mover.reload(wanted)
+                mover.counts.on_demand_reloads += sum([len(indices) for _, indices in wanted])
+        self.fill()
+
+    def begin_at(self, group: Group | None) -> None:
+        """Backward is at ``group``, or at none: the step is over."""
+        self._current = group
+        self._full_at = -1
+        self.below_bytes = refill_below(self.bound.nbytes) if group is not None else 0
+
+    def resize(self) -> None:
+        """The bound has changed, or there is more to bring."""
+        if self._current is not None:
+            self.below_bytes = refill_below(self.bound.nbytes)
+
+    def fill(self) -> None:
+        """Bring what comes next until the window is full, where enough of it is free."""
+        mover = self._mover
+        with mover.lock:
+            group, changes = self._current, self._order.num_changes
+            unused = mover.arrived.unused_bytes
+            if group is None or self._full_at == changes or unused > self.below_bytes:
+                return
+            if self._bring(group, self.bound.nbytes - unused):
+                self._full_at = changes
+                self.below_bytes = 0  # nothing is left to ask for, until resize()
+
+    def _bring(self, group: Group, room: int) -> bool:
+        """Queue reloads up to ``room`` bytes; whether all that is known to come was queued."""
+        mover = self._mover
+        together: list[Wanted] = []
+        nbytes = 0
+        for visit in chain((group,), self._order.after(group)):
+            for batch, indices in visit.wanted():
+                if batch.leaving is not None:
+                    continue  # when backward is there, its sources are taken back
+                size = sum([batch.sizes[index] for index in indices])
+                is_too_much = size > room and (together or mover.arrived.unused_bytes > 0)
+                if is_too_much or nbytes >= SMALL_BYTES:
+                    self._queue(
+                        together
+                    )  # with its own event: compute waits for no more than it needs
+                    together, nbytes = [], 0
+                if is_too_much:
+                    return False
+                together.append((batch, indices))
+                nbytes += size
+                room -= size
+        self._queue(together)
+        return True
+
+    def _queue(self, wanted: list[Wanted]) -> None:
+        if wanted:
+            self._mover.reload(wanted)
+            num = sum([len(indices) for _, indices in wanted])
+            self._mover.counts.prefetched_reloads += num
+
+    def comes_soon(self, batch: Batch, index: int) -> bool:
+        """Whether backward will ask for a payload again within the next window of bytes."""
+        group, room = self._current, self.bound.nbytes
+        for visit in () if group is None else chain((group,), self._order.after(group)):
+            for other, indices in visit.uses():
+                if other is batch and index in indices:
+                    return True
+                room -= sum([other.sizes[each] for each in indices])
+            if room < 0:
+                return False
+        return False
+
+    def is_at(self, batch: Batch) -> bool:
+        """Whether backward is at the group that the batch is of."""
+        return self._current is not None and self._current.own_batch() is batch
