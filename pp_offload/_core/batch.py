@@ -123,11 +123,6 @@ class Batch:
         self.leaving: Leaving | None = None
         self.changed: frozenset[int] = frozenset()
 
-    def missing(self) -> list[int]:
-        """Payloads that autograd will ask for and that are not on the device, or on their way."""
-        left = self.back.left
-        return [i for i, tensor in enumerate(self.back.device) if tensor is None and left[i] > 0]
-
 
 class Back(weakref.ref[Batch]):
     """What is on the device again of a batch, by payload. It outlives the batch: memory that a copy
@@ -139,10 +134,11 @@ class Back(weakref.ref[Batch]):
         versions: Of the memory when it was last given out; -1 before.
         given: What autograd got, when it was taken out.
         left: How many uses are to come; 0 when it is used up.
+        num_away: Payloads that are to be used and are neither on the device nor on their way.
         sizes: In bytes.
     """
 
-    __slots__ = ("device", "given", "left", "reloads", "sizes", "versions")
+    __slots__ = ("device", "given", "left", "num_away", "reloads", "sizes", "versions")
 
     __eq__ = object.__eq__  # equal weak references to one object would be one element of a set
     __hash__ = object.__hash__
@@ -153,18 +149,18 @@ class Back(weakref.ref[Batch]):
     given: list[weakref.ref[Tensor] | None]
     left: list[int]
     sizes: list[int]
+    num_away: int
 
     @classmethod
     def of(cls, batch: Batch, is_gone: Callable[[Back], None]) -> Back:
         """Nothing yet. ``is_gone`` is a C function, called when the batch goes."""
         back = cls(batch, is_gone)  # type: ignore[arg-type]
-        num = len(batch.sizes)
+        num = back.num_away = len(batch.sizes)
         back.device, back.reloads, back.given = [None] * num, [None] * num, [None] * num
-        back.versions, back.left, back.sizes = [-1] * num, list(batch.uses), batch.sizes
+        back.versions, back.left, back.sizes = [-1] * num, batch.uses.copy(), batch.sizes
         return back
 
-    @property
-    def unused_bytes(self) -> int:
-        """Bytes on the device that autograd has still to ask for."""
-        pairs = zip(self.sizes, self.device, strict=True)
-        return sum([nbytes for nbytes, tensor in pairs if tensor is not None])
+    def away(self) -> list[int]:
+        """Payloads that are to be used and are neither on the device nor on their way."""
+        left = self.left
+        return [i for i, tensor in enumerate(self.device) if tensor is None and left[i] > 0]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Mapping
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.mover import Mover
 from pp_offload._core.payloads import Payloads, collect
-from pp_offload._core.saved import Saved
 from pp_offload._core.shared import SharedCopies, restored_from
 from pp_offload._core.tiers import Tier
 from pp_offload._core.window import Order, Window
@@ -60,7 +60,7 @@ class Engine:
 
     def payloads(self, group: Group) -> Payloads:
         """What may leave of an open group, which counts it."""
-        payloads = collect([saved for saved in group.living() if saved.is_unchanged])
+        payloads = collect(group.saved)
         group.sizes = payloads.sizes
         return payloads
 
@@ -71,48 +71,51 @@ class Engine:
     def send(self, group: Group, payloads: Payloads) -> None:
         """Queue the copies of what no other group has sent, and close the group.
 
-        What finds no room off the device stays, with one warning.
+        What finds no room off the device stays, with one warning. Not to be called with the lock
+        held: compute may have to wait for earlier copies.
         """
+        mover = self.mover
         try:
-            with self.mover.lock:
-                shared = self.shared.share(payloads)
-            own = payloads.without(set(shared)) if shared else payloads
-            batch = self._copy(group, own) if own.tensors else None
-            with self.mover.lock:
-                for position, (other, index) in shared.items():
-                    self._borrow(group, other, index, payloads.members[position])
+            with mover.lock:
+                shared = self.shared.share(payloads) if self.shared.copies else {}
+                own = payloads.without(shared.keys()) if shared else payloads
+                batch = self._copy(group, own) if own.tensors else None
+                if shared:
+                    self._borrow(group, payloads, shared)
                 is_kept = batch is None and not shared
                 group.close(GroupState.KEPT if is_kept else GroupState.OFFLOADED)
-                self.window.resize()
+                self.window.expect(group.copied_bytes)
+            if mover.in_flight.queue:
+                mover.keep_bounded(group.copied_bytes)
         except BaseException:
             self.is_torn = True
             raise
 
     def _copy(self, group: Group, own: Payloads) -> Batch | None:
         """The batch that these payloads left with; None without room."""
-        mover, live = self.mover, self.current_stream()
-        sides = [stream for stream in group.streams if stream != live]
         try:
-            batch = mover.offload(group.name, own, sides)
+            batch = self.mover.offload(group.name, own, group.streams)
         except MemoryError as failure:
             self._warn(group, failure)
             return None
-        with mover.lock:
-            self.shared.add(own, batch)
-            group.follow(batch)
-            group.copied_bytes = sum(own.sizes)
-            for index, members in enumerate(own.members):
-                for saved in members:
-                    saved.leave(batch, index)
+        self.shared.add(own, batch)
+        group.batch = weakref.ref(batch)
+        group.copied_bytes = sum(own.sizes)
+        for index, members in enumerate(own.members):
+            for saved in members:
+                saved.batch, saved.index = batch, index
+                saved.tensor = saved.wrapper = None
         return batch
 
     @staticmethod
-    def _borrow(group: Group, batch: Batch, index: int, members: list[Saved]) -> None:
-        """The bytes of these saved tensors left with the batch of another group."""
-        group.borrowed.append((weakref.ref(batch), index))
-        for saved in members:
-            restored_from(batch, index, saved)
-            saved.leave(batch, index)
+    def _borrow(group: Group, payloads: Payloads, shared: Mapping[int, tuple[Batch, int]]) -> None:
+        """The bytes of some payloads left with batches of other groups."""
+        group.borrowed = [(weakref.ref(batch), index) for batch, index in shared.values()]
+        for position, (batch, index) in shared.items():
+            for saved in payloads.members[position]:
+                restored_from(batch, index, saved)
+                saved.batch, saved.index = batch, index
+                saved.tensor = saved.wrapper = None
 
     def _warn(self, group: Group, failure: MemoryError) -> None:
         logger.log(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -48,25 +49,28 @@ class Group:
         has_failed: Whether an exception came out of its forward, as far as a context around it saw.
         saved: What autograd saved, weakly, in order, while the group is open.
         streams: The compute streams that saved it.
+        batch: Its own, weakly, once it has left.
         borrowed: Payloads of other groups' batches that hold tensors of this one, too.
         sizes: Bytes of what may leave, once it is committed, whether or not the plan lets it.
         copied_bytes: Bytes that it copied itself.
     """
 
+    # Most groups have none, and a group is made during a forward.
+    borrowed: Sequence[tuple[weakref.ref[Batch], int]] = ()
+    sizes: Sequence[int] = ()
+    copied_bytes = 0
+    key: GroupKey | None = None
+    has_failed = False
+
     def __init__(self, name: str, engine: Engine, min_numel: int) -> None:
         self.name = name
-        self.key: GroupKey | None = None
         self.state = GroupState.OPEN
         self.is_reached = False
-        self.has_failed = False
         self.saved: list[weakref.ref[Saved]] = []
         self.streams: list[Stream] = []
-        self.borrowed: list[tuple[weakref.ref[Batch], int]] = []
-        self.sizes: list[int] = []
-        self.copied_bytes = 0
         self._engine = engine
         self._min_numel = min_numel
-        self._batch: weakref.ref[Batch] | None = None
+        self.batch: weakref.ref[Batch] | None = None
 
     def pack(self, tensor: Tensor) -> Packed:
         """The pack hook: save ``tensor`` here; of a wrapper, the tensors inside it."""
@@ -87,15 +91,11 @@ class Group:
                 return wrapped
         return Resident(tensor)
 
-    def living(self) -> list[Saved]:
-        """What autograd saved and still holds, while the group is open."""
-        return [saved for ref in self.saved if (saved := ref()) is not None]
-
     @property
     def is_alive(self) -> bool:
         """Whether autograd holds something that it saved here and that left or may leave."""
-        refs = [self._batch, *[ref for ref, _ in self.borrowed]]
-        return any(ref is not None and ref() is not None for ref in refs) or bool(self.living())
+        refs = [self.batch, *[ref for ref, _ in self.borrowed]]
+        return any([ref is not None and ref() is not None for ref in [*refs, *self.saved]])
 
     def close(self, state: GroupState) -> None:
         """It is offloaded, or kept.
@@ -117,33 +117,22 @@ class Group:
 
     # What is to come back
 
-    def follow(self, batch: Batch) -> None:
-        """Its bytes left with ``batch``."""
-        self._batch = weakref.ref(batch)
-
-    def own_batch(self) -> Batch | None:
-        """Its batch, while autograd holds a tensor in it."""
-        return None if self._batch is None else self._batch()
-
     def wanted(self) -> list[tuple[Batch, list[int]]]:
         """Payloads that its backward will ask for and that are not on the device, by batch."""
         wanted = []
-        batch = None if self._batch is None else self._batch()
-        if batch is not None:
-            indices = batch.missing()
-            if indices:
-                wanted.append((batch, indices))
+        batch = None if self.batch is None else self.batch()
+        if batch is not None and batch.back.num_away:
+            wanted.append((batch, batch.back.away()))
         if self.borrowed and not self.is_reached:
-            wanted += self._borrowed_wanted()
+            for ref, index in self.borrowed:
+                other = ref()
+                if other is not None and index in other.back.away():
+                    wanted.append((other, [index]))
         return wanted
-
-    def _borrowed_wanted(self) -> list[tuple[Batch, list[int]]]:
-        living = [(batch, index) for ref, index in self.borrowed if (batch := ref()) is not None]
-        return [(b, [i]) for b, i in living if b.back.device[i] is None and b.back.left[i] > 0]
 
     def uses(self) -> list[tuple[Batch, list[int]]]:
         """Payloads that its backward has still to ask for, by batch."""
-        batch = self.own_batch()
+        batch = None if self.batch is None else self.batch()
         uses = []
         if batch is not None:
             uses.append((batch, [i for i, left in enumerate(batch.back.left) if left > 0]))

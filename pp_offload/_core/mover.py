@@ -94,44 +94,54 @@ class Mover:
 
     # Off the device
 
-    def offload(self, label: str, payloads: Payloads, sides: Sequence[Stream]) -> Batch:
-        """Queue the copies of a group.
-
-        Not to be called with the lock held: compute may have to wait for earlier copies.
+    def offload(self, label: str, payloads: Payloads, streams: Sequence[Stream]) -> Batch:
+        """Queue the copies of a group. Never waits; the lock is held.
 
         Args:
             label: The group.
             payloads: At least one.
-            sides: Other streams than the live one that saved some of it.
+            streams: Those that saved it.
 
         Raises:
             MemoryError: The tier has no room. Nothing was queued.
         """
-        batch = Batch(self, label, payloads.sizes, list(map(len, payloads.members)))
-        nbytes = sum(payloads.sizes)
-        specs = [(source.shape, source.dtype) for source in payloads.tensors]
-        live, d2h = self.current_stream(), self.backend.d2h
-        with self.lock:
+        if self.in_flight.queue or self.arrived.gone:
             self.poll()
-            batch.place = place = self.tier.take(batch, payloads.sizes, specs)
-            if payloads.has_views:
-                self._gather(payloads, live, sides)
-            for stream in (live, *sides):
-                d2h.wait_event(stream.record_event())  # the sources are computed
-            for event in place.waits_for:
-                d2h.wait_event(event)  # a former owner's copy may still use this memory
-            batch.leaving = _leaving(payloads, live)
-            self.in_flight.add(batch, nbytes)  # before the copy: NOTE [ Keep-alive ]
-            self.backend.copy(d2h, list(place.tensors), payloads.tensors, label)
-            batch.offloaded = place.last_use = event = d2h.record_event()
-            batch.back = self.arrived.expect(batch)
-            self.counts.bytes_offloaded += nbytes
-            if event.query():
-                self.in_flight.drop_last()
-            self.in_flight.bound.expect(nbytes)
-        while self.in_flight.is_over(nbytes):
-            self._wait_for_oldest()
+        sources, sizes = payloads.tensors, payloads.sizes
+        batch = Batch(self, label, sizes, list(map(len, payloads.members)))
+        specs = [(source.shape, source.dtype) for source in sources]
+        batch.place = place = self.tier.take(batch, sizes, specs)
+        live, d2h = self.current_stream(), self.backend.d2h
+        sides = () if streams == [live] else [stream for stream in streams if stream != live]
+        if payloads.has_views:
+            self._gather(payloads, live, sides)
+            sources = payloads.tensors
+        d2h.wait_event(live.record_event())  # the sources are computed
+        for side in sides:
+            d2h.wait_event(side.record_event())
+        for event in place.waits_for:
+            d2h.wait_event(event)  # a former owner's copy may still use this memory
+        self.backend.copy(d2h, list(place.tensors), sources, label)
+        batch.offloaded = place.last_use = event = d2h.record_event()
+        batch.back = self.arrived.expect(batch)
+        nbytes = sum(sizes)
+        self.counts.bytes_offloaded += nbytes
+        if not event.query():
+            batch.leaving = _leaving(payloads, live)  # NOTE [ Keep-alive ]
+            self.in_flight.add(batch, nbytes)
         return batch
+
+    def keep_bounded(self, last_bytes: int) -> None:
+        """Have compute wait for copies to the host until no more is in flight than may be.
+
+        Not to be called with the lock held: NOTE [ One lock ].
+
+        Args:
+            last_bytes: Of the group committed last. Its sources had to be there until now, so a
+                wait for it would take time and lower no peak.
+        """
+        while self.in_flight.is_over(last_bytes):
+            self._wait_for_oldest()
 
     @staticmethod
     def _gather(payloads: Payloads, live: Stream, sides: Sequence[Stream]) -> None:
@@ -185,7 +195,9 @@ class Mover:
                 back.device[index] = target
                 back.reloads[index] = reload
                 back.versions[index] = -1
-                if back.left[index] <= 0:  # used up before, and asked for again
+                if back.left[index] > 0:
+                    back.num_away -= 1
+                else:  # used up before, and asked for again
                     back.left[index] = batch.uses[index]
                 sources.append(source)
                 targets.append(target)
@@ -225,17 +237,22 @@ class Mover:
     def _use(self, batch: Batch, index: int) -> Tensor | None:
         """Count a use of a payload that is there; None if it is not, or not as it came."""
         back = batch.back
-        tensor, version = back.device[index], back.versions[index]
+        tensor = back.device[index]
         if tensor is None:
             return self._again(back, index)
-        if version not in (-1, tensor._version):  # a backward that got it has changed it in place
-            self.arrived.take_out(back, index)
+        before, version = back.versions[index], tensor._version
+        if before not in (-1, version):  # a backward that got it has changed it in place
+            self.arrived.put_away(back, index)
             return None
-        back.versions[index] = tensor._version
+        back.versions[index] = version
         left = back.left[index] = back.left[index] - 1
-        if left <= 0 or not self.window.comes_soon(batch, index):
+        if left <= 0:
             back.given[index] = weakref.ref(tensor)
-            self.arrived.take_out(back, index)
+            back.device[index] = None
+            self.arrived.unused_bytes -= back.sizes[index]
+        elif not self.window.comes_soon(batch, index):
+            back.given[index] = weakref.ref(tensor)
+            self.arrived.put_away(back, index)
         return tensor
 
     @staticmethod
@@ -283,7 +300,7 @@ class Mover:
         and is not on the device.
         """
         self.arrived.give_up(batch.back, live)
-        indices = batch.missing() if self.window.is_at(batch) else []
+        indices = batch.back.away() if self.window.is_at(batch) else []
         if index not in indices:
             indices.append(index)
         self.reload([(batch, indices)])
@@ -298,7 +315,10 @@ class Mover:
         reload = Reload(live, None, is_there=True)
         for index, source in enumerate(leaving.sources):
             if back.device[index] is None and index not in batch.changed:
-                back.left[index] = back.left[index] or batch.uses[index]
+                if back.left[index] > 0:
+                    back.num_away -= 1
+                else:
+                    back.left[index] = batch.uses[index]
                 back.device[index], back.reloads[index] = source, reload
                 back.versions[index] = source._version
                 self.arrived.unused_bytes += back.sizes[index]
@@ -375,9 +395,10 @@ class Arrived:
         self._backs.add(back)  # a weak reference calls nobody unless it lives itself
         return back
 
-    def take_out(self, back: Back, index: int) -> None:
-        """A payload is used up, or of no use."""
+    def put_away(self, back: Back, index: int) -> None:
+        """A payload that has further uses leaves the device; it will come again."""
         back.device[index] = None
+        back.num_away += 1
         self.unused_bytes -= back.sizes[index]
 
     def give_up(self, back: Back, live: Stream) -> None:
@@ -386,7 +407,7 @@ class Arrived:
             reload = back.reloads[index]
             if tensor is not None and reload is not None and reload.stream != live:
                 self._abandon(tensor, reload)
-                self.take_out(back, index)
+                self.put_away(back, index)
 
     def _abandon(self, tensor: Tensor, reload: Reload) -> None:
         if reload.event is not None and not reload.is_there and not reload.event.query():
@@ -401,6 +422,6 @@ class Arrived:
                 reload = back.reloads[index]
                 if tensor is not None and reload is not None:
                     self._abandon(tensor, reload)
-                    self.take_out(back, index)
+                    self.put_away(back, index)
         while self.abandoned and self.abandoned[0][1].query():
             self.abandoned.popleft()

@@ -6,18 +6,20 @@ least half of it: q, k and v, three views of one projection, move as one payload
 view is gathered, since the bytes beside it belong to others, who may change them at any time. So
 are bytes between views that count changes apart, as the parts of ``unsafe_chunk`` do.
 
-    payloads = collect(saved)   # copies nothing
+    payloads = collect(group.saved) # copies nothing
     payloads.gather()           # views that are gathered become contiguous, on the compute stream
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from pp_offload._core.saved import Saved
+from pp_offload._transfer.subclasses import is_pending
 from pp_offload._transfer.tensors import Geometry, is_whole_storage, storage_bytes
 
 
@@ -54,7 +56,7 @@ class Payloads:
         with torch.no_grad():
             self.tensors = [tensor.contiguous() for tensor in self.tensors]
 
-    def without(self, indices: set[int]) -> Payloads:
+    def without(self, indices: Collection[int]) -> Payloads:
         """All but these."""
         rest = Payloads()
         rest.has_views = self.has_views
@@ -64,23 +66,33 @@ class Payloads:
         return rest
 
 
-def collect(saved: Iterable[Saved]) -> Payloads:
-    """The payloads of tensors that are on the device as they were saved, in order."""
+def collect(refs: Iterable[weakref.ref[Saved]]) -> Payloads:
+    """The payloads of saved tensors, in order: of those that autograd still holds and that are on
+    the device as they were saved.
+    """
     payloads = Payloads()
     by_storage: dict[int, list[Saved]] = {}
-    for item in saved:
-        if item.tensor is not None:
-            by_storage.setdefault(item.tensor.untyped_storage()._cdata, []).append(item)
+    for ref in refs:
+        saved = ref()
+        if saved is None or (tensor := saved.tensor) is None or tensor._version != saved.version:
+            continue
+        if saved.wrapper is not None and is_pending(saved.wrapper):
+            continue  # a collective has still to fill it
+        key = tensor.untyped_storage()._cdata
+        if key in by_storage:
+            by_storage[key].append(saved)
+        else:
+            by_storage[key] = [saved]
     for members in by_storage.values():
         tensor = members[0].tensor
         assert tensor is not None
-        storage = tensor.untyped_storage()
+        storage, nbytes = tensor.untyped_storage(), tensor.nbytes
         # Nearly always. A dimension of size 1 may have any stride, which a copy would not keep.
-        is_whole = tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
+        is_whole = nbytes == storage.nbytes() and tensor.is_contiguous()
         if is_whole and len(members) == 1 and 1 not in tensor.shape:
             payloads.tensors.append(tensor)
             payloads.members.append(members)
-            payloads.sizes.append(tensor.nbytes)
+            payloads.sizes.append(nbytes)
             payloads.storages.append(storage)
         elif storage.nbytes():  # else its owner emptied it, and will fill it again, as FSDP does
             _add_views(payloads, members, storage)
@@ -123,7 +135,7 @@ def _whole(
         return None
     # Weak references to one object are the same object.
     origins = {id(member.origin) for same in by_geometry.values() for member in same}
-    must_cover = len(by_geometry) == 1 or len(origins) > 1
+    must_cover = len(by_geometry) == 1 or len(origins) > 1 or id(None) in origins
     enough = storage.nbytes() if must_cover else storage.nbytes() / 2
     return storage_bytes(first) if sum(map(_nbytes, by_geometry)) >= enough else None
 

@@ -42,8 +42,10 @@ class Saved:
         tensor: An alias of it, as long as it is on the device; None once its batch has left.
         version: Of the tensor when it was saved.
         origin: The tensor, or what it is a view of: all that count changes together have the same.
+            None for a tensor that is no view and was never changed, where nobody needs it.
         wrapper: For a tensor inside a wrapper, an object that counts the wrapper's changes.
-        batch, index: The batch that has its bytes, and which payload of it. Set by the commit.
+        batch, index: The batch that has its bytes, and which payload of it. The commit sets these,
+            and last of all ``tensor``: an unpack on another thread sees all of it or nothing.
         restore: Makes the tensor from that payload; None where it is the payload.
     """
 
@@ -67,7 +69,11 @@ class Saved:
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
         base = tensor._base
-        self.origin = weakref.ref(tensor if base is None else base)
+        self.origin: weakref.ref[Tensor] | None = None
+        if base is not None:
+            self.origin = weakref.ref(base)
+        elif self.version:
+            self.origin = weakref.ref(tensor)
         self.group = group
         self.wrapper: Tensor | None = None
         self.restore: Callable[[Tensor], Tensor] | None = None
@@ -88,20 +94,6 @@ class Saved:
         if tensor._version != self.version:
             raise modified(tensor, self.version, group.name)
         return tensor
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the tensor is on the device, as it was saved, and holds its data."""
-        tensor, wrapper = self.tensor, self.wrapper
-        if tensor is None or tensor._version != self.version:
-            return False
-        return wrapper is None or not is_pending(wrapper)
-
-    def leave(self, batch: Batch, index: int) -> None:
-        """Its bytes left with ``batch``."""
-        self.batch, self.index = batch, index
-        self.wrapper = None
-        self.tensor = None  # last: an unpack on another thread sees all of it or nothing
 
 
 class Resident:

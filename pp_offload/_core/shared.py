@@ -51,25 +51,30 @@ class Copy(NamedTuple):
 
 
 class SharedCopies:
-    """The payloads of this step that are whole storages, by the key of the storage."""
+    """The payloads of this step that are whole storages.
+
+    Attributes:
+        copies: By the key of the storage.
+    """
 
     def __init__(self) -> None:
-        self._copies: dict[int, Copy] = {}
+        self.copies: dict[int, Copy] = {}
 
     def share(self, payloads: Payloads) -> dict[int, tuple[Batch, int]]:
         """Which payloads are copied already, and where. Their uses are counted from now on."""
         shared: dict[int, tuple[Batch, int]] = {}
-        if not self._copies:
-            return shared
         for position, storage in enumerate(payloads.storages):
-            copy = None if storage is None else self._copies.get(storage._cdata)
+            copy = None if storage is None else self.copies.get(storage._cdata)
             if copy is None or copy.storage() is not storage:
                 continue
             batch, members = copy.batch(), payloads.members[position]
             if batch is None or not _is_same(copy, batch, members):
                 continue
             batch.uses[copy.position] += len(members)
-            batch.back.left[copy.position] += len(members)
+            back = batch.back
+            if back.left[copy.position] <= 0 and back.device[copy.position] is None:
+                back.num_away += 1  # it was used up, and is to be used again
+            back.left[copy.position] += len(members)
             shared[position] = batch, copy.position
         return shared
 
@@ -85,7 +90,7 @@ class SharedCopies:
             if any(member.wrapper is not None for member in members):
                 continue  # the wrapper counts changes that the version of its part misses
             counters = tuple([_counter_of(member.tensor) for member in members])
-            self._copies[storage._cdata] = Copy(
+            self.copies[storage._cdata] = Copy(
                 weakref.ref(storage),
                 weakref.ref(members[0]),
                 () if members[0].version else counters,
@@ -95,13 +100,13 @@ class SharedCopies:
 
     def forget_dead(self) -> None:
         """Forget what is gone, for a program that never ends a step."""
-        copies = self._copies.items()
+        copies = self.copies.items()
         for key in [key for key, copy in copies if not (copy.storage() and copy.batch())]:
-            del self._copies[key]
+            del self.copies[key]
 
     def clear(self) -> None:
         """Forget all: a storage that is saved again is copied again."""
-        self._copies.clear()
+        self.copies.clear()
 
 
 def _is_same(copy: Copy, batch: Batch, members: Sequence[Saved]) -> bool:

@@ -55,6 +55,7 @@ class Window(Refill):
         self._order = order
         self._current: Group | None = None
         self._full_at = -1
+        self.resize()
         self.begin_at(None)
         mover.window = self
 
@@ -66,23 +67,35 @@ class Window(Refill):
                 group.is_reached = True
                 self._order.begin(group)
             self.begin_at(group)
-            mover.poll()
-            wanted = [(batch, indices) for batch, indices in group.wanted() if not batch.leaving]
-            if wanted:
-                mover.reload(wanted)
-                mover.counts.on_demand_reloads += sum([len(indices) for _, indices in wanted])
-        self.fill()
+            if mover.in_flight.queue or mover.arrived.gone:
+                mover.poll()
+            batch = None if group.batch is None else group.batch()
+            if batch is not None and batch.back.num_away and batch.leaving is None:
+                indices = batch.back.away()
+                mover.reload([(batch, indices)])
+                mover.counts.on_demand_reloads += len(indices)
+            if mover.arrived.unused_bytes <= self.below_bytes:
+                self.fill()
 
     def begin_at(self, group: Group | None) -> None:
         """Backward is at ``group``, or at none: the step is over."""
         self._current = group
         self._full_at = -1
-        self.below_bytes = refill_below(self.bound.nbytes) if group is not None else 0
+        self.below_bytes = 0 if group is None else self._few_bytes
+
+    def expect(self, nbytes: int) -> None:
+        """A group of ``nbytes`` left, and will come back."""
+        before = self.bound.nbytes
+        self.bound.expect(nbytes)
+        self._mover.in_flight.bound.expect(nbytes)
+        if self.bound.nbytes != before:
+            self.resize()
+        if self._current is not None:
+            self.below_bytes = self._few_bytes  # also where all was brought
 
     def resize(self) -> None:
-        """The bound has changed, or there is more to bring."""
-        if self._current is not None:
-            self.below_bytes = refill_below(self.bound.nbytes)
+        """The bound has changed."""
+        self._few_bytes = refill_below(self.bound.nbytes)
 
     def fill(self) -> None:
         """Bring what comes next until the window is full, where enough of it is free."""
@@ -101,7 +114,10 @@ class Window(Refill):
         mover = self._mover
         together: list[Wanted] = []
         nbytes = 0
-        for visit in chain((group,), self._order.after(group)):
+        for visit in self._order.after(group):
+            own = None if visit.batch is None else visit.batch()
+            if not visit.borrowed and (own is None or not own.back.num_away):
+                continue  # nearly always, so without a call
             for batch, indices in visit.wanted():
                 if batch.leaving is not None:
                     continue  # when backward is there, its sources are taken back
@@ -140,4 +156,8 @@ class Window(Refill):
 
     def is_at(self, batch: Batch) -> bool:
         """Whether backward is at the group that the batch is of."""
-        return self._current is not None and self._current.own_batch() is batch
+        return (
+            self._current is not None
+            and self._current.batch is not None
+            and (self._current.batch() is batch)
+        )

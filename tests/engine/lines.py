@@ -1,9 +1,9 @@
 """An engine driven by hand: forwards of layers in groups, backwards in the order they are queued.
 
-    line = Line(backend, prefetch_bytes=2**16)
-    with line.chunk() as chunk:
-        y = line.group("mlp", layer, x)
-    line.reset()
+line = Line(backend, prefetch_bytes=2**16)
+with line.chunk() as chunk:
+    y = line.group("mlp", layer, x)
+line.reset()
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ class Layer(nn.Module):
         return x + torch.cat([hidden[..., 1:] * hidden[..., :-1], hidden[..., :1]], dim=-1) * x
 
 
-def run(layers: nn.ModuleList, sizes: list[int], num_warmup: int, line: Line | None) -> list[Tensor]:
+def run(
+    layers: nn.ModuleList, sizes: list[int], num_warmup: int, line: Line | None
+) -> list[Tensor]:
     """A 1F1B step; gradients of parameters and inputs, and losses."""
     layers.zero_grad()
     torch.manual_seed(len(sizes))
