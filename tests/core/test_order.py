@@ -26,6 +26,7 @@ from helpers.sessions import (
     make_backend,
     session,
     settle,
+    side_stream,
 )
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -145,7 +146,7 @@ def test_a_gathered_copy_is_ordered_with_compute(
         is_side = is_on and is_aside
         with ExitStack() as stack:
             if is_side:
-                main, side = backend.current_stream(), backend.new_stream(f"side {id(stack)}")
+                main, side = backend.current_stream(), side_stream(backend)
                 side.wait_stream(main)
                 stack.enter_context(backend.stream(side))
             y = group(leaf * 2, lambda h: view(h).sin(), is_on)
@@ -163,7 +164,7 @@ def test_a_gathered_copy_is_ordered_with_compute(
 def in_streams(backend: Any, num: int) -> list[Callable[[], Any]]:
     """Contexts of compute streams that are handed over by events: the main one and others."""
     main = backend.current_stream()
-    streams = [main, *(backend.new_stream(f"side {n}") for n in range(1, num))]
+    streams = [main, *(side_stream(backend) for _ in range(1, num))]
     last = [main]
 
     def enter(stream: Any) -> Any:

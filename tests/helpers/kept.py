@@ -90,7 +90,7 @@ class Raises(torch.autograd.Function):
     """Identity whose backward raises the error it is given."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
+    def forward(ctx: Any, x: Tensor, error: type[BaseException]) -> Tensor:
         ctx.error = error
         return x.clone()
 

@@ -8,6 +8,7 @@ check(program, "late")         # several steps; equal bits; nothing in use after
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -25,6 +26,7 @@ Program = Callable[[bool], Sequence[Tensor]]
 
 KINDS = ("late", "random:1", "random:2", "cpu", "threads")
 SIMULATED = ("late", "random:1", "random:2")
+_numbers = itertools.count()
 HOOKED = "_raw_saved_result"
 """Where the node of ``exp`` has its result, which hooks can be registered on if it has none."""
 
@@ -40,6 +42,11 @@ def make_backend(kind: str) -> Any:
 def is_simulated(backend: Any) -> bool:
     """Whether copies may be late, and streams can be made."""
     return backend.name.startswith("simulated")
+
+
+def side_stream(backend: Any) -> Any:
+    """Another compute stream of a simulated device."""
+    return backend.new_stream(f"side {next(_numbers)}")
 
 
 @contextmanager
