@@ -1,4 +1,4 @@
-"""Forks while a graph is alive; what the child and the parent do with it. Run by test_threads.py."""
+"""Forks while a graph is alive; what child and parent do with it. Run by test_threads.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from helpers.nets import Net, inputs, train
 from helpers.sessions import assert_idle, assert_same, begin_step, gradients, session
+from torch import Tensor
 
 from pp_offload import ForkedError, PipelineOffloadManager
 
@@ -33,46 +34,50 @@ def in_child(work: Callable[[], None]) -> None:
     assert os.waitstatus_to_exitcode(status) == 0, status
 
 
+def graph(net: Net, is_on: bool) -> tuple[Tensor, Tensor]:
+    """Input and loss of one microbatch."""
+    if is_on:
+        begin_step()
+    net.is_on = is_on
+    leaf = inputs(1)[0].requires_grad_()
+    return leaf, net(leaf).sum()
+
+
+def fork_on(kind: str) -> None:
+    """The child cannot use the parent's graph, and trains; the parent goes on as if alone."""
+    net, xs = Net(), inputs(3)
+    expected = train(net, xs, False, ahead=2)
+    leaf, living = graph(net, False)
+    living.backward()
+    plain = gradients(leaf)
+    net.zero_grad()
+    with session(kind):
+        assert_same(train(net, xs, True, ahead=2), expected)
+        leaf, living = graph(net, True)
+
+        def child() -> None:
+            try:
+                living.backward()
+            except ForkedError as refusal:
+                assert str(os.getpid()) in str(refusal) and str(os.getppid()) in str(refusal)
+            else:
+                raise AssertionError("a graph of the other process was used")
+            net.zero_grad()
+            for _ in range(2):
+                assert_same(train(net, xs, True, ahead=2), expected)
+            assert_idle(PipelineOffloadManager.get_instance())
+
+        in_child(child)
+        print(f"{kind}:child", flush=True)
+        living.backward()
+        assert_same(gradients(leaf), plain)
+        net.zero_grad()
+        assert_same(train(net, xs, True, ahead=2), expected)
+        print(f"{kind}:parent", flush=True)
+
+
 def main() -> None:
     """On each kind of host backend."""
     torch.set_num_threads(1)
     for kind in ("cpu", "threads"):
-        net, xs = Net(), inputs(3)
-        expected = train(net, xs, False, ahead=2)
-        (plain,) = gradients_of(net, False)
-        with session(kind):
-            assert_same(train(net, xs, True, ahead=2), expected)
-            begin_step()
-            net.is_on = True
-            leaf = xs[0].clone().requires_grad_()
-            living = net(leaf).sum()
-
-            def child() -> None:
-                try:
-                    living.backward()
-                except ForkedError as refusal:
-                    assert str(os.getpid()) in str(refusal) and str(os.getppid()) in str(refusal)
-                else:
-                    raise AssertionError("a graph of the other process was used")
-                net.zero_grad()
-                for _ in range(2):
-                    assert_same(train(net, xs, True, ahead=2), expected)
-                assert_idle(PipelineOffloadManager.get_instance())
-
-            in_child(child)
-            print(f"{kind}:child", flush=True)
-            living.backward()
-            assert_same(gradients(leaf), [plain])
-            net.zero_grad()
-            del living
-            assert_same(train(net, xs, True, ahead=2), expected)
-            print(f"{kind}:parent", flush=True)
-
-
-def gradients_of(net: Net, is_on: bool) -> list[torch.Tensor]:
-    """Of the input of one microbatch."""
-    net.is_on = is_on
-    leaf = inputs(1)[0].requires_grad_()
-    net(leaf).sum().backward()
-    net.zero_grad()
-    return gradients(leaf)
+        fork_on(kind)

@@ -274,8 +274,8 @@ def test_a_pass_without_grad_changes_nothing(kind: str) -> None:
     for evaluates in (False, True):
         with session(kind) as manager:
 
-            def evaluate() -> None:
-                if evaluates:
+            def evaluate(is_on: bool = evaluates) -> None:
+                if is_on:
                     with torch.no_grad():
                         begin_microbatch()
                         net(drawn(3, WIDTH))

@@ -1,4 +1,4 @@
-"""Promise 3: bytes live as long as autograd holds the saved tensor, however backward comes to it."""
+"""Promise 3: bytes live as long as autograd holds the saved tensor, in any kind of backward."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_host_bytes_return_when_the_graph_dies(kind: str, when: str) -> None:
 
 @kinds
 def test_device_tensors_of_a_group_die(kind: str) -> None:
-    """Nothing of the engine keeps an input or a result behind its copy, and none behind backward."""
+    """Nothing of the engine keeps the input of a group behind its backward."""
     with session(kind) as manager:
         begin_step()
         x = drawn(4, 4).requires_grad_()

@@ -1,4 +1,4 @@
-"""Promise 6: what comes back is what was saved, whatever kind of tensor it was; what stays, stays."""
+"""Promise 6: what comes back is what was saved, whatever kind of tensor it was."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_a_model_for_each_thread(kind: str, window: int) -> None:
     with frequent_switches(), session(kind, **options) as manager:
         for _ in range(3):
             off_interface.reset()
-            found = at_once([lambda n=n: run(n, True) for n in range(NUM)])
+            found = at_once([partial(run, n, True) for n in range(NUM)])
             for got, right in zip(found, expected, strict=True):
                 assert_same(got, right)
         off_interface.reset()
@@ -124,8 +125,8 @@ def test_graphs_of_one_thread_backward_in_several(kind: str) -> None:
     with frequent_switches(), session(kind) as manager:
         for _ in range(STEPS):
             off_interface.reset()
-            graphs = [microbatch(net, x, True) for net in nets]
-            found = at_once([lambda n=n: backward(nets[n], *graphs[n]) for n in range(NUM)])
+            graphs = [(net, *microbatch(net, x, True)) for net in nets]
+            found = at_once([partial(backward, *graph) for graph in graphs])
             for got, right in zip(found, expected, strict=True):
                 assert_same(got, right)
             graphs.clear()
@@ -155,7 +156,7 @@ def test_one_graph_backward_in_several_threads(kind: str) -> None:
     with frequent_switches(), session(kind) as manager:
         for _ in range(STEPS):
             leaf, ys = heads(True)
-            assert_same(at_once([lambda y=y: grad(leaf, y) for y in ys]), expected)
+            assert_same(at_once([partial(grad, leaf, y) for y in ys]), expected)
         del leaf, ys
         off_interface.reset()
         assert_idle(manager)
