@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import emulated
 import pytest
@@ -40,6 +41,9 @@ else:
         derandomize=True,
     )
     settings.load_profile("anywhere")
+
+CORE = Path(__file__).parent / "core"
+"""Tests of the promises by public names, marked ``core``."""
 
 ON_THE_HOST = ["cpu", "cpu threads", "late", "eager", "random"]
 ACCELERATORS = [
@@ -107,6 +111,13 @@ def pytest_collection() -> Iterator[object]:
     """A file that needs a package which is not installed is skipped."""
     with skips_what_needs_more():
         return (yield)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m core`` only its folder is read: reading all the others takes half a minute."""
+    if config.option.markexpr != "core" or CORE in (collection_path, *collection_path.parents):
+        return None
+    return None if collection_path in CORE.parents else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks

@@ -1,0 +1,297 @@
+"""Promise 4: whatever cuts a step off leaves nothing behind, and the next step is right."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.kept import Raises
+from helpers.nets import WIDTH, Net, inputs, train
+from helpers.sessions import (
+    assert_idle,
+    assert_no_hooks,
+    assert_same,
+    begin_microbatch,
+    begin_step,
+    drawn,
+    group,
+    session,
+)
+from torch import Tensor, nn
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import (
+    GroupStateError,
+    OffloadActivations,
+    PipelineOffloadManager,
+    fine_grained_offloading_disable_offload,
+    fine_grained_offloading_enable_offload,
+    offload_modules,
+)
+
+kinds = pytest.mark.parametrize("kind", ["late", "random:1", "threads"])
+
+
+class Boom(Exception):
+    """What goes wrong."""
+
+
+class Interrupt(BaseException):
+    """As a KeyboardInterrupt, but for certain this one."""
+
+
+errors = pytest.mark.parametrize("error", [Boom, Interrupt, KeyboardInterrupt])
+
+
+def in_the_body(x: Tensor, error: type[BaseException]) -> None:
+    h = Net()(x)
+    with off_interface(True, h, "attn") as h:
+        h.sin()
+        raise error
+
+
+def in_a_body_in_a_body(x: Tensor, error: type[BaseException]) -> None:
+    with off_interface(True, x, "attn") as h:
+        h = h.sin()
+        with off_interface(True, h, "mlp") as h:
+            h.exp()
+            raise error
+
+
+def between_start_and_commit(x: Tensor, error: type[BaseException]) -> None:
+    h = Net()(x)
+    with off_interface(True, h, "attn") as h:
+        h.sin()
+    raise error
+
+
+def behind_a_commit(x: Tensor, error: type[BaseException]) -> None:
+    y = Net()(x)
+    begin_microbatch()
+    Net()(x).sum().backward()
+    del y
+    raise error
+
+
+def in_the_managers_scope(x: Tensor, error: type[BaseException]) -> None:
+    manager = PipelineOffloadManager.get_instance()
+    with manager, manager:
+        Net()(x)
+        raise error
+
+
+def in_backward(x: Tensor, error: type[BaseException]) -> None:
+    net = Net()
+    net(Raises.apply(net(x), error)).sum().backward()
+
+
+def in_a_hook_of_backward(x: Tensor, error: type[BaseException]) -> None:
+    def fail(_: Tensor) -> None:
+        raise error
+
+    h = Net()(x)
+    h.register_hook(fail)
+    Net()(h).sum().backward()
+
+
+def in_a_module(x: Tensor, error: type[BaseException]) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x.sin()
+            raise error
+
+    model = nn.Sequential(nn.Tanh(), Fails())
+    with offload_modules(model, {"attn": ["0", "1"]}):
+        model(x)
+
+
+def in_a_context(x: Tensor, error: type[BaseException]) -> None:
+    backend = PipelineOffloadManager.get_instance().backend
+    with OffloadActivations(min_offload_size=1, backend=backend):
+        x.sin()
+        raise error
+
+
+def in_the_copy(x: Tensor, error: type[BaseException]) -> None:
+    """The device refuses a copy."""
+    backend: Any = PipelineOffloadManager.get_instance().backend
+
+    def fail(*_: object) -> None:
+        raise error
+
+    backend.copy = fail
+    try:
+        Net()(x).sum().backward()
+    finally:
+        del backend.copy
+
+
+FAILURES = [
+    in_the_body,
+    in_a_body_in_a_body,
+    between_start_and_commit,
+    behind_a_commit,
+    in_the_managers_scope,
+    in_backward,
+    in_a_hook_of_backward,
+    in_a_module,
+    in_a_context,
+    in_the_copy,
+]
+
+
+@kinds
+@errors
+@pytest.mark.parametrize("fails", FAILURES)
+def test_the_step_behind_an_aborted_one_is_right(
+    kind: str, error: type[BaseException], fails: Callable[[Tensor, type[BaseException]], None]
+) -> None:
+    """Twice in a row, behind a step that was complete; and hooks of others stay."""
+    net, seen = Net(), list[Tensor]()
+    expected = [train(net, inputs(3, step=step), False, ahead=2) for step in range(3)]
+    with session(kind) as manager:
+        assert_same(train(net, inputs(3), True, ahead=2), expected[0])
+        for _ in range(2):
+            begin_step()
+            theirs = saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t)
+            with theirs:
+                was_raised = False
+                try:
+                    fails(inputs(1)[0].requires_grad_(), error)
+                except error:
+                    was_raised = True
+                assert was_raised
+                off_interface.reset()
+                seen.clear()
+                drawn(2, 2).requires_grad_().exp()
+                assert len(seen) == 1, "the hooks of others are the innermost ones again"
+            assert_no_hooks()
+        seen.clear()
+        assert_idle(manager)
+        for step in (1, 2):
+            assert_same(train(net, inputs(3, step=step), True, ahead=2), expected[step])
+            assert_idle(manager)
+
+
+# Signals
+
+
+raise_signal = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.py_object)(
+    ("raise", ctypes.PyDLL(None))
+)
+raise_behind = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.py_object, ctypes.py_object)(
+    ("raise", ctypes.PyDLL(None))
+)
+
+
+def nodes_of(y: Tensor) -> list[Node]:
+    """All nodes of a graph."""
+    nodes: list[Node] = []
+    waiting = [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.append(node)
+            waiting += [n for n, _ in node.next_functions]
+    return nodes
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
+@pytest.mark.parametrize("kind", ["threads", "cpu"])
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_a_signal_in_backward_reaches_the_loop(
+    kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pending when a node has run and frees what it saved: no destructor swallows it."""
+    net, swallowed = Net(layers=1), list[object]()
+    expected = train(net, inputs(1), False)
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: swallowed.append(args.exc_type))
+
+    def stop(*_: object) -> None:
+        raise Interrupt
+
+    previous = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with session(kind) as manager:
+            position = 0
+            while True:
+                begin_step()
+                net.is_on = True
+                loss = net(inputs(1)[0].requires_grad_()).square().mean()
+                nodes = nodes_of(loss)
+                if position == len(nodes):
+                    break
+                if where == "before":
+                    nodes[position].register_prehook(partial(raise_signal, signal.SIGUSR1))
+                else:
+                    nodes[position].register_hook(partial(raise_behind, signal.SIGUSR1))
+                del nodes
+                with pytest.raises(Interrupt):
+                    loss.backward()
+                del loss
+                net.zero_grad()
+                assert_same(train(net, inputs(1), True), expected, f"behind node {position}")
+                position += 1
+            del loss, nodes
+            assert position > 8 and not swallowed
+            off_interface.reset()
+            assert_idle(manager)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+# Scopes
+
+
+@kinds
+def test_disabled_inside_a_scope(kind: str) -> None:
+    """Nothing moves meanwhile, no hook stays, and offload goes on behind it."""
+    with session(kind) as manager:
+        begin_step()
+        x = drawn(4, WIDTH).requires_grad_()
+        with off_interface(True, x, "attn") as h:
+            fine_grained_offloading_disable_offload()
+            y = (h * 2).sin()
+        y = off_interface.group_commit(y, name="attn")
+        y = group(y, torch.exp)
+        moved = manager.statistics().bytes_offloaded
+        fine_grained_offloading_enable_offload()
+        assert_no_hooks()
+        y = group(y, torch.cos)
+        assert manager.statistics().bytes_offloaded == moved + x.nbytes
+        y.sum().backward()
+        assert_same([x.grad], torch.autograd.grad((x * 2).sin().exp().cos().sum(), x))
+        del y, h
+        assert_idle(manager)
+
+
+@kinds
+def test_a_commit_without_a_start_says_so(kind: str) -> None:
+    with session(kind) as manager:
+        begin_step()
+        with pytest.raises(GroupStateError, match="nowhere"):
+            off_interface.group_commit(drawn(2, 2), name="nowhere")
+        assert_same(train(Net(), inputs(2), True), train(Net(), inputs(2), False))
+        assert_idle(manager)
+
+
+@kinds
+def test_a_start_without_a_commit_says_so(kind: str) -> None:
+    """At the next reset, which is done all the same."""
+    with session(kind) as manager:
+        begin_step()
+        with off_interface(True, drawn(4, 4).requires_grad_(), "forgotten") as h:
+            y = h.exp()
+        y.sum().backward()
+        with pytest.raises(GroupStateError, match="forgotten"):
+            off_interface.reset()
+        del y, h
+        assert_same(train(Net(), inputs(2), True), train(Net(), inputs(2), False))
+        assert_idle(manager)

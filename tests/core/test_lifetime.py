@@ -1,0 +1,337 @@
+"""Promise 3: bytes live as long as autograd holds the saved tensor, in any kind of backward."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.kept import GivesSaved, ReadsTwice
+from helpers.nets import Net, inputs, train
+from helpers.sessions import (
+    assert_idle,
+    assert_same,
+    begin_microbatch,
+    begin_step,
+    check,
+    drawn,
+    gradients,
+    group,
+    in_use,
+    session,
+    settle,
+)
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import PipelineOffloadManager
+
+kinds = pytest.mark.parametrize("kind", ["late", "random:3", "threads"])
+
+
+def forward(is_on: bool, seed: int = 0, parts: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+    """Input, weights, and what each part gave."""
+    leaves = [drawn(4, 4, seed=10 * seed + n).requires_grad_() for n in range(parts + 1)]
+    h, outputs = leaves[0] * 2, []
+    for number, weight in enumerate(leaves[1:]):
+        h = group(h, lambda h, w=weight: torch.tanh(h @ w).sin(), is_on, f"part {number % 2}")
+        outputs.append(h)
+    return leaves, outputs
+
+
+# Ways to go backward
+
+
+def retained(is_on: bool) -> list[Tensor]:
+    leaves, outputs = forward(is_on)
+    for is_kept in (True, True, False):
+        outputs[-1].sum().backward(retain_graph=is_kept)
+    return gradients(*leaves)
+
+
+def by_parts(is_on: bool) -> list[Tensor]:
+    """The gradient of one input after another."""
+    leaves, outputs = forward(is_on)
+    results = []
+    for leaf in leaves:
+        results += torch.autograd.grad(outputs[-1].sum(), leaf, retain_graph=True)
+    return results
+
+
+def from_the_middle(is_on: bool) -> list[Tensor]:
+    """The first parts alone, then all of them."""
+    leaves, outputs = forward(is_on)
+    for y in outputs:
+        y.sum().backward(retain_graph=True)
+    return gradients(*leaves)
+
+
+def double(is_on: bool) -> list[Tensor]:
+    leaves, outputs = forward(is_on)
+    (first,) = torch.autograd.grad(outputs[-1].sum(), leaves[0], create_graph=True)
+    first.square().sum().backward()
+    return [first.detach(), *gradients(*leaves)]
+
+
+def penalty(is_on: bool) -> list[Tensor]:
+    """The gradient of the gradients is added to the loss."""
+    leaves, outputs = forward(is_on)
+    loss = outputs[-1].sum()
+    parts = torch.autograd.grad(loss, leaves[1:], create_graph=True)
+    (loss + sum(part.square().sum() for part in parts)).backward()
+    return gradients(*leaves)
+
+
+def inputs_then_weights(is_on: bool) -> list[Tensor]:
+    leaves, outputs = forward(is_on)
+    y = outputs[-1]
+    found, parts = stage_backward_input([y], [y.detach()], [leaves[0]], iter(leaves[1:]))
+    stage_backward_weight(iter(leaves[1:]), parts)
+    return [*(g for g in found if g is not None), *gradients(*leaves[1:])]
+
+
+def reads_twice(is_on: bool) -> list[Tensor]:
+    x = drawn(4, 4).requires_grad_()
+    y = group(x * 2, ReadsTwice.apply, is_on)
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    return gradients(x)
+
+
+def gives_saved(is_on: bool) -> list[Tensor]:
+    """A view of a saved tensor outlives its node."""
+    x = drawn(4, 4).requires_grad_()
+    h = x * 2
+    y = group(h, GivesSaved.apply, is_on)
+    (gradient,) = torch.autograd.grad(y.sum(), h, retain_graph=True)
+    del y
+    return [gradient, *torch.autograd.grad(h, x, gradient)]
+
+
+def two_branches(is_on: bool) -> list[Tensor]:
+    """Groups are met in another order than the reverse of their forward."""
+    x = drawn(4, 4).requires_grad_()
+    first = group(x * 2, lambda h: h.sin().exp(), is_on, "first")
+    second = group(x * 3, lambda h: h.cos().exp(), is_on, "second")
+    third = group(first, lambda h: h.tanh().sin(), is_on, "third")
+    for y in (first * 1, second, third):
+        y.sum().backward(retain_graph=True)
+    (third * second).sum().backward()
+    return gradients(x)
+
+
+def unused_branch(is_on: bool) -> list[Tensor]:
+    """A group whose output nothing needs, and one on a path that gets no gradient."""
+    leaves, outputs = forward(is_on)
+    group(outputs[0] * 2, torch.exp, is_on, "dropped")
+    detached = group(outputs[1] * 2, torch.exp, is_on, "detached").detach()
+    (outputs[-1] * detached).sum().backward()
+    return gradients(*leaves)
+
+
+def looked_at_outside(is_on: bool) -> list[Tensor]:
+    """Saved tensors are read from their nodes, before and between backwards."""
+    leaves, outputs = forward(is_on)
+    results: list[Tensor] = []
+    for _ in range(2):
+        node: Node | None = outputs[-1].grad_fn
+        while node is not None:
+            result = getattr(node, "_saved_self", getattr(node, "_saved_result", None))
+            results += [result.detach().clone()] if isinstance(result, Tensor) else []
+            node = node.next_functions[0][0] if node.next_functions else None
+        outputs[-1].sum().backward(retain_graph=True)
+    assert len(results) > 4
+    return results + gradients(*leaves)
+
+
+def marker_output_changed(is_on: bool) -> list[Tensor]:
+    """What start and commit give may be changed in place."""
+    x = drawn(4, 4).requires_grad_()
+    h = x * 2
+    with off_interface(is_on, h, "part") as h:
+        h = h.add_(1).exp()
+    h = off_interface.group_commit(h, name="part") if is_on else h
+    y = h * 3
+    y.add_(1)
+    y.sum().backward()
+    return gradients(x)
+
+
+def input_without_grad(is_on: bool) -> list[Tensor]:
+    """The first group's input is a batch of tokens."""
+    weight, table = drawn(4, 4).requires_grad_(), drawn(9, 4)
+    tokens = torch.arange(6) % 9
+    h = group(tokens, lambda t: (table[t] @ weight).sin(), is_on)
+    group(h, lambda h: h.exp().tanh(), is_on, "next").sum().backward()
+    return gradients(weight)
+
+
+WAYS = [
+    retained,
+    by_parts,
+    from_the_middle,
+    double,
+    penalty,
+    inputs_then_weights,
+    reads_twice,
+    gives_saved,
+    two_branches,
+    unused_branch,
+    looked_at_outside,
+    marker_output_changed,
+    input_without_grad,
+]
+
+
+@kinds
+@pytest.mark.parametrize("program", WAYS)
+def test_backward_in_any_way(kind: str, program: Callable[[bool], list[Tensor]]) -> None:
+    check(program, kind, steps=3)
+
+
+# Several microbatches
+
+
+def in_flight(is_on: bool, order: Callable[[int], list[int]], num: int = 4) -> list[Tensor]:
+    """Forwards of all microbatches, then backwards in some order."""
+    graphs = []
+    for number in range(num):
+        if is_on and number:
+            begin_microbatch()
+        graphs.append(forward(is_on, seed=number))
+    for number in order(num):
+        graphs[number][1][-1].square().sum().backward()
+    return gradients(*(leaf for leaves, _ in graphs for leaf in leaves))
+
+
+ORDERS: dict[str, Callable[[int], list[int]]] = {
+    "first in": lambda num: list(range(num)),
+    "last in": lambda num: list(reversed(range(num))),
+    "mixed": lambda num: [2, 0, 3, 1],
+    "some never": lambda num: [1, 2],
+}
+
+
+@kinds
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_microbatches_in_any_order(kind: str, order: Callable[[int], list[int]]) -> None:
+    """A tag is bound to its microbatch, whichever chunk is the current one."""
+    check(lambda on: in_flight(on, order), kind, steps=3)
+
+
+@kinds
+def test_one_backward_of_several_microbatches(kind: str) -> None:
+    def program(is_on: bool) -> list[Tensor]:
+        graphs = []
+        for number in range(3):
+            if is_on and number:
+                begin_microbatch()
+            graphs.append(forward(is_on, seed=number))
+        sum(outputs[-1].square().sum() for _, outputs in graphs).backward()  # type: ignore[union-attr]
+        return gradients(*(leaf for leaves, _ in graphs for leaf in leaves))
+
+    check(program, kind)
+
+
+# Bytes come back
+
+
+@kinds
+@pytest.mark.parametrize("when", ["before", "between", "behind"])
+def test_host_bytes_return_when_the_graph_dies(kind: str, when: str) -> None:
+    """Before any backward, between two of a retained graph, and behind the last; no collector."""
+    with session(kind) as manager:
+        for _ in range(3):
+            gc.disable()
+            try:
+                begin_step()
+                leaves, outputs = forward(True)
+                settle(manager)
+                assert manager.statistics().host_bytes_in_use > 0
+                if when != "before":
+                    outputs[-1].sum().backward(retain_graph=when == "between")
+                del outputs
+                settle(manager)
+                assert not any(in_use(manager).values())
+            finally:
+                gc.enable()
+
+
+@kinds
+def test_device_tensors_of_a_group_die(kind: str) -> None:
+    """Nothing of the engine keeps the input of a group behind its backward."""
+    with session(kind) as manager:
+        begin_step()
+        x = drawn(4, 4).requires_grad_()
+        h = x * 2
+        reference = weakref.ref(h)
+        y = group(h, lambda h: h.sin().exp())
+        del h
+        settle(manager)
+        y.sum().backward()
+        del y
+        assert reference() is None
+        assert_idle(manager)
+
+
+@kinds
+def test_fifty_steps_leave_nothing(kind: str) -> None:
+    """Also of graphs that are dropped; host memory does not grow after the first steps."""
+    net = Net(layers=1)
+    with session(kind) as manager:
+        for step in range(50):
+            xs = inputs(3, step=step, rows=3 + step % 5)
+            train(net, xs, True, ahead=2)
+            begin_microbatch()
+            net(xs[0].requires_grad_())
+            assert_idle(manager)
+            if step == 10:
+                reserved = manager.statistics().host_bytes_reserved
+        assert manager.statistics().host_bytes_reserved <= 2 * reserved
+
+
+@kinds
+def test_a_thousandth_microbatch_without_reset(kind: str) -> None:
+    with session(kind) as manager:
+        for number in range(200):
+            begin_microbatch()
+            x = drawn(2, 4, seed=number % 3).requires_grad_()
+            group(x * 2, torch.sin).sum().backward()
+        assert_same(gradients(x), torch.autograd.grad((x * 2).sin().sum(), x))
+        assert_idle(manager)
+
+
+@kinds
+@pytest.mark.parametrize("end", ["reset", "reset_instance", "session"])
+def test_a_graph_outlives_its_step_and_its_manager(kind: str, end: str) -> None:
+    leaves, outputs = forward(False)
+    backward(outputs)
+    expected = gradients(*leaves)
+    with session(kind) as manager:
+        begin_step()
+        leaves, outputs = forward(True)
+        if end == "reset":
+            for _ in range(3):
+                begin_step()
+        elif end == "reset_instance":
+            PipelineOffloadManager.reset_instance()
+        if end != "session":
+            backward(outputs)
+            assert_same(gradients(*leaves), expected)
+            del outputs
+            assert_idle(manager)
+            return
+        settle(manager)
+        backend: Any = manager.backend
+    with backend.activate():
+        backward(outputs)
+    assert_same(gradients(*leaves), expected)
+
+
+def backward(outputs: list[Tensor]) -> None:
+    outputs[-1].sum().backward()

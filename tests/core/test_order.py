@@ -1,0 +1,343 @@
+"""Promise 2: each ordering hazard, on a device whose copies are as late, or as random, as they may.
+
+A missing wait reads poison, or the race detector raises; both end the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from helpers.nets import WIDTH, Net, inputs, train
+from helpers.sessions import (
+    SIMULATED,
+    Program,
+    assert_idle,
+    assert_same,
+    begin_microbatch,
+    begin_step,
+    check,
+    drawn,
+    gradients,
+    group,
+    make_backend,
+    session,
+    settle,
+    side_stream,
+)
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+
+simulated = pytest.mark.parametrize("kind", SIMULATED)
+
+# A host buffer that is read before it was written, or written before it was read
+
+
+@simulated
+@pytest.mark.parametrize("window", [0, 300, 10**6], ids=["on demand", "one part", "all ahead"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_host_bytes_are_read_behind_their_write(kind: str, window: int, parts: int) -> None:
+    """In the first iteration as in the third: each microbatch goes backward at once."""
+    net = Net([f"part {n}" for n in range(parts)], layers=1)
+    check(lambda on: train(net, inputs(3), on), kind, steps=3, prefetch_bytes=window)
+
+
+@simulated
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_a_buffer_is_reused_behind_its_last_reader(kind: str, ahead: int) -> None:
+    """Lengths change with every microbatch; the host has room for little more than a step."""
+    net = Net()
+    xs = [drawn(rows, WIDTH, seed=rows) for rows in (5, 9, 3, 7, 5, 2)]
+    options: dict[str, Any] = {"host_budget_bytes": 2**17, "max_in_flight_bytes": 0}
+    check(lambda on: train(net, xs, on, ahead=ahead), kind, steps=3, **options)
+
+
+@simulated
+def test_bytes_reloaded_and_never_used_do_not_free_their_buffer_early(kind: str) -> None:
+    """Half of a graph goes backward, the rest dies while its reload is queued; others follow."""
+
+    def program(is_on: bool) -> list[Tensor]:
+        results = []
+        for number in range(4):
+            if is_on and number:
+                begin_microbatch()
+            x = drawn(6, WIDTH, seed=number).requires_grad_()
+            first = group(x * 2, torch.sin, is_on)
+            last = group(first * 3, torch.cos, is_on)
+            results += torch.autograd.grad(last.sum(), first, retain_graph=True)
+        return results
+
+    check(program, kind, prefetch_bytes=10**6)
+
+
+@simulated
+def test_idle_host_memory_is_given_back_behind_its_copies(kind: str) -> None:
+    with session(kind) as manager:
+        begin_step()
+        y = group(drawn(6, WIDTH).requires_grad_() * 2, torch.sin)
+        del y
+        manager.release_idle_memory()
+        assert_idle(manager)
+        manager.backend.check()
+
+
+# A source that is let go before its copy has run
+
+
+@simulated
+@pytest.mark.parametrize("cap", [0, 200, "auto"])
+def test_a_source_lives_until_its_copy_has_run(kind: str, cap: int | str) -> None:
+    """Nothing else holds it, and the next tensors may get its memory."""
+
+    def program(is_on: bool) -> list[Tensor]:
+        x = h = drawn(6, WIDTH).requires_grad_()
+        for number in range(4):
+            h = group(h * 2, torch.sin, is_on, f"part {number % 2}")
+            junk = [torch.full((6, WIDTH), float("nan")) for _ in range(3)]
+            del junk
+        h.sum().backward()
+        return gradients(x)
+
+    check(program, kind, max_in_flight_bytes=cap)
+
+
+@simulated
+def test_a_source_is_let_go_when_its_copy_is_done(kind: str) -> None:
+    with session(kind) as manager:
+        begin_step()
+        before = manager.backend.device_bytes
+        y = group(drawn(64, WIDTH).requires_grad_() * 2, lambda h: h.sin().sum())
+        settle(manager)
+        assert manager.statistics().bytes_in_flight == 0
+        # What is left are the leaf and the scalar, not what the group saved.
+        assert manager.backend.device_bytes - before < 2 * 64 * WIDTH * 4
+        y.backward()
+
+
+# Gathered copies
+
+
+GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda h: h[:, 1:4],
+    "offset": lambda h: h.view(-1)[3 : 3 + 4 * WIDTH].view(4, WIDTH),
+    "every second row": lambda h: h[::2],
+    "transposed": lambda h: h.t()[2:5],
+}
+
+
+@simulated
+@pytest.mark.parametrize("view", GATHERED.values(), ids=GATHERED)
+@pytest.mark.parametrize("is_aside", [False, True], ids=["one stream", "side stream"])
+def test_a_gathered_copy_is_ordered_with_compute(
+    kind: str, view: Callable[[Tensor], Tensor], is_aside: bool
+) -> None:
+    """A part of a storage; on a side stream the memory is written again behind the commit."""
+    x = drawn(9, WIDTH)
+
+    def program(is_on: bool) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        backend = PipelineOffloadManager.get_instance().backend
+        is_side = is_on and is_aside
+        with ExitStack() as stack:
+            if is_side:
+                main, side = backend.current_stream(), side_stream(backend)
+                side.wait_stream(main)
+                stack.enter_context(backend.stream(side))
+            y = group(leaf * 2, lambda h: view(h).sin(), is_on)
+        if is_side:
+            main.wait_stream(side)
+        y.sum().backward()
+        return gradients(leaf)
+
+    check(program, kind)
+
+
+# Streams
+
+
+def in_streams(backend: Any, num: int) -> list[Callable[[], Any]]:
+    """Contexts of compute streams that are handed over by events: the main one and others."""
+    main = backend.current_stream()
+    streams = [main, *(side_stream(backend) for _ in range(1, num))]
+    last = [main]
+
+    def enter(stream: Any) -> Any:
+        if stream is not last[0]:
+            stream.wait_stream(last[0])
+        last[0] = stream
+        return backend.stream(stream)
+
+    return [lambda s=stream: enter(s) for stream in streams]
+
+
+PATTERNS: dict[str, Callable[[int, bool], int]] = {
+    "all aside": lambda number, is_forward: 1,
+    "microbatches in turn": lambda number, is_forward: number % 3,
+    "backward aside": lambda number, is_forward: 0 if is_forward else 1,
+    "forward aside": lambda number, is_forward: 1 if is_forward else 0,
+}
+
+
+@simulated
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_waits_are_of_the_live_stream(kind: str, pattern: Callable[[int, bool], int]) -> None:
+    """Whichever stream computes, it waits for what comes back, and what leaves waits for it."""
+    weights = [drawn(WIDTH, WIDTH, seed=n).requires_grad_() for n in range(2)]
+
+    def program(is_on: bool, enter: Sequence[Callable[[], Any]]) -> list[Tensor]:
+        graphs = []
+        for number in range(4):
+            with enter[pattern(number, True)]():
+                if is_on:
+                    begin_microbatch()
+                h = leaf = drawn(4, WIDTH, seed=number).requires_grad_()
+                for weight in weights:
+                    h = group(h, lambda h, w=weight: torch.tanh(h @ w).sin(), is_on)
+                graphs.append((leaf, h))
+        for number, (_, h) in enumerate(graphs):
+            with enter[pattern(number, False)]():
+                h.sum().backward()
+        with enter[0]():
+            return gradients(*(leaf for leaf, _ in graphs), *weights)
+
+    expected = program(False, [nullcontext] * 3)
+    with session(kind) as manager:
+        enter = in_streams(manager.backend, 3)
+        for number in range(3):
+            off_interface.reset()
+            assert_same(program(True, enter), expected, f"step {number}")
+            assert_idle(manager)
+
+
+@simulated
+def test_a_reload_for_one_stream_is_ordered_with_another(kind: str) -> None:
+    """The graph is used twice: on a side stream, then on the main one."""
+    with session(kind) as manager:
+        enter = in_streams(manager.backend, 2)
+        begin_step()
+        x = drawn(4, WIDTH).requires_grad_()
+        y = group(x * 2, torch.sin).sum()
+        settle(manager)
+        for number in (1, 0, 1):
+            with enter[number]():
+                (got,) = torch.autograd.grad(y, x, retain_graph=True)
+        with enter[0]():
+            assert_same([got], torch.autograd.grad((x * 2).sin().sum(), x))
+
+
+@simulated
+def test_the_target_of_a_reload_belongs_to_compute(kind: str) -> None:
+    """Its memory is free as soon as compute lets go of it: nothing else may still use it."""
+    with session(kind, prefetch_bytes=10**6) as manager:
+        begin_step()
+        x = h = drawn(16, WIDTH).requires_grad_()
+        for _ in range(3):
+            h = group(h * 2, torch.sin)
+        settle(manager)
+        before = manager.backend.device_bytes
+        h.sum().backward(retain_graph=True)
+        del h
+        assert_idle(manager)
+        assert manager.backend.device_bytes <= before + x.nbytes
+        manager.backend.check()
+
+
+# Split backward, several managers, shared copies, disk
+
+
+@simulated
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_the_parts_of_a_backward(kind: str, delay: int) -> None:
+    """Gradients of inputs first, those of weights some microbatches later."""
+
+    def program(is_on: bool) -> list[Tensor]:
+        net = Net()
+        net.is_on = is_on
+        weights = list(net.parameters())
+        waiting: list[Any] = []
+        results: list[Tensor] = []
+        for x in inputs(5):
+            if is_on:
+                begin_microbatch()
+            leaf = x.clone().requires_grad_()
+            y = net(leaf)
+            grads, parts = stage_backward_input([y], [y.detach()], [leaf], iter(weights))
+            results += [g.clone() for g in grads if g is not None]
+            waiting.append(parts)
+            del y, leaf
+            if len(waiting) > delay:
+                stage_backward_weight(iter(weights), waiting.pop(0))
+        while waiting:
+            stage_backward_weight(iter(weights), waiting.pop(0))
+        return results + gradients(*weights)
+
+    check(program, kind)
+
+
+@simulated
+def test_managers_do_not_share_what_is_in_use(kind: str) -> None:
+    """Two managers on one device, both with living graphs; then on devices of their own."""
+    for is_shared in (True, False):
+        backend = make_backend(kind)
+        config = OffloadConfig(min_offloaded_tensor_size=1)
+        graphs: list[tuple[Tensor, Tensor]] = []
+        managers = []
+        with ExitStack() as stack:
+            for number in range(3):
+                if not is_shared:
+                    backend = make_backend(kind)
+                managers.append(stack.enter_context(use_backend(backend, config=config)))
+                begin_step()
+                x = drawn(5, WIDTH, seed=number).requires_grad_()
+                graphs.append((x, group(x * 2, torch.sin)))
+                settle(managers[-1])
+            for number, (x, y) in enumerate(graphs):
+                y.sum().backward()
+                z = drawn(5, WIDTH, seed=number).requires_grad_()
+                (z * 2).sin().sum().backward()
+                assert_same(gradients(x), gradients(z))
+            graphs.clear()
+            del x, y
+            for manager in managers:
+                assert_idle(manager)
+
+
+def shared_by_groups(is_on: bool) -> list[Tensor]:
+    """A table that three groups save, one after another, for two microbatches."""
+    x = drawn(5, WIDTH).requires_grad_()
+    table = (x.detach() * 3).cos()
+    results = []
+    for number in range(2):
+        if is_on and number:
+            begin_microbatch()
+        h = x * 1
+        for part in range(3):
+            view = table.t().t() if part == 1 else table
+            h = group(h, lambda h, v=view: (h * v).sin(), is_on, f"part {part}")
+        results.append(h)
+    del table, view
+    torch.autograd.backward([h.sum() for h in results])
+    return gradients(x)
+
+
+@simulated
+@pytest.mark.parametrize("window", [0, 200, "auto"])
+def test_a_copy_that_groups_share_is_there_for_each(kind: str, window: int | str) -> None:
+    check(shared_by_groups, kind, steps=3, prefetch_bytes=window)
+
+
+@simulated
+@pytest.mark.parametrize("tiers", [("disk",), ("host", "disk")], ids="+".join)
+def test_bytes_on_disk_are_ordered(kind: str, tiers: tuple[str, ...], tmp_path: Any) -> None:
+    net = Net(layers=1)
+    options: dict[str, Any] = {"tiers": tiers, "disk_dir": tmp_path}
+    if "host" in tiers:
+        options["host_budget_bytes"] = 2**16
+    program: Program = lambda on: train(net, inputs(3), on, ahead=2)  # noqa: E731
+    check(program, kind, **options)

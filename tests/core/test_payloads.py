@@ -1,0 +1,495 @@
+"""Promise 6: what comes back is what was saved, whatever kind of tensor it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers.kept import Keeps, Layers, Make, Saved, TwoParts
+from helpers.sessions import (
+    KINDS,
+    assert_idle,
+    assert_no_hooks,
+    assert_same,
+    begin_step,
+    check,
+    drawn,
+    gradients,
+    group,
+    session,
+    settle,
+    unseen,
+)
+from torch import Tensor, nn
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import (
+    PipelineOffloadManager,
+    RaceError,
+    SavedTensorModifiedError,
+    offload_modules,
+)
+
+ROWS, COLUMNS = 6, 4
+NBYTES = ROWS * COLUMNS * 4
+TWO_KINDS = ("late", "cpu")
+
+on_two = pytest.mark.parametrize("kind", TWO_KINDS)
+
+
+PAYLOADS: dict[str, Make] = {
+    "whole": lambda h: [h],
+    "transposed": lambda h: [h.t()],
+    "rest": lambda h: [h[1:]],
+    "every second row": lambda h: [h[::2]],
+    "every second column": lambda h: [h[:, ::2]],
+    "columns": lambda h: [h[:, 1:3]],
+    "offset of one": lambda h: [h.view(-1)[1:13].view(3, 4)],
+    "overlapping": lambda h: [h.as_strided((3, 4), (2, 1), 1)],
+    "diagonal": lambda h: [h.diagonal()],
+    "expanded": lambda h: [h[:1].expand(ROWS, COLUMNS), h.unsqueeze(1).expand(-1, 3, -1)],
+    "no dimension": lambda h: [h[0, 0], h.sum()],
+    "empty": lambda h: [h[:0], h.new_empty(0, 5), h],
+    "channels last": lambda h: [h.view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)],
+    "permuted": lambda h: [h.view(2, 3, 4).permute(2, 0, 1)],
+    "integers of its bytes": lambda h: [h.view(torch.int16), h.view(torch.uint8)],
+    "complex": lambda h: [torch.view_as_complex(h.view(ROWS, 2, 2)) * 1j],
+    "conjugate": lambda h: [(torch.view_as_complex(h.view(ROWS, 2, 2)) * 1j).conj()],
+    "negated": lambda h: [(torch.view_as_complex(h.view(ROWS, 2, 2)) * 1j).conj().imag],
+    "bool": lambda h: [h > 0],
+    "half and double": lambda h: [h.half(), h.bfloat16(), h.double()],
+    "integers": lambda h: [h.argsort(0), h.to(torch.int8)],
+    "eight bits": lambda h: [h.to(torch.float8_e4m3fn)],
+    "any bits": lambda h: [(h.view(torch.int32) | 0x7F800001).view(torch.float32), -(h * 0)],
+    "siblings": lambda h: [h, h.t(), h[1:], h.view(torch.int16), h[:1].expand(3, COLUMNS)],
+    "disjoint siblings": lambda h: [h[:2], h[4:], h[:, 3:]],
+    "the same twice": lambda h: [h, h, h.detach()],
+    "equal, not the same": lambda h: [h.clone(), h.clone()],
+}
+
+
+@on_two
+@pytest.mark.parametrize("make", PAYLOADS.values(), ids=PAYLOADS)
+def test_bytes_and_geometry_come_back(kind: str, make: Make) -> None:
+    """Size, stride, offset and dtype; no storage is copied twice."""
+    x = drawn(ROWS, COLUMNS)
+
+    def run(is_on: bool) -> tuple[list[Tensor], list[Saved]]:
+        leaf, came_back = x.clone().requires_grad_(), []
+        h = leaf * 1.5
+        y = group(h, lambda h: Keeps.apply(h, make, came_back), is_on)
+        del h
+        if is_on:
+            settle(PipelineOffloadManager.get_instance())
+        y.sum().backward()
+        return gradients(leaf), came_back
+
+    expected, right = run(False)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in make(x)}
+    with session(kind) as manager:
+        for _ in range(2):
+            before = manager.statistics().bytes_offloaded
+            begin_step()
+            got, came_back = run(True)
+            assert_same(got, expected)
+            assert came_back == right
+            assert_idle(manager)
+            moved = manager.statistics().bytes_offloaded - before
+            assert moved <= sum(storage.nbytes() for storage in storages.values())
+
+
+@on_two
+def test_a_storage_is_copied_once(kind: str) -> None:
+    """Several operators save it, whole and in part; two groups do."""
+
+    with session(kind) as manager:
+        begin_step()
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        h = x * 2
+        y = group(h, lambda h: h.sin() + h.cos() + h.t().square().t() + h[1:].square().sum())
+        moved = manager.statistics().bytes_offloaded
+        assert moved == NBYTES
+        y = y + group(h, torch.exp, name="other").sum()
+        assert manager.statistics().bytes_offloaded == moved + NBYTES, "h twice, or not exp(h)"
+        y.sum().backward()
+        del y, h
+        assert_idle(manager)
+
+
+@on_two
+def test_an_address_that_is_used_again_is_not_taken_for_the_old_tensor(kind: str) -> None:
+    """A tensor is saved, copied and freed; the next has its memory and is saved as well."""
+
+    def program(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        total = x.sum() * 0
+        for number in range(6):
+            h = x * float(number + 1)
+            total = total + group(h, torch.sin, is_on).sum()
+            del h
+            if is_on:
+                settle(PipelineOffloadManager.get_instance())
+        total.backward()
+        return gradients(x)
+
+    check(program, kind)
+
+
+# Changed in place
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "add": lambda t: t.add_(1),
+    "relu": lambda t: t.relu_(),
+    "through a view": lambda t: t.t()[1:].mul_(3),
+}
+changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+
+
+def sine(is_on: bool, change: Callable[[Tensor], object], when: str) -> list[Tensor]:
+    """The gradient of sin(2 x), whose input is changed at some time, or never."""
+    x = drawn(ROWS, COLUMNS, seed=3).requires_grad_()
+    h = x * 2
+    if when == "before":
+        change(h)
+    with off_interface(is_on, h, "core"):
+        y = h.sin()
+        if when == "inside":
+            change(h)
+    if when == "between":
+        change(h)
+    if is_on:
+        off_interface.group_commit(y, name="core")
+    if when == "queued":
+        change(h)
+    if when == "copied":
+        settle(PipelineOffloadManager.get_instance())
+        change(h)
+    z = y * 3
+    if when == "other":
+        change(z)
+    z.sum().backward()
+    return [z.detach(), *gradients(x)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@changes
+@pytest.mark.parametrize("when", ["inside", "between"])
+def test_changed_between_save_and_commit(
+    kind: str, change: Callable[[Tensor], object], when: str
+) -> None:
+    with pytest.raises(RuntimeError, match="inplace"):
+        sine(False, change, when)
+    with session(kind) as manager:
+        begin_step()
+        with pytest.raises(SavedTensorModifiedError) as refusal:
+            sine(True, change, when)
+        assert "core" in str(refusal.value) and f"({ROWS}, {COLUMNS})" in str(refusal.value)
+        del refusal
+        assert_no_hooks()
+        begin_step()
+        assert_same(sine(True, change, "never"), sine(False, change, "never"))
+        assert_idle(manager)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@changes
+def test_changed_while_the_copy_is_queued(kind: str, change: Callable[[Tensor], object]) -> None:
+    """It raises, or the value at save is used: never the changed one."""
+    with session(kind) as manager:
+
+        def engine_alone(tensor: Tensor) -> None:
+            with unseen(manager.backend):
+                change(tensor)
+
+        for _ in range(2):
+            begin_step()
+            try:
+                got = sine(True, engine_alone, "queued")
+            except SavedTensorModifiedError as refusal:
+                assert "core" in str(refusal) and f"({ROWS}, {COLUMNS})" in str(refusal)
+            else:
+                assert kind != "late", "the copy has run behind the change"
+                assert_same(got, sine(False, change, "never"))
+        assert_no_hooks()
+        begin_step()
+        assert_same(sine(True, change, "never"), sine(False, change, "never"))
+        assert_idle(manager)
+
+
+@on_two
+@changes
+@pytest.mark.parametrize("when", ["before", "copied", "other"])
+def test_changed_when_it_harms_nobody(
+    kind: str, change: Callable[[Tensor], object], when: str
+) -> None:
+    expected = sine(False, change, "never" if when == "copied" else when)
+    check(lambda on: sine(on, change, when), kind, expected=expected, steps=1)
+
+
+@on_two
+def test_a_copy_of_an_older_version_is_not_shared(kind: str) -> None:
+    """Two groups save one tensor, which changes in between, behind the first copy."""
+
+    def program(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        h = x * 2
+        first = group(h, torch.sin, is_on, "first")
+        if is_on:
+            settle(PipelineOffloadManager.get_instance())
+            with torch.no_grad():
+                h.add_(1)
+            second = group(h, torch.sin, is_on, "second")
+        else:
+            second = (x * 2 + 1).sin()
+            (shifted,) = torch.autograd.grad(second.sum(), x)
+            return [*torch.autograd.grad(first.sum(), x), shifted]
+        results = [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in (first, second)]
+        return results
+
+    check(program, kind, steps=1)  # later on the second group stays, and autograd refuses
+
+
+class UsesSavedAsScratch(torch.autograd.Function):
+    """The square; its backward changes what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x.mul_(2).mul_(gradient)
+
+
+@on_two
+def test_changed_by_the_backward_of_another(kind: str) -> None:
+    """It raises, or the second reader gets the value at save."""
+
+    def program(is_on: bool, is_apart: bool = False) -> list[Tensor]:
+        x, w = (drawn(ROWS, COLUMNS, seed=n).requires_grad_() for n in range(2))
+        h = x * 2
+        y = group(
+            h, lambda h: h * w + UsesSavedAsScratch.apply(h.clone() if is_apart else h), is_on
+        )
+        del h
+        if is_on:
+            settle(PipelineOffloadManager.get_instance())
+        y.sum().backward()
+        return gradients(x, w)
+
+    expected = program(False, True)
+    with session(kind) as manager:
+        begin_step()
+        try:
+            assert_same(program(True), expected)
+        except (SavedTensorModifiedError, RaceError) as refusal:
+            assert "part" in str(refusal)
+        begin_step()
+        assert_same(program(True, True), expected)
+        assert_idle(manager)
+
+
+# What never moves
+
+
+def with_linear(layers: Layers, h: Tensor) -> Tensor:
+    return layers.linear(h)
+
+
+def with_views(layers: Layers, h: Tensor) -> Tensor:
+    return h @ layers.scale.t() + h * layers.scale[0] + h @ layers.scale[1:, :].t().mean() * 1
+
+
+def with_detached(layers: Layers, h: Tensor) -> Tensor:
+    return h @ layers.scale.detach().t() * layers.linear.weight.data[0]
+
+
+def with_embedding(layers: Layers, h: Tensor) -> Tensor:
+    return F.embedding(torch.arange(ROWS).view(2, 3) % COLUMNS, layers.scale).sum() * 2 + h
+
+
+def with_buffer(layers: Layers, h: Tensor) -> Tensor:
+    return (h @ layers.table) * layers.table[0] + h @ layers.table.t()
+
+
+USES = [with_linear, with_detached, with_embedding, with_buffer]
+
+
+@on_two
+@pytest.mark.parametrize("use", USES)
+def test_no_byte_of_a_parameter_or_buffer_moves(
+    kind: str, use: Callable[[Layers, Tensor], Tensor]
+) -> None:
+    """Nor of their views: only what the layer's input and its results are."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = Layers(COLUMNS)
+
+        def forward(self, h: Tensor) -> Tensor:
+            return use(self.layers, h)
+
+    model = nn.Sequential(Part())
+
+    def program(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        model(x * 2).sum().backward()
+        return gradients(x, *model.parameters())
+
+    expected = program(False)
+    with session(kind) as manager, offload_modules(model, {"part": "0"}):
+        begin_step()
+        assert_same(program(True), expected)
+        moved = manager.statistics().bytes_offloaded
+        kept = {with_linear: 1, with_detached: 1, with_embedding: 1, with_buffer: 0}[use]
+        assert moved in (0, NBYTES, 2 * 3 * 8)[: kept + 2]
+        assert_idle(manager)
+
+
+@on_two
+def test_marked_tensors_stay_with_their_views(kind: str) -> None:
+    with session(kind) as manager:
+        results = []
+        for is_on in (False, True):
+            begin_step()
+            x = drawn(ROWS, COLUMNS).requires_grad_()
+            h, other = x * 2, x * 3
+            off_interface.mark_not_offloadable(h)
+            y = group(h, lambda h, o=other: h.sin() + h.t().cos().t() + o.sin(), is_on)
+            assert manager.statistics().bytes_offloaded == is_on * other.nbytes
+            y.sum().backward()
+            results.append(gradients(x))
+        assert_same(*results)
+
+
+@on_two
+def test_small_and_foreign_tensors_stay(kind: str) -> None:
+    """Below the threshold in elements; on another device."""
+    with session(kind, min_offloaded_tensor_size=10) as manager:
+        off_interface.reset()
+        off_interface.init_chunk_handler(None, None, ROWS * COLUMNS)
+        came_back: list[Saved] = []
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        y = group(x * 2, lambda h: Keeps.apply(h, lambda h: [h[:, :3].clone(), h], came_back))
+        assert manager.statistics().bytes_offloaded == NBYTES
+        meta = torch.empty(2, 3, device="meta", requires_grad=True)
+        group(meta * 2, torch.sin)
+        assert manager.statistics().bytes_offloaded == NBYTES
+        y.sum().backward()
+        assert [saved.size for saved in came_back] == [(ROWS, 3), (ROWS, COLUMNS)]
+
+
+# Forced release
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forced_tensor_is_emptied_behind_its_copy(kind: str) -> None:
+    with session(kind) as manager:
+        for _ in range(2):
+            begin_step()
+            x = drawn(ROWS, COLUMNS).requires_grad_()
+            held = x * 2
+            with off_interface(True, held, "part") as h:
+                y = h.sin()
+            del h
+            y = off_interface.group_commit(y, name="part", forced_released_tensors=[held])
+            settle(manager)
+            y.sum().backward()
+            got = gradients(x)
+            del y, held
+            (x * 2).sin().sum().backward()
+            assert_same(got, gradients(x))
+            assert_idle(manager)
+
+
+@on_two
+def test_a_forced_tensor_keeps_what_others_read(kind: str) -> None:
+    """A view that is not in the group, and one that a later group saves."""
+
+    def program(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        held = x * 2
+        sibling = held[1:]
+        y = group(held, torch.sin, is_on, **({"forced_released_tensors": [held]} if is_on else {}))
+        if is_on:
+            settle(PipelineOffloadManager.get_instance())
+        z = group(sibling, torch.cos, is_on, "later")
+        copy = sibling.detach().clone()
+        (y.sum() + z.sum()).backward()
+        return [copy, *gradients(x)]
+
+    check(program, kind)
+
+
+@on_two
+def test_a_forced_tensor_whose_memory_is_not_torchs_stays(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    array = numpy.ones((ROWS, COLUMNS), dtype=numpy.float32)
+    with session(kind) as manager, caplog.at_level(logging.WARNING, "pp_offload"):
+        begin_step()
+        held, w = torch.from_numpy(array), drawn(ROWS, COLUMNS).requires_grad_()
+        y = group(held, lambda h: h * w, forced_released_tensors=[held])
+        settle(manager)
+        assert held.eq(1).all()
+        y.sum().backward()
+        assert_same(gradients(w), [held])
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) <= 1
+
+
+# Wrapper subclasses
+
+
+def two_parts() -> Any:
+    return TwoParts(drawn(ROWS, COLUMNS, seed=1), drawn(ROWS, COLUMNS, seed=2))
+
+
+def dtensor() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(drawn(ROWS, COLUMNS), init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@on_two
+@pytest.mark.parametrize("make", [two_parts, dtensor])
+def test_a_wrapper_comes_back_as_what_it_was(kind: str, make: Callable[[], Any]) -> None:
+    """Its inner tensors move, no more bytes than they have."""
+
+    def program(is_on: bool) -> list[Tensor]:
+        with torch.no_grad():
+            wrapped = make()
+        if make is dtensor:
+            leaf = wrapped.requires_grad_()
+            y = group(leaf * 2, torch.sin, is_on)
+            y.full_tensor().sum().backward()
+            (gradient,) = gradients(leaf)
+            return [gradient.to_local()]
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        y = group(x * 2, lambda h: h * wrapped, is_on)
+        y.sum().backward()
+        return gradients(x)
+
+    with one_rank():
+        check(program, kind)

@@ -1,0 +1,301 @@
+"""One test of each product on the engine, and groups together with PyTorch's checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.nets import ROWS, WIDTH
+from helpers.sessions import (
+    assert_idle,
+    assert_same,
+    begin_step,
+    drawn,
+    gradients,
+    group,
+    make_backend,
+    session,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from pp_offload import (
+    OffloadActivations,
+    OffloadHiddenStates,
+    OffloadModel,
+    checkpoint,
+    checkpoint_wrapper,
+    offload_layers,
+)
+
+kinds = pytest.mark.parametrize("kind", ["late", "random:1", "threads"])
+
+LAYERS = 4
+
+
+class Block(nn.Module):
+    """A layer that asks for a checkpoint as those of Hugging Face do."""
+
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.sigmoid(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(self.compute, x)
+        return self.compute(x)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(*(Block() for _ in range(LAYERS)))
+
+
+def step(
+    model: Callable[[Tensor], Tensor],
+    parameters: Callable[[], Any],
+    around: Any = None,
+    ahead: int = 2,
+) -> list[Tensor]:
+    """Two microbatches in flight; losses and gradients."""
+    graphs = []
+    for number in range(ahead):
+        x = drawn(ROWS, WIDTH, seed=number).requires_grad_()
+        with around if around is not None else torch.enable_grad():
+            graphs.append((x, model(x).square().mean()))
+    results: list[Tensor] = []
+    for x, loss in graphs:
+        loss.backward()
+        results += [loss.detach(), *gradients(x)]
+    return results + gradients(*parameters())
+
+
+@kinds
+@pytest.mark.parametrize("stash", [1, 5])
+def test_offload_activations(kind: str, stash: int) -> None:
+    model = make_model()
+    expected = step(model, model.parameters)
+    backend = make_backend(kind)
+    with backend.activate():
+        context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=stash, backend=backend)
+        for number in range(3):
+            assert_same(step(model, model.parameters, context), expected, f"step {number}")
+            assert context.statistics().bytes_offloaded > 0
+            assert_idle(context)
+
+
+@kinds
+def test_checkpoints_whose_inputs_leave(kind: str) -> None:
+    """By the function and by the wrapper."""
+    plain = make_model()
+    expected = step(plain, plain.parameters)
+    backend = make_backend(kind)
+    with backend.activate():
+
+        def by_function(x: Tensor) -> Tensor:
+            for layer in plain:
+                x = checkpoint(layer, x, offload_inputs=True, min_offload_size=1, backend=backend)
+            return x
+
+        wrapped = make_model()
+        for number, layer in enumerate(wrapped):
+            wrapped[number] = checkpoint_wrapper(layer, offload_to_cpu=True, backend=backend)
+        for number in range(3):
+            assert_same(step(by_function, plain.parameters), expected, f"step {number}")
+            assert_same(step(wrapped, wrapped.parameters), expected, f"step {number}")
+
+
+@kinds
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_offload_model(kind: str, is_recomputed: bool) -> None:
+    """Parameters wait on the host; after an optimizer step the next one is right as well."""
+    plain, inner = make_model(), make_model()
+    backend = make_backend(kind)
+    with backend.activate():
+        model = OffloadModel(
+            inner,
+            backend.device,
+            num_slices=2,
+            checkpoint_activation=is_recomputed,
+            backend=backend,
+        )
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+        for number in range(3):
+            results = []
+            for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                x = drawn(ROWS, WIDTH, seed=number).requires_grad_()
+                loss = trained(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                results.append(
+                    [loss.detach(), *gradients(x), *(p.detach() for p in trained.parameters())]
+                )
+                optimizer.zero_grad()
+            assert_same(results[1], results[0], f"step {number}")
+
+
+class Body(nn.Module):
+    """Layers under a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x * 2)
+
+
+@kinds
+@pytest.mark.parametrize("num_resident", [1, 2])
+@pytest.mark.parametrize("frozen_only", [False, True])
+def test_offload_layers(kind: str, num_resident: int, frozen_only: bool) -> None:
+    plain = Body()
+    if frozen_only:
+        for block in plain.layers:
+            block.up.requires_grad_(False)  # type: ignore[union-attr]
+    model = copy.deepcopy(plain)
+    expected = step(plain, plain.parameters)
+    backend = make_backend(kind)
+    with backend.activate():
+        with offload_layers(model, "layers", frozen_only, num_resident, backend=backend):
+            for number in range(3):
+                assert_same(step(model, model.parameters), expected, f"step {number}")
+        assert_same(step(model, model.parameters), expected, "closed")
+
+
+@kinds
+def test_offload_hidden_states(kind: str) -> None:
+    """What checkpointed layers are given leaves, and nothing else."""
+    model = make_model()
+    expected = step(model, model.parameters)
+    backend = make_backend(kind)
+    for layer in model:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(torch_checkpoint, use_reentrant=False)
+    with backend.activate():
+        context = OffloadHiddenStates(model, min_offload_size=1, backend=backend)
+        for number in range(3):
+            before = context.statistics().bytes_offloaded
+            assert_same(step(model, model.parameters, context), expected, f"step {number}")
+            moved = context.statistics().bytes_offloaded - before
+            assert 0 < moved <= 2 * LAYERS * ROWS * WIDTH * 4
+            assert_idle(context)
+
+
+# With PyTorch's checkpoints
+
+
+def region(body: Callable[[Tensor], Tensor], x: Tensor, **options: Any) -> Tensor:
+    return torch_checkpoint(body, x, use_reentrant=False, **options)
+
+
+def sines(h: Tensor) -> Tensor:
+    return h.mul(2).sin().tanh()
+
+
+def group_is_all(x: Tensor, is_on: bool, **options: Any) -> Tensor:
+    return region(lambda h: group(h, sines, is_on), x, **options)
+
+
+def group_at_the_start(x: Tensor, is_on: bool, **options: Any) -> Tensor:
+    return region(lambda h: group(h, sines, is_on).exp().cos(), x, **options)
+
+
+def group_in_the_middle(x: Tensor, is_on: bool, **options: Any) -> Tensor:
+    return region(lambda h: group(h.exp(), sines, is_on).cos().sin(), x, **options)
+
+
+def group_at_the_end(x: Tensor, is_on: bool, **options: Any) -> Tensor:
+    return region(lambda h: group(h.exp().cos(), sines, is_on), x, **options)
+
+
+def two_groups(x: Tensor, is_on: bool, **options: Any) -> Tensor:
+    return region(
+        lambda h: group(group(h, sines, is_on, "a").exp(), sines, is_on, "b"), x, **options
+    )
+
+
+def nested_regions(x: Tensor, is_on: bool, **options: Any) -> Tensor:
+    inner = partial(group_in_the_middle, is_on=is_on, **options)
+    return region(lambda h: inner(group(h, sines, is_on, "outer")).cos(), x, **options)
+
+
+def group_around(x: Tensor, is_on: bool, **options: Any) -> Tensor:
+    return group(x, lambda h: region(sines, h.cos(), **options).exp(), is_on)
+
+
+def groups_on_both_sides(x: Tensor, is_on: bool, **options: Any) -> Tensor:
+    x = group(x, sines, is_on, "before")
+    x = region(lambda h: group(h, sines, is_on, "inside").cos(), x, **options)
+    return group(x, sines, is_on, "behind")
+
+
+def context_around(x: Tensor, is_on: bool, **options: Any) -> Tensor:
+    from pp_offload import PipelineOffloadManager
+
+    if not is_on:
+        return region(sines, x.cos(), **options).exp()
+    backend = PipelineOffloadManager.get_instance().backend
+    with OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=backend):
+        return region(sines, x.cos(), **options).exp()
+
+
+REGIONS = [
+    group_is_all,
+    group_at_the_start,
+    group_in_the_middle,
+    group_at_the_end,
+    two_groups,
+    nested_regions,
+    group_around,
+    groups_on_both_sides,
+    context_around,
+]
+
+
+@pytest.mark.parametrize("kind", ["late", "threads"])
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("program", REGIONS)
+def test_groups_and_checkpoint_regions(
+    kind: str, early_stop: bool, program: Callable[..., Tensor]
+) -> None:
+    """Gradients are right; whether a group inside a region offloads is not said."""
+
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, WIDTH).requires_grad_()
+        h = program(x * 3, is_on, early_stop=early_stop)
+        h = program(h, is_on, early_stop=early_stop)
+        h.square().sum().backward()
+        return gradients(x)
+
+    expected = run(False)
+    with session(kind) as manager:
+        for number in range(3):
+            begin_step()
+            assert_same(run(True), expected, f"step {number}")
+            assert_idle(manager)
+
+
+@pytest.mark.parametrize("kind", ["late", "threads"])
+def test_a_group_in_a_reentrant_region(kind: str) -> None:
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, WIDTH).requires_grad_()
+        h = torch_checkpoint(lambda h: group(h, sines, is_on).cos(), x * 3, use_reentrant=True)
+        h.square().sum().backward()
+        return gradients(x)
+
+    expected = run(False)
+    with session(kind) as manager:
+        for number in range(3):
+            begin_step()
+            assert_same(run(True), expected, f"step {number}")
+            assert_idle(manager)

@@ -1,0 +1,326 @@
+"""Schedules and Megatron's markers: chunks, virtual stages, delayed groups, and real pipelines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.nets import ROWS, WIDTH, Net, inputs, train
+from helpers.sessions import (
+    assert_idle,
+    assert_same,
+    begin_microbatch,
+    begin_step,
+    check,
+    drawn,
+    gradients,
+    session,
+    settle,
+)
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+import pp_offload
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import (
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
+    OffloadConfig,
+    PipelineOffloadManager,
+    attach,
+    fine_grained_offloading_group_commit,
+    fine_grained_offloading_group_flush_delayed_groups,
+    fine_grained_offloading_group_start,
+    offload_modules,
+    summary_table,
+)
+from pp_offload.compat import megatron
+
+LIMIT_S = 300
+
+kinds = pytest.mark.parametrize("kind", ["late", "random:1", "threads"])
+
+# Orders of one rank
+
+
+@kinds
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("last_first", [False, True], ids=["fifo", "lifo"])
+def test_pipeline_orders_of_virtual_stages(
+    kind: str, stages: int, ahead: int, last_first: bool
+) -> None:
+    nets = [Net(("attn",), layers=1 + n % 2, seed=n) for n in range(stages)]
+    options = {"ahead": ahead, "last_first": last_first}
+    check(lambda on: train(nets, inputs(4), on, **options), kind, steps=3)  # type: ignore[arg-type]
+
+
+@kinds
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+def test_groups_that_stay_by_a_plan(kind: str, fraction: float) -> None:
+    """Which do changes what moves, never what is computed."""
+    net = Net(layers=3)
+    check(lambda on: train(net, inputs(3), on), kind, activation_offload_fraction=fraction, steps=4)
+
+
+@kinds
+def test_the_backward_queue_of_virtual_stages(kind: str) -> None:
+    """The last stage goes backward first; looking does not take."""
+    with session(kind) as manager:
+        net = Net(("attn",), layers=3)
+        net.is_on = True
+        off_interface.reset()
+        chunks, graphs = [], []
+        for stage in range(2):
+            begin_microbatch(2, stage)
+            chunks.append(manager.cur_forward_chunk())
+            graphs.append(net(drawn(ROWS, WIDTH, seed=stage).requires_grad_()))
+        assert chunks[0] is not chunks[1]
+        manager.flush()
+        for chunk in reversed(chunks):
+            assert manager.front_backward_chunk("attn") is chunk
+            assert manager.front_backward_chunk("mlp") is None
+            assert manager.pop_backward_chunk("attn") is chunk
+        assert manager.pop_backward_chunk() is None
+        for y in graphs:
+            y.sum().backward()
+        del y
+        graphs.clear()
+        chunks.clear()
+        del chunk
+        assert_idle(manager)
+
+
+# Markers
+
+
+def by_interface(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    with off_interface(True, x, name) as x:
+        y = compute(x)
+    return off_interface.group_commit(y, name=name)
+
+
+def by_functions(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    x = fine_grained_offloading_group_start(x, name)
+    with off_interface.get_context(True):
+        y = compute(x)
+    return fine_grained_offloading_group_commit(y, name)
+
+
+def by_autograd_functions(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    chunk = PipelineOffloadManager.get_instance().cur_forward_chunk()
+    x = FineGrainedOffloadingGroupStartFunction.apply(x, chunk, name)
+    with PipelineOffloadManager.get_instance():
+        y = compute(x)
+    return FineGrainedOffloadingGroupCommitFunction.apply(y, chunk, name, None, False)
+
+
+def delayed(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    with off_interface(True, x, name) as x:
+        y = compute(x)
+    return off_interface.group_commit(y, name=name, delay_offload=True)
+
+
+def switched_off(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    with off_interface(False, x, name) as x:
+        return compute(x)
+
+
+MARKERS = [by_interface, by_functions, by_autograd_functions, delayed]
+
+
+def marked(mark: Callable[..., Tensor] | None) -> list[Tensor]:
+    """Four groups, the last two of which are delayed if any are."""
+    x = h = drawn(ROWS, WIDTH).requires_grad_()
+    for number in range(4):
+        compute: Callable[[Tensor], Tensor] = lambda h: h.mul(2).sin().tanh()  # noqa: E731
+        h = compute(h) if mark is None else mark(h, f"part {number % 2}", compute)
+    fine_grained_offloading_group_flush_delayed_groups()
+    h.sum().backward()
+    return gradients(x)
+
+
+@kinds
+@pytest.mark.parametrize("mark", [*MARKERS, switched_off])
+def test_markers(kind: str, mark: Callable[..., Tensor]) -> None:
+    moves = mark is not switched_off
+    check(lambda on: marked(mark if on else None), kind, moves=moves, steps=3)
+
+
+@kinds
+def test_a_commit_keeps_the_structure_of_outputs(kind: str) -> None:
+    with session(kind):
+        begin_step()
+        x = drawn(ROWS, WIDTH).requires_grad_()
+        for make in (lambda h: (h, h * 2), lambda h: [h], lambda h: {"y": h}):
+            with off_interface(True, x, "part") as h:
+                y = make(h.sin())
+            assert off_interface.group_commit(y, name="part") is y
+
+
+@kinds
+def test_delayed_groups_leave_at_the_flush(kind: str) -> None:
+    """Or at the next step, if their graph is still alive."""
+    with session(kind) as manager:
+        begin_step()
+        x = drawn(ROWS, WIDTH).requires_grad_()
+        y = delayed(delayed(x, "first", torch.sin) * 2, "second", torch.exp)
+        assert manager.statistics().bytes_offloaded == 0
+        fine_grained_offloading_group_flush_delayed_groups()
+        moved = manager.statistics().bytes_offloaded
+        assert moved > 0
+        settle(manager)
+        y.sum().backward()
+        assert_same(gradients(x), torch.autograd.grad((x.sin() * 2).exp().sum(), x))
+        delayed(x * 3, "third", torch.cos).sum().backward()
+        off_interface.reset()
+        assert manager.statistics().bytes_offloaded == moved, "its graph was dead"
+        del y
+        assert_idle(manager)
+
+
+@kinds
+def test_groups_that_overlap(kind: str) -> None:
+    """Start a, start b, commit a, commit b; a name that is open for two microbatches."""
+
+    def program(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, WIDTH).requires_grad_()
+        first, second = off_interface(is_on, x, "a"), off_interface(is_on, x, "b")
+        with first, second:
+            y = (x * 2).sin()
+        z = y.exp()
+        if is_on:
+            z = off_interface.group_commit(z, name="a")
+            z = off_interface.group_commit(z, name="b")
+            begin_microbatch()
+        with off_interface(is_on, x, "a"):
+            z = z * (x * 3).cos()
+        if is_on:
+            off_interface.group_commit(z, name="a")
+        z.sum().backward()
+        return gradients(x)
+
+    check(program, kind)
+
+
+def by_main(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """As Megatron's main branch calls it."""
+    part = megatron.FineGrainedActivationOffloadingInterface(True, x, name)
+    with part as x:
+        y = compute(x)
+    return part.group_offload(y)
+
+
+@kinds
+def test_the_face_of_megatrons_main_branch(kind: str) -> None:
+    expected = marked(None)
+    with session(kind) as manager:
+        for _ in range(3):
+            megatron.FineGrainedActivationOffloadingInterface.reset()
+            megatron.FineGrainedActivationOffloadingInterface.init_chunk_handler(
+                pp_rank=0,
+                vp_size=None,
+                vp_stage=None,
+                min_offloaded_tensor_size=1,
+                delta_offload_bytes_across_pp_ranks=0,
+                activation_offload_fraction=1.0,
+            )
+            assert_same(marked(by_main), expected)
+            assert_idle(manager)
+        assert manager.statistics().bytes_offloaded > 0
+
+
+# By module names, and real pipelines
+
+
+@kinds
+@pytest.mark.parametrize("patterns", [{"act": ["1", "3"]}, {"all": "*"}], ids=["some", "all"])
+def test_groups_by_module_names(kind: str, patterns: Any) -> None:
+    torch.manual_seed(0)
+    parts: Sequence[nn.Module] = (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(*parts, nn.Tanh())
+
+    def program(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, WIDTH).requires_grad_()
+        with offload_modules(model, patterns) if is_on else torch.enable_grad():
+            model(x * 2).square().sum().backward()
+        return gradients(x, *model.parameters())
+
+    check(program, kind, steps=3)
+
+
+def test_a_schedule_on_one_rank() -> None:
+    """Attached and detached; the module is what it was."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        x, names = drawn(8, WIDTH), list(model.state_dict())
+        results = []
+        for is_on in (False, True, False):
+            stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+            schedule = ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
+            config = OffloadConfig(min_offloaded_tensor_size=1)
+            handle = attach(schedule, {"act": "1"}, config) if is_on else None
+            losses: list[Tensor] = []
+            schedule.step(x, target=x, losses=losses)
+            results.append([*(loss.detach() for loss in losses), *gradients(*model.parameters())])
+            if handle is not None:
+                assert handle.manager.statistics().bytes_offloaded > 0
+                handle.detach()
+                assert_idle(handle.manager)
+        assert_same(results[1], results[0])
+        assert_same(results[2], results[0])
+        assert list(model.state_dict()) == names
+    finally:
+        dist.destroy_process_group()
+        PipelineOffloadManager.reset_instance()
+
+
+def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
+    """1F1B, interleaved and ZBV, with evaluations between steps, and the table over the ranks."""
+    here = Path(__file__).parent
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path]),
+    }
+    logs = [(tmp_path / f"{rank}.txt").open("w+") for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(here / "pipeline_rank.py")],
+            env={**env, "RANK": str(rank)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [rank.wait(LIMIT_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    said = "\n".join((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert codes == [0, 0], said
+    assert said.count("done") == 2
+
+
+def test_the_table_without_ranks_or_groups() -> None:
+    """Of one process; reset holds no collective."""
+    with session("late"):
+        off_interface.reset()
+        assert "rank" in summary_table()
+        assert pp_offload.summary_table is summary_table

@@ -1,0 +1,220 @@
+"""Several threads through one manager, and a fork: right in every bit, or a clear error.
+
+The simulated device follows one thread, so these run on the host with copies inline or on threads.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.nets import Net, inputs, train
+from helpers.sessions import (
+    assert_idle,
+    assert_no_hooks,
+    assert_same,
+    begin_microbatch,
+    begin_step,
+    gradients,
+    session,
+)
+from torch import Tensor
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import PipelineOffloadManager
+
+LIMIT_S = 300
+"""Nothing here takes a second; behind this it hangs."""
+
+NUM = 4
+STEPS = 5
+
+kinds = pytest.mark.parametrize("kind", ["cpu", "threads"])
+
+
+def at_once(work: list[Callable[[], Any]]) -> list[Any]:
+    """What each returns, run on threads that begin together; the first error of any."""
+    results: list[Any] = [None] * len(work)
+    failures: list[BaseException] = []
+    start = threading.Barrier(len(work), timeout=LIMIT_S)
+
+    def run(number: int) -> None:
+        try:
+            start.wait()
+            results[number] = work[number]()
+            assert_no_hooks()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(len(work))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), "a thread hangs"
+    for failure in failures:
+        raise failure
+    return results
+
+
+@contextmanager
+def frequent_switches() -> Iterator[None]:
+    """Threads take turns so often that few lines run without another thread in between."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def microbatch(net: Net, x: Tensor, is_on: bool) -> tuple[Tensor, Tensor]:
+    """Input and loss."""
+    net.is_on = is_on
+    if is_on:
+        begin_microbatch()
+    leaf = x.clone().requires_grad_()
+    return leaf, net(leaf).square().mean()
+
+
+def backward(net: Net, leaf: Tensor, loss: Tensor) -> list[Tensor]:
+    loss.backward()
+    return [*gradients(leaf), *gradients(*net.parameters())]
+
+
+@kinds
+@pytest.mark.parametrize("window", [2**12, 2**20])
+def test_a_model_for_each_thread(kind: str, window: int) -> None:
+    """All within one step, each with lengths of its own."""
+    xs = [[inputs(1, step=step, rows=2 + step + n)[0] for step in range(STEPS)] for n in range(NUM)]
+    nets = [Net(seed=n) for n in range(NUM)]
+
+    def run(number: int, is_on: bool) -> list[Tensor]:
+        results: list[Tensor] = []
+        for x in xs[number]:
+            results += backward(nets[number], *microbatch(nets[number], x, is_on))
+        return results
+
+    expected = [run(n, False) for n in range(NUM)]
+    options: dict[str, Any] = {"prefetch_bytes": window, "max_in_flight_bytes": window}
+    with frequent_switches(), session(kind, **options) as manager:
+        for _ in range(3):
+            off_interface.reset()
+            found = at_once([partial(run, n, True) for n in range(NUM)])
+            for got, right in zip(found, expected, strict=True):
+                assert_same(got, right)
+        off_interface.reset()
+        assert manager.statistics().bytes_offloaded > 0
+        assert_idle(manager)
+
+
+@kinds
+def test_graphs_of_one_thread_backward_in_several(kind: str) -> None:
+    nets = [Net(seed=n) for n in range(NUM)]
+    (x,) = inputs(1)
+    expected = [backward(net, *microbatch(net, x, False)) for net in nets]
+    with frequent_switches(), session(kind) as manager:
+        for _ in range(STEPS):
+            off_interface.reset()
+            graphs = [(net, *microbatch(net, x, True)) for net in nets]
+            found = at_once([partial(backward, *graph) for graph in graphs])
+            for got, right in zip(found, expected, strict=True):
+                assert_same(got, right)
+            graphs.clear()
+        off_interface.reset()
+        assert_idle(manager)
+
+
+@kinds
+def test_one_graph_backward_in_several_threads(kind: str) -> None:
+    """Heads on one trunk: its saved tensors are asked for by all threads."""
+    net = Net()
+    (x,) = inputs(1)
+
+    def heads(is_on: bool) -> tuple[Tensor, list[Tensor]]:
+        net.is_on = is_on
+        if is_on:
+            begin_step()
+        leaf = x.clone().requires_grad_()
+        h = net(leaf)
+        return leaf, [(h * (n + 1)).square().sum() for n in range(NUM)]
+
+    def grad(leaf: Tensor, y: Tensor) -> Tensor:
+        return torch.autograd.grad(y, leaf, retain_graph=True)[0]
+
+    leaf, ys = heads(False)
+    expected = [grad(leaf, y) for y in ys]
+    with frequent_switches(), session(kind) as manager:
+        for _ in range(STEPS):
+            leaf, ys = heads(True)
+            assert_same(at_once([partial(grad, leaf, y) for y in ys]), expected)
+        del leaf, ys
+        off_interface.reset()
+        assert_idle(manager)
+
+
+@kinds
+@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+def test_evaluation_beside_training(kind: str, without_grad: Callable[[], Any]) -> None:
+    """Of the same model: as many bytes leave as without it."""
+    net = Net()
+    (x,) = inputs(1)
+    expected = backward(net, *microbatch(net, x, False))
+    with torch.no_grad():
+        right = net(x)
+
+    def evaluate() -> list[Tensor]:
+        with without_grad():
+            return [net(x).clone() for _ in range(STEPS)]
+
+    def step() -> list[Tensor]:
+        begin_step()
+        return backward(net, *microbatch(net, x, True))
+
+    net.is_on = True
+    with frequent_switches(), session(kind) as manager:
+        moved = []
+        for is_beside in (False, True, True, True):
+            before = manager.statistics().bytes_offloaded
+            off_interface.reset()
+            step()  # a warm-up of the same kind each time
+            found = at_once([step, evaluate] if is_beside else [step])
+            moved.append(manager.statistics().bytes_offloaded - before)
+            assert_same(found[0], expected)
+            assert_same(found[1] if is_beside else [], [right] * STEPS * is_beside)
+        assert moved[1] == moved[2] == moved[3]
+        off_interface.reset()
+        assert_idle(manager)
+
+
+def test_a_forked_process(tmp_path: Path) -> None:
+    """It trains; a graph of its parent raises ForkedError there, and is good in the parent."""
+    tests = Path(__file__).parent.parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "import forked; forked.main()"],
+        env={**env, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), env["PYTHONPATH"]])},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == [
+        f"{k}:{w}" for k in ("cpu", "threads") for w in ("child", "parent")
+    ]
+
+
+def test_a_manager_made_in_a_thread_is_the_one_of_the_process() -> None:
+    (found,) = at_once([PipelineOffloadManager.get_instance])
+    assert found is PipelineOffloadManager.get_instance()
+    net = Net()
+    assert_same(train(net, inputs(2), True), train(net, inputs(2), False))

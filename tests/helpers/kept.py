@@ -1,0 +1,141 @@
+"""Operators that save what a test wants saved, and tell what came back.
+
+came_back: list[Saved] = []
+y = Keeps.apply(x, lambda h: [h, h.t()], came_back)     # came_back is filled in backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from helpers.sessions import as_bytes
+
+Make = Callable[[Tensor], Sequence[Tensor]]
+
+
+class Saved(NamedTuple):
+    """A saved tensor as backward got it."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    flags: tuple[bool, bool]
+    data: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Saved:
+        """Everything that a kernel could see of it."""
+        flags = tensor.is_conj(), tensor.is_neg()
+        size, stride = tuple(tensor.shape), tensor.stride()
+        return cls(
+            tensor.dtype, size, stride, int(tensor.storage_offset()), flags, as_bytes(tensor)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Saved)
+        return self[:-1] == other[:-1] and torch.equal(self.data, other.data)
+
+
+class Keeps(torch.autograd.Function):
+    """Doubles; saves what ``make`` makes of its input, which backward notes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, make: Make, came_back: list[Saved]) -> Tensor:
+        ctx.save_for_backward(*make(x))
+        ctx.came_back = came_back
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.came_back.extend(Saved.of(t) for t in ctx.saved_tensors)
+        return gradient * 2, None, None
+
+
+class ReadsTwice(torch.autograd.Function):
+    """x * cos(x); its backward asks for its saved tensors twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.cos()
+        ctx.save_for_backward(x, y)
+        return y * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, _ = ctx.saved_tensors
+        _, y = ctx.saved_tensors
+        return gradient * (y - x * x.sin())
+
+
+class GivesSaved(torch.autograd.Function):
+    """x + 1; its backward returns a view of what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x.view_as(x)
+
+
+class Raises(torch.autograd.Function):
+    """Identity whose backward raises the error it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: type[BaseException]) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        raise ctx.error
+
+
+class TwoParts(Tensor):
+    """A wrapper subclass of two tensors of one shape, which stands for their sum."""
+
+    high: Tensor
+    low: Tensor
+
+    @staticmethod
+    def __new__(cls, high: Tensor, low: Tensor) -> TwoParts:
+        return Tensor._make_wrapper_subclass(
+            cls, high.shape, strides=high.stride(), dtype=high.dtype, device=high.device
+        )
+
+    def __init__(self, high: Tensor, low: Tensor) -> None:
+        self.high, self.low = high, low
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["high", "low"], "meta"
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: str, size: Any, stride: Any) -> TwoParts:
+        assert meta == "meta"
+        return TwoParts(inner["high"], inner["low"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].high.detach(), args[0].low.detach())
+        plain = [a.high + a.low if isinstance(a, TwoParts) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class Layers(nn.Module):
+    """Layers with parameters and buffers of each kind; what they save besides is counted."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.rand(width, width))
+        self.register_buffer("table", torch.rand(width, width))

@@ -1,0 +1,180 @@
+"""A program with offload and without, compared bit for bit, and the checks behind it.
+
+def program(is_on):            # builds its tensors, marks groups if is_on, returns tensors
+    ...
+check(program, "late")         # several steps; equal bits; nothing in use afterwards
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+
+import pp_offload.testing
+from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+
+Program = Callable[[bool], Sequence[Tensor]]
+"""Runs one step, with groups if its argument is True, and returns what it computed."""
+
+KINDS = ("late", "random:1", "random:2", "cpu", "threads")
+SIMULATED = ("late", "random:1", "random:2")
+_numbers = itertools.count()
+HOOKED = "_raw_saved_result"
+"""Where the node of ``exp`` has its result, which hooks can be registered on if it has none."""
+
+
+def make_backend(kind: str) -> Any:
+    """A fresh backend: ``cpu``, ``threads``, or a simulated one as ``order`` or ``order:seed``."""
+    if kind in ("cpu", "threads"):
+        return CpuBackend(inline_bytes=256 * 1024 if kind == "cpu" else 0)
+    order, _, seed = kind.partition(":")
+    return pp_offload.testing.SimulatedBackend(order, seed=int(seed or 0))
+
+
+def is_simulated(backend: Any) -> bool:
+    """Whether copies may be late, and streams can be made."""
+    return backend.name.startswith("simulated")
+
+
+def side_stream(backend: Any) -> Any:
+    """Another compute stream of a simulated device."""
+    return backend.new_stream(f"side {next(_numbers)}")
+
+
+@contextmanager
+def session(kind: str = "late", **options: Any) -> Iterator[PipelineOffloadManager]:
+    """A manager of its own, for tensors of any size."""
+    config = OffloadConfig(**{"min_offloaded_tensor_size": 1, **options})
+    with use_backend(make_backend(kind), config=config) as manager:
+        yield manager
+
+
+def begin_step() -> None:
+    """A step of one microbatch on one stage."""
+    off_interface.reset()
+    begin_microbatch()
+
+
+def begin_microbatch(stages: int = 1, stage: int = 0) -> None:
+    """The forward of a microbatch begins."""
+    off_interface.init_chunk_handler(stages, stage, 1)
+
+
+def group(
+    x: Tensor,
+    compute: Callable[[Tensor], Any],
+    is_on: bool = True,
+    name: str = "part",
+    **commit: Any,
+) -> Any:
+    """``compute(x)`` as one group, committed at once."""
+    with off_interface(is_on, x, name) as x:
+        y = compute(x)
+    return off_interface.group_commit(y, name=name, **commit) if is_on else y
+
+
+def check(
+    program: Program,
+    kind: str = "late",
+    *,
+    steps: int = 2,
+    moves: bool = True,
+    expected: Sequence[Tensor] | None = None,
+    **options: Any,
+) -> None:
+    """Run ``program`` with offload on a backend and compare it with the run without.
+
+    Args:
+        program: Runs with and without offload.
+        kind: See :func:`make_backend`.
+        steps: With offload; the first is the warm-up.
+        moves: Whether bytes have to be offloaded.
+        expected: Results without offload; ``program(False)`` if None.
+        options: Of the engine.
+    """
+    expected = program(False) if expected is None else expected
+    with session(kind, **options) as manager:
+        for number in range(steps):
+            before = manager.statistics().bytes_offloaded
+            begin_step()
+            assert_same(program(True), expected, f"step {number}")
+            if moves and number == 0:
+                assert manager.statistics().bytes_offloaded > before, "nothing was offloaded"
+            assert_idle(manager)
+        off_interface.reset()
+        assert_idle(manager)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements as bytes, so that NaN equals NaN and -0.0 differs from 0.0."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).clone()
+
+
+def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor], where: str = "") -> None:
+    """All tensors have the same bits, shapes and dtypes."""
+    assert len(got) == len(expected), where
+    for number, (a, b) in enumerate(zip(got, expected, strict=True)):
+        at = f"{where}, tensor {number} of {len(got)}"
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), at
+        assert torch.equal(as_bytes(a), as_bytes(b)), f"{at} is\n{a}\nexpected\n{b}"
+
+
+def assert_idle(owner: Any) -> None:
+    """No saved tensor lives, its bytes are back, and no hook is installed.
+
+    Args:
+        owner: Of ``statistics()``.
+    """
+    if any(in_use(owner).values()):
+        # Autograd's queue keeps what is left of a graph whose backward raised until the next one.
+        torch.ones((), requires_grad=True).backward()
+        gc.collect()  # an exception holds frames, and they hold tensors
+        assert not any(in_use(owner).values()), in_use(owner)
+    assert_no_hooks()
+
+
+def in_use(owner: Any) -> dict[str, int]:
+    """What has to be zero when no graph is alive."""
+    statistics = owner.statistics()
+    names = "host_bytes_in_use", "disk_bytes_in_use", "live_tensors", "bytes_reloaded_unused"
+    return {name: getattr(statistics, name) for name in names}
+
+
+def assert_no_hooks() -> None:
+    """Autograd saves a tensor itself: no pair of saved-tensor hooks is on this thread's stack."""
+    y = torch.ones(2, 2, requires_grad=True).exp()
+    getattr(y.grad_fn, HOOKED).register_hooks(lambda t: t, lambda t: t)  # raises if there are some
+
+
+def unseen(backend: Any) -> AbstractContextManager[object]:
+    """Operators that the simulated device does not see, so that the engine alone has to notice."""
+    return no_dispatch() if is_simulated(backend) else nullcontext()
+
+
+def settle(manager: PipelineOffloadManager) -> None:
+    """All copies have run, and the engine knows."""
+    for _ in range(2):
+        manager.backend.synchronize()
+        manager.statistics()
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Random numbers, the same for the same seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(*tensors: Tensor) -> list[Tensor]:
+    """The gradients, which are taken away; zero elements where there is none."""
+    results = [torch.zeros(0) if t.grad is None else t.grad.clone() for t in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    return results
