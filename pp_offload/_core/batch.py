@@ -46,6 +46,11 @@ class Reload:
 class Leaving(NamedTuple):
     """What a copy to the host reads, until it has run."""
 
+    batch: weakref.ref[Batch]
+    """Weakly: its host memory is free when autograd lets go, with an event for the next owner."""
+
+    offloaded: Event
+    nbytes: int
     sources: Sequence[Tensor]
     watched: Sequence[Tensor]
     """Tensors that share the memory of the sources: whoever changes one changes a source."""

@@ -11,15 +11,18 @@ import logging
 import weakref
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.mover import Mover
 from pp_offload._core.payloads import Payloads, collect
+from pp_offload._core.saved import Saved
 from pp_offload._core.shared import SharedCopies, restored_from
 from pp_offload._core.tiers import Tier
 from pp_offload._core.window import Order, Window
 from pp_offload._transfer.tensors import Eligibility, StorageSet
-from pp_offload.backends import Backend
+from pp_offload.backends import Backend, Stream
 from pp_offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -51,22 +54,22 @@ class Engine:
         self.is_torn = False
         self._has_warned = False
 
-    def open(self, name: str, min_numel: int) -> Group:
-        """Open a group: what its ``pack`` saves from now on belongs to it."""
-        mover = self.mover
-        # What is computed here and not saved, a later forward may save: NOTE [ Keep-alive ].
-        mover.in_flight.streams.follow(self.current_stream())
-        return Group(name, self, min_numel)
+    def follow(self, stream: Stream) -> None:
+        """A forward computes on this stream, and sources may be allocated there."""
+        streams = self.mover.in_flight.streams
+        if stream not in streams.known:
+            streams.follow(stream)
 
     def payloads(self, group: Group) -> Payloads:
         """What may leave of an open group, which counts it."""
-        payloads = collect(group.saved)
-        group.sizes = payloads.sizes
+        payloads = collect(group.saved_refs)
+        group.counts.num_tensors = len(payloads.sizes)
+        group.counts.nbytes = sum(payloads.sizes)
         return payloads
 
     def keep(self, group: Group) -> None:
         """The group stays on the device."""
-        group.close(GroupState.KEPT)
+        group.move_to(GroupState.KEPT)
 
     def send(self, group: Group, payloads: Payloads) -> None:
         """Queue the copies of what no other group has sent, and close the group.
@@ -83,10 +86,10 @@ class Engine:
                 if shared:
                     self._borrow(group, payloads, shared)
                 is_kept = batch is None and not shared
-                group.close(GroupState.KEPT if is_kept else GroupState.OFFLOADED)
-                self.window.expect(group.copied_bytes)
+                group.move_to(GroupState.KEPT if is_kept else GroupState.OFFLOADED)
+                self.window.expect(group.counts.copied_bytes)
             if mover.in_flight.queue:
-                mover.keep_bounded(group.copied_bytes)
+                mover.keep_bounded(group.counts.copied_bytes)
         except BaseException:
             self.is_torn = True
             raise
@@ -100,7 +103,7 @@ class Engine:
             return None
         self.shared.add(own, batch)
         group.batch = weakref.ref(batch)
-        group.copied_bytes = sum(own.sizes)
+        group.counts.copied_bytes = sum(own.sizes)
         for index, members in enumerate(own.members):
             for saved in members:
                 saved.batch, saved.index = batch, index
@@ -117,13 +120,26 @@ class Engine:
                 saved.batch, saved.index = batch, index
                 saved.tensor = saved.wrapper = None
 
+    def offload(self, tensor: Tensor, group_type: type[Group] = Group) -> Saved:
+        """Offload one tensor by itself; it lives off the device as long as what is returned."""
+        group = group_type("tensor", self, 0)
+        saved = Saved(tensor, group)
+        group.streams.append(self.current_stream())
+        group.saved_refs.append(weakref.ref(saved))
+        self.send(group, self.payloads(group))
+        return saved
+
+    def check_freed(self) -> list[str]:
+        """With ``verify=True``: what groups committed since the last call did not free."""
+        return []
+
     def _warn(self, group: Group, failure: MemoryError) -> None:
         logger.log(
             logging.DEBUG if self._has_warned else logging.WARNING,
             "group '%s' stays on the device: its %d bytes find no room off it (%s); other groups "
             "may follow, without another warning",
             group.name,
-            sum(group.sizes),
+            group.counts.nbytes,
             str(failure),
         )
         self._has_warned = True

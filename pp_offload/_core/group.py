@@ -35,6 +35,19 @@ class GroupState(enum.Enum):
     KEPT = "kept on the device"
 
 
+class Counts:
+    """What a group has to move, and what it moved."""
+
+    num_tensors: int = 0
+    """Payloads that may leave, whether or not the plan lets them."""
+
+    nbytes: int = 0
+    """Bytes of those payloads."""
+
+    copied_bytes: int = 0
+    """Bytes that it copied itself: fewer, if another group had copied some of them."""
+
+
 class Group:
     """Tensors saved between a start and its commit.
 
@@ -45,29 +58,27 @@ class Group:
 
     Attributes:
         key: Its place in the step, if it has one.
-        is_reached: Whether backward has asked for one of its tensors.
+        is_used: Whether backward has asked for one of its tensors.
         has_failed: Whether an exception came out of its forward, as far as a context around it saw.
-        saved: What autograd saved, weakly, in order, while the group is open.
+        saved_refs: What autograd saved, weakly, in order, while the group is open.
         streams: The compute streams that saved it.
         batch: Its own, weakly, once it has left.
         borrowed: Payloads of other groups' batches that hold tensors of this one, too.
-        sizes: Bytes of what may leave, once it is committed, whether or not the plan lets it.
-        copied_bytes: Bytes that it copied itself.
+        counts: What it has to move, once it is committed, and what it moved.
     """
 
     # Most groups have none, and a group is made during a forward.
     borrowed: Sequence[tuple[weakref.ref[Batch], int]] = ()
-    sizes: Sequence[int] = ()
-    copied_bytes = 0
     key: GroupKey | None = None
     has_failed = False
 
     def __init__(self, name: str, engine: Engine, min_numel: int) -> None:
         self.name = name
         self.state = GroupState.OPEN
-        self.is_reached = False
-        self.saved: list[weakref.ref[Saved]] = []
+        self.is_used = False
+        self.saved_refs: list[weakref.ref[Saved]] = []
         self.streams: list[Stream] = []
+        self.counts = Counts()
         self._engine = engine
         self._min_numel = min_numel
         self.batch: weakref.ref[Batch] | None = None
@@ -82,7 +93,7 @@ class Group:
             if stream not in self.streams:
                 self.streams.append(stream)
             saved = Saved(tensor, self)
-            self.saved.append(weakref.ref(saved))
+            self.saved_refs.append(weakref.ref(saved))
             return saved
         kind = type(tensor)
         if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
@@ -95,9 +106,9 @@ class Group:
     def is_alive(self) -> bool:
         """Whether autograd holds something that it saved here and that left or may leave."""
         refs = [self.batch, *[ref for ref, _ in self.borrowed]]
-        return any([ref is not None and ref() is not None for ref in [*refs, *self.saved]])
+        return any([ref is not None and ref() is not None for ref in [*refs, *self.saved_refs]])
 
-    def close(self, state: GroupState) -> None:
+    def move_to(self, state: GroupState) -> None:
         """It is offloaded, or kept.
 
         Raises:
@@ -109,9 +120,23 @@ class Group:
                 "an open group changes, once: commit it once"
             )
         self.state = state
-        self.saved = []
+        self.saved_refs = []
 
-    def reach(self) -> None:
+    def drop(self) -> None:
+        """Forget what was saved while it was open, as when the step was aborted."""
+        self.saved_refs.clear()
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether its forward ended well, backward used it, and nobody has committed it."""
+        return self.state is GroupState.OPEN and self.is_used and not self.has_failed
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether nobody has committed it, and no backward has used what it saved."""
+        return self.state is GroupState.OPEN and not self.is_used and bool(self.saved_refs)
+
+    def on_use(self) -> None:
         """Backward is about to use one of its tensors for the first time."""
         self._engine.window.reach(self)
 
@@ -123,7 +148,7 @@ class Group:
         batch = None if self.batch is None else self.batch()
         if batch is not None and batch.back.num_away:
             wanted.append((batch, batch.back.away()))
-        if self.borrowed and not self.is_reached:
+        if self.borrowed and not self.is_used:
             for ref, index in self.borrowed:
                 other = ref()
                 if other is not None and index in other.back.away():
@@ -136,6 +161,6 @@ class Group:
         uses = []
         if batch is not None:
             uses.append((batch, [i for i, left in enumerate(batch.back.left) if left > 0]))
-        if not self.is_reached:
+        if not self.is_used:
             uses += [(batch, [i]) for ref, i in self.borrowed if (batch := ref()) is not None]
         return uses

@@ -6,12 +6,13 @@ See NOTE [ Keep-alive ] of ``mover.py``, the only user.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from pp_offload._core.batch import Batch
+from pp_offload._core.batch import Leaving
 from pp_offload._policy.bound import Bound
 from pp_offload.backends import Backend, Event, Stream
 
@@ -20,47 +21,57 @@ MAX_STREAMS = 32
 
 
 class InFlight:
-    """Batches whose sources are kept, in the order in which their copies run.
+    """Sources of copies to the host, in the order in which the copies run.
 
     Args:
         streams: The compute streams of the device.
         bound: On their bytes.
+
+    Attributes:
+        queue: What the copies read.
+        nbytes: Their bytes.
+        then: What is done when some sources were let go, in order.
     """
 
     def __init__(self, streams: ComputeStreams, bound: Bound) -> None:
-        self.queue: deque[tuple[Batch, int]] = deque()
+        self.queue: deque[Leaving] = deque()
         self.nbytes = 0
+        self.then: deque[tuple[Leaving, Callable[[], None]]] = deque()
         self.streams = streams
         self.bound = bound
 
-    def add(self, batch: Batch, nbytes: int) -> None:
-        """Keep the sources of ``batch``, whose copy is queued next."""
-        self.queue.append((batch, nbytes))
-        self.nbytes += nbytes
+    def add(self, leaving: Leaving) -> None:
+        """Keep the sources of a copy that was queued."""
+        self.queue.append(leaving)
+        self.nbytes += leaving.nbytes
 
     def poll(self) -> None:
         """Let go of what finished copies kept. Never blocks."""
         queue = self.queue
-        while queue and queue[0][0].offloaded.query():
+        while queue and queue[0].offloaded.query():
             self.let_go_first()
 
     def let_go_first(self) -> None:
         """Let go of the oldest sources, whose copy has run, or was waited for."""
-        batch, nbytes = self.queue.popleft()
-        self.nbytes -= nbytes
-        self._let_go(batch)
-
-    def drop_last(self) -> None:
-        """The copy that was queued last has run at once."""
-        batch, nbytes = self.queue.pop()
-        self.nbytes -= nbytes
-        batch.leaving = None
-
-    @staticmethod
-    def _let_go(batch: Batch) -> None:
-        leaving, batch.leaving = batch.leaving, None
-        if leaving is not None:
+        leaving = self.queue.popleft()
+        self.nbytes -= leaving.nbytes
+        batch = leaving.batch()
+        if batch is not None:
+            batch.leaving = None
             batch.changed |= leaving.changed()
+        actions = []
+        while self.then and self.then[0][0] is leaving:
+            actions.append(self.then.popleft()[1])
+        del leaving  # or the actions would find the sources in use
+        for action in actions:
+            action()
+
+    def after_last(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when the sources of the copies queued so far were let go."""
+        if self.queue:
+            self.then.append((self.queue[-1], action))
+        else:
+            action()
 
     def is_over(self, last_bytes: int) -> bool:
         """Whether more is in flight than the bound allows, beside the group committed last."""

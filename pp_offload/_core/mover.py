@@ -24,11 +24,15 @@ NOTE [ Side streams ]
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -39,7 +43,7 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._core.tiers import Tier
 from pp_offload._policy.bound import Bound
 from pp_offload.backends import Backend, Event, Stream
-from pp_offload.errors import OffloadError, SavedTensorModifiedError
+from pp_offload.errors import ForkedError, OffloadError, SavedTensorModifiedError
 
 IN_FLIGHT_BYTES = 2**29
 """How much may be in flight where no option says so."""
@@ -59,7 +63,8 @@ class Counts:
     bytes_reloaded: int = 0
     prefetched_reloads: int = 0
     on_demand_reloads: int = 0
-    taken_back: int = 0
+    num_taken_back: int = 0
+    stalled_ms: float | None = None
 
 
 class Mover:
@@ -91,6 +96,7 @@ class Mover:
         self.arrived = Arrived()
         self.counts = Counts()
         self.window = Refill()
+        _MOVERS.add(self)
 
     # Off the device
 
@@ -127,8 +133,8 @@ class Mover:
         nbytes = sum(sizes)
         self.counts.bytes_offloaded += nbytes
         if not event.query():
-            batch.leaving = _leaving(payloads, live)  # NOTE [ Keep-alive ]
-            self.in_flight.add(batch, nbytes)
+            batch.leaving = leaving = _leaving(batch, payloads, live)
+            self.in_flight.add(leaving)  # NOTE [ Keep-alive ]
         return batch
 
     def keep_bounded(self, last_bytes: int) -> None:
@@ -157,13 +163,19 @@ class Mover:
         with self.lock:
             self.in_flight.poll()
             queue = self.in_flight.queue
-            batch = queue[0][0] if queue else None
-        if batch is None:
+            leaving = queue[0] if queue else None
+        if leaving is None:
             return
-        self.in_flight.streams.wait(batch.offloaded)  # blocks on a host: NOTE [ One lock ]
+        self.in_flight.streams.wait(leaving.offloaded)  # blocks on a host: NOTE [ One lock ]
         with self.lock:
-            if queue and queue[0][0] is batch:
+            if queue and queue[0] is leaving:
                 self.in_flight.let_go_first()
+
+    def after_copies(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when the sources of the copies queued so far were let go."""
+        with self.lock:
+            self.poll()
+            self.in_flight.after_last(action)
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
@@ -322,7 +334,28 @@ class Mover:
                 back.device[index], back.reloads[index] = source, reload
                 back.versions[index] = source._version
                 self.arrived.unused_bytes += back.sizes[index]
-                self.counts.taken_back += 1
+                self.counts.num_taken_back += 1
+
+    def join(self) -> None:
+        """Have compute wait for all copies queued so far, as the end of a capture wants."""
+        live = self.current_stream()
+        for stream in (self.backend.d2h, self.backend.h2d):
+            live.wait_event(stream.record_event())
+        self.backend.joined()
+
+    def __del__(self) -> None:
+        """Wait for copies that may still use memory which goes with the engine.
+
+        Not for all that is on their streams: garbage may be collected in the middle of a call of
+        another engine on this very thread, which has yet to queue its part on the same stream.
+        """
+        with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
+            if not self.backend.is_capturing:
+                self.current_stream()  # raises in a forked process, whose copies never end
+                for event in [leaving.offloaded for leaving in self.in_flight.queue]:
+                    event.synchronize()
+                for event in self.arrived.events():
+                    event.synchronize()
 
     def synchronize(self) -> None:
         """Block the host until all copies have run."""
@@ -330,9 +363,9 @@ class Mover:
         self.poll()
 
 
-def _leaving(payloads: Payloads, live: Stream) -> Leaving:
+def _leaving(batch: Batch, payloads: Payloads, live: Stream) -> Leaving:
     """What the copies of these payloads read; members are on the device still."""
-    sources = payloads.tensors
+    sources, nbytes = payloads.tensors, sum(payloads.sizes)
     watched: list[Tensor] = []
     versions: list[int] = []
     indices: list[int] = []
@@ -343,7 +376,10 @@ def _leaving(payloads: Payloads, live: Stream) -> Leaving:
             versions.append(member.version)
             indices.append(index)
     addresses = list(map(Tensor.data_ptr, sources))
-    return Leaving(sources, watched, versions, indices, addresses, live)
+    event = batch.offloaded
+    return Leaving(
+        weakref.ref(batch), event, nbytes, sources, watched, versions, indices, addresses, live
+    )
 
 
 def _changed(batch: Batch, index: int) -> OffloadError:
@@ -389,6 +425,16 @@ class Arrived:
         self.abandoned: deque[tuple[Tensor, Event]] = deque()
         self._backs: set[Back] = set()
 
+    def events(self) -> list[Event]:
+        """Behind copies into memory that nobody has waited for."""
+        reloads = {reload for back in self._backs for reload in back.reloads if reload is not None}
+        events = [reload.event for reload in reloads if not reload.is_there]
+        return [event for event in events if event is not None] + [e for _, e in self.abandoned]
+
+    def num_payloads(self) -> int:
+        """Payloads of living batches."""
+        return sum([len(back.sizes) for back in self._backs])
+
     def expect(self, batch: Batch) -> Back:
         """A batch leaves, and will come back."""
         back = Back.of(batch, self.gone.append)
@@ -401,6 +447,17 @@ class Arrived:
         back.num_away += 1
         self.unused_bytes -= back.sizes[index]
 
+    def expect_uses(self, back: Back, uses: Sequence[int]) -> None:
+        """A part of a backward will use each payload so often. What it will not use is put away."""
+        for index, num in enumerate(uses):
+            if num <= 0 and back.device[index] is not None:
+                reload = back.reloads[index]
+                if reload is not None:
+                    self._abandon(back.device[index], reload)
+                self.put_away(back, index)
+        back.left = list(uses)
+        back.num_away = len(back.away())
+
     def give_up(self, back: Back, live: Stream) -> None:
         """Drop what came for another stream than the live one: that one may use it no more."""
         for index, tensor in enumerate(back.device):
@@ -409,8 +466,10 @@ class Arrived:
                 self._abandon(tensor, reload)
                 self.put_away(back, index)
 
-    def _abandon(self, tensor: Tensor, reload: Reload) -> None:
-        if reload.event is not None and not reload.is_there and not reload.event.query():
+    def _abandon(self, tensor: Tensor | None, reload: Reload) -> None:
+        if tensor is None or reload.event is None or reload.is_there:
+            return
+        if not reload.event.query():
             self.abandoned.append((tensor, reload.event))
 
     def poll(self) -> None:
@@ -425,3 +484,25 @@ class Arrived:
                     self.put_away(back, index)
         while self.abandoned and self.abandoned[0][1].query():
             self.abandoned.popleft()
+
+
+_MOVERS: WeakSet[Mover] = WeakSet()
+
+
+def _after_fork() -> None:
+    """Copies, threads and files do not follow a fork: graphs of the parent raise in the child."""
+    forked = partial(_raise_forked, os.getppid(), os.getpid())
+    for mover in _MOVERS:
+        mover.lock = threading.RLock()  # a thread that does not exist here may hold the old one
+        mover.current_stream = forked  # what every copy and every use begins with
+
+
+def _raise_forked(parent: int, child: int) -> Stream:
+    raise ForkedError(
+        f"this saved tensor belongs to process {parent}, and this is process {child}, forked from "
+        "it: its copies do not follow; run forward and backward in the same process, and fork (or "
+        "start workers) when no graph is needed on the other side"
+    )
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -6,7 +6,7 @@ least half of it: q, k and v, three views of one projection, move as one payload
 view is gathered, since the bytes beside it belong to others, who may change them at any time. So
 are bytes between views that count changes apart, as the parts of ``unsafe_chunk`` do.
 
-    payloads = collect(group.saved) # copies nothing
+    payloads = collect(group.saved_refs) # copies nothing
     payloads.gather()           # views that are gathered become contiguous, on the compute stream
 """
 

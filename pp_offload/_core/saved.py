@@ -86,8 +86,8 @@ class Saved:
         """
         tensor = self.tensor  # read once: a commit on another thread may take it away
         group = self.group
-        if not group.is_reached:
-            group.reach()
+        if not group.is_used:
+            group.on_use()
         if tensor is None:
             payload = self.batch.mover.deliver(self.batch, self.index)
             return payload if self.restore is None else self.restore(payload)

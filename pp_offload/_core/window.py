@@ -63,8 +63,8 @@ class Window(Refill):
         """Backward is about to use ``group`` for the first time."""
         mover = self._mover
         with mover.lock:
-            if not group.is_reached:
-                group.is_reached = True
+            if not group.is_used:
+                group.is_used = True
                 self._order.begin(group)
             self.begin_at(group)
             if mover.in_flight.queue or mover.arrived.gone:

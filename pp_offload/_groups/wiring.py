@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+from pp_offload._common.core_switch import IS_CORE
 from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.prefetch import Prefetcher, Step
@@ -93,3 +94,7 @@ class Wiring:
     def alone(cls) -> Wiring:
         """A wiring for a chunk without a manager: with no order known, a group comes alone."""
         return cls.made(default_backend(), OffloadConfig(), Step())
+
+
+if IS_CORE:
+    from pp_offload._core.wiring import Wiring  # type: ignore[assignment]  # noqa: F811, E402

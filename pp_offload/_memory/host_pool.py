@@ -188,6 +188,12 @@ class HostPool:
         self._collect()
         return self._in_use_bytes
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in use at once since :meth:`trim`."""
+        self._collect()
+        return self._peak_bytes
+
     def settle(self) -> None:
         """Between steps: replace the slabs by fewer that hold the peak closely.
 

@@ -49,7 +49,8 @@ class Line:
 
     def group(self, name: str, forward: Callable[..., Any], *args: Any, keep: bool = False) -> Any:
         """Run a part of the forward as a group."""
-        group = self.engine.open(name, self.min_numel)
+        group = Group(name, self.engine, self.min_numel)
+        self.engine.follow(self.engine.current_stream())
         self._open.append(group)
         push_hooks(group.pack, unpack)
         try:
@@ -57,7 +58,7 @@ class Line:
         finally:
             pop_hooks()
         payloads = self.engine.payloads(group)
-        if keep or group.is_reached:
+        if keep or group.is_used:
             self.engine.keep(group)
         else:
             self.engine.send(group, payloads)

@@ -1,0 +1,296 @@
+"""One microbatch on one model chunk: its groups, from forward to backward.
+
+    group = chunk.start("mlp")          # tensors saved from here on belong to the group
+    packed = group.pack(tensor)         # pack hook
+    chunk.commit("mlp")                 # copies are queued
+    packed.unpack()                     # unpack hook; backward has reached the group
+
+NOTE [ Recorded operators ]
+    Inside ``make_fx`` the engine's copies would be part of the graph: between constants that are
+    host buffers now, and something else when the graph runs. ``torch.jit.trace`` has sizes that are
+    tensors as well, which are no numbers of bytes. Inside the transforms of ``torch.func`` memory
+    that the engine asks for is a wrapper without any. So a group that is committed there stays.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from pp_offload._common.checks import check_group_name, check_switch, checked_tensors
+from pp_offload._common.torch_private import is_transformed, records_operators
+from pp_offload._core.group import Group, GroupState
+from pp_offload._core.payloads import Payloads
+from pp_offload._core.saved import Packed
+from pp_offload._core.wiring import Wiring
+from pp_offload._policy.plan import ChunkKey, ChunkRecord, ChunkShape, GroupKey
+from pp_offload.errors import GroupStateError
+
+
+class Chunk:
+    """Offloads the groups of one chunk.
+
+    Args:
+        min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
+        wiring: What it shares with other chunks.
+        vp_stage: Virtual pipeline stage it runs.
+        microbatch: Its number in the step; counted when None.
+
+    Attributes:
+        groups: In forward order.
+        open_groups: Those started and not committed, first started first.
+        key: Its place in the step, from the start of its first group on, if it has one.
+        left_out: Groups that started while offload was disabled, and are not committed: the name of
+            each, and how many others had started before.
+        thread: Runs its forward.
+    """
+
+    group_type: ClassVar[type[Group]] = Group
+    """The class of its groups."""
+
+    def __init__(
+        self,
+        min_offloaded_tensor_size: int,
+        wiring: Wiring,
+        *,
+        vp_stage: int = 0,
+        microbatch: int | None = None,
+    ) -> None:
+        self.min_offloaded_tensor_size = min_offloaded_tensor_size
+        self.wiring = wiring
+        self.vp_stage = vp_stage
+        self.microbatch = microbatch
+        self.key: ChunkKey | None = None
+        self.groups: list[Group] = []
+        self.open_groups: list[Group] = []
+        self.thread = threading.current_thread()
+        self.left_out: list[tuple[str, int]] = []
+        # What is computed here and not saved, a later forward may save.
+        wiring.engine.follow(wiring.engine.current_stream())
+
+    # Forward
+
+    def start(self, name: str) -> Group:
+        """Open a group.
+
+        Raises:
+            GroupStateError: The chunk belongs to another thread.
+            TypeError: ``name`` is no ``str``.
+            ValueError: It is empty.
+        """
+        if type(name) is not str or not name:  # else it would be a call for each group
+            check_group_name("start", name)
+        if threading.get_ident() != self.thread.ident:
+            raise self._other_thread("start", name)
+        wiring = self.wiring
+        engine = wiring.engine
+        with engine.mover.lock:
+            engine.follow(engine.current_stream())
+            if self.key is None:
+                self.key = wiring.step.add(self, wiring.offloader.split)
+            group = self.group_type(name, engine, self.min_offloaded_tensor_size)
+            if self.key is not None:
+                group.key = GroupKey(self.key, len(self.groups))
+            self.groups.append(group)
+            self.open_groups.append(group)
+        return group
+
+    def pack(self, group: Group, tensor: Tensor) -> Packed:
+        """Save ``tensor`` in ``group``."""
+        return group.pack(tensor)
+
+    def commit(
+        self,
+        name: str,
+        forced_released_tensors: Sequence[Tensor] | None = None,
+        *,
+        delay: bool = False,
+    ) -> Group:
+        """Close the open group of this name, the innermost first, and offload it now or later.
+
+        Args:
+            name: What the group was started with.
+            forced_released_tensors: Emptied after the copy, where nobody else needs them.
+            delay: Only note the commit, for :meth:`Wiring.commit_delayed`.
+
+        Raises:
+            GroupStateError: No open group has this name, or the chunk belongs to another thread.
+            TypeError: ``name`` is no ``str``, or ``forced_released_tensors`` no list of tensors.
+            ValueError: ``name`` is empty, or ``delay`` neither True nor False.
+        """
+        if type(name) is not str or not name:
+            check_group_name("commit", name)
+        if delay is not False:
+            check_switch("delay_offload", delay)
+        released = None  # nearly always
+        if forced_released_tensors is not None:
+            released = checked_tensors("forced_released_tensors", forced_released_tensors)
+        if threading.get_ident() != self.thread.ident:
+            raise self._other_thread("commit", name)
+        if self.open_groups and self.open_groups[-1].name == name:  # nearly always
+            group = self.open_groups.pop()
+        else:
+            group = self._outer(name)
+            self.open_groups.remove(group)
+        if delay:
+            refs = [weakref.ref(tensor) for tensor in released or ()]
+            self.wiring.delayed.append(partial(self._close_delayed, group, refs))
+        else:
+            self.close(group, released)
+        return group
+
+    def leave_out(self, name: str) -> None:
+        """A group starts that is not to be, and its commit is to do nothing."""
+        self.left_out.append((name, len(self.groups)))
+
+    def was_left_out(self, name: str) -> bool:
+        """Whether the group of this name that started last was left out. That is forgotten."""
+        numbers = [number for one, number in self.left_out if one == name]
+        if not numbers:
+            return False
+        for group in self.groups[numbers[-1] :]:
+            if group.name == name and group in self.open_groups:
+                return False  # it started later, and is inside
+        self.left_out.remove((name, numbers[-1]))
+        return True
+
+    def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
+        """Offload a group that is open no more, or keep it; then release what the user named."""
+        if is_transformed() or records_operators():  # see NOTE [ Recorded operators ]
+            self._keep(group)
+        else:
+            payloads = self.wiring.engine.payloads(group)
+            if self.may_leave(group) and payloads.tensors:
+                self._send(group, payloads)
+            else:
+                self._keep(group)
+        if released and group.state is GroupState.OFFLOADED:
+            wiring = self.wiring
+            wiring.engine.mover.after_copies(wiring.release.of(released))
+
+    def _close_delayed(self, group: Group, released: Sequence[weakref.ref[Tensor]]) -> None:
+        """Close a group whose commit was delayed, which kept no tensor alive: some may be gone."""
+        self.close(group, [tensor for ref in released if (tensor := ref()) is not None])
+
+    def may_leave(self, group: Group) -> bool:
+        """Whether a group being committed leaves the device, once its bytes are counted.
+
+        Not if offload is disabled, the plan keeps it, or its backward has begun or is about to: it
+        is the last of its name in a chunk that certainly runs backward next. But also then if it is
+        larger than what a limit has room for.
+        """
+        wiring, key = self.wiring, group.key
+        if not wiring.engine.is_enabled or group.is_used:
+            return False
+        if key is None:
+            return True
+        plan, nbytes = wiring.plan, group.counts.nbytes
+        stays = plan.keeps(key, group.name, nbytes) or (
+            plan.is_last_of_its_name(key, group.name) and wiring.step.is_next(self)
+        )
+        return not stays or plan.has_no_room(key, nbytes)
+
+    def send(self, group: Group) -> None:
+        """Queue the copies of a group being committed. With no room on the host it is kept."""
+        self._send(group, self.wiring.engine.payloads(group))
+
+    def _send(self, group: Group, payloads: Payloads) -> None:
+        self.wiring.step.change()
+        self.wiring.engine.send(group, payloads)
+        split = self.wiring.offloader.split
+        if split is not None:
+            with self.wiring.lock:
+                split.follow(group)
+
+    def _keep(self, group: Group) -> None:
+        group.move_to(GroupState.KEPT)
+
+    def _other_thread(self, action: str, name: str) -> GroupStateError:
+        return GroupStateError(
+            f"{action} of group '{name}' on thread {threading.get_ident()}, but its chunk belongs "
+            f"to thread {self.thread.ident}; call init_chunk_handler on the thread that runs the "
+            "forward"
+        )
+
+    def _outer(self, name: str) -> Group:
+        """The innermost open group of this name, where the innermost of all has another."""
+        for group in reversed(self.open_groups):
+            if group.name == name:
+                return group
+        was_seen = any(group.name == name for group in self.groups)
+        raise GroupStateError(
+            f"commit of group '{name}', but "
+            + ("it was committed already" if was_seen else "no group of that name was started")
+            + f" in this chunk; open groups: {[group.name for group in self.open_groups]}; start "
+            "and commit every group once, and both where grad is enabled"
+        )
+
+    # Questions
+
+    def is_empty_chunk(self, name: str | None = None) -> bool:
+        """Whether it has no group, or none of this name."""
+        return not any(name in (None, group.name) for group in self.groups)
+
+    def visits(self) -> Iterator[Group]:
+        """Its groups in the order in which backward visits them."""
+        return reversed(self.groups)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing that its groups saved is alive."""
+        return not any(group.is_alive for group in self.groups)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a group is open, or backward has still to reach one whose tensors are alive."""
+        if any(not group.has_failed for group in self.open_groups):
+            return True
+        return any(not group.is_used and group.is_alive for group in self.groups)
+
+    def is_finished(self, name: str | None = None) -> bool:
+        """Whether backward has reached every group (of this name) that saved something."""
+        left = [one for one in self.groups if not one.is_used and one.counts.num_tensors]
+        return not any(name in (None, group.name) for group in left)
+
+    def record(self, key: ChunkKey) -> ChunkRecord:
+        """What it did as chunk ``key`` of the step."""
+        names, sizes = [g.name for g in self.groups], [g.counts.nbytes for g in self.groups]
+        shape = ChunkShape(key, tuple(names), tuple(sizes))
+        record = ChunkRecord(shape, Counter(), Counter(), Counter(), Counter())
+        cut_off = self._cut_off()
+        for group in self.groups:
+            record.copied_bytes[group.name] += group.counts.copied_bytes
+            record.num_tensors[group.name] += group.counts.num_tensors
+            if group in cut_off:
+                record.num_cut_off[group.name] += 1
+            else:
+                record.num_open[group.name] += group.state is GroupState.OPEN
+        return record
+
+    def _cut_off(self) -> list[Group]:
+        """Groups in which the forward raised, which explains that nobody has committed them.
+
+        Between a start and its commit there need be no context that sees an exception. But then the
+        forward did not go on behind them, and no backward came.
+        """
+        found = [group for group in self.groups if group.has_failed]
+        for group in reversed(self.groups):
+            if not (group.has_failed or group.is_left_behind):
+                break
+            found.append(group)
+        return found
+
+    def reset(self) -> None:
+        """Forget all groups. Tensors autograd still holds stay good."""
+        for group in self.groups:
+            if group.state is GroupState.OPEN:
+                group.drop()
+        self.groups.clear()
+        self.open_groups.clear()
+        self.key = None  # a forward that goes on, on another thread, is part of the next step
