@@ -28,7 +28,7 @@ from pp_offload import OffloadConfig, summary_table, use_backend
 PART = ROWS * WIDTH * 4
 """Bytes of one activation."""
 
-kinds = pytest.mark.parametrize("kind", ["late", "random:1", "threads"])
+kinds = pytest.mark.parametrize("kind", ["late", "threads"])
 simulated = pytest.mark.parametrize("kind", ["late", "random:1"])
 
 

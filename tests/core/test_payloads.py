@@ -306,10 +306,6 @@ def with_linear(layers: Layers, h: Tensor) -> Tensor:
     return layers.linear(h)
 
 
-def with_views(layers: Layers, h: Tensor) -> Tensor:
-    return h @ layers.scale.t() + h * layers.scale[0] + h @ layers.scale[1:, :].t().mean() * 1
-
-
 def with_detached(layers: Layers, h: Tensor) -> Tensor:
     return h @ layers.scale.detach().t() * layers.linear.weight.data[0]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.nets import Net, inputs, train
+from helpers.nets import Net, inputs
 from helpers.sessions import (
     assert_idle,
     assert_no_hooks,
@@ -30,7 +30,6 @@ from helpers.sessions import (
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager
 
 LIMIT_S = 300
 """Nothing here takes a second; behind this it hangs."""
@@ -211,10 +210,3 @@ def test_a_forked_process(tmp_path: Path) -> None:
     assert done.stdout.split() == [
         f"{k}:{w}" for k in ("cpu", "threads") for w in ("child", "parent")
     ]
-
-
-def test_a_manager_made_in_a_thread_is_the_one_of_the_process() -> None:
-    (found,) = at_once([PipelineOffloadManager.get_instance])
-    assert found is PipelineOffloadManager.get_instance()
-    net = Net()
-    assert_same(train(net, inputs(2), True), train(net, inputs(2), False))

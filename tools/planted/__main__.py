@@ -27,7 +27,7 @@ from planted.seam import SEAM  # noqa: E402
 
 FAULTS = {**SEAM, **EDITS}
 
-HANG_S = 900
+HANG_S = 600
 """No run takes a tenth of it; a test that hangs has seen the fault."""
 
 FAILED = 1
