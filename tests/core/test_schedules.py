@@ -280,6 +280,6 @@ def test_pipelines_on_two_ranks(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    said = "\n".join((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
-    assert codes == [0, 0], said
-    assert said.count("done") == 2
+    logs_text = "\n".join((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert codes == [0, 0], logs_text
+    assert logs_text.count("done") == 2
