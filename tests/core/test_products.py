@@ -32,7 +32,7 @@ from pp_offload import (
     offload_layers,
 )
 
-kinds = pytest.mark.parametrize("kind", ["late", "random:1", "threads"])
+kinds = pytest.mark.parametrize("kind", ["late", "threads"])
 
 LAYERS = 4
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.nets import Net, inputs, train
+from helpers.nets import Net, inputs
 from helpers.sessions import (
     assert_idle,
     assert_no_hooks,
@@ -30,7 +30,6 @@ from helpers.sessions import (
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager
 
 LIMIT_S = 300
 """Nothing here takes a second; behind this it hangs."""
@@ -109,8 +108,8 @@ def test_a_model_for_each_thread(kind: str, window: int) -> None:
     with frequent_switches(), session(kind, **options) as manager:
         for _ in range(3):
             off_interface.reset()
-            found = at_once([partial(run, n, True) for n in range(NUM)])
-            for got, right in zip(found, expected, strict=True):
+            results = at_once([partial(run, n, True) for n in range(NUM)])
+            for got, right in zip(results, expected, strict=True):
                 assert_same(got, right)
         off_interface.reset()
         assert manager.statistics().bytes_offloaded > 0
@@ -126,8 +125,8 @@ def test_graphs_of_one_thread_backward_in_several(kind: str) -> None:
         for _ in range(STEPS):
             off_interface.reset()
             graphs = [(net, *microbatch(net, x, True)) for net in nets]
-            found = at_once([partial(backward, *graph) for graph in graphs])
-            for got, right in zip(found, expected, strict=True):
+            results = at_once([partial(backward, *graph) for graph in graphs])
+            for got, right in zip(results, expected, strict=True):
                 assert_same(got, right)
             graphs.clear()
         off_interface.reset()
@@ -187,10 +186,10 @@ def test_evaluation_beside_training(kind: str, without_grad: Callable[[], Any]) 
             before = manager.statistics().bytes_offloaded
             off_interface.reset()
             step()  # a warm-up of the same kind each time
-            found = at_once([step, evaluate] if is_beside else [step])
+            results = at_once([step, evaluate] if is_beside else [step])
             moved.append(manager.statistics().bytes_offloaded - before)
-            assert_same(found[0], expected)
-            assert_same(found[1] if is_beside else [], [right] * STEPS * is_beside)
+            assert_same(results[0], expected)
+            assert_same(results[1] if is_beside else [], [right] * STEPS * is_beside)
         assert moved[1] == moved[2] == moved[3]
         off_interface.reset()
         assert_idle(manager)
@@ -211,10 +210,3 @@ def test_a_forked_process(tmp_path: Path) -> None:
     assert done.stdout.split() == [
         f"{k}:{w}" for k in ("cpu", "threads") for w in ("child", "parent")
     ]
-
-
-def test_a_manager_made_in_a_thread_is_the_one_of_the_process() -> None:
-    (found,) = at_once([PipelineOffloadManager.get_instance])
-    assert found is PipelineOffloadManager.get_instance()
-    net = Net()
-    assert_same(train(net, inputs(2), True), train(net, inputs(2), False))

@@ -24,8 +24,8 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 Program = Callable[[bool], Sequence[Tensor]]
 """Runs one step, with groups if its argument is True, and returns what it computed."""
 
-KINDS = ("late", "random:1", "random:2", "cpu", "threads")
-SIMULATED = ("late", "random:1", "random:2")
+KINDS = ("late", "random:1", "threads")
+SIMULATED = ("late", "random:1")
 _numbers = itertools.count()
 HOOKED = "_raw_saved_result"
 """Where the node of ``exp`` has its result, which hooks can be registered on if it has none."""

@@ -27,7 +27,7 @@ from planted.seam import SEAM  # noqa: E402
 
 FAULTS = {**SEAM, **EDITS}
 
-HANG_S = 900
+HANG_S = 600
 """No run takes a tenth of it; a test that hangs has seen the fault."""
 
 FAILED = 1
@@ -39,12 +39,12 @@ class Verdict(NamedTuple):
 
     name: str
     is_caught: bool
-    said: str
+    text: str
     seconds: float
 
     def __str__(self) -> str:
         outcome = "caught" if self.is_caught else "NOT CAUGHT"
-        return f"{self.name:<34}  {outcome:<10}  {self.seconds:5.1f} s  {self.said}"
+        return f"{self.name:<34}  {outcome:<10}  {self.seconds:5.1f} s  {self.text}"
 
 
 def run(name: str | None, tests: tuple[str, ...]) -> tuple[int, str]:
@@ -66,15 +66,15 @@ def judge(name: str, tests: tuple[str, ...] | None = None) -> Verdict:
     """Whether a fault is caught, and by which test."""
     start = time.perf_counter()
     status, output = run(name, tests or FAULTS[name].tests)
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, flags=re.MULTILINE)
-    is_caught = (status == FAILED and found is not None) or status < 0  # a crash
+    failure = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, flags=re.MULTILINE)
+    is_caught = (status == FAILED and failure is not None) or status < 0  # a crash
     if is_caught:
-        said = found[1] if found else f"a crash by signal {-status}"
+        text = failure[1] if failure else f"a crash by signal {-status}"
     elif status == 0:
-        said = FAULTS[name].why
+        text = FAULTS[name].why
     else:
-        said = f"status {status}: {output.strip()[-300:]}"
-    return Verdict(name, is_caught, said, time.perf_counter() - start)
+        text = f"status {status}: {output.strip()[-300:]}"
+    return Verdict(name, is_caught, text, time.perf_counter() - start)
 
 
 def main() -> int:
