@@ -98,6 +98,7 @@ class ActivationStash:
         """Begin the forward of a microbatch, and offload what the last one left here."""
         if self._owner != current():
             self._start_in_child()
+        self._wiring.renew_if_torn()
         self.send()
         with self._wiring.lock:
             self._step.forget_finished()

@@ -24,6 +24,7 @@ from pp_offload._core.window import Order, Window
 from pp_offload._transfer.tensors import Eligibility, StorageSet
 from pp_offload.backends import Backend, Stream
 from pp_offload.config import OffloadConfig
+from pp_offload.errors import OffloadError
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,12 @@ class Engine:
         group.counts.nbytes = sum(payloads.sizes)
         return payloads
 
+    def tear(self, failure: BaseException) -> None:
+        """An exception comes through the engine's own code. Its own errors leave the books right;
+        any other may have come between two lines that belong together.
+        """
+        self.is_torn |= not isinstance(failure, OffloadError)
+
     def keep(self, group: Group) -> None:
         """The group stays on the device."""
         group.move_to(GroupState.KEPT)
@@ -90,8 +97,8 @@ class Engine:
                 self.window.expect(group.counts.copied_bytes)
             if mover.in_flight.queue:
                 mover.keep_bounded(group.counts.copied_bytes)
-        except BaseException:
-            self.is_torn = True
+        except BaseException as failure:
+            self.tear(failure)
             raise
 
     def _copy(self, group: Group, own: Payloads) -> Batch | None:

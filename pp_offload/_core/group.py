@@ -53,7 +53,7 @@ class Group:
 
     Args:
         name: The user's name for it, such as ``mlp_norm``.
-        engine: Offloads it.
+        engine: Offloads it, even if the next step has another one.
         min_numel: Smaller tensors stay on the device. In elements.
 
     Attributes:
@@ -79,13 +79,13 @@ class Group:
         self.saved_refs: list[weakref.ref[Saved]] = []
         self.streams: list[Stream] = []
         self.counts = Counts()
-        self._engine = engine
+        self.engine = engine
         self._min_numel = min_numel
         self.batch: weakref.ref[Batch] | None = None
 
     def pack(self, tensor: Tensor) -> Packed:
         """The pack hook: save ``tensor`` here; of a wrapper, the tensors inside it."""
-        engine = self._engine
+        engine = self.engine
         if self.state is not GroupState.OPEN or not engine.is_enabled:
             return Resident(tensor)
         if engine.eligibility.admits(tensor, self._min_numel):
@@ -138,7 +138,7 @@ class Group:
 
     def on_use(self) -> None:
         """Backward is about to use one of its tensors for the first time."""
-        self._engine.window.reach(self)
+        self.engine.window.reach(self)
 
     # What is to come back
 

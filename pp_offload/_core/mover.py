@@ -199,20 +199,21 @@ class Mover:
         sources: list[Tensor] = []
         for batch, indices in wanted:
             back, tensors = batch.back, batch.place.tensors
+            if len(indices) == len(tensors) == back.num_away:  # nearly always, and in C
+                begun = [torch.empty_like(source, device=device) for source in tensors]
+                back.device[:] = begun
+                back.reloads[:] = [reload] * len(begun)
+                back.versions[:] = [-1] * len(begun)
+                back.num_away = 0
+                targets += begun
+                sources += tensors
+                continue
             for index in indices:
-                if back.device[index] is not None:
-                    continue  # wanted twice: by its own group, and by one that borrows it
-                source = tensors[index]
-                target = torch.empty_like(source, device=device)
-                back.device[index] = target
-                back.reloads[index] = reload
-                back.versions[index] = -1
-                if back.left[index] > 0:
-                    back.num_away -= 1
-                else:  # used up before, and asked for again
-                    back.left[index] = batch.uses[index]
-                sources.append(source)
-                targets.append(target)
+                if back.device[index] is None:  # not wanted twice, as by a group that borrows it
+                    target = torch.empty_like(tensors[index], device=device)
+                    self.arrived.put(back, index, target, reload, batch.uses[index])
+                    targets.append(target)
+                    sources.append(tensors[index])
         nbytes = sum([target.nbytes for target in targets])
         self.arrived.unused_bytes += nbytes
         self.counts.bytes_reloaded += nbytes
@@ -327,11 +328,7 @@ class Mover:
         reload = Reload(live, None, is_there=True)
         for index, source in enumerate(leaving.sources):
             if back.device[index] is None and index not in batch.changed:
-                if back.left[index] > 0:
-                    back.num_away -= 1
-                else:
-                    back.left[index] = batch.uses[index]
-                back.device[index], back.reloads[index] = source, reload
+                self.arrived.put(back, index, source, reload, batch.uses[index])
                 back.versions[index] = source._version
                 self.arrived.unused_bytes += back.sizes[index]
                 self.counts.num_taken_back += 1
@@ -440,6 +437,14 @@ class Arrived:
         back = Back.of(batch, self.gone.append)
         self._backs.add(back)  # a weak reference calls nobody unless it lives itself
         return back
+
+    def put(self, back: Back, index: int, tensor: Tensor, reload: Reload, num_uses: int) -> None:
+        """A payload is on the device, or on its way, for so many uses if it was used up before."""
+        back.device[index], back.reloads[index], back.versions[index] = tensor, reload, -1
+        if back.left[index] > 0:
+            back.num_away -= 1
+        else:
+            back.left[index] = num_uses
 
     def put_away(self, back: Back, index: int) -> None:
         """A payload that has further uses leaves the device; it will come again."""

@@ -71,30 +71,31 @@ def collect(refs: Iterable[weakref.ref[Saved]]) -> Payloads:
     the device as they were saved.
     """
     payloads = Payloads()
-    by_storage: dict[int, list[Saved]] = {}
+    by_storage: dict[int, tuple[UntypedStorage, list[Saved]]] = {}
     for ref in refs:
         saved = ref()
         if saved is None or (tensor := saved.tensor) is None or tensor._version != saved.version:
             continue
         if saved.wrapper is not None and is_pending(saved.wrapper):
             continue  # a collective has still to fill it
-        key = tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
+        key = storage._cdata
         if key in by_storage:
-            by_storage[key].append(saved)
+            by_storage[key][1].append(saved)
         else:
-            by_storage[key] = [saved]
-    for members in by_storage.values():
+            by_storage[key] = storage, [saved]
+    for storage, members in by_storage.values():
         tensor = members[0].tensor
         assert tensor is not None
-        storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+        nbytes, num_bytes = tensor.nbytes, storage.nbytes()
         # Nearly always. A dimension of size 1 may have any stride, which a copy would not keep.
-        is_whole = nbytes == storage.nbytes() and tensor.is_contiguous()
+        is_whole = nbytes == num_bytes and tensor.is_contiguous()
         if is_whole and len(members) == 1 and 1 not in tensor.shape:
             payloads.tensors.append(tensor)
             payloads.members.append(members)
             payloads.sizes.append(nbytes)
             payloads.storages.append(storage)
-        elif storage.nbytes():  # else its owner emptied it, and will fill it again, as FSDP does
+        elif num_bytes:  # else its owner emptied it, and will fill it again, as FSDP does
             _add_views(payloads, members, storage)
     return payloads
 

@@ -86,11 +86,15 @@ class Saved:
         """
         tensor = self.tensor  # read once: a commit on another thread may take it away
         group = self.group
-        if not group.is_used:
-            group.on_use()
-        if tensor is None:
-            payload = self.batch.mover.deliver(self.batch, self.index)
-            return payload if self.restore is None else self.restore(payload)
+        try:
+            if not group.is_used:
+                group.on_use()
+            if tensor is None:
+                payload = self.batch.mover.deliver(self.batch, self.index)
+                return payload if self.restore is None else self.restore(payload)
+        except BaseException as failure:
+            group.engine.tear(failure)
+            raise
         if tensor._version != self.version:
             raise modified(tensor, self.version, group.name)
         return tensor

@@ -56,7 +56,7 @@ class SplitBackward:
 
     def __init__(self, inner: Any, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> None:
         self.chunks = chunks
-        self._mover = inner.mover
+        self._transfer = inner
         self._step = inner.step
         self._is_keeping = is_keeping
         self._used: dict[Visited, frozenset[int]] = {}
@@ -101,7 +101,7 @@ class SplitBackward:
             if batch is None or group.key is None:
                 continue
             uses = self._uses(group.key, batch, part)
-            self._mover.arrived.expect_uses(batch.back, uses)
+            self._transfer.mover.arrived.expect_uses(batch.back, uses)
 
     def _uses(self, key: GroupKey, batch: Batch, part: BackwardPass) -> list[int]:
         """How often the part will use each payload; with those of both where it stays between."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import SimpleNamespace
 from typing import Any
 
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
+from pp_offload._core.mover import Mover
 from pp_offload._core.tiers import HostTier
 from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.host_pool import HostPool
 from pp_offload._memory.slabs import Allocate
+from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import left_of_budget
 from pp_offload._policy.plan import Plan
 from pp_offload._transfer.listeners import Listeners
@@ -57,26 +59,50 @@ class Wiring:
         step: Any,
         allocate: Allocate | None = None,
     ) -> None:
-        budget = HostBudget(config.host_budget_bytes, RAISE_IT)
-        self.pool = HostPool(allocate or backend.allocate_host, budget, trim=backend.trim_host)
-        self.step = step
-        self.engine = engine = Engine(backend, HostTier(self.pool), step, config)
+        self.backend, self.config, self.step = backend, config, step
+        self._allocate = allocate or backend.allocate_host
         self.plan = Plan()
         self.delayed: list[Callable[[], None]] = []
-        self.release = ForcedRelease(engine.eligibility)
         self.current_stream = backend.current_stream
+        self._begin()
+        self.release = ForcedRelease(self.engine.eligibility)
         self.transfer = Transfer(self)
         self.offloader: Any = SimpleNamespace(
-            copies=engine.shared, split=None, check_freed=engine.check_freed
+            copies=Copies(self), split=None, check_freed=lambda: self.engine.check_freed()
         )
-        self.prefetcher = Prefetcher(engine)
+        self.prefetcher = Prefetcher(self)
         left = left_of_budget(config)
         if left is not None:
             num_auto = (config.max_in_flight_bytes, config.prefetch_bytes).count(AUTO)
             most = left // max(1, num_auto)
-            engine.mover.in_flight.bound.limit(max(1, most))
-            engine.window.bound.limit(most)
-            engine.window.resize()
+            self.engine.mover.in_flight.bound.limit(max(1, most))
+            self.engine.window.bound.limit(most)
+            self.engine.window.resize()
+
+    def _begin(self) -> None:
+        """A fresh engine, with memory of its own."""
+        budget = HostBudget(self.config.host_budget_bytes, RAISE_IT)
+        self.pool = HostPool(self._allocate, budget, trim=self.backend.trim_host)
+        self.engine = Engine(self.backend, HostTier(self.pool), self.step, self.config)
+
+    def renew_if_torn(self) -> None:
+        """Begin with a fresh engine, if an exception came through the code of the last one.
+
+        Graphs that live keep the old one. Copies of its own may still use memory that goes with it,
+        and which were queued is not known; so the host waits for all.
+        """
+        old = self.engine
+        if not old.is_torn or self.backend.is_capturing:
+            return
+        with suppress(Exception):  # a copy that failed is over
+            self.backend.synchronize()
+        self._begin()
+        new = self.engine
+        new.eligibility.kept, new.is_enabled = old.eligibility.kept, old.is_enabled
+        new.mover.in_flight.bound, new.window.bound = old.mover.in_flight.bound, old.window.bound
+        new.mover.counts = old.mover.counts
+        new.window.resize()
+        self.release = ForcedRelease(new.eligibility)
 
     @classmethod
     def made(
@@ -126,22 +152,39 @@ class Transfer:
     def __init__(self, wiring: Wiring) -> None:
         self._wiring = wiring
         self.step = wiring.step
-        self.mover = mover = wiring.engine.mover
-        self.backend = mover.backend
-        self.lock = mover.lock
+        self.backend = wiring.backend
         self.listeners = Listeners()
-        self.reloads = mover.arrived
-        self.poll = mover.poll
-        self.after_copies = mover.after_copies
         self.tiers = ()
-        self.copies = SimpleNamespace(
-            in_flight=mover.in_flight, stopwatch=Stopwatch(), join=mover.join
-        )
+
+    @property
+    def mover(self) -> Mover:
+        """That of the engine of now."""
+        return self._wiring.engine.mover
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held for bookkeeping."""
+        return self.mover.lock
+
+    @property
+    def reloads(self) -> Any:
+        """What came back."""
+        return self.mover.arrived
+
+    @property
+    def copies(self) -> Any:
+        """What is in flight."""
+        mover = self.mover
+        return SimpleNamespace(in_flight=mover.in_flight, stopwatch=Stopwatch(), join=mover.join)
 
     @property
     def counters(self) -> Any:
         """What was moved."""
         return self.mover.counts
+
+    def poll(self) -> None:
+        """Let go of what is finished."""
+        self.mover.poll()
 
     def compact(self) -> None:
         """Between steps."""
@@ -160,6 +203,21 @@ class Transfer:
     retire = release_idle
 
 
+class Copies:
+    """The names of the old index of copies."""
+
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._wiring.engine.shared.clear()
+
+    def forget_dead(self) -> None:
+        """Forget what is gone."""
+        self._wiring.engine.shared.forget_dead()
+
+
 class Stopwatch:
     """Times nothing yet."""
 
@@ -174,29 +232,33 @@ class Stopwatch:
 class Prefetcher:
     """The names of the old prefetcher."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.window = engine.window.bound
+    def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
+
+    @property
+    def window(self) -> Bound:
+        """How much comes ahead."""
+        return self._wiring.engine.window.bound
 
     def choose(self, nbytes: int) -> None:
         """The window is this from now on."""
-        with self._engine.mover.lock:
+        with self._wiring.lock:
             self.window.choose(nbytes)
-            self._engine.window.resize()
+            self._wiring.engine.window.resize()
 
     def resume(self, group: Group) -> None:
         """Backward is at ``group`` again."""
-        with self._engine.mover.lock:
-            self._engine.window.begin_at(group)
-            self._engine.window.fill()
+        with self._wiring.lock:
+            self._wiring.engine.window.begin_at(group)
+            self._wiring.engine.window.fill()
 
     approach = resume
 
     def fill(self) -> None:
         """Bring what comes next."""
-        self._engine.window.fill()
+        self._wiring.engine.window.fill()
 
     def reset(self) -> None:
         """The step is over."""
-        with self._engine.mover.lock:
-            self._engine.window.begin_at(None)
+        with self._wiring.lock:
+            self._wiring.engine.window.begin_at(None)

@@ -53,6 +53,9 @@ class Wiring:
         """Held for bookkeeping: see NOTE [ One lock ]."""
         return self.transfer.lock
 
+    def renew_if_torn(self) -> None:
+        """Nothing: this engine survives an exception at any point."""
+
     def commit_delayed(self) -> None:
         """Do the commits that were delayed, in forward order."""
         while self.delayed:

@@ -166,6 +166,7 @@ class Manager:
         if is_recomputing():
             return  # a model that begins its own chunks is run again by a checkpoint around it
         leave_all()
+        self.wiring.renew_if_torn()
         self.verify()
         self._follow_options()
         if self.step.num_chunks >= MANY_CHUNKS:
@@ -285,6 +286,7 @@ class Manager:
                 waits for its backward, and nothing has changed.
         """
         self._check_not_busy_elsewhere()
+        self.wiring.renew_if_torn()
         try:
             self.wiring.commit_delayed()
         except BaseException:
