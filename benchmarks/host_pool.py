@@ -92,20 +92,24 @@ def footprint(memory: Any, shape: Shape, num_steps: int, least: float) -> tuple[
     return max(ratio for ratio, _ in after), after[-1][1] - after[0][1]
 
 
-def take_us(memory: Any, num_live: int, rounds: int) -> float:
-    """Of a take of four payloads with sizes seen before, and one free."""
+def takes_us(make: Any, rounds: int) -> list[float]:
+    """Of a take of four payloads with sizes seen before, and one free; 100 and 10,000 live."""
     sizes = [[512 * (1 + i)] * 4 for i in range(11)]
-    held = deque(memory.lend(sizes[i % 11]) for i in range(2 * num_live))
-    for _ in range(num_live):
-        held.popleft()
-        held.rotate(-1)
+    memories, helds = [make(), make()], []
+    for memory, num_live in zip(memories, (100, 10_000), strict=True):
+        helds.append(deque(memory.lend(sizes[i % 11]) for i in range(2 * num_live)))
+        for _ in range(num_live):
+            helds[-1].popleft()
+            helds[-1].rotate(-1)
 
-    def work() -> None:
+    def work(memory: Any, held: deque[Any]) -> None:
         for i in range(220):
             held.append(memory.lend(sizes[i % 11]))
             held.popleft()
 
-    return min(seconds_of(work) for _ in range(rounds)) / 220 * 1e6
+    pairs = list(zip(memories, helds, strict=True))
+    taken = [[seconds_of(partial(work, *pair)) for pair in pairs] for _ in range(rounds)]
+    return [min(column) / 220 * 1e6 for column in zip(*taken, strict=True)]
 
 
 def main() -> None:
@@ -123,7 +127,7 @@ def main() -> None:
         meta, cpu = partial(make, on_meta, budget), partial(make, on_cpu, budget)
         fixed = [footprint(meta(), shape, 4, 1) for shape in zoo]
         lengths = [footprint(meta(), shape, steps, 0.125) for shape in zoo[3:32:8]]
-        few, many = (take_us(cpu(), live, 50 * rounds) for live in (100, 10_000))
+        few, many = takes_us(cpu, 100 * rounds)
         rows[name] = {
             "L4 reserved / peak, worst of the zoo": max(ratio for ratio, _ in fixed),
             "L5 allocations after the first step": sum(late for _, late in fixed),

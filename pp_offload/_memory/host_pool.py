@@ -25,6 +25,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -89,17 +90,7 @@ class HostBytes:
         last_use: Event of the latest copy to or from these bytes; None before the first copy.
     """
 
-    __slots__ = (
-        "last_use",
-        "lease",
-        "nbytes",
-        "number",
-        "sizes",
-        "slabs",
-        "spans",
-        "views",
-        "waits_for",
-    )
+    __slots__ = "sizes nbytes views waits_for last_use number spans slabs lease".split()
 
     def __init__(
         self,
@@ -206,11 +197,9 @@ class HostPool:
         if self._num_lent or peak == self._settled_bytes:
             return
         sizes = slabs_for(peak + peak // SETTLED_FRACTION)
-        if self.reserved_bytes <= max(sum(sizes), WASTE_ALLOWED * peak):
+        if self.reserved_bytes <= max(sum(sizes), WASTE_ALLOWED * peak) or self._has_copies():
             return
         self._drop_slabs()
-        if self._slabs:
-            return  # a copy still uses them
         with suppress(MemoryError):  # other pools share the budget; the next take grows
             for size in sizes:
                 self._add_slab(size)
@@ -224,6 +213,12 @@ class HostPool:
         self._collect()
         self._drop_slabs()
         self._peak_bytes = self._settled_bytes = 0
+
+    def _has_copies(self) -> bool:
+        """Whether a copy may still access bytes that nobody has."""
+        waiting = (host.waits_for for same in self._idle.values() for host in same)
+        events = chain((use.event for use in self._pending), *waiting)
+        return not all(event.query() for event in events)
 
     def _collect(self) -> None:
         """Take back what has no owner any more."""

@@ -250,6 +250,18 @@ def test_a_slab_goes_back_to_the_system_only_when_copies_have_ended(
     assert Owner(pool, [1]).host.waits_for == ()
 
 
+def test_slabs_that_cannot_settle_yet_stay_whole_and_waiting_bytes_keep_their_views() -> None:
+    pool = small_pool()
+    owners = [Owner(pool, [20 * MIB + 1]) for _ in range(3)]
+    owners[0].host.last_use = Copy()
+    views = [owner.views for owner in owners]
+    reserved = pool.reserved_bytes
+    owners.clear()
+    pool.settle()
+    assert pool.reserved_bytes == reserved
+    assert any(Owner(pool, [20 * MIB + 1]).views is former for former in views)
+
+
 # The system and the budget
 
 
