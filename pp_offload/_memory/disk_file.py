@@ -160,7 +160,8 @@ class DiskFile:
         self.listeners: tuple[Listener, ...] = ()
         self.written_bytes = self.read_bytes = 0
         self._file: OpenFile | None = OpenFile(unnamed_file(self.directory))
-        self._threads = Workers("disk", num_threads)
+        # The threads close the file, for what a signal handler raises in a destructor is lost.
+        self._threads = Workers("disk", num_threads, keep=self._file)
         new_checksum()  # its import must not be cut in two by a fork: the child would hang in it
         self._owner = current()
         self._free = FreeRanges()
@@ -173,7 +174,8 @@ class DiskFile:
         """Queue a write. That the file system has room is known only when it has ended.
 
         Args:
-            payloads: Flat contiguous ``uint8`` host tensors; they must not change until then.
+            payloads: Flat contiguous ``uint8`` host tensors. The thread keeps their memory, but a
+                pool does not know: keep the owner of their bytes until the write has ended.
             after: Events that the thread waits for first, such as the copy to the host.
 
         Raises:
@@ -224,8 +226,9 @@ class DiskFile:
             try:
                 # Threads take work in the order it is queued, so the write is at least under way.
                 write.synchronize()
-                with suppress(Exception):  # an earlier use that failed has ended as well
-                    wait_for_all(after)
+                for event in after:
+                    with suppress(Exception):  # an earlier use that failed has ended as well
+                        wait_for_all([event])
                 if extent.failure is not None:
                     return extent.failure
                 if self._transfer(file, extent, views, self._pread) != extent.checksum:
@@ -256,7 +259,7 @@ class DiskFile:
 
     def _extent(self, nbytes: int) -> Extent:
         self._collect()
-        room = -(-nbytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT
+        room = room_for(nbytes)
         start = self._free.take(room)
         if start is None:
             start, self._end = self._end, self._end + room
@@ -269,7 +272,7 @@ class DiskFile:
     def _collect(self) -> None:
         while self._returned:
             _, start, nbytes = self._lent.pop(id(self._returned.popleft()))
-            self._free.add(start, -(-nbytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT)
+            self._free.add(start, room_for(nbytes))
             self._in_use_bytes -= nbytes
 
     def _told(self, kind: str, nbytes: int, run: Callable[[], object]) -> Callable[[], object]:
@@ -318,6 +321,11 @@ class DiskFile:
             f"{extent.start}: {text}; check that file system, or set disk_dir to a "
             "directory on another"
         )
+
+
+def room_for(nbytes: int) -> int:
+    """Bytes of the file for a batch of ``nbytes``."""
+    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
 
 
 def wait_for_all(events: Sequence[Event]) -> None:

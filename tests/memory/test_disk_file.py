@@ -107,8 +107,10 @@ def test_the_threads_wait_for_earlier_copies(tmp_path: Path) -> None:
     assert not write.query() and not write.failed
     data.fill_(9)
     copy.has_ended.set()
-    other, late = torch.zeros(10, dtype=torch.uint8), Copy(RuntimeError("an earlier use failed"))
-    event = file.read_into(write, [other], after=[late])
+    other, late = torch.zeros(10, dtype=torch.uint8), Copy()
+    failed = Copy(RuntimeError("an earlier use failed"))
+    failed.has_ended.set()
+    event = file.read_into(write, [other], after=[failed, late])
     time.sleep(0.02)
     assert not event.query()
     late.has_ended.set()
