@@ -22,92 +22,86 @@ from shape_zoo import Shape, shape_zoo
 from torch import Tensor
 
 from pp_offload._memory.budget import HostBudget
-from pp_offload._memory.disk_file import DiskFile
+from pp_offload._memory.disk_file import DiskFile, DiskWrite
 from pp_offload._memory.host import HostMemory
-from pp_offload._memory.host_pool import HostBytes, HostPool
+from pp_offload._memory.host_pool import HostPool
+
+
+class Owner:
+    __slots__ = ("__weakref__", "host")
+
+    def __init__(self, pool: HostPool, sizes: list[int]) -> None:
+        self.host = pool.take(sizes, self)
 
 
 class New(HostPool):
     def lend(self, sizes: list[int]) -> Any:
-        owner = Owner()
-        owner.host = self.take(sizes, owner)
-        return owner
-
-    def end_step(self) -> tuple[int, int]:
-        self.settle()
-        return self.reserved_bytes, self.num_allocations
-
-
-class Owner:
-    host: HostBytes
+        return Owner(self, sizes)
 
 
 class Today(HostMemory):
+    reserved_bytes = property(lambda self: self.statistics().reserved)
+    num_allocations = property(lambda self: self.statistics().num_allocations)
+    settle = HostMemory.compact
+
     def lend(self, sizes: list[int]) -> Any:
         return self.allocate(sum(sizes), len(sizes))
 
-    def end_step(self) -> tuple[int, int]:
-        self.compact()
-        return self.statistics().reserved, self.statistics().num_allocations
-
 
 class NewTier(Tier):
+    fd = property(lambda self: self.file._file.fd)
+
     def __init__(self, directory: Path) -> None:
-        self.file, self.writes = DiskFile(directory), deque[Any]()
+        self.file = DiskFile(directory)
+        self.clear()
+
+    def clear(self) -> None:
+        self.writes: list[DiskWrite] = []
 
     def write(self, buffers: list[Tensor]) -> None:
-        self.writes.extend(self.file.write([data]) for data in buffers)
-        for write in self.writes:
-            write.synchronize()
-            assert not write.failed
+        self.writes = [self.file.write([data]) for data in buffers]
+        assert not any(write.synchronize() or write.failed for write in self.writes)
 
     def read(self, buffers: list[Tensor]) -> None:
         pairs = zip(self.writes, buffers, strict=True)
         for event in [self.file.read_into(write, [data]) for write, data in pairs]:
             event.synchronize()
 
-    def clear(self) -> None:
-        self.writes.clear()
-
-    fd = property(lambda self: self.file._file.fd)
-
 
 def footprint(memory: Any, shape: Shape, num_steps: int, least: float) -> tuple[float, int]:
     """Largest reserved / peak after a step, and allocations after the first; 1F1B, 4 in flight."""
-    draw, live, peak = random.Random(0), 0, 0
-    after: list[tuple[float, int]] = []
+    draw, live, peak, after = random.Random(0), 0, 0, []
     for _ in range(num_steps):
-        waiting: deque[tuple[list[Any], int]] = deque()
+        waiting: deque[Any] = deque()
         for number in range(8 + 3):
             if number < 8:
                 sized = replace(shape, length=int(shape.length * draw.uniform(least, 1)))
                 layers = [sized.layer_bytes(draw) for _ in range(4)]
-                waiting.append(([memory.lend(sizes) for sizes in layers], sum(map(sum, layers))))
-                live += waiting[-1][1]
+                waiting.append((sum(map(sum, layers)), [memory.lend(sizes) for sizes in layers]))
+                live += waiting[-1][0]
                 peak = max(peak, live)
             if number >= 3:
-                live -= waiting.popleft()[1]
-        reserved, num_allocations = memory.end_step()
-        after.append((reserved / peak, num_allocations))
+                live -= waiting.popleft()[0]
+        memory.settle()
+        after.append((memory.reserved_bytes / peak, memory.num_allocations))
     return max(ratio for ratio, _ in after), after[-1][1] - after[0][1]
 
 
 def takes_us(make: Any, rounds: int) -> list[float]:
     """Of a take of four payloads with sizes seen before, and one free; 100 and 10,000 live."""
     sizes = [[512 * (1 + i)] * 4 for i in range(11)]
-    memories, helds = [make(), make()], []
-    for memory, num_live in zip(memories, (100, 10_000), strict=True):
-        helds.append(deque(memory.lend(sizes[i % 11]) for i in range(2 * num_live)))
-        for _ in range(num_live):
-            helds[-1].popleft()
-            helds[-1].rotate(-1)
 
     def work(memory: Any, held: deque[Any]) -> None:
         for i in range(220):
             held.append(memory.lend(sizes[i % 11]))
             held.popleft()
 
-    pairs = list(zip(memories, helds, strict=True))
+    pairs = [(make(), deque[Any]()) for _ in range(2)]
+    for (memory, held), num_live in zip(pairs, (100, 10_000), strict=True):
+        held.extend(memory.lend(sizes[i % 11]) for i in range(2 * num_live))
+        for _ in range(num_live):
+            held.popleft()
+            held.rotate(-1)
     taken = [[seconds_of(partial(work, *pair)) for pair in pairs] for _ in range(rounds)]
     return [min(column) / 220 * 1e6 for column in zip(*taken, strict=True)]
 
@@ -115,9 +109,8 @@ def takes_us(make: Any, rounds: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--quick", action="store_true", help="few rounds; the figures mean nothing")
     options = parser.parse_args()
-    steps, rounds = (2, 1) if options.quick else (200, 9)
+    steps, rounds = 200, 9
     torch.set_num_threads(1)
     gc.disable()
     zoo, rows, budget = list(shape_zoo(1)), {}, HostBudget(2**50)
@@ -138,12 +131,11 @@ def main() -> None:
     nbytes = [MIB * size for size in SIZES_MIB] * 3
     sources = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in nbytes]
     tiers = {"new": NewTier(options.dir), "today": Tier(options.dir, nbytes)}
-    for title, is_synced in (("the disk", True), ("the system's cache", False)):
-        ways = {"plain": Plain(options.dir, nbytes), **tiers}
-        taken = measure_ways(ways, sources, rounds, is_synced)  # type: ignore[arg-type]
-        for name in tiers:
-            pairs = zip(taken["plain", "both"], taken[name, "both"], strict=True)
-            rows[name][f"L7 plain / ours, {title}"] = statistics.median(a / b for a, b in pairs)
+    ways = {"plain": Plain(options.dir, nbytes), **tiers}
+    taken = measure_ways(ways, sources, rounds, is_synced=True)  # type: ignore[arg-type]
+    for name in tiers:
+        pairs = zip(taken["plain", "both"], taken[name, "both"], strict=True)
+        rows[name]["L7 plain / ours, on the disk"] = statistics.median(a / b for a, b in pairs)
     print(f"{'':40}{'new':>8}{'today':>8}{'new/today':>11}")
     for key, new in rows["new"].items():
         today = rows["today"][key]
