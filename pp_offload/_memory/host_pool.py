@@ -152,6 +152,7 @@ class HostPool:
         self._free = FreeRanges()
         self._pending: list[PendingUse] = []
         self._idle: dict[tuple[int, ...], deque[HostBytes]] = {}
+        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal ones are one object
         self._carved: dict[int, HostBytes] = {}  # idle and lent, by number
         self._num_carved = self._num_lent = 0
         self._returned: deque[Lease] = deque()
@@ -256,6 +257,7 @@ class HostPool:
                 slab = self._slabs[address]
                 views.append(slab.data.narrow(0, start - address, size))
                 slabs.append(slab)
+        sizes = self._sizes.setdefault(sizes, sizes)  # or each free would touch cold memory
         spans = merged(starts, rooms)
         self._num_carved += 1
         host = HostBytes(self._num_carved, sizes, views, spans, slabs, self._claim(spans))
@@ -323,6 +325,7 @@ class HostPool:
                     self._free.add(start, end - start)
                     self._pending += [PendingUse(start, end, event) for event in events]
         self._idle.clear()
+        self._sizes.clear()
 
     def _grow(self, room: int, missing: int) -> None:
         """Add a slab of at least ``room`` bytes, for ``missing`` bytes if they fit together."""
