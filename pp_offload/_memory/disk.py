@@ -19,25 +19,24 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pp_offload._common.checks import check_count, said
+from pp_offload._common.checks import check_count
 from pp_offload._common.processes import check, current
 from pp_offload._common.workers import Workers, inside_torch
 from pp_offload._memory.arena import Arena, Range
 from pp_offload._memory.checksum import Checksum, new_checksum
+from pp_offload._memory.disk_file import file_system_of as file_system_of
+from pp_offload._memory.disk_file import unnamed_file, usable_directory
 from pp_offload._memory.loans import Loans
 from pp_offload._memory.storages import as_array
 from pp_offload._memory.unfinished import wait_for
@@ -57,9 +56,6 @@ BLOCK_BYTES = 2**19
 
 NUM_THREADS = 4
 """Enough that the disk has work while blocks are summed."""
-
-_OCTAL = re.compile(r"\\([0-7]{3})")
-"""How the kernel writes a space, a tab or a backslash of a path in its list of mounts."""
 
 _ReadOrWrite = Callable[[int, memoryview, int], int]
 """Writes or reads at an offset of a file; gives the number of bytes it managed."""
@@ -251,8 +247,8 @@ class DiskFile:
         self, directory: str | os.PathLike[str] | None = None, num_threads: int = NUM_THREADS
     ) -> None:
         check_count("num_threads", num_threads, least=1)
-        self.directory = _directory(directory)
-        self._file = _File(_unnamed_file(self.directory))
+        self.directory = usable_directory(directory)
+        self._file = _File(unnamed_file(self.directory))
         self._threads = Workers("disk", num_threads, keep=self._file)
         self._owner = current()
         self._written = self._read = 0
@@ -507,58 +503,3 @@ class DiskFile:
         for size in self._extents.audit():
             self._in_use = self._in_use.plus(size)
         self._arena = Arena.of(self._slabs, self._file_ranges.audit(), ALIGNMENT)
-
-
-def _directory(given: object) -> Path:
-    if given is None:
-        return Path(tempfile.gettempdir())
-    path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
-    if not isinstance(path, str) or not path:
-        raise TypeError(f"directory is {said(given)}, expected a path, or None")
-    return Path(path)
-
-
-def _unnamed_file(directory: Path) -> int:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _warn_if_in_memory(directory)
-        with suppress(AttributeError, OSError):  # not every file system can
-            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
-        fd, name = tempfile.mkstemp(prefix="pp_offload-", dir=directory)  # mode 0600
-        os.unlink(name)
-    except (OSError, ValueError) as failure:  # ValueError: a NUL byte in the path
-        found = "it is a file" if directory.is_file() else failure
-        raise DiskTierError(
-            f"disk tier: no file can be made in {str(directory)!r}: {found}; set disk_dir to a "
-            "directory this process may write to"
-        ) from failure
-    return fd
-
-
-def _warn_if_in_memory(directory: Path) -> None:
-    kind = file_system_of(directory)
-    if kind in ("tmpfs", "ramfs"):
-        logger.warning(
-            "the disk tier's directory %s is on %s, which is memory, so nothing is saved there; "
-            "set disk_dir to a directory on a disk",
-            directory,
-            kind,
-        )
-
-
-def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The kind of file system, such as ``ext4``; empty where the system does not say.
-
-    Args:
-        directory: Must exist.
-        mounts: The kernel's list.
-    """
-    best, kind = -1, ""
-    with suppress(OSError):
-        inside = directory.resolve()
-        for line in mounts.read_text().splitlines():
-            _, escaped, found, *_ = line.split(" ")
-            mount = _OCTAL.sub(lambda match: chr(int(match[1], 8)), escaped)
-            if inside.is_relative_to(mount) and len(mount) >= best:
-                best, kind = len(mount), found
-    return kind

@@ -25,6 +25,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,14 @@ class Span(NamedTuple):
     end: int
 
 
+class Lease(weakref.ref[object]):
+    """Ends with its owner. It names host bytes by a number, as a reference would be a cycle."""
+
+    __slots__ = ("number",)
+
+    number: int
+
+
 class HostBytes:
     """Host memory of one owner.
 
@@ -83,28 +92,21 @@ class HostBytes:
     """
 
     __slots__ = (
-        "last_use",
-        "lease",
-        "nbytes",
-        "sizes",
-        "slabs",
-        "spans",
-        "specs",
-        "tensors",
-        "views",
-        "waits_for",
+        "last_use lease nbytes number sizes slabs spans specs tensors views waits_for".split()
     )
 
     tensors: Sequence[Tensor]
 
     def __init__(
         self,
+        number: int,
         sizes: tuple[int, ...],
         views: list[Tensor],
         spans: list[Span],
         slabs: list[Slab],
         waits_for: tuple[Event, ...],
     ) -> None:
+        self.number = number
         self.sizes = sizes
         self.nbytes = sum(sizes)
         self.views = views
@@ -112,7 +114,7 @@ class HostBytes:
         self.slabs = slabs  # the budget counts them while an owner outlives the pool
         self.waits_for = waits_for
         self.last_use: Event | None = None
-        self.lease: weakref.ref[object] | None = None
+        self.lease: Lease | None = None  # None while no owner has them
         self.specs: object = None
 
 
@@ -156,8 +158,10 @@ class HostPool:
         self._free = FreeRanges()
         self._pending: list[PendingUse] = []
         self._idle: dict[tuple[int, ...], deque[HostBytes]] = {}
-        self._lent: dict[int, HostBytes] = {}  # by id of the lease: equal owners stay apart
-        self._returned: deque[weakref.ref[object]] = deque()
+        self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal ones are one object
+        self._carved: dict[int, HostBytes] = {}  # idle and lent, by number
+        self._num_carved = self._num_lent = 0
+        self._returned: deque[Lease] = deque()
         self._in_use_bytes = self._peak_bytes = self._settled_bytes = 0
 
     def take(self, sizes: Sequence[int], owner: object) -> HostBytes:
@@ -173,12 +177,13 @@ class HostPool:
         if self._returned:
             self._collect()
         sizes = tuple(sizes)
-        lease = weakref.ref(owner, self._returned.append)
         same = self._idle.get(sizes)
         # Oldest first: the copies of the latest are the least likely to have finished.
         host = same.popleft() if same else self._carve(sizes)
-        host.lease = lease
-        self._lent[id(lease)] = host
+        # Last, or a refusal's traceback would keep a lease of nothing that ends with the owner.
+        host.lease = lease = Lease(owner, self._returned.append)
+        lease.number = host.number
+        self._num_lent += 1
         self._in_use_bytes += host.nbytes
         return host
 
@@ -202,14 +207,12 @@ class HostPool:
         """
         self._collect()
         peak = self._peak_bytes
-        if self._lent or peak == self._settled_bytes:
+        if self._num_lent or peak == self._settled_bytes:
             return
         sizes = slabs_for(peak + peak // SETTLED_FRACTION)
-        if self.reserved_bytes <= max(sum(sizes), WASTE_ALLOWED * peak):
+        if self.reserved_bytes <= max(sum(sizes), WASTE_ALLOWED * peak) or self._has_copies():
             return
         self._drop_slabs()
-        if self._slabs:
-            return  # a copy still uses them
         with suppress(MemoryError):  # other pools share the budget; the next take grows
             for size in sizes:
                 self._add_slab(size)
@@ -224,13 +227,21 @@ class HostPool:
         self._drop_slabs()
         self._peak_bytes = self._settled_bytes = 0
 
+    def _has_copies(self) -> bool:
+        """Whether a copy may still access bytes that nobody has."""
+        waiting = (host.waits_for for same in self._idle.values() for host in same)
+        events = chain((use.event for use in self._pending), *waiting)
+        return not all(event.query() for event in events)
+
     def _collect(self) -> None:
         """Take back what has no owner any more."""
         if self._in_use_bytes > self._peak_bytes:
             self._peak_bytes = self._in_use_bytes  # bytes in use only rise between two calls
-        returned, lent, idle = self._returned, self._lent, self._idle
+        returned, carved, idle = self._returned, self._carved, self._idle
         while returned:
-            host = lent.pop(id(returned.popleft()))
+            host = carved[returned.popleft().number]
+            host.lease = None
+            self._num_lent -= 1
             self._in_use_bytes -= host.nbytes
             if host.last_use is not None:  # else it was never used, and still waits as before
                 host.waits_for, host.last_use = (host.last_use,), None
@@ -258,8 +269,12 @@ class HostPool:
                 slab = self._slabs[address]
                 views.append(slab.data.narrow(0, start - address, size))
                 slabs.append(slab)
+        sizes = self._sizes.setdefault(sizes, sizes)  # or each free would touch cold memory
         spans = merged(starts, rooms)
-        return HostBytes(sizes, views, spans, slabs, self._claim(spans))
+        self._num_carved += 1
+        host = HostBytes(self._num_carved, sizes, views, spans, slabs, self._claim(spans))
+        self._carved[host.number] = host
+        return host
 
     def _place(self, rooms: list[int], *, may_grow: bool = False) -> list[int] | None:
         """Take a range for each payload, largest first, so that the small ones fill the gaps.
@@ -316,11 +331,13 @@ class HostPool:
         del self._pending[:done]
         for same in self._idle.values():
             for host in same:
+                del self._carved[host.number]
                 events = [event for event in host.waits_for if not event.query()]
                 for start, end in host.spans:
                     self._free.add(start, end - start)
                     self._pending += [PendingUse(start, end, event) for event in events]
         self._idle.clear()
+        self._sizes.clear()
 
     def _grow(self, room: int, missing: int) -> None:
         """Add a slab of at least ``room`` bytes, for ``missing`` bytes if they fit together."""

@@ -272,7 +272,7 @@ def test_a_directory_in_memory_is_warned_of(
     spaced.mkdir()
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/two\\040words tmpfs rw 0 0\n")
     assert file_system_of(spaced, mounts) == "tmpfs"
-    monkeypatch.setattr("pp_offload._memory.disk.file_system_of", lambda directory: "tmpfs")
+    monkeypatch.setattr("pp_offload._memory.disk_file.file_system_of", lambda directory: "tmpfs")
     with caplog.at_level(logging.WARNING, logger="pp_offload"):
         DiskFile(tmp_path)
     assert "tmpfs" in caplog.text and "set disk_dir" in caplog.text

@@ -118,14 +118,6 @@ def test_owners_that_are_equal_stay_apart() -> None:
     assert pool.in_use_bytes == 0
 
 
-def test_an_owner_without_weak_references_is_refused_and_nothing_is_taken() -> None:
-    pool = small_pool()
-    with pytest.raises(TypeError):
-        pool.take([100], 7)
-    assert pool.in_use_bytes == 0
-    assert pool.reserved_bytes == 0
-
-
 def test_the_same_sizes_get_the_same_views_again() -> None:
     pool = small_pool()
     owner = Owner(pool, [100, 200])
@@ -258,6 +250,18 @@ def test_a_slab_goes_back_to_the_system_only_when_copies_have_ended(
     assert Owner(pool, [1]).host.waits_for == ()
 
 
+def test_slabs_that_cannot_settle_yet_stay_whole_and_waiting_bytes_keep_their_views() -> None:
+    pool = small_pool()
+    owners = [Owner(pool, [20 * MIB + 1]) for _ in range(3)]
+    owners[0].host.last_use = Copy()
+    views = [owner.views for owner in owners]
+    reserved = pool.reserved_bytes
+    owners.clear()
+    pool.settle()
+    assert pool.reserved_bytes == reserved
+    assert any(Owner(pool, [20 * MIB + 1]).views is former for former in views)
+
+
 # The system and the budget
 
 
@@ -278,10 +282,13 @@ def test_a_refusal_names_the_budget_and_the_option_and_changes_nothing() -> None
     with as_another_process():
         pool = small_pool(3 * MIB)
         owner = Owner(pool, [MIB, MIB // 2])
-        with pytest.raises(MemoryError, match=rf"{2 * MIB} .* {3 * MIB} bytes .*host_budget_bytes"):
+        told = rf"{2 * MIB} .* {3 * MIB} bytes .*host_budget_bytes"
+        with pytest.raises(MemoryError, match=told) as refusal:
             Owner(pool, [64, 2 * MIB])
         assert pool.in_use_bytes == owner.host.nbytes
         assert pool.reserved_bytes == 2 * MIB
+        del refusal  # whose frames have the owner that was refused
+        assert pool.in_use_bytes == owner.host.nbytes
         rest = Owner(pool, [MIB // 2, MIB])
         assert pool.reserved_bytes == 3 * MIB, "the budget is used to its end"
         del rest
@@ -350,7 +357,7 @@ class Steps:
 
 
 def microbatch_of(shape: Shape, draw: random.Random, *, by_halves: bool) -> Microbatch:
-    layers = [shape.layer_bytes(draw) for _ in range(4)]
+    layers = [shape.layer_bytes(draw) for _ in range(4 if shape.num_experts == 1 else 1)]
     if not by_halves:
         return layers
     return [half for layer in layers for half in (layer[:6], layer[6:])]

@@ -1,0 +1,417 @@
+"""Disk space for batches: one unnamed file, ranges dealt out by first fit, threads that copy.
+
+    write = file.write(payloads, after=[offloaded])  # payloads must not change until it has ended
+    write.query(), write.failed                      # if it failed, keep the payloads
+    read = file.read_into(write, payloads)           # runs after the write
+    read.synchronize()                               # raises DiskTierError if it failed
+    del write                                        # its range is free; what is unwritten stays so
+
+The file has no name, so nothing is left when the process ends, however it ends. Only its user may
+open it. The checksum of what was written is compared when it is read.
+
+The threads are daemons, so an exit waits for no write. A forked process shares the descriptor and
+has no threads: there, each method raises ForkedError, and so does waiting for earlier work.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from pp_offload._common.checks import check_count, said
+from pp_offload._common.processes import check, current
+from pp_offload._common.workers import Piece, Workers, inside_torch
+from pp_offload._memory.checksum import new_checksum
+from pp_offload._memory.free_ranges import FreeRanges
+from pp_offload._memory.storages import as_array
+from pp_offload.backends import Event
+from pp_offload.errors import ClosedError, DiskTierError
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 4096
+"""Of each batch in the file, in bytes: a page."""
+
+BLOCK_BYTES = 2**19
+"""Written or read by one system call, then summed while it is in the CPU's cache."""
+
+MAX_PARTS = 512
+"""Of a block; the system takes 1024."""
+
+NUM_THREADS = 4
+"""Enough that the disk has work while blocks are summed."""
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
+"""How the kernel writes a space, a tab or a backslash of a path in its list of mounts."""
+
+Step = Callable[[int, list[memoryview], int], int]
+"""Writes or reads at an offset of a file; returns the number of bytes it managed."""
+
+Listener = Callable[[str, int, float, float], None]
+"""Is told of ended work: ``write`` or ``read``, bytes, begin and end by ``perf_counter``."""
+
+
+class DiskEvent:
+    """The end of one write or read."""
+
+    __slots__ = ("piece",)
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece = piece
+
+    def query(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.piece.done()
+
+    def synchronize(self) -> None:
+        """Block until it has ended.
+
+        Raises:
+            DiskTierError: A read failed. A write never raises: see :attr:`DiskWrite.failure`.
+            ForkedError: It was queued before this process was forked.
+        """
+        failure = self.piece.result()
+        if failure is not None:
+            raise DiskTierError(str(failure))  # a new error: a traceback keeps graphs alive
+
+
+class Extent:
+    """A range of the file. It is free when neither a :class:`DiskWrite` nor a thread has it."""
+
+    __slots__ = ("__weakref__", "checksum", "failure", "nbytes", "start")
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        self.start, self.nbytes = start, nbytes
+        self.checksum: int | None = None  # None until it is written
+        self.failure: DiskTierError | None = None
+
+
+class DiskWrite(DiskEvent):
+    """Bytes on disk, or on their way there, for as long as anybody refers to this object."""
+
+    __slots__ = ("__weakref__", "extent")
+
+    def __init__(self, piece: Piece, extent: Extent) -> None:
+        super().__init__(piece)
+        self.extent = extent
+
+    @property
+    def failure(self) -> DiskTierError | None:
+        """Once the write has ended: why the bytes are not on disk; None if they are."""
+        return self.extent.failure
+
+    @property
+    def failed(self) -> bool:
+        """Whether the write has ended and the bytes are not on disk."""
+        return self.extent.failure is not None
+
+
+class OpenFile:
+    """A descriptor that is closed when neither a :class:`DiskFile` nor a thread has it.
+
+    Not before: a thread would write to whatever file gets the same number next.
+    """
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class DiskFile:
+    """Batches in an unnamed file. The caller holds a lock around each method.
+
+    Args:
+        directory: On a file system with room; made if it does not exist. None for the system's
+            directory of temporary files.
+        num_threads: How many batches are written or read at a time.
+
+    Raises:
+        DiskTierError: The file cannot be made there.
+        TypeError: ``directory`` is no path.
+
+    Attributes:
+        listeners: Told by the thread of work that was queued after this was set.
+        written_bytes: Bytes queued to be written so far.
+        read_bytes: Bytes queued to be read so far.
+    """
+
+    _pwrite: Step = staticmethod(os.pwritev)  # a test of a failing file system replaces them
+    _pread: Step = staticmethod(os.preadv)
+
+    def __init__(
+        self, directory: str | os.PathLike[str] | None = None, num_threads: int = NUM_THREADS
+    ) -> None:
+        check_count("num_threads", num_threads, least=1)
+        self.directory = usable_directory(directory)
+        self.listeners: tuple[Listener, ...] = ()
+        self.written_bytes = self.read_bytes = 0
+        self._file: OpenFile | None = OpenFile(unnamed_file(self.directory))
+        # The threads close the file, for what a signal handler raises in a destructor is lost.
+        self._threads = Workers("disk", num_threads, keep=self._file)
+        new_checksum()  # its import must not be cut in two by a fork: the child would hang in it
+        self._owner = current()
+        self._free = FreeRanges()
+        self._end = 0
+        self._in_use_bytes = 0
+        self._lent: dict[int, tuple[weakref.ref[Extent], int, int]] = {}  # start and bytes
+        self._returned: deque[weakref.ref[Extent]] = deque()
+
+    def write(self, payloads: Sequence[Tensor], after: Sequence[Event] = ()) -> DiskWrite:
+        """Queue a write. That the file system has room is known only when it has ended.
+
+        Args:
+            payloads: Flat contiguous ``uint8`` host tensors. The thread keeps their memory, but a
+                pool does not know: keep the owner of their bytes until the write has ended.
+            after: Events that the thread waits for first, such as the copy to the host.
+
+        Raises:
+            ClosedError: The file is closed.
+            ForkedError: It is that of another process.
+        """
+        file = self._open_file()
+        views = [as_array(payload).data for payload in payloads]
+        extent = self._extent(sum(map(len, views)))
+        owners: list[weakref.ref[DiskWrite]] = []  # weak: the thread keeps only the extent
+
+        def run() -> None:
+            try:
+                wait_for_all(after)
+                extent.checksum = self._transfer(file, extent, views, self._pwrite, owners)
+            except Exception as failure:  # the caller still has the bytes
+                extent.failure = self._error(extent, failure)
+
+        write = DiskWrite(self._threads.piece(self._told("write", extent.nbytes, run)), extent)
+        owners.append(weakref.ref(write))
+        self._threads.queue(write.piece)
+        self.written_bytes += extent.nbytes
+        return write
+
+    def read_into(
+        self, write: DiskWrite, payloads: Sequence[Tensor], after: Sequence[Event] = ()
+    ) -> DiskEvent:
+        """Queue a read of all that ``write`` wrote.
+
+        Args:
+            write: What :meth:`write` returned.
+            payloads: Flat contiguous ``uint8`` host tensors, of as many bytes together; their
+                values are undefined until the event has ended, and if it failed.
+            after: Earlier uses of ``payloads``, which the thread waits for first.
+
+        Raises:
+            ValueError: ``payloads`` have another number of bytes.
+            ClosedError: The file is closed.
+            ForkedError: It is that of another process.
+        """
+        file, extent = self._open_file(), write.extent
+        views = [as_array(payload).data for payload in payloads]
+        nbytes = sum(map(len, views))
+        if nbytes != extent.nbytes:
+            raise ValueError(f"read of {nbytes} bytes into what has {extent.nbytes} on disk")
+
+        def run() -> DiskTierError | None:
+            try:
+                # Threads take work in the order it is queued, so the write is at least under way.
+                write.synchronize()
+                for event in after:
+                    with suppress(Exception):  # an earlier use that failed has ended as well
+                        wait_for_all([event])
+                if extent.failure is not None:
+                    return extent.failure
+                if self._transfer(file, extent, views, self._pread) != extent.checksum:
+                    raise ValueError("its checksum is not that of what was written")
+            except Exception as failure:
+                return self._error(extent, failure)
+            return None
+
+        self.read_bytes += nbytes
+        return DiskEvent(self._threads.submit(self._told("read", nbytes, run)))
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes in extents that a :class:`DiskWrite` or a thread has. Exact at the call."""
+        self._collect()
+        return self._in_use_bytes
+
+    def close(self) -> None:
+        """Finish queued reads, give up queued writes and drop the file. Twice is fine."""
+        self._file = None
+        self._threads.shutdown()
+
+    def _open_file(self) -> OpenFile:
+        check(self._owner, f"the disk tier's file in {self.directory}")
+        if self._file is None:
+            raise ClosedError("the disk tier is closed; make a new manager to go on")
+        return self._file
+
+    def _extent(self, nbytes: int) -> Extent:
+        self._collect()
+        room = room_for(nbytes)
+        start = self._free.take(room)
+        if start is None:
+            start, self._end = self._end, self._end + room
+        extent = Extent(start, nbytes)
+        lease = weakref.ref(extent, self._returned.append)  # C: see HostPool
+        self._lent[id(lease)] = lease, start, nbytes
+        self._in_use_bytes += nbytes
+        return extent
+
+    def _collect(self) -> None:
+        while self._returned:
+            _, start, nbytes = self._lent.pop(id(self._returned.popleft()))
+            self._free.add(start, room_for(nbytes))
+            self._in_use_bytes -= nbytes
+
+    def _told(self, kind: str, nbytes: int, run: Callable[[], object]) -> Callable[[], object]:
+        """``run``, of which the listeners are told."""
+        listeners = self.listeners
+
+        def run_and_tell() -> object:
+            begin_s = time.perf_counter()
+            failure = run()
+            for tell in listeners:
+                tell(kind, nbytes, begin_s, time.perf_counter())
+            return failure
+
+        return run_and_tell if listeners else run
+
+    def _transfer(
+        self,
+        file: OpenFile,
+        extent: Extent,
+        views: list[memoryview],
+        step: Step,
+        owners: Sequence[weakref.ref[DiskWrite]] = (),
+    ) -> int:
+        """Write or read all of ``views``, while they have an owner; returns their checksum."""
+        total, offset = new_checksum(), extent.start
+        for block in blocks(views):
+            if owners and (owners[0]() is None or self._file is None):
+                raise ClosedError("nobody needs it any more")
+            rest = block
+            while rest:  # a system call may do only a part
+                done = step(file.fd, rest, offset)
+                if done <= 0:
+                    raise ValueError(f"the file ends at {offset}, before the end of the batch")
+                offset += done
+                rest = without(rest, done)
+            for part in block:
+                total.update(part)
+        return total.intdigest()
+
+    def _error(self, extent: Extent, cause: Exception) -> DiskTierError:
+        text = str(cause)
+        if isinstance(cause, OSError):
+            text = f"{cause.strerror} [errno {cause.errno}]"
+        return DiskTierError(
+            f"disk tier, unnamed file in {self.directory}: {extent.nbytes} bytes at offset "
+            f"{extent.start}: {text}; check that file system, or set disk_dir to a "
+            "directory on another"
+        )
+
+
+def room_for(nbytes: int) -> int:
+    """Bytes of the file for a batch of ``nbytes``."""
+    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+
+
+def wait_for_all(events: Sequence[Event]) -> None:
+    """Block a thread until all have ended; raises what a copy raised."""
+    for event in events:  # a copy ends; a disk may be stuck, and must not hold up the exit
+        with nullcontext() if isinstance(event, DiskEvent) else inside_torch():
+            event.synchronize()
+
+
+def blocks(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """All bytes in order, at most :data:`BLOCK_BYTES` at a time."""
+    block: list[memoryview] = []
+    room = BLOCK_BYTES
+    for view in views:
+        while len(view):
+            block.append(view[:room])
+            view = view[room:]
+            room -= len(block[-1])
+            if not room or len(block) == MAX_PARTS:
+                yield block
+                block, room = [], BLOCK_BYTES
+    if block:
+        yield block
+
+
+def without(parts: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What follows the first ``nbytes``."""
+    for index, part in enumerate(parts):
+        if nbytes < len(part):
+            return [part[nbytes:], *parts[index + 1 :]]
+        nbytes -= len(part)
+    return []
+
+
+def usable_directory(given: object) -> Path:
+    """The directory a user gave, or that of temporary files."""
+    if given is None:
+        return Path(tempfile.gettempdir())
+    path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise TypeError(f"directory is {said(given)}, expected a path, or None")
+    return Path(path)
+
+
+def unnamed_file(directory: Path) -> int:
+    """A descriptor of a new file in ``directory``, which is made if need be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _warn_if_in_memory(directory)
+        with suppress(AttributeError, OSError):  # not every file system can
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+        fd, name = tempfile.mkstemp(prefix="pp_offload-", dir=directory)  # mode 0600
+        os.unlink(name)
+    except (OSError, ValueError) as failure:  # ValueError: a NUL byte in the path
+        cause = "it is a file" if directory.is_file() else failure
+        raise DiskTierError(
+            f"disk tier: no file can be made in {str(directory)!r}: {cause}; set disk_dir to a "
+            "directory this process may write to"
+        ) from failure
+    return fd
+
+
+def _warn_if_in_memory(directory: Path) -> None:
+    kind = file_system_of(directory)
+    if kind in ("tmpfs", "ramfs"):
+        logger.warning(
+            "the disk tier's directory %s is on %s, which is memory, so nothing is saved there; "
+            "set disk_dir to a directory on a disk",
+            directory,
+            kind,
+        )
+
+
+def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The kind of file system, such as ``ext4``; empty where the system does not say.
+
+    Args:
+        directory: Must exist.
+        mounts: The kernel's list.
+    """
+    best, kind = -1, ""
+    with suppress(OSError):
+        inside = directory.resolve()
+        for line in mounts.read_text().splitlines():
+            _, escaped, name, *_ = line.split(" ")
+            mount = _OCTAL.sub(lambda match: chr(int(match[1], 8)), escaped)
+            if inside.is_relative_to(mount) and len(mount) >= best:
+                best, kind = len(mount), name
+    return kind

@@ -1,0 +1,397 @@
+"""DiskFile: what is read is what was written, or an error says why not; nothing waits for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import stat
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import Run, run
+from torch import Tensor
+
+from pp_offload import ClosedError, DiskTierError
+from pp_offload._memory.disk_file import BLOCK_BYTES, MAX_PARTS, DiskEvent, DiskFile, DiskWrite
+from pp_offload.errors import TierError
+
+
+def some_bytes(nbytes: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def written(file: DiskFile, *payloads: Tensor) -> DiskWrite:
+    write = file.write(payloads)
+    write.synchronize()
+    return write
+
+
+def read(file: DiskFile, write: DiskWrite) -> Tensor:
+    target = torch.full((write.extent.nbytes,), 7, dtype=torch.uint8)
+    file.read_into(write, [target]).synchronize()
+    return target
+
+
+def descriptor(file: DiskFile) -> int:
+    assert file._file is not None
+    return file._file.fd
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[1], [4097], [0, 5, 0], [BLOCK_BYTES, 1], [3 * BLOCK_BYTES + 13, 64], [10] * (MAX_PARTS + 3)],
+    ids=str,
+)
+def test_payloads_come_back(tmp_path: Path, sizes: list[int]) -> None:
+    file = DiskFile(tmp_path)
+    payloads = [some_bytes(size, seed) for seed, size in enumerate(sizes)]
+    write = written(file, *payloads)
+    assert write.query() and not write.failed and write.failure is None
+    for _ in range(2):
+        targets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        file.read_into(write, targets).synchronize()
+        assert all(map(torch.equal, targets, payloads))
+    assert (file.written_bytes, file.read_bytes) == (sum(sizes), 2 * sum(sizes))
+
+
+def test_the_file_has_no_name_and_is_its_owners_alone(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path / "made" / "when needed")
+    assert list((tmp_path / "made" / "when needed").iterdir()) == []
+    status = os.fstat(descriptor(file))
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_nlink == 0
+
+
+def test_a_read_comes_after_its_write_and_keeps_it_wanted(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path)
+    for seed in range(20):
+        data = some_bytes(100_000, seed)
+        target = torch.zeros_like(data)
+        file.read_into(file.write([data]), [target]).synchronize()
+        assert target.equal(data)
+
+
+class Copy:
+    """An event of a test."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.has_ended = threading.Event()
+        self.failure = failure
+
+    def query(self) -> bool:
+        return self.has_ended.is_set()
+
+    def synchronize(self) -> None:
+        self.has_ended.wait()
+        if self.failure is not None:
+            raise self.failure
+
+
+def test_the_threads_wait_for_earlier_copies(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path)
+    data, copy = torch.zeros(10, dtype=torch.uint8), Copy()
+    write = file.write([data], after=[copy])
+    time.sleep(0.02)
+    assert not write.query() and not write.failed
+    data.fill_(9)
+    copy.has_ended.set()
+    other, late = torch.zeros(10, dtype=torch.uint8), Copy()
+    failed = Copy(RuntimeError("an earlier use failed"))
+    failed.has_ended.set()
+    event = file.read_into(write, [other], after=[failed, late])
+    time.sleep(0.02)
+    assert not event.query()
+    late.has_ended.set()
+    event.synchronize()
+    assert other.eq(9).all()
+
+
+def test_a_copy_that_failed_is_not_written(tmp_path: Path) -> None:
+    copy = Copy(RuntimeError("the copy failed"))
+    copy.has_ended.set()
+    write = DiskFile(tmp_path).write([some_bytes(10)], after=[copy])
+    write.synchronize()
+    assert write.failed and "the copy failed" in str(write.failure)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 20_000)), max_size=30))
+def test_no_batch_is_written_into_another(
+    tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[bool, int]]
+) -> None:
+    file = DiskFile(tmp_path_factory.getbasetemp())
+    live: list[tuple[DiskWrite, Tensor]] = []
+    for seed, (is_write, size) in enumerate(moves):
+        if is_write or not live:
+            data = some_bytes(size, seed)
+            live.append((file.write([data]), data))
+        else:
+            del live[size % len(live)]  # perhaps while it is being written
+        assert file.in_use_bytes >= sum(write.extent.nbytes for write, _ in live)
+    for write, data in live:
+        assert read(file, write).equal(data)
+    file.close()
+
+
+def test_freed_room_is_used_again(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path)
+    kept = written(file, some_bytes(1000, 99))
+    for seed in range(50):
+        written(file, some_bytes(1 << 20, seed))
+    wait_until(lambda: file.in_use_bytes == kept.extent.nbytes)
+    assert os.fstat(descriptor(file)).st_size <= 4 << 20
+    assert read(file, kept).equal(some_bytes(1000, 99))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_batch_that_nobody_has_is_not_written(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path, num_threads=1)
+    calls: list[int] = []
+    file._pwrite = lambda fd, data, at: calls.append(at) or os.pwritev(fd, data, at)
+    copy = Copy()
+    first = file.write([some_bytes(10)], after=[copy])
+    dropped = file.write([some_bytes(10)])
+    last = file.write([some_bytes(10)])
+    del dropped
+    copy.has_ended.set()
+    last.synchronize()
+    assert calls == [first.extent.start, last.extent.start]
+
+
+Step = Callable[[int, list[memoryview], int], int]
+
+
+def failing(number: int, after: int) -> Step:
+    """A system call that writes half, and fails after so many calls."""
+    calls = [0]
+
+    def step(fd: int, data: list[memoryview], offset: int) -> int:
+        calls[0] += 1
+        if calls[0] > after:
+            raise OSError(number, os.strerror(number))
+        return os.pwrite(fd, data[0][: len(data[0]) // 2], offset)
+
+    return step
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_write_that_fails_is_noted_and_the_next_may_work(
+    tmp_path: Path, number: int, after: int
+) -> None:
+    file = DiskFile(tmp_path)
+    file._pwrite = failing(number, after)
+    write = file.write([some_bytes(10_000)])
+    write.synchronize()  # it does not raise: the caller still has the bytes
+    assert write.failed
+    for part in (str(tmp_path), "offset 0", os.strerror(number), "set disk_dir"):
+        assert part in str(write.failure)
+    with pytest.raises(DiskTierError, match=os.strerror(number)):
+        read(file, write)
+    file._pwrite = os.pwritev
+    assert read(file, written(file, some_bytes(10_000))).equal(some_bytes(10_000))
+
+
+def test_short_writes_and_reads_go_on_where_they_ended(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path)
+    file._pwrite = lambda fd, parts, at: os.pwrite(fd, b"".join(parts)[:999], at)
+    file._pread = lambda fd, parts, at: os.preadv(fd, [parts[0][:777]], at)
+    payloads = [some_bytes(size, size) for size in (1, 998, 5000, 3)]
+    assert read(file, written(file, *payloads)).equal(torch.cat(payloads))
+
+
+def test_a_write_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path)
+    file._pwrite = lambda fd, parts, at: 0
+    assert written(file, some_bytes(100)).failed
+
+
+def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path)
+    write = written(file, some_bytes(10_000))
+    os.ftruncate(descriptor(file), 5000)
+    with pytest.raises(DiskTierError, match="the file ends at 5000"):
+        read(file, write)
+
+
+@pytest.mark.parametrize("place", [0, 511, 262_143, 299_999])
+@pytest.mark.parametrize("bit", [0, 7])
+def test_a_flipped_bit_is_an_error(tmp_path: Path, place: int, bit: int) -> None:
+    file = DiskFile(tmp_path)
+    data = some_bytes(300_000)
+    write = written(file, data[:1000], data[1000:])
+    at = write.extent.start + place
+    os.pwrite(descriptor(file), bytes([int(data[place]) ^ 1 << bit]), at)
+    with pytest.raises(TierError, match="checksum"):
+        read(file, write)
+    os.pwrite(descriptor(file), bytes([int(data[place])]), at)
+    assert read(file, write).equal(data), "an error is not remembered"
+
+
+def test_a_read_into_another_number_of_bytes_is_refused(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path)
+    with pytest.raises(ValueError, match="100 bytes into what has 99"):
+        file.read_into(written(file, some_bytes(99)), [some_bytes(100)])
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(DiskTierError, match="a file"):
+        DiskFile(tmp_path / "a file")
+
+
+def test_a_closed_file_gives_up_queued_writes_and_takes_nothing(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    file = DiskFile(tmp_path, num_threads=1)
+    write, copy = written(file, some_bytes(10)), Copy()
+    read_before, target = file.read_into(write, [torch.zeros(10, dtype=torch.uint8)], [copy]), None
+    queued = file.write([some_bytes(10)])
+    threading.Timer(0.02, copy.has_ended.set).start()
+    file.close()
+    file.close()
+    read_before.synchronize()
+    assert queued.failed and target is None
+    for do in (lambda: file.write([some_bytes(1)]), lambda: read(file, write)):
+        with pytest.raises(ClosedError):
+            do()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_listeners_are_told_of_ended_work(tmp_path: Path) -> None:
+    told: list[tuple[str, int]] = []
+    file = DiskFile(tmp_path)
+    file.listeners = (lambda kind, nbytes, begin, end: told.append((kind, nbytes)),)
+    read(file, written(file, some_bytes(10)))
+    assert told == [("write", 10), ("read", 10)]
+
+
+def run_python(code: str, *arguments: object) -> Run:
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+        return run(command, Path(folder))
+
+
+def test_a_full_file_system_is_noted_and_what_was_written_stays(tmp_path: Path) -> None:
+    """The kernel itself refuses: the size of files is limited, as by a full disk or a quota."""
+    result = run_python(
+        """
+        import resource, signal, sys, torch
+        from pp_offload._memory.disk_file import DiskFile
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20,) * 2)
+        file = DiskFile(sys.argv[1])
+        data = [torch.full((600_000,), i, dtype=torch.uint8) for i in range(3)]
+        writes = [file.write([payload]) for payload in data]
+        for write in writes:
+            write.synchronize()
+        print([write.failed for write in writes])
+        print(writes[1].failure)
+        target = torch.empty(600_000, dtype=torch.uint8)
+        file.read_into(writes[0], [target]).synchronize()
+        print(target.equal(data[0]))
+        """,
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "[False, True, True]"
+    assert os.strerror(errno.EFBIG) in lines[1]
+    assert lines[2] == "True"
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    result = run_python(
+        """
+        import os, signal, sys, torch
+        from pp_offload._memory.disk_file import DiskFile
+        DiskFile(sys.argv[1]).write([torch.ones(1 << 20, dtype=torch.uint8)]).synchronize()
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        tmp_path,
+    )
+    assert result.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.field("F59")
+def test_the_exit_waits_for_no_write(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    result = run_python(
+        """
+        import sys, time, torch
+        from pp_offload._memory.disk_file import DiskFile
+        file = DiskFile(sys.argv[1])
+        file._pwrite = lambda *call: time.sleep(60)
+        writes = [file.write([torch.ones(10, dtype=torch.uint8)]) for _ in range(20)]
+        time.sleep(0.1)
+        """,
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert time.monotonic() - begin < 40
+
+
+@pytest.mark.field("F58")
+def test_a_forked_process_is_refused_and_does_not_hang(tmp_path: Path) -> None:
+    result = run_python(
+        """
+        import os, sys, time, torch
+        from pp_offload import ForkedError
+        from pp_offload._memory.disk_file import DiskFile
+        file = DiskFile(sys.argv[1], num_threads=1)
+        slow = file._pwrite
+        file._pwrite = lambda *call: (time.sleep(0.3), slow(*call))[1]
+        data = torch.arange(100, dtype=torch.uint8)
+        write, target = file.write([data]), torch.zeros_like(data)
+        if os.fork() == 0:
+            number = 0
+            for do in (
+                write.synchronize,
+                lambda: file.write([data]),
+                lambda: file.read_into(write, [target]),
+            ):
+                try:
+                    do()
+                except ForkedError:
+                    number += 1
+            file.close()
+            own = DiskFile(sys.argv[1])
+            own.read_into(own.write([data]), [target]).synchronize()
+            os._exit(number if target.equal(data) else 99)
+        print(os.waitstatus_to_exitcode(os.wait()[1]))
+        file.read_into(write, [target]).synchronize()
+        print(target.equal(data))
+        """,
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["3", "True"]
+
+
+def test_an_event_is_not_the_write(tmp_path: Path) -> None:
+    file = DiskFile(tmp_path)
+    write = written(file, some_bytes(10))
+    event = file.read_into(write, [some_bytes(10)])
+    event.synchronize()
+    assert isinstance(event, DiskEvent) and event.query()
+    del write
+    wait_until(lambda: file.in_use_bytes == 0)
