@@ -59,21 +59,27 @@ def test_a_buffer_is_reused_behind_its_last_reader(kind: str, ahead: int) -> Non
 
 
 @simulated
-def test_bytes_reloaded_and_never_used_do_not_free_their_buffer_early(kind: str) -> None:
-    """Half of a graph goes backward, the rest dies while its reload is queued; others follow."""
+@pytest.mark.parametrize("rows", [(6, 6, 6, 6), (2048, 1024, 512, 1024)], ids=["equal", "carved"])
+def test_bytes_reloaded_and_never_used_do_not_free_their_buffer_early(
+    kind: str, rows: tuple[int, ...]
+) -> None:
+    """Half of a graph goes backward, the rest dies while its reload is queued; others follow.
+
+    The host has room for the largest alone, so others get parts of the same memory.
+    """
 
     def program(is_on: bool) -> list[Tensor]:
         results = []
         for number in range(4):
             if is_on and number:
                 begin_microbatch()
-            x = drawn(6, WIDTH, seed=number).requires_grad_()
+            x = drawn(rows[number], WIDTH, seed=number).requires_grad_()
             first = group(x * 2, torch.sin, is_on)
             last = group(first * 3, torch.cos, is_on)
             results += torch.autograd.grad(last.sum(), first, retain_graph=True)
         return results
 
-    check(program, kind, prefetch_bytes=10**6)
+    check(program, kind, prefetch_bytes=10**6, host_budget_bytes=2**17)
 
 
 @simulated
@@ -229,6 +235,34 @@ def test_a_reload_for_one_stream_is_ordered_with_another(kind: str) -> None:
                 (got,) = torch.autograd.grad(y, x, retain_graph=True)
         with enter[0]():
             assert_same([got], torch.autograd.grad((x * 2).sin().sum(), x))
+
+
+@simulated
+def test_streams_that_nothing_orders(kind: str) -> None:
+    """Two operators save one tensor; each goes backward on a stream of its own."""
+    with session(kind) as manager:
+        main, sides = manager.backend.current_stream(), [side_stream(manager.backend) for _ in "ab"]
+        for _ in range(2):
+            begin_step()
+            x = drawn(4, WIDTH).requires_grad_()
+            h = x * 2
+            ys = group(h, lambda h: (h.sin(), h.cos(), h.tanh()))
+            del h
+            settle(manager)
+            results = []
+            for side in sides:
+                side.wait_stream(main)
+            for stream, y in zip((main, *sides), ys, strict=True):
+                with manager.backend.stream(stream):
+                    results += torch.autograd.grad(y, x, torch.ones_like(x), retain_graph=True)
+            for side in sides:
+                main.wait_stream(side)
+            h = x * 2
+            for got, y in zip(results, (h.sin(), h.cos(), h.tanh()), strict=True):
+                right = torch.autograd.grad(y, x, torch.ones_like(x), retain_graph=True)
+                assert_same([got], right)
+            del ys, y, h, results, got
+            assert_idle(manager)
 
 
 @simulated

@@ -205,6 +205,25 @@ def test_groups_that_overlap(kind: str) -> None:
     check(program, kind)
 
 
+@kinds
+def test_a_group_in_a_group_of_the_same_name(kind: str) -> None:
+    """A commit is of the innermost one."""
+    with session(kind) as manager:
+        begin_step()
+        x = drawn(ROWS, WIDTH).requires_grad_()
+        with off_interface(True, x, "a"):
+            y = (x * 2).sin()
+            with off_interface(True, y[1:], "a"):
+                z = (y[1:] * 3).exp()
+            off_interface.group_commit(z, name="a")
+            assert manager.statistics().bytes_offloaded == z.nbytes
+            z = z.cos().sin()
+        off_interface.group_commit(z, name="a")
+        z.sum().backward()
+        y = (x * 2).sin()
+        assert_same(gradients(x), torch.autograd.grad((y[1:] * 3).exp().cos().sin().sum(), x))
+
+
 def by_main(x: Tensor, name: str, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """As Megatron's main branch calls it."""
     part = megatron.FineGrainedActivationOffloadingInterface(True, x, name)
