@@ -158,11 +158,16 @@ class Mover:
         for side in sides:
             side.wait_event(live.record_event())
 
+    def wait_up_to(self, last: Leaving) -> None:
+        """Have compute wait for the copies to the host up to these. As :meth:`keep_bounded`."""
+        while any(leaving is last for leaving in tuple(self.in_flight.queue)):
+            self._wait_for_oldest()
+
     def _wait_for_oldest(self) -> None:
         """Have compute wait for the oldest copy to the host, and let its sources go."""
+        queue = self.in_flight.queue
         with self.lock:
             self.in_flight.poll()
-            queue = self.in_flight.queue
             leaving = queue[0] if queue else None
         if leaving is None:
             return
@@ -283,8 +288,8 @@ class Mover:
         while True:
             with self.lock:
                 self.poll()
-                if batch.leaving is not None and batch.leaving.stream == live:
-                    self._take_back(batch, live)
+                if batch.leaving is not None:
+                    self.take_back(batch)
                 if index in batch.changed:
                     raise _changed(batch, index)
                 back = batch.back
@@ -319,10 +324,15 @@ class Mover:
         self.reload([(batch, indices)])
         self.counts.on_demand_reloads += len(indices)
 
-    def _take_back(self, batch: Batch, live: Stream) -> None:
-        """Use the sources themselves, whose copy to the host has still to run."""
-        leaving, back = batch.leaving, batch.back
-        assert leaving is not None
+    def take_back(self, batch: Batch) -> bool:
+        """Use the sources themselves, whose copy to the host has still to run. The lock is held.
+
+        Returns:
+            Whether there are any, and the live stream may use them.
+        """
+        leaving, back, live = batch.leaving, batch.back, self.current_stream()
+        if leaving is None or leaving.stream != live:
+            return False
         batch.changed |= leaving.changed()
         self.arrived.give_up(back, live)
         reload = Reload(live, None, is_there=True)
@@ -332,6 +342,7 @@ class Mover:
                 back.versions[index] = source._version
                 self.arrived.unused_bytes += back.sizes[index]
                 self.counts.num_taken_back += 1
+        return True
 
     def join(self) -> None:
         """Have compute wait for all copies queued so far, as the end of a capture wants."""

@@ -70,7 +70,9 @@ class Window(Refill):
             if mover.in_flight.queue or mover.arrived.gone:
                 mover.poll()
             batch = None if group.batch is None else group.batch()
-            if batch is not None and batch.back.num_away and batch.leaving is None:
+            if batch is not None and batch.leaving is not None:
+                mover.take_back(batch)
+            if batch is not None and batch.back.num_away:
                 indices = batch.back.away()
                 mover.reload([(batch, indices)])
                 mover.counts.on_demand_reloads += len(indices)
@@ -119,8 +121,9 @@ class Window(Refill):
             if not visit.borrowed and (own is None or not own.back.num_away):
                 continue  # nearly always, so without a call
             for batch, indices in visit.wanted():
-                if batch.leaving is not None:
-                    continue  # when backward is there, its sources are taken back
+                if batch.leaving is not None and mover.take_back(batch):
+                    room -= sum([batch.sizes[index] for index in indices])
+                    continue  # its sources are needed soon, and are there
                 size = sum([batch.sizes[index] for index in indices])
                 is_too_much = size > room and (together or mover.arrived.unused_bytes > 0)
                 if is_too_much or nbytes >= SMALL_BYTES:

@@ -182,6 +182,10 @@ class Transfer:
         """What was moved."""
         return self.mover.counts
 
+    def wait_up_to(self, last: Any) -> None:
+        """Have compute wait for some copies."""
+        self.mover.wait_up_to(last)
+
     def poll(self) -> None:
         """Let go of what is finished."""
         self.mover.poll()

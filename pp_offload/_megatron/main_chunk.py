@@ -127,7 +127,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         on_their_way = self._on_their_way[name]
         on_their_way.append(last)
         while len(on_their_way) > most:
-            in_flight.join(on_their_way.popleft())
+            self.wiring.transfer.wait_up_to(on_their_way.popleft())
 
     def on_group_commit_forward(  # type: ignore[override]
         self, name: str, forced_released_tensors: Sequence[Tensor] | None

@@ -34,6 +34,7 @@ from pp_offload._memory.unfinished import when_finished
 from pp_offload._transfer.block import Block, Harm
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.counters import TransferCounters
+from pp_offload._transfer.in_flight import PendingOffload
 from pp_offload._transfer.outgoing import send
 from pp_offload._transfer.pending_reloads import shaped_for
 from pp_offload._transfer.ticket import Arrival, Reload, Ticket
@@ -124,6 +125,10 @@ class TransferEngine:
             self.copies.in_flight.keep_bounded(last_bytes, self.poll)
         if self.reloads.abandoned:
             self.reloads.keep_few_abandoned(self.lock)
+
+    def wait_up_to(self, last: PendingOffload) -> None:
+        """Have compute wait for the copies to the host up to these; the lock is not held."""
+        self.copies.in_flight.join(last)
 
     def after_copies(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the sources of the copies queued so far have been let go."""
