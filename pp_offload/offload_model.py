@@ -34,7 +34,7 @@ from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_count, check_flag, count_problem, said
 from pp_offload._common.torch_private import ActivationWrapper, tree_leaves
-from pp_offload._hooks.checkpoint_regions import is_recomputing
+from pp_offload._hooks.regions import is_recomputing
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.gradients import GradientPath, gated, on_device

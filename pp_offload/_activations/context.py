@@ -30,9 +30,10 @@ from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem, said
-from pp_offload._hooks.checkpoint_regions import Keeping, Saving, is_recomputing
 from pp_offload._hooks.hook_scopes import HookScope, is_in_scope, unpack
+from pp_offload._hooks.regions import is_in_region, is_left_to_checkpoint, warn_of_region
 from pp_offload._hooks.running import Caller
+from pp_offload._hooks.untraced import Untraced
 from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload._transfer.statistics import OffloadStatistics
 from pp_offload.backends import Backend
@@ -156,7 +157,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             )
 
     def __enter__(self) -> OffloadActivations:  # type: ignore[override]
-        """Begin the forward of a microbatch; in a recomputation, tensors stay on the device."""
+        """Begin the forward of a microbatch; inside a checkpoint, do nothing."""
         while self._here.entered and self._here.entered[-1].is_over:
             self._leave()
         entered = Entered(HookScope(Caller.of(1)))
@@ -169,8 +170,9 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         return self
 
     def _enter(self, entered: Entered) -> None:
-        if is_recomputing():
-            entered.scope.enter(Keeping(Resident))
+        if is_left_to_checkpoint():
+            if is_in_region():
+                warn_of_region(type(self).__name__)
             return
         if not is_in_scope():  # else it may begin inside of a module that is left out
             forget_excluded()
@@ -178,7 +180,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         if not self._knows_model:
             entered.met = MetModules(self._keep_buffers)
             entered.met.begin()
-        entered.scope.enter(Saving(self.pack_hook))
+        entered.scope.enter(Untraced(self.pack_hook))
 
     def __exit__(self, *args: object) -> None:
         """The forward is over.

@@ -25,7 +25,7 @@ from pp_offload._common.torch_private import records_operators, sequence_number
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.wiring import Wiring
-from pp_offload._hooks.checkpoint_regions import is_in_backward
+from pp_offload._hooks.regions import is_in_backward
 from pp_offload._memory.slabs import pageable
 from pp_offload._steps.chunk_queue import ChunkQueue
 from pp_offload._steps.step import StepRecord

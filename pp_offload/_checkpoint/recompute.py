@@ -35,16 +35,9 @@ from pp_offload._common.torch_private import (
     tree_leaves,
     tree_unflatten,
 )
-from pp_offload._hooks.checkpoint_regions import (
-    Keeping,
-    Saving,
-    is_in_region,
-    is_recomputing,
-    without_groups,
-)
 from pp_offload._hooks.hook_scopes import unpack
-from pp_offload._hooks.untraced import untraced
-from pp_offload._transfer.saved_tensor import Resident
+from pp_offload._hooks.regions import expected, is_left_to_checkpoint, is_recomputing
+from pp_offload._hooks.untraced import Untraced, untraced
 
 
 class Recompute:
@@ -58,11 +51,11 @@ class Recompute:
         preserve_rng_state: Draw the same random numbers again.
         determinism_check: ``default`` compares shapes, dtypes and devices; ``none`` nothing.
         early_stop: Stop as soon as what backward needs is there; not for the older way.
-        with_groups: Whether groups inside may keep tensors, which are not recomputed then.
+        warns_of_groups: Whether a warning says that groups inside do nothing.
 
     Attributes:
         counts: What was done so far.
-        with_groups: See above.
+        warns_of_groups: See above.
     """
 
     def __init__(
@@ -75,9 +68,9 @@ class Recompute:
         preserve_rng_state: bool = True,
         determinism_check: str = "default",
         early_stop: bool = True,
-        with_groups: bool = True,
+        warns_of_groups: bool = True,
     ) -> None:
-        self.with_groups = with_groups
+        self.warns_of_groups = warns_of_groups
         self.counts = CheckpointCounts()
         self.stash = stash
         self._policy = policy
@@ -163,8 +156,7 @@ class Recompute:
     def _non_reentrant(self, call: _Call, tensors: list[Tensor]) -> Any:
         before = self._buffers.of(call.modules)
         kept = self._kept_outputs()
-
-        groups = nullcontext if self.with_groups else without_groups
+        groups = nullcontext if self.warns_of_groups else expected
 
         @contextmanager
         def first() -> Iterator[None]:
@@ -215,11 +207,9 @@ class Recompute:
         return KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
 
     def _saving(self) -> AbstractContextManager[Any]:
-        if self._inputs is None or is_in_region() or is_transformed():
+        if self._inputs is None or is_left_to_checkpoint() or is_transformed():
             return nullcontext()  # for the last one see NOTE [ Recorded operators ]
-        if is_recomputing():
-            return saved_tensors_hooks(Keeping(Resident), untraced(unpack))
-        return saved_tensors_hooks(Saving(self._inputs.pack), untraced(unpack))
+        return saved_tensors_hooks(Untraced(self._inputs.pack), untraced(unpack))
 
     def _send(self) -> None:
         if self.stash is not None:

@@ -78,7 +78,7 @@ def recompute_layers(
     if len(layers) != len(names):
         raise ValueError(f"names is {list(names)}, expected each name once")
     recompute = Recompute(
-        offload_inputs=False, preserve_rng_state=preserve_rng_state, with_groups=False
+        offload_inputs=False, preserve_rng_state=preserve_rng_state, warns_of_groups=False
     )
     return RecomputedLayers(recompute, layers)
 
@@ -92,7 +92,7 @@ def is_recomputed(model: Module, name: str) -> bool:
     if not _is_checkpoint(layer):
         return False
     recompute = getattr(layer.checkpoint_fn, "func", None)  # it is a partial, without options
-    return isinstance(recompute, Recompute) and not recompute.with_groups
+    return isinstance(recompute, Recompute) and not recompute.warns_of_groups
 
 
 def is_inside_recomputed(model: Module, name: str) -> bool:

@@ -71,10 +71,9 @@ FUNCTIONS = (
     "torch.utils._pytree.tree_unflatten",
     "torch.utils.checkpoint._CachedTorchDispatchMode",
     "torch.utils.checkpoint._CachingTorchDispatchMode",
-    "torch.utils.checkpoint._checkpoint_hook",
     "torch.utils.checkpoint._recomputation_hook",
 )
-"""Of modules. The last two are only asked about: see NOTE [ PyTorch's checkpoint ]."""
+"""Of modules. The last is only asked about: see NOTE [ Inside a checkpoint ]."""
 
 ONLY_IN = {
     "torch.distributed.pipelining._utils.InferenceMode": "2.13 and later",
@@ -112,7 +111,6 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "PipelineScheduleMulti": ("_n_microbatches", "_stages"),
     "_PipelineScheduleRuntime": ("_load_csv",),
     "PipelineStage": ("_inference_mode", "_prepare_backward_infra", "_prepare_forward_infra"),
-    "_CheckpointFrame": ("forward_completed", "recomp_counter", "recompute_fn", "weak_holders"),
     "CheckpointWrapper": ("_checkpoint_wrapped_module",),
     "FullyShardedDataParallel": ("_fsdp_wrapped_module",),
     "OptimizedModule": ("_orig_mod",),

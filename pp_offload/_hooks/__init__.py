@@ -1,1 +1,1 @@
-"""Autograd's stack of hooks: which are ours, and what a checkpoint runs again."""
+"""Autograd's stack of hooks: which are ours, and where a checkpoint decides."""

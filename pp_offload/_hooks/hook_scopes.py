@@ -23,12 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from pp_offload._common.torch_private import pop_hooks, push_hooks
-from pp_offload._hooks.checkpoint_regions import (
-    has_ended,
-    is_checkpoint,
-    leave_regions,
-    top_pack,
-)
+from pp_offload._hooks.regions import top_pack
 from pp_offload._hooks.running import Caller, Running
 from pp_offload._hooks.untraced import untraced
 
@@ -86,7 +81,7 @@ class HookScope:
             if _here.covered:
                 _pop_uncovered()
             pack, top = scopes[-1]._pack, top_pack()
-            if pack is not None and (top is pack or has_ended(top)):
+            if pack is not None and top is pack:
                 pop_hooks()
             elif pack is not None:
                 _here.covered.append(weakref.ref(pack))
@@ -127,17 +122,13 @@ def mark() -> object:
 
 def leave_all() -> bool:
     """Pop hooks left behind, down to a scope that somebody is still in; whether there were any."""
-    leave_regions()
     if _here.covered:
         _pop_uncovered()
     _here.mark = object()
     scopes = _here.scopes
     num = len(scopes)
     while scopes and scopes[-1].is_over:
-        pack = top_pack()
-        if pack is scopes[-1]._pack or is_checkpoint(pack):
-            # A checkpoint around it popped our hooks when it ended, and its own are still there:
-            # no step begins inside a checkpoint.
+        if top_pack() is scopes[-1]._pack:
             pop_hooks()
         scopes.pop()
     return len(scopes) < num

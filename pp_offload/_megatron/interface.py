@@ -23,20 +23,11 @@ from torch import Tensor
 from pp_offload._common.checks import check_switch
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.group import Group
-from pp_offload._hooks.checkpoint_regions import (
-    Keeping,
-    Pack,
-    Saving,
-    is_recomputing,
-    may_leave_out,
-    note,
-    takes_again,
-    top_pack,
-)
 from pp_offload._hooks.hook_scopes import HookScope
+from pp_offload._hooks.regions import is_recomputing
+from pp_offload._hooks.untraced import Untraced
 from pp_offload._megatron.cuda_graph import fine_grained_offloading_forward_record
 from pp_offload._megatron.manager import PipelineOffloadManager
-from pp_offload._transfer.saved_tensor import Resident
 from pp_offload.errors import GroupStateError
 
 
@@ -137,15 +128,8 @@ class FineGrainedActivationOffloadingInterface:
         return self._group is not None
 
     def __enter__(self) -> Tensor:
-        """Open the group; gives back its input.
-
-        In a checkpoint's recomputation no group is opened, and tensors that it took in the forward
-        stay on the device: see :mod:`pp_offload._hooks.checkpoint_regions`.
-        """
-        if torch.compiler.is_compiling():
-            return self.tensor
-        top = top_pack()
-        if top is None and not self.offload:
+        """Open the group; gives back its input. Inside a checkpoint no group is opened."""
+        if not self.offload or torch.compiler.is_compiling():
             return self.tensor
         if self._hooks is not None and self._hooks.is_entered:
             raise GroupStateError(
@@ -153,7 +137,7 @@ class FineGrainedActivationOffloadingInterface:
                 f"{type(self).__name__} for each with"
             )
         try:
-            pack = self._pack(top)
+            pack = self._pack()
             if pack is not None:
                 self._hooks = HookScope()
                 self._hooks.enter(pack)
@@ -162,29 +146,13 @@ class FineGrainedActivationOffloadingInterface:
             raise
         return self.tensor
 
-    def _pack(self, top: Pack | None) -> Saving | Keeping | None:
-        """The hook to save through, if any; in a forward, the group is opened.
-
-        Args:
-            top: What :func:`top_pack` says.
-        """
-        if not torch.is_grad_enabled():  # saves nothing, so no checkpoint has to remember it
-            if self.offload:
-                PipelineOffloadManager.get_instance().forward.is_evaluating = True
+    def _pack(self) -> Untraced | None:
+        """Open the group; the hook to save through, or None where no group is opened."""
+        chunk = PipelineOffloadManager.get_instance().open_chunk("start", self.name)
+        if chunk is None:
             return None
-        takes = takes_again(top, self.name, wants=self.offload)
-        if takes is not None:
-            return Keeping(Resident) if takes else None
-        pack = None
-        if self.offload:
-            manager = PipelineOffloadManager.get_instance()
-            chunk = manager.forward.chunk or manager.open_chunk("start", self.name)
-            if chunk is not None:
-                self._group = group = _start(chunk, self.name)
-                pack = None if group is None else Saving(chunk.pack, group)
-        if top is not None:
-            note(top, self.name, took=pack is not None)
-        return pack
+        self._group = group = _start(chunk, self.name)
+        return None if group is None else Untraced(chunk.pack, group)
 
     def __exit__(self, *args: Any) -> None:
         """Stop collecting; an exception passes on."""
@@ -234,8 +202,5 @@ class FineGrainedActivationOffloadingInterface:
 
 
 def _start(chunk: Chunk, name: str) -> Group | None:
-    """Open a group; none while offload is disabled, where it may be left out."""
-    if not chunk.wiring.is_enabled and may_leave_out():
-        chunk.leave_out(name)
-        return None
-    return chunk.start(name)
+    """Open a group; none while offload is disabled, or inside a checkpoint."""
+    return None if chunk.leaves_out(name) else chunk.start(name)

@@ -17,17 +17,10 @@ from torch import Tensor
 
 from pp_offload._common.checks import check_kind, checked_tensors, said
 from pp_offload._groups.chunk import Chunk
-from pp_offload._hooks.checkpoint_regions import (
-    Keeping,
-    Saving,
-    is_in_backward,
-    may_leave_out,
-    note,
-    takes_again,
-    top_pack,
-)
 from pp_offload._hooks.hook_scopes import HookScope, unpack
+from pp_offload._hooks.regions import is_in_backward, is_left_to_checkpoint
 from pp_offload._hooks.running import Caller
+from pp_offload._hooks.untraced import Untraced
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._megatron.graph_state import GraphState
 from pp_offload._memory.pool import GPUTensorPool
@@ -38,9 +31,6 @@ from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError
 
 Hook = Callable[[Sequence[Tensor] | None], None]
-
-_CONTEXT = "the manager's context"
-"""How a checkpoint's messages name :meth:`PipelineOffloadManager.__enter__`."""
 
 
 class _Contexts(threading.local):
@@ -237,34 +227,21 @@ class PipelineOffloadManager(Manager):
     # Hooks
 
     def __enter__(self) -> PipelineOffloadManager:
-        """Save tensors through the engine until :meth:`__exit__`; may be nested."""
+        """Save tensors through the engine until :meth:`__exit__`; may be nested.
+
+        Inside a checkpoint it does nothing.
+        """
         scopes = self._contexts.scopes
         while scopes and scopes[-1].is_over:
             scopes.pop().leave()
         scopes.append(HookScope(Caller.of(1)))  # first, or an interrupt would have it forgotten
         try:
-            pack = self._pack()
-            if pack is not None:
-                scopes[-1].enter(pack)
+            if not is_left_to_checkpoint():
+                scopes[-1].enter(Untraced(self.on_save_for_backward))
         except BaseException:
             self.__exit__()
             raise
         return self
-
-    def _pack(self) -> Saving | Keeping | None:
-        """The hook to save through; in a recomputation, one that takes what the forward's did.
-
-        While offload is disabled, none inside a checkpoint, which is to drop what is saved there.
-        Elsewhere there is one all the same: offload may be enabled inside.
-        """
-        top = top_pack()
-        takes = takes_again(top, _CONTEXT, wants=True)
-        if takes is not None:
-            return Keeping(Resident) if takes else None
-        takes = top is None or self.wiring.is_enabled or not may_leave_out()
-        if top is not None:
-            note(top, _CONTEXT, took=takes)
-        return Saving(self.on_save_for_backward) if takes else None
 
     def __exit__(self, *args: Any) -> None:
         """Leave the innermost scope; an exception passes on.

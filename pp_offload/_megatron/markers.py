@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pp_offload._hooks.checkpoint_regions import is_recomputing
+from pp_offload._hooks.regions import is_recomputing
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 
 
@@ -31,9 +31,12 @@ class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, cpu_offload_handler: ChunkOffloadHandler, name: str
     ) -> Tensor:
-        """Open group ``name`` of the chunk; does nothing in a recomputation."""
-        ctx.chunk = None if is_recomputing() else cpu_offload_handler
-        if ctx.chunk is not None:
+        """Open group ``name`` of the chunk; does nothing inside a checkpoint, or while offload is
+        disabled.
+        """
+        ctx.chunk = None
+        if not is_recomputing() and not cpu_offload_handler.leaves_out(name):
+            ctx.chunk = cpu_offload_handler
             cpu_offload_handler.on_group_start_forward(name)
         return tensor
 
@@ -62,10 +65,10 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
     ) -> Tensor:
         """Commit group ``name`` of the chunk; with ``delay_offload``, only note that.
 
-        Does nothing in a recomputation.
+        Does nothing in a recomputation, or if the group was started inside a checkpoint.
         """
         ctx.group = None
-        if not is_recomputing():
+        if not is_recomputing() and not cur_forward_chunk.was_left_out(name):
             ctx.group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)
         return tensor
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from pp_offload._hooks.checkpoint_regions import is_in_backward
+from pp_offload._hooks.regions import is_in_backward
 from pp_offload._slices.cache import Slice, SliceCache
 from pp_offload._slices.layer_order import LayerOrder
 from pp_offload._slices.saved_parameters import SlicedRun

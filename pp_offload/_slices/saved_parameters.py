@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.torch_private import neg_view, top_hooks
-from pp_offload._hooks.checkpoint_regions import Chaining, is_in_backward
+from pp_offload._hooks.regions import Chaining, is_in_backward
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.cache import Slice, SliceCache, stamp
 from pp_offload._transfer.saved_tensor import Resident

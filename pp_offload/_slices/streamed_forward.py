@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from pp_offload._hooks.checkpoint_regions import Chaining, is_in_backward, is_recomputing
+from pp_offload._hooks.regions import Chaining, is_in_backward, is_recomputing
 from pp_offload._hooks.untraced import Untraced
 from pp_offload._slices.cache import Slice
 from pp_offload._slices.gradients import GradientPath, Turn, gated, on_device

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from pp_offload._hooks.regions import was_warned_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -88,7 +90,9 @@ class IdleGroups:
         missing = set() if was_cut_off else {*wanted}  # they may have been still to come
         for name in sorted({*found, *missing}):
             problem = _problem(found.get(name), smallest_numel, elsewhere)
-            if problem is not None and name not in self._said:
+            if problem is None or was_warned_of(f"group '{name}'"):
+                continue  # nothing, or a checkpoint around it was said to be why
+            if name not in self._said:
                 self._said.add(name)
                 logger.warning("group '%s' %s", name, problem)
 

@@ -22,8 +22,8 @@ from pp_offload._common.checks import check_count, said
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.wiring import Wiring
-from pp_offload._hooks.checkpoint_regions import is_recomputing, may_take, top_pack
 from pp_offload._hooks.hook_scopes import leave_all
+from pp_offload._hooks.regions import is_in_region, is_recomputing, warn_of_region
 from pp_offload._policy.plan import ChunkKey, plan_of_options
 from pp_offload._steps.auto_bounds import AutoBounds
 from pp_offload._steps.chunk_queue import ChunkQueue
@@ -262,10 +262,11 @@ class Manager:
         if not torch.is_grad_enabled():
             self.forward.is_evaluating = True
             return None
-        if not may_take(top_pack()):
+        if is_recomputing():
+            warn_of_region(f"group '{name}'")  # a reentrant checkpoint shows nothing in its forward
             return None
         chunk = self.forward.chunk
-        if chunk is None and not self.num_attached:
+        if chunk is None and not self.num_attached and not is_in_region():
             raise GroupStateError(
                 f"{action} of group '{name}' without a chunk on thread {threading.get_ident()}; "
                 "call init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size) before each "

@@ -146,22 +146,6 @@ def test_groups_are_there_again_after_a_layer_that_raises(
     assert groups_of(manager) == ["mix", "mlp"] * NUM_LAYERS
 
 
-def test_a_scope_that_an_interrupt_left_behind_ends_with_the_chunk(
-    manager: PipelineOffloadManager, model: nn.Sequential
-) -> None:
-    """Cut off between two of its lines, a context manager does not end what it began."""
-    from pp_offload._hooks import checkpoint_regions
-
-    (x,) = (x.to(manager.backend.device) for x in batches(1))
-    manager.reset()
-    cut_off = checkpoint_regions.without_groups()
-    cut_off.__enter__()
-    manager.init_model_chunk_offload_handler(None, None, 1)
-    model(x)
-    assert groups_of(manager) == ["mix", "mlp"] * NUM_LAYERS
-    del cut_off  # or it would be over at once
-
-
 def test_removed_and_applied_again(manager: PipelineOffloadManager, model: nn.Sequential) -> None:
     before = list(model)
     handle = recompute_layers(model, ["1", "2.up"])
@@ -220,21 +204,6 @@ def test_bad_input_is_refused(
     with pytest.raises(kind, match=message):
         call(model)
     assert same_bits(list(before.values()), list(model.state_dict().values()))
-
-
-def test_a_group_of_another_thread_is_not_left_out(manager: PipelineOffloadManager) -> None:
-    """A recomputation runs on autograd's thread while another one runs a forward."""
-    import threading
-
-    from pp_offload._hooks.checkpoint_regions import may_take, without_groups
-
-    found: list[bool] = []
-    with without_groups():
-        thread = threading.Thread(target=lambda: found.append(may_take(None)))
-        thread.start()
-        thread.join()
-        assert not may_take(None)
-    assert found == [True] and may_take(None)
 
 
 def test_a_group_around_layers_takes_what_they_keep(

@@ -12,7 +12,6 @@ import pytest
 import torch
 from test_layers import ROOT, TREES, dotted
 from torch import nn
-from torch.utils import checkpoint
 
 from pp_offload._common import torch_private
 
@@ -26,21 +25,6 @@ OF_OTHERS = {"_can_checkpoint_with_cache", "_current_frames", "_getframe", "_rep
 OURS = re.compile(r"pp_offload(\.|$)")
 
 
-def checkpoint_frame() -> Any:
-    """The frame of a region, out of the hooks of its forward."""
-    found = []
-
-    def region(x: torch.Tensor) -> torch.Tensor:
-        hooks = torch_private.top_hooks(True)
-        assert hooks is not None
-        code, cells = hooks[0].__code__, hooks[0].__closure__
-        found.append(dict(zip(code.co_freevars, cells, strict=True))["frame"].cell_contents)
-        return x.exp()
-
-    checkpoint.checkpoint(region, torch.ones(1, requires_grad=True), use_reentrant=False)
-    return found[0]
-
-
 EXAMPLES: dict[str, Callable[[], Any]] = {
     "Tensor": lambda: torch.ones(1),
     "UntypedStorage": lambda: torch.ones(1).untyped_storage(),
@@ -48,7 +32,6 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "OpOverload": lambda: torch.ops.aten.mm.default,
     "Library": lambda: torch.library.Library("aten", "IMPL"),
     "Module": lambda: nn.Linear(1, 1),
-    "_CheckpointFrame": checkpoint_frame,
     "CheckpointWrapper": lambda: torch_private.CheckpointWrapper(nn.Linear(1, 1)),
     "RNNBase": lambda: nn.LSTM(1, 1),
 }

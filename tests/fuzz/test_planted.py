@@ -12,7 +12,7 @@ from run import check
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload._hooks.checkpoint_regions import is_in_backward
+from pp_offload._hooks.regions import is_in_backward
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine

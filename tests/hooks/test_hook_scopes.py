@@ -36,8 +36,8 @@ from pp_offload import (
     use_backend,
 )
 from pp_offload._activations.exclusions import exclude, is_excluded
-from pp_offload._hooks.checkpoint_regions import top_pack
 from pp_offload._hooks.hook_scopes import HookScope, leave_all
+from pp_offload._hooks.regions import top_pack
 from pp_offload._transfer.saved_tensor import Resident
 
 WIDTH = 6
@@ -260,7 +260,7 @@ def test_an_evaluation_elsewhere_does_not_silence_idle_groups(
 FILES = {
     sys.modules[f"pp_offload.{name}"].__file__
     for name in (
-        *(f"_hooks.{name}" for name in ("checkpoint_regions", "hook_scopes", "running")),
+        *(f"_hooks.{name}" for name in ("regions", "hook_scopes", "running")),
         "_steps.manager",
         *(f"_megatron.{name}" for name in ("interface", "manager")),
         "_activations.context",
