@@ -86,6 +86,7 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "Tensor": (
         "_backward_hooks",
         "_base",
+        "_fix_weakref",
         "_is_zerotensor",
         "_post_accumulate_grad_hooks",
         "_use_count",

@@ -29,6 +29,7 @@ from pp_offload._core.group import Group, GroupState
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Packed
 from pp_offload._core.wiring import Wiring
+from pp_offload._hooks.regions import is_in_region, warn_of_region
 from pp_offload._policy.plan import ChunkKey, ChunkRecord, ChunkShape, GroupKey
 from pp_offload.errors import GroupStateError
 
@@ -46,8 +47,8 @@ class Chunk:
         groups: In forward order.
         open_groups: Those started and not committed, first started first.
         key: Its place in the step, from the start of its first group on, if it has one.
-        left_out: Groups that started while offload was disabled, and are not committed: the name of
-            each, and how many others had started before.
+        left_out: Groups that started inside a checkpoint or while offload was disabled, and are not
+            committed: the name of each, and how many others had started before.
         thread: Runs its forward.
     """
 
@@ -145,9 +146,17 @@ class Chunk:
             self.close(group, released)
         return group
 
-    def leave_out(self, name: str) -> None:
-        """A group starts that is not to be, and its commit is to do nothing."""
+    def leaves_out(self, name: str) -> bool:
+        """Whether a group that starts now does nothing, nor its commit: inside a checkpoint, and
+        while offload is disabled.
+        """
+        is_inside = is_in_region()
+        if is_inside:
+            warn_of_region(f"group '{name}'")
+        elif self.wiring.is_enabled:
+            return False
         self.left_out.append((name, len(self.groups)))
+        return True
 
     def was_left_out(self, name: str) -> bool:
         """Whether the group of this name that started last was left out. That is forgotten."""
