@@ -10,32 +10,29 @@ or call ``init_chunk_handler``. Copies of the model have its groups until the ha
 none once they were pickled.
 
 NOTE [ Module forward ]
-    A ``try`` around a module's own forward would pop hooks at once. But the function that has it
-    would stand in the module's ``__dict__``, which replicas of ``DataParallel`` and ``copy.copy``
-    take over: they would compute with the parameters of the original. Hooks of a module are given
-    the module that they run for.
+    PyTorch calls no hook behind a forward that a KeyboardInterrupt ends. So a group is around the
+    module's forward: an object in the module's ``__dict__``, in whose ``finally`` hooks for saved
+    tensors are popped. Replicas of ``DataParallel`` and ``copy.copy`` take that object over, and
+    would compute with the parameters of the original. So a hook before the forward, which is given
+    the module that is called, notes it for the object.
 """
 
 from __future__ import annotations
 
 import difflib
-import sys
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from types import FrameType
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 from pp_offload._checkpoint.recomputed_layers import is_inside_recomputed
 from pp_offload._common.checks import check_flag, check_kind, said
 from pp_offload._common.module_names import listed, matching
-from pp_offload._hooks.hook_scopes import leave_all, mark
-from pp_offload._megatron.interface import FineGrainedActivationOffloadingInterface
+from pp_offload._megatron.interface import run_in_group
 from pp_offload._megatron.manager import PipelineOffloadManager
 
 Patterns = Mapping[str, str | Collection[str]]
@@ -75,14 +72,12 @@ class OffloadModulesHandle:
     def remove(self) -> None:
         """Take the groups off the model; those of its copies do nothing any more. Twice is fine.
 
-        Inside a forward, what is open there is committed when its module ends.
+        A group that is open is committed when its module's forward ends.
         """
         if not self._lifetime.is_over:
             self._idle_groups.forget(self._running)
         self._lifetime.is_over = True
         self._hooks.close()
-        if not _is_in_forward():  # there, groups of other handles may be open
-            leave_all()
 
     def __enter__(self) -> OffloadModulesHandle:
         return self
@@ -159,8 +154,8 @@ def mark_modules(models: Mapping[str, Module], groups: Patterns) -> OffloadModul
 def _mark(place: _Place, lifetime: _Lifetime, hooks: ExitStack) -> None:
     module, around = place.module, _GroupAround(place.group, lifetime)
     for other in _groups_around(module):
-        other.take_off()  # its handle was removed: one in place was refused before
-    hooks.callback(around.take_off)  # first, for the second of two hooks may be refused
+        other.take_off(module)  # its handle was removed: one in place was refused before
+    hooks.callback(around.take_off, module)  # first, for the module may refuse
     try:
         around.put_on(module)
     except Exception as failure:
@@ -247,29 +242,6 @@ def _keep_parameters(module: Module, args: object) -> None:
         kept.add(parameter)
 
 
-class _Running(threading.local):
-    """Groups around modules whose forward runs on this thread, innermost last.
-
-    They are kept here and not by a module's hooks, for its forward may run on several threads.
-    """
-
-    def __init__(self) -> None:
-        self.scopes: list[_Scope] = []
-
-
-_running = _Running()
-
-
-class _Scope(NamedTuple):
-    """The group of one call."""
-
-    around: _GroupAround
-    module: Module
-    group: FineGrainedActivationOffloadingInterface
-    mark: object
-    """Of :func:`pp_offload._hooks.hook_scopes.mark`, which gives another once the scope is off."""
-
-
 class _Lifetime:
     """Whether the handle of some hooks was removed.
 
@@ -288,88 +260,90 @@ class _Lifetime:
 
 
 class _GroupAround:
-    """The two hooks of one module. See NOTE [ Module forward ].
-
-    A copy of the module has its own, which know how to be taken off it: PyTorch copies and pickles
-    a ``RemovableHandle`` with the dictionary that it is for.
-    """
+    """The group of one module and of its copies. See NOTE [ Module forward ]."""
 
     def __init__(self, name: str, lifetime: _Lifetime) -> None:
         self.name = name
         self.lifetime = lifetime
-        self._hooks: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: object) -> _GroupAround:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _GroupAround, (self.name, self.lifetime)
 
     def put_on(self, module: Module) -> None:
-        self._hooks.append(module.register_forward_pre_hook(self.start, with_kwargs=True))
-        self._hooks.append(module.register_forward_hook(self.commit, always_call=True))
+        module.register_forward_pre_hook(self.meet)
+        module.forward = _Forward(self, module, vars(module).get("forward"))
 
-    def take_off(self) -> None:
-        """Now, or at the end of the forward that is inside: what is open has to be committed."""
-        if self._is_open():
-            return
-        while self._hooks:
-            self._hooks.pop().remove()
+    def take_off(self, module: Module) -> None:
+        """A forward that runs goes on as it began."""
+        hooks = module._forward_pre_hooks
+        for number, hook in list(hooks.items()):
+            if getattr(hook, "__self__", None) is self:
+                del hooks[number]
+        forward = vars(module).get("forward")
+        if isinstance(forward, _Forward) and forward.around is self:
+            if forward.own is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = forward.own
 
-    def _is_open(self) -> bool:
-        """Whether this is called inside the module's forward."""
-        now = mark()
-        is_there = any(one.around is self and one.mark is now for one in _running.scopes)
-        return is_there and _is_in_forward()  # else an interrupt has left it there
-
-    def start(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the forward: open the group."""
-        if torch.compiler.is_compiling() or self.lifetime.is_over:
-            return
-        scopes = _running.scopes
-        while scopes and scopes[-1].mark is not mark():
-            scopes.pop()
-        group = FineGrainedActivationOffloadingInterface(True, Tensor(), self.name)
-        scopes.append(_Scope(self, module, group, mark()))
-        group.__enter__()
-        if group.is_open:  # a copied or moved model has buffers nobody has seen
-            kept = PipelineOffloadManager.get_instance().wiring.eligibility.kept
-            for buffer in module.buffers():
-                kept.add(buffer)
-
-    def commit(self, module: Module, args: object, output: Any) -> None:
-        """After the forward, also one that raised: close the scope, commit the group."""
-        group = None if torch.compiler.is_compiling() else self._running(module)
-        if group is None:
-            return
-        was_open = group.is_open
-        # PyTorch calls this while it handles what the forward raised, and gives no output.
-        group.__exit__(*(sys.exc_info() if output is None else ()))
-        if was_open:
-            group.group_commit(output, self.name)
-        if self.lifetime.is_over:
-            self.take_off()
-
-    def _running(self, module: Module) -> FineGrainedActivationOffloadingInterface | None:
-        """The group that :meth:`start` opened here; drops those inside that were left behind.
-
-        There is none where another hook raised before that, or the scope was taken off since.
-        """
-        scopes = _running.scopes
-        for number in reversed(range(len(scopes))):
-            scope = scopes[number]
-            if scope.around is self and scope.module is module and scope.mark is mark():
-                del scopes[number:]
-                return scope.group
-        return None
+    def meet(self, module: Module, args: object) -> None:
+        """Before the forward: note which module it is of."""
+        if not torch.compiler.is_compiling():
+            _here.met[self] = module
 
 
-_CALL = Module._call_impl.__code__
-"""Runs a module's forward, and the hooks around it."""
+class _Forward:
+    """The forward of a module that is a group.
+
+    Args:
+        around: Its group.
+        module: Whose forward it is, unless a replica or a copy was noted.
+        own: What was the module's forward, if not that of its class.
+    """
+
+    def __init__(
+        self, around: _GroupAround, module: Module, own: Callable[..., Any] | None
+    ) -> None:
+        self.around = around
+        self.own = own
+        self._module = module
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward; :func:`inspect.signature` asks for it."""
+        return self._own_of(self._module)
+
+    def _own_of(self, module: Module) -> Callable[..., Any]:
+        return self.own if self.own is not None else type(module).forward.__get__(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._own_of(self._module)(*args, **kwargs)
+        module = _here.met.pop(self.around, self._module)
+        compute = partial(self._own_of(module), *args, **kwargs)
+        if self.around.lifetime.is_over:
+            return compute()
+        return run_in_group(self.around.name, compute, partial(_keep_buffers, module))
 
 
-def _is_in_forward() -> bool:
-    """Whether a module's forward, or a hook of one, calls this."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL:
-            return True
-        frame = frame.f_back
-    return False
+def _keep_buffers(module: Module) -> None:
+    """A copied or moved model has buffers nobody has seen."""
+    kept = PipelineOffloadManager.get_instance().wiring.eligibility.kept
+    for buffer in module.buffers():
+        kept.add(buffer)
+
+
+class _OfThread(threading.local):
+    """Modules whose forward is about to run on a thread, by their groups."""
+
+    def __init__(self) -> None:
+        self.met: dict[_GroupAround, Module] = {}
+
+
+_here = _OfThread()
 
 
 def _once_each(places: Iterable[_Place]) -> list[_Place]:

@@ -528,7 +528,7 @@ def test_stages_that_share_a_module(
     groups = {"attn": "layers.*.attn", "mlp": "layers.*.mlp"}
     for _ in range(2):
         with attach(schedule, groups, OffloadConfig(min_offloaded_tensor_size=1)):
-            assert len(attn._forward_pre_hooks) == len(attn._forward_hooks) == 1
+            assert len(attn._forward_pre_hooks) == 1
             for _ in range(3):
                 assert same_bits(step_of_all(schedule), expected)
             manager.reset()
@@ -575,7 +575,7 @@ def test_a_module_that_has_a_group_of_somebody_else(
     with offload_modules(schedule._stages[1].submod, {"attn": "layers.0.attn"}):
         with pytest.raises(ValueError, match=r"'layers\.0\.attn' of stage 1 .* 'attn' already"):
             attach(schedule, groups)
-        assert num_hooks(schedule) == 2
+        assert num_hooks(schedule) == 1
     attach(schedule, groups).detach()
     assert num_hooks(schedule) == 0
 

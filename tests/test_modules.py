@@ -206,7 +206,7 @@ class TakesOne(nn.Linear):
     def __init__(self) -> None:
         super().__init__(8, 8)
 
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         raise TypeError("no hooks, please")
 
 
@@ -238,7 +238,7 @@ class Stops(nn.Linear):
     def __init__(self) -> None:
         super().__init__(8, 8)
 
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         raise KeyboardInterrupt
 
 
@@ -480,7 +480,7 @@ def test_a_copy_has_its_groups_for_as_long_as_the_handle(manager: PipelineOffloa
         offload_modules(twin, {"mlp": "layers.*.mlp"})
     handle.remove()
     offload_modules(twin, {"mlp": "layers.*.mlp"}).remove()
-    assert num_hooks(twin) == 2 * 3, "nobody asked for groups of the others"
+    assert num_hooks(twin) == 3, "nobody asked for groups of the others"
 
 
 def test_a_forward_of_a_copy_in_which_the_handle_is_removed(

@@ -30,9 +30,13 @@ from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem, said
-from pp_offload._hooks.hook_scopes import HookScope, is_in_scope, unpack
-from pp_offload._hooks.regions import is_in_region, is_left_to_checkpoint, warn_of_region
-from pp_offload._hooks.running import Caller
+from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
+from pp_offload._hooks.regions import (
+    is_in_region,
+    is_left_to_checkpoint,
+    top_pack,
+    warn_of_region,
+)
 from pp_offload._hooks.untraced import Untraced
 from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload._transfer.statistics import OffloadStatistics
@@ -160,7 +164,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         """Begin the forward of a microbatch; inside a checkpoint, do nothing."""
         while self._here.entered and self._here.entered[-1].is_over:
             self._leave()
-        entered = Entered(HookScope(Caller.of(1)))
+        entered = Entered(HookScope())
         self._here.entered.append(entered)  # first, or an interrupt would have it forgotten
         try:
             self._enter(entered)
@@ -174,14 +178,15 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
             if is_in_region():
                 warn_of_region(type(self).__name__)
             return
-        if not is_in_scope():  # else it may begin inside of a module that is left out
+        if top_pack() is None:  # else it may begin inside of a module that is left out
             forget_excluded()
         self.stash.begin()
         if not self._knows_model:
             entered.met = MetModules(self._keep_buffers)
             entered.met.begin()
-        entered.scope.enter(Untraced(self.pack_hook))
+        entered.scope.enter(Untraced(self.pack_hook), self)
 
+    @exact_exit
     def __exit__(self, *args: object) -> None:
         """The forward is over.
 

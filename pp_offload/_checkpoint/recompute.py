@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
@@ -35,9 +34,9 @@ from pp_offload._common.torch_private import (
     tree_leaves,
     tree_unflatten,
 )
-from pp_offload._hooks.hook_scopes import unpack
+from pp_offload._hooks.hook_scopes import saving
 from pp_offload._hooks.regions import expected, is_left_to_checkpoint, is_recomputing
-from pp_offload._hooks.untraced import Untraced, untraced
+from pp_offload._hooks.untraced import Untraced
 
 
 class Recompute:
@@ -133,8 +132,7 @@ class Recompute:
         if not self._has_warned_of_cache:
             self._warn_of_cache(call)
         run = self._reentrant if self._use_reentrant else self._non_reentrant
-        with self._saving():
-            outputs = run(call, call.tensors())
+        outputs = saving(self._pack(), run, call, call.tensors())
         self._send()
         return outputs
 
@@ -206,10 +204,11 @@ class Recompute:
         preserve = self._options["preserve_rng_state"]
         return KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
 
-    def _saving(self) -> AbstractContextManager[Any]:
+    def _pack(self) -> Untraced | None:
+        """The hook that saves inputs; None where they stay."""
         if self._inputs is None or is_left_to_checkpoint() or is_transformed():
-            return nullcontext()  # for the last one see NOTE [ Recorded operators ]
-        return saved_tensors_hooks(Untraced(self._inputs.pack), untraced(unpack))
+            return None  # for the last one see NOTE [ Recorded operators ]
+        return Untraced(self._inputs.pack)
 
     def _send(self) -> None:
         if self.stash is not None:

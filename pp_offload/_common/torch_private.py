@@ -101,7 +101,6 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_backward_hooks",
         "_backward_pre_hooks",
         "_buffers",
-        "_call_impl",
         "_forward_hooks",
         "_forward_pre_hooks",
         "_modules",

@@ -1,134 +1,147 @@
-"""Pairs of saved-tensor hooks, each taken off autograd's stack once, also after an interrupt.
+"""Saved-tensor hooks that are off autograd's stack at once, whatever exception comes.
 
-Autograd pops the hooks on top of its stack, whoever pushed them. An exception that is no
-``Exception``, such as KeyboardInterrupt, may leave a scope's hooks behind, for PyTorch then calls
-no hook at the end of a module's forward. So each thread knows its scopes in their order, and pops
-hooks left behind when a scope around them ends, when a forward or a step begins, or when a handle
-is removed.
+    y = saving(pack, call, x)          # where the call is ours
 
-    scope = HookScope()
-    scope.enter(pack)
-    scope.leave()  # and scopes inside whose hooks were left behind
-    leave_all()    # the step is over, and so are its scopes on this thread
+    class Context:                     # where the ``with`` is the user's
+        def __enter__(self):
+            self.scope.enter(pack, self)
+
+        @exact_exit
+        def __exit__(self, *error):
+            self.scope.leave()
+
+NOTE [ Interrupts ]
+    CPython handles signals where a Python function begins, where a loop goes back, and after a
+    call. So what a signal handler raises never comes between entering ``try`` and the call in C
+    that pushes, nor between entering ``finally`` and a call in C that pops all: ``saving`` is
+    exact. A ``__exit__`` in Python may be cut off before its first line, and the traceback then
+    keeps all that its frame refers to. But the bound ``__exit__`` itself is only on the stack of
+    the function with the ``with``, and is gone when that unwinds. So each ``with`` gets one of its
+    own, and a weak reference to it pops the hooks, with a callback in C.
+
+    Popping goes down to the hooks that were on top on entering. It also takes off what others were
+    cut off with inside, and does nothing where nothing was pushed.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from operator import methodcaller
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import countOf, methodcaller
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from pp_offload._common.torch_private import pop_hooks, push_hooks
-from pp_offload._hooks.regions import top_pack
-from pp_offload._hooks.running import Caller, Running
+from pp_offload._common.torch_private import push_hooks, top_hooks
+from pp_offload._hooks.regions import all_packs, popped, top_pack
 from pp_offload._hooks.untraced import untraced
+
+T = TypeVar("T")
 
 unpack: Callable[[Any], Tensor] = methodcaller("unpack")
 """The unpack hook of all scopes: gives what their pack hooks returned as it was saved."""
 
 
-class _OfThread(threading.local):
-    """The scopes of a thread, in order: autograd has a stack for each thread."""
+def saving(
+    pack: Callable[[Tensor], Any] | None, call: Callable[..., T], *args: Any, **kwargs: Any
+) -> T:
+    """What ``call`` returns, with tensors saved through ``pack``. See NOTE [ Interrupts ].
 
-    def __init__(self) -> None:
-        self.scopes: list[HookScope] = []
-        self.covered: list[weakref.ref[Any]] = []
-        """Pack hooks of scopes that were left while somebody else's hooks were on top of them."""
-
-        self.mark = object()
-
-
-_here = _OfThread()
+    Args:
+        pack: Returns something with an ``unpack``. None leaves the hooks as they are.
+        call: Computes.
+        args: Of ``call``.
+        kwargs: Of ``call``.
+    """
+    pops, given_back = popped(until=top_hooks(True)), untraced(unpack)
+    try:
+        if pack is not None:
+            push_hooks(pack, given_back)
+        return call(*args, **kwargs)
+    finally:
+        deque(pops, maxlen=0)
 
 
 class HookScope:
-    """One pair of hooks on the stack of the thread that entered it.
+    """The hooks of one ``with``, on the stack of the thread that entered it."""
 
-    Args:
-        caller: The function that it belongs to, where it may last longer than a step.
-    """
+    __slots__ = ("_pack", "_pops", "_thread", "_with")
 
-    __slots__ = ("_caller", "_pack")
-
-    def __init__(self, caller: Caller | Running | None = None) -> None:
-        self._caller = caller
+    def __init__(self) -> None:
         self._pack: Callable[[Tensor], Any] | None = None
+        self._pops: Iterator[Any] = iter(())  # ends at once
+        self._thread = threading.get_ident()
+        self._with: weakref.ref[_Bound] | None = None
 
-    def enter(self, pack: Callable[[Tensor], Any]) -> None:
+    def enter(self, pack: Callable[[Tensor], Any], owner: object) -> None:
         """Save tensors through ``pack``, until the scope is left.
 
         Args:
             pack: Returns something with an ``unpack``. No other scope has this object.
+            owner: Has the ``__exit__`` of the ``with``.
         """
-        self._pack = pack
-        if _here.covered:
-            _pop_uncovered()
-        try:
-            _here.scopes.append(self)  # first: known and not on the stack does no harm
-            push_hooks(pack, untraced(unpack))
-        except BaseException:
-            self.leave()
-            raise
+        self._pack, given_back = pack, untraced(unpack)
+        self._pops = pops = popped(until=top_hooks(True))
+        self._with = _here.entering(owner, partial(countOf, pops))
+        push_hooks(pack, given_back)
 
     def leave(self) -> None:
-        """Pop the hooks, and those that scopes inside left behind. A second call does nothing."""
-        scopes = _here.scopes
-        while self in scopes:
-            if _here.covered:
-                _pop_uncovered()
-            pack, top = scopes[-1]._pack, top_pack()
-            if pack is not None and top is pack:
-                pop_hooks()
-            elif pack is not None:
-                _here.covered.append(weakref.ref(pack))
-            scopes.pop()
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether its hooks are on the stack of this thread."""
-        return self in _here.scopes
+        """Pop the hooks, and what was left inside. A second call does nothing."""
+        if self._thread != threading.get_ident():
+            self._with = None  # a generator that ends elsewhere: no hook of that thread is ours
+            return
+        # Where a scope around this one was left first, its hooks are off with those of that.
+        if top_pack() is self._pack or self._pack in all_packs():
+            deque(self._pops, maxlen=0)
+        self._with = self._pack = None
+        self._pops = iter(())
 
     @property
     def is_over(self) -> bool:
-        """Whether, when a step begins, nobody will leave it any more."""
-        return self._caller is None or not self._caller.is_running
+        """Whether an interrupt has ended the ``with`` before its ``__exit__`` ran."""
+        return self._with is not None and self._with() is None
 
 
-def _pop_uncovered() -> None:
-    """Pop hooks whose scope was left before that of hooks on top of them, which are gone by now.
+class _Bound(partial):  # type: ignore[type-arg]
+    """An ``__exit__`` with its object."""
 
-    A generator that has entered hooks of its own, and outlives the forward that began it, does so.
-    """
-    covered = [pack for ref in _here.covered if (pack := ref()) is not None]
-    while any(top_pack() is pack for pack in covered):
-        pop_hooks()
-    del covered  # or they are all alive
-    _here.covered = [ref for ref in _here.covered if ref() is not None]
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """As of a method: a compiler asks for it."""
+        return self.func
 
 
-def is_in_scope() -> bool:
-    """Whether this thread has entered a scope, and not left it."""
-    return bool(_here.scopes)
+class exact_exit:  # noqa: N801  a decorator
+    """Makes an ``__exit__`` behind which a :class:`HookScope` is left, even if it is cut off."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
+        if owner is None:
+            return self._function
+        bound = _Bound(self._function, owner)
+        _here.bound = weakref.ref(bound)
+        return bound
 
 
-def mark() -> object:
-    """An object that is the same until :func:`leave_all` is called on this thread."""
-    return _here.mark
+class _OfThread(threading.local):
+    """The ``__exit__`` that was looked up last: by a ``with``, right before its ``__enter__``."""
+
+    def __init__(self) -> None:
+        self.bound: weakref.ref[_Bound] | None = None
+
+    def entering(self, owner: object, callback: Callable[..., Any]) -> weakref.ref[_Bound] | None:
+        """A reference to that of ``owner``, which calls back when it is gone; None without one."""
+        looked_up, self.bound = self.bound, None
+        bound = None if looked_up is None else looked_up()
+        if bound is None or bound.args[0] is not owner:
+            return None
+        return weakref.ref(bound, callback)
 
 
-def leave_all() -> bool:
-    """Pop hooks left behind, down to a scope that somebody is still in; whether there were any."""
-    if _here.covered:
-        _pop_uncovered()
-    _here.mark = object()
-    scopes = _here.scopes
-    num = len(scopes)
-    while scopes and scopes[-1].is_over:
-        if top_pack() is scopes[-1]._pack:
-            pop_hooks()
-        scopes.pop()
-    return len(scopes) < num
+_here = _OfThread()

@@ -13,7 +13,7 @@ singleton.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from pp_offload._common.checks import check_switch
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.group import Group
-from pp_offload._hooks.hook_scopes import HookScope
+from pp_offload._hooks.hook_scopes import HookScope, exact_exit, saving
 from pp_offload._hooks.regions import is_recomputing
 from pp_offload._hooks.untraced import Untraced
 from pp_offload._megatron.cuda_graph import fine_grained_offloading_forward_record
@@ -97,6 +97,29 @@ def fine_grained_offloading_group_flush_delayed_groups() -> None:
         PipelineOffloadManager.get_instance().flush_delayed_groups()
 
 
+def run_in_group(name: str, call: Callable[[], Any], begun: Callable[[], object]) -> Any:
+    """What ``call`` returns, as a group of this name, which is committed.
+
+    Args:
+        name: Of the group.
+        call: Computes.
+        begun: Called when the group is open; not where no group is opened.
+    """
+    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
+    group = None if chunk is None else _start(chunk, name)
+    if chunk is None or group is None:
+        return call()
+    try:
+        begun()
+        output = saving(Untraced(chunk.pack, group), call)
+    except BaseException as error:
+        group.has_failed = True
+        if isinstance(error, Exception):  # which somebody may handle, and go on
+            fine_grained_offloading_group_commit(None, name)
+        raise
+    return fine_grained_offloading_group_commit(output, name)
+
+
 class FineGrainedActivationOffloadingInterface:
     """A group as a context: opened on entering, its saved tensors collected until leaving.
 
@@ -119,7 +142,7 @@ class FineGrainedActivationOffloadingInterface:
         self.offload = offload
         self.tensor = tensor
         self.name = name
-        self._hooks: HookScope | None = None
+        self._hooks: HookScope | None = None  # a compiler looks into __exit__
         self._group: Group | None = None
 
     @property
@@ -131,7 +154,7 @@ class FineGrainedActivationOffloadingInterface:
         """Open the group; gives back its input. Inside a checkpoint no group is opened."""
         if not self.offload or torch.compiler.is_compiling():
             return self.tensor
-        if self._hooks is not None and self._hooks.is_entered:
+        if self.is_open:
             raise GroupStateError(
                 f"group '{self.name}' is entered again before it was left; expected one object of "
                 f"{type(self).__name__} for each with"
@@ -140,7 +163,7 @@ class FineGrainedActivationOffloadingInterface:
             pack = self._pack()
             if pack is not None:
                 self._hooks = HookScope()
-                self._hooks.enter(pack)
+                self._hooks.enter(pack, self)
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
@@ -154,6 +177,7 @@ class FineGrainedActivationOffloadingInterface:
         self._group = group = _start(chunk, self.name)
         return None if group is None else Untraced(chunk.pack, group)
 
+    @exact_exit
     def __exit__(self, *args: Any) -> None:
         """Stop collecting; an exception passes on."""
         if self._hooks is not None:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from pp_offload._common.checks import check_kind, checked_tensors, said
 from pp_offload._groups.chunk import Chunk
-from pp_offload._hooks.hook_scopes import HookScope, unpack
+from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
 from pp_offload._hooks.regions import is_in_backward, is_left_to_checkpoint
-from pp_offload._hooks.running import Caller
 from pp_offload._hooks.untraced import Untraced
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._megatron.graph_state import GraphState
@@ -234,15 +233,16 @@ class PipelineOffloadManager(Manager):
         scopes = self._contexts.scopes
         while scopes and scopes[-1].is_over:
             scopes.pop().leave()
-        scopes.append(HookScope(Caller.of(1)))  # first, or an interrupt would have it forgotten
+        scopes.append(HookScope())  # first, or an interrupt would have it forgotten
         try:
             if not is_left_to_checkpoint():
-                scopes[-1].enter(Untraced(self.on_save_for_backward))
+                scopes[-1].enter(Untraced(self.on_save_for_backward), self)
         except BaseException:
             self.__exit__()
             raise
         return self
 
+    @exact_exit
     def __exit__(self, *args: Any) -> None:
         """Leave the innermost scope; an exception passes on.
 

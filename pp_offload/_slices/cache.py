@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 from torch.nn import Parameter
 
 from pp_offload._common.torch_private import queue_callback
-from pp_offload._hooks.running import Running
 from pp_offload._memory.loans import Loans
+from pp_offload._slices.running import Running
 from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
 from pp_offload.errors import OffloadError
 

@@ -10,8 +10,7 @@ NOTE [ An interrupt at any line ]
     there is known before anything is exchanged, putting it back twice does no harm, and it is done
     twice: one interrupt leaves one of them whole. Where more than one come, the next who uses the
     layers puts back what is left, by the record that outlived the call.
-    The same goes for the hooks for saved tensors: those of a forward that is gone would pass what
-    later ones save on to it.
+    Hooks for saved tensors are off at once: see :func:`pp_offload._hooks.hook_scopes.saving`.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import RNNBase
 
-from pp_offload._hooks.hook_scopes import HookScope
-from pp_offload._hooks.running import Running
+from pp_offload._hooks.hook_scopes import saving
 from pp_offload._slices.recurrent import lists_now
+from pp_offload._slices.running import Running
 
 
 class StandIn(NamedTuple):
@@ -44,16 +43,14 @@ class Exchange:
     """What one call has exchanged.
 
     Args:
-        scope: Of the call's hooks for saved tensors.
         running: Says whether the call still runs.
     """
 
-    __slots__ = ("_before", "running", "scope")
+    __slots__ = ("_before", "running")
 
-    def __init__(self, scope: HookScope, running: Running) -> None:
+    def __init__(self, running: Running) -> None:
         self._before: list[StandIn] = []
         self.running = running
-        self.scope = scope
 
     def make(self, stand_ins: Iterable[StandIn]) -> None:
         """Exchange some more."""
@@ -65,7 +62,6 @@ class Exchange:
 
     def undo(self) -> None:
         """Put all back. A second time changes nothing."""
-        self.scope.leave()
         for values, name, before in reversed(self._before):
             values[name] = before
 
@@ -97,15 +93,13 @@ class StandIns:
         """
         self.settle()
         running = Running()
-        exchange = Exchange(HookScope(running), running)
+        exchange = Exchange(running)
         try:
             try:
                 self._exchanges.append(exchange)
                 exchange.make(stand_ins)
                 exchange.make(StandIn(vars(rnn), *one) for rnn in rnns for one in lists_now(rnn))
-                if pack is not None:
-                    exchange.scope.enter(pack)
-                return call()
+                return saving(pack, call)
             finally:
                 self._undo(exchange)
         finally:

@@ -22,7 +22,6 @@ from pp_offload._common.checks import check_count, said
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.wiring import Wiring
-from pp_offload._hooks.hook_scopes import leave_all
 from pp_offload._hooks.regions import is_in_region, is_recomputing, warn_of_region
 from pp_offload._policy.plan import ChunkKey, plan_of_options
 from pp_offload._steps.auto_bounds import AutoBounds
@@ -165,7 +164,6 @@ class Manager:
             check_count("microbatch", microbatch, unit="None counts them")
         if is_recomputing():
             return  # a model that begins its own chunks is run again by a checkpoint around it
-        leave_all()
         self.wiring.renew_if_torn()
         self.verify()
         self._follow_options()
@@ -301,9 +299,7 @@ class Manager:
             if is_complete:
                 self.learn()
             self.bounds.end_step(self.wiring.plan, is_complete=is_complete)
-            was_cut_off = leave_all()
-            if not was_cut_off:  # else an interrupt left groups open
-                self._look_for_idle_groups()
+            self._look_for_idle_groups()
             self._end_step()
             self.bounds.begin_step()
             self._room.begin_step()
@@ -337,7 +333,6 @@ class Manager:
             self._room.begin_step()  # a loop may begin its next step without reset()
 
     def _drop_step(self) -> None:
-        leave_all()
         with self.wiring.lock:
             self.bounds.end_step(self.wiring.plan, is_complete=False)
             self._room.end_step(None)

@@ -35,9 +35,10 @@ TORCH = [torch.autograd.graph, torch.nn.utils.stateless, _named_member_accessor]
 PATHS = frozenset(str(one.__file__) for one in TORCH) | files(
     *(f"_slices/{name}" for name in ("layers", "places", "recurrent", "streamed_forward")),
     "_slices/stand_ins",
-    "_hooks/running",
-    *(f"_slices/{name}" for name in ("cache", "gradients", "layer_stream", "saved_parameters")),
-    "_hooks/hook_scopes",
+    *(
+        f"_slices/{name}"
+        for name in ("cache", "running", "gradients", "layer_stream", "saved_parameters")
+    ),
     "offload_model",
 )
 KINDS = ["cpu", "late", "random"]

@@ -1,0 +1,341 @@
+"""An exception of any kind leaves autograd's stack of hooks at once as it was.
+
+The stack is looked at where the exception has reached the loop, while it is still handled and
+keeps all frames alive. Interrupts come in two ways: by a signal, at random times; and by a trace
+function, at each line of this package's files that run hooks.
+"""
+
+from __future__ import annotations
+
+import dis
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_backend
+from interrupts import leaves_a_with
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from toy import same_bits
+
+import pp_offload
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadActivations, OffloadConfig, offload_modules, use_backend
+from pp_offload import fine_grained_offloading_group_start as group_start
+from pp_offload._activations.stash import ActivationStash
+from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._hooks.regions import all_packs
+from pp_offload._slices.stand_ins import StandIns
+from pp_offload._transfer.saved_tensor import Resident
+
+CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    """Runs its part as ``run`` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: Callable[..., Tensor] = plainly
+        self.part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.run(self.part, x.sin()).exp().tanh()
+
+
+def plainly(part: nn.Module, x: Tensor) -> Tensor:
+    return part(x)
+
+
+def in_interface(part: nn.Module, x: Tensor) -> Tensor:
+    with off_interface(True, x, "outer"):
+        with off_interface(True, x, "inner"):
+            y = part(x)
+        y = off_interface.group_commit(y, name="inner").sin()
+    return off_interface.group_commit(y, name="outer")
+
+
+def in_manager(part: nn.Module, x: Tensor) -> Tensor:
+    x = group_start(x, "g")
+    with off_interface.get_context(True):
+        y = part(x)
+    return off_interface.group_commit(y, name="g")
+
+
+def in_activations(offload: OffloadActivations, part: nn.Module, x: Tensor) -> Tensor:
+    with offload:
+        return part(x)
+
+
+def in_torchs(part: nn.Module, x: Tensor) -> Tensor:
+    with off_interface(True, x, "around"):
+        y = checkpoint(part, x, use_reentrant=False)
+    return off_interface.group_commit(y, name="around")
+
+
+class Program:
+    """Steps of a model, with what offloads it."""
+
+    def __init__(self, way: str) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(Layer(), Layer())
+        self.handle: Any = None
+        cpu = make_backend("cpu")
+        if way == "modules":
+            self.handle = offload_modules(self.model, {"layer": "*", "part": "*.part"})
+        offload = OffloadActivations(min_offload_size=1, max_fwd_stash_size=2, backend=cpu)
+        stash = ActivationStash("inputs", min_offload_size=1, backend=cpu)
+        runs: dict[str, Callable[..., Tensor]] = {
+            "interface": in_interface,
+            "manager": in_manager,
+            "modules": plainly,
+            "activations": partial(in_activations, offload),
+            "checkpoint": Recompute(stash),
+            "group around a checkpoint": in_torchs,
+            "slices": lambda part, x: StandIns().compute(partial(part, x), (), pack=Resident),
+        }
+        for layer in self.model:
+            layer.run = runs[way]
+
+    def forward(self) -> Tensor:
+        off_interface.reset()
+        off_interface.init_chunk_handler(None, None, 1)
+        x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).requires_grad_()
+        return self.model(x).square().sum()
+
+    def step(self) -> list[Tensor]:
+        loss = self.forward()
+        return [loss.detach(), *torch.autograd.grad(loss, self.model.parameters())]
+
+
+WAYS = [
+    "interface",
+    "manager",
+    "modules",
+    "activations",
+    "checkpoint",
+    "group around a checkpoint",
+    "slices",
+]
+
+
+@contextmanager
+def theirs(num: int) -> Iterator[None]:
+    """Hooks of somebody else, around everything."""
+    if num == 0:
+        yield
+        return
+    with saved_tensors_hooks(lambda x: x.detach(), lambda x: x), theirs(num - 1):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def hooks_of_this_test_only() -> Iterator[None]:
+    assert all_packs() == []
+    yield
+    while all_packs():
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+# By a signal
+
+
+class Signals:
+    """Interrupts by SIGALRM, which raise where CPython handles it."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.at = ""
+
+    def __enter__(self) -> Signals:
+        self._before = signal.signal(signal.SIGALRM, self._raise)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def _raise(self, _: int, frame: FrameType | None) -> None:
+        assert frame is not None
+        if frame.f_code is checkpoint.__wrapped__.__code__:
+            # Between two lines its own generator waits, which pops when it is collected.
+            signal.setitimer(signal.ITIMER_REAL, 1e-5)
+            return
+        self.num += 1
+        self.at = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        raise KeyboardInterrupt
+
+
+NUM_SIGNALS = 200
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no setitimer")
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_signal_at_any_time(way: str, depth: int) -> None:
+    """At a random time of a forward, many times."""
+    assert threading.current_thread() is threading.main_thread()
+    draw = random.Random(7)
+    with use_backend(make_backend("cpu"), config=CONFIG):
+        program = Program(way)
+        expected = program.step()
+        begin = time.perf_counter()
+        for _ in range(5):
+            program.forward()
+        took = (time.perf_counter() - begin) / 5
+        places: set[str] = set()
+        wrong: list[str] = []
+        with theirs(depth), Signals() as signals:
+            before = all_packs()
+            for _ in range(NUM_SIGNALS):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, max(draw.uniform(0, took), 1e-6))
+                    program.forward()
+                    time.sleep(2 * took)
+                    signal.pause()
+                except KeyboardInterrupt:
+                    if all_packs() != before:
+                        wrong.append(signals.at)
+                        break
+                torch.set_grad_enabled(True)  # a no_grad of PyTorch's checkpoint may be cut off
+                places.add(signals.at)
+        assert not wrong, f"after {signals.num} interrupts, at {wrong}"
+        assert len(places) > 5
+        assert same_bits(program.step(), expected)
+
+
+# At each line
+
+
+ROOT = Path(pp_offload.__file__).parent
+FILES = {
+    str(ROOT / name)
+    for name in (
+        "_hooks/hook_scopes.py",
+        "_hooks/regions.py",
+        "_megatron/interface.py",
+        "_megatron/manager.py",
+        "_activations/context.py",
+        "_checkpoint/recompute.py",
+        "modules.py",
+    )
+}
+
+
+class Lines:
+    """Raises at a line where a signal handler might, the first or second time that it is reached.
+
+    Args:
+        number: Of the line; the first visits of all lines are counted.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.count = 0
+        self.at = ""
+        self._visits: Counter[str] = Counter()
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        return self._line if frame.f_code.co_filename in FILES else None
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line" and not self.at and not leaves_a_with(frame) and not _is_pop(frame):
+            at = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            self._visits[at] += 1
+            if self._visits[at] > 2:
+                return self._line
+            if self.count == self.number:
+                self.at = at
+                raise KeyboardInterrupt(at)
+            self.count += 1
+        return self._line
+
+
+def _is_pop(frame: FrameType) -> bool:
+    """Whether the line begins the ``finally`` that pops: no signal is handled before its call."""
+    if frame.f_code.co_name not in ("saving", "all_packs"):
+        return False
+    names = [i.argval for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti]
+    return "deque" in names[:3]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupt_at_each_line(way: str, depth: int) -> None:
+    with use_backend(make_backend("cpu"), config=CONFIG):
+        program = Program(way)
+        expected = program.step()
+        number, wrong = 0, []
+        with theirs(depth):
+            before = all_packs()
+            while True:
+                lines = Lines(number)
+                sys.settrace(lines)
+                try:
+                    program.forward()
+                except KeyboardInterrupt:
+                    sys.settrace(None)
+                    if all_packs() != before:
+                        wrong.append(lines.at)
+                        while len(all_packs()) > depth:
+                            torch._C._autograd._pop_saved_tensors_default_hooks()
+                finally:
+                    sys.settrace(None)
+                if not lines.at:
+                    break
+                assert same_bits(program.step(), expected), lines.at
+                number += 1
+        assert number > 10 and not wrong, wrong
+        assert same_bits(program.step(), expected)
+
+
+# In the forward itself
+
+
+class Stops(nn.Module):
+    """Raises in its forward, when told to."""
+
+    error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return x.exp()
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_evaluation_in_between(way: str, error: BaseException) -> None:
+    """While the exception is handled, what is saved passes no hook that was left; then training
+    goes on."""
+    with use_backend(make_backend("cpu"), config=CONFIG):
+        program = Program(way)
+        stops = Stops()
+        program.model[1].part.append(stops)
+        expected = program.step()
+        for _ in range(2):
+            stops.error = error
+            try:
+                program.forward()
+            except type(error):
+                stops.error = None
+                assert all_packs() == []
+                with torch.no_grad():
+                    assert same_bits([program.forward()], expected[:1])
+                y = torch.ones(2, requires_grad=True).exp()
+                assert y.grad_fn is not None
+                y.grad_fn._raw_saved_result.register_hooks(lambda t: t, lambda t: t)
+            assert same_bits(program.step(), expected)
