@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pipeline_rank
 import pytest
 import torch
 from helpers.forks import statuses
@@ -24,7 +25,6 @@ from helpers.sessions import (
 )
 from torch import Tensor, nn
 
-import pipeline_rank
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
     FineGrainedOffloadingGroupCommitFunction,

@@ -214,7 +214,9 @@ def test_a_forked_process(kind: str) -> None:
         def child() -> None:
             with pytest.raises(ForkedError) as refusal:
                 backward(net, *graph)
-            assert str(os.getpid()) in str(refusal.value) and str(os.getppid()) in str(refusal.value)
+            assert str(os.getpid()) in str(refusal.value) and str(os.getppid()) in str(
+                refusal.value
+            )
             net.zero_grad()
             for _ in range(2):
                 assert_same(step(), expected)
