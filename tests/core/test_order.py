@@ -76,6 +76,8 @@ def test_bytes_reloaded_and_never_used_do_not_free_their_buffer_early(
             x = drawn(rows[number], WIDTH, seed=number).requires_grad_()
             first = group(x * 2, torch.sin, is_on)
             last = group(first * 3, torch.cos, is_on)
+            if is_on:
+                settle(PipelineOffloadManager.get_instance())
             results += torch.autograd.grad(last.sum(), first, retain_graph=True)
         return results
 
@@ -219,6 +221,49 @@ def test_waits_are_of_the_live_stream(kind: str, pattern: Callable[[int, bool], 
             off_interface.reset()
             assert_same(program(True, enter), expected, f"step {number}")
             assert_idle(manager)
+
+
+@simulated
+@pytest.mark.parametrize("rows", [slice(None), slice(2, 5)], ids=["whole", "gathered"])
+def test_what_another_stream_saved_is_ordered_with_the_commit(kind: str, rows: slice) -> None:
+    """It is committed on a stream that has not waited, and its memory is free at once."""
+    x = drawn(9, WIDTH).requires_grad_()
+    with session(kind) as manager:
+        main, side = manager.backend.current_stream(), side_stream(manager.backend)
+        begin_step()
+        with off_interface(True, x, "part"):
+            side.wait_stream(main)
+            with manager.backend.stream(side):
+                y = (x * 2)[rows].sin()
+        off_interface.group_commit(y, name="part")
+        main.wait_stream(side)
+        got = torch.autograd.grad(y.sum(), x)
+        assert_same(got, torch.autograd.grad((x * 2)[rows].sin().sum(), x))
+
+
+@simulated
+@pytest.mark.parametrize("saves_aside", [False, True])
+def test_a_source_goes_back_to_its_own_stream(kind: str, saves_aside: bool) -> None:
+    """Above the bound, once that has waited for its copy; no other stream takes it back."""
+    x = drawn(9, WIDTH).requires_grad_()
+    with session(kind, max_in_flight_bytes=x.nbytes) as manager:
+        main, side = manager.backend.current_stream(), side_stream(manager.backend)
+        first, other = (side, main) if saves_aside else (main, side)
+        begin_step()
+        side.wait_stream(main)
+        with manager.backend.stream(first):
+            y = group(x * 2, torch.sin).sum()
+        other.wait_stream(first)
+        if not saves_aside:
+            with manager.backend.stream(other):
+                (got,) = torch.autograd.grad(y, x)
+        z = group(x * 3, torch.sin)
+        main.wait_stream(side)
+        if saves_aside:
+            (got,) = torch.autograd.grad(y, x)
+        del y, z
+        assert_same([got], torch.autograd.grad((x * 2).sin().sum(), x))
+        assert_idle(manager)
 
 
 @simulated

@@ -209,11 +209,11 @@ def test_a_forked_process(kind: str) -> None:
 
         assert_same(step(), expected)
         begin_step()
-        graph = microbatch(net, x, True)
+        graphs = [microbatch(net, x, True)]
 
         def child() -> None:
             with pytest.raises(ForkedError) as refusal:
-                backward(net, *graph)
+                backward(net, *graphs[0])
             assert str(os.getpid()) in str(refusal.value) and str(os.getppid()) in str(
                 refusal.value
             )
@@ -223,7 +223,7 @@ def test_a_forked_process(kind: str) -> None:
             assert_idle(PipelineOffloadManager.get_instance())
 
         assert statuses([child]) == [0]
-        assert_same(backward(net, *graph), expected)
-        del graph
+        assert_same(backward(net, *graphs[0]), expected)
+        graphs.clear()
         assert_same(step(), expected)
         assert_idle(manager)
