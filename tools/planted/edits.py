@@ -49,6 +49,7 @@ COLLECT = "pp_offload._core.payloads"
 ENGINE = "pp_offload._core.engine"
 IN_FLIGHT = "pp_offload._core.in_flight"
 MOVER = "pp_offload._core.mover"
+POOL = "pp_offload._memory.host_pool"
 SAVED = "pp_offload._core.saved"
 SHARED = "pp_offload._core.shared"
 
@@ -306,6 +307,54 @@ EDITS: dict[str, Edit] = {
         "pass",
         "the window never empties, and accounts are wrong",
         PAYLOADS,
+    ),
+    "host memory is given on without its last use": Edit(
+        POOL,
+        "HostPool._collect",
+        "host.waits_for, host.last_use = (host.last_use,), None",
+        "host.waits_for, host.last_use = (), None",
+        "a former owner's reload still reads it",
+        ORDER,
+    ),
+    "a reload is no use of host memory": Edit(
+        MOVER,
+        "Mover.reload",
+        "batch.place.last_use = event",
+        "pass",
+        "the next owner writes while it reads",
+        ORDER,
+    ),
+    "former owners of host memory are not waited for": Edit(
+        MOVER,
+        "Mover.offload",
+        "d2h.wait_event(event)",
+        "pass",
+        "their reloads still read it",
+        ORDER,
+    ),
+    "only the live stream waits at the bound": Edit(
+        MOVER,
+        "Mover._wait_for_oldest",
+        "self.in_flight.streams.wait(leaving.offloaded)",
+        "self.current_stream().wait_event(leaving.offloaded)",
+        "the source belongs to another stream, which uses it again",
+        ORDER,
+    ),
+    "d2h does not wait for side streams": Edit(
+        MOVER,
+        "Mover.offload",
+        "d2h.wait_event(side.record_event())",
+        "pass",
+        "a tensor is copied before it was computed",
+        ORDER,
+    ),
+    "a gather does not wait for side streams": Edit(
+        MOVER,
+        "Mover._gather",
+        "live.wait_event(side.record_event())",
+        "pass",
+        "a view is read before it was computed",
+        ORDER,
     ),
     "a forked process uses the graphs of its parent": Edit(
         MOVER,
