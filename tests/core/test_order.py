@@ -41,15 +41,14 @@ simulated = pytest.mark.parametrize("kind", SIMULATED)
 
 @simulated
 @pytest.mark.parametrize("window", [0, 300, 10**6], ids=["on demand", "one part", "all ahead"])
-@pytest.mark.parametrize("parts", [1, 3])
-def test_host_bytes_are_read_behind_their_write(kind: str, window: int, parts: int) -> None:
+def test_host_bytes_are_read_behind_their_write(kind: str, window: int) -> None:
     """In the first iteration as in the third: each microbatch goes backward at once."""
-    net = Net([f"part {n}" for n in range(parts)], layers=1)
+    net = Net([f"part {n}" for n in range(3)], layers=1)
     check(lambda on: train(net, inputs(3), on), kind, steps=3, prefetch_bytes=window)
 
 
 @simulated
-@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("ahead", [1, 4])
 def test_a_buffer_is_reused_behind_its_last_reader(kind: str, ahead: int) -> None:
     """Lengths change with every microbatch; the host has room for little more than a step."""
     net = Net()
@@ -133,8 +132,6 @@ def test_a_source_is_let_go_when_its_copy_is_done(kind: str) -> None:
 
 GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
     "columns": lambda h: h[:, 1:4],
-    "offset": lambda h: h.view(-1)[3 : 3 + 4 * WIDTH].view(4, WIDTH),
-    "every second row": lambda h: h[::2],
     "transposed": lambda h: h.t()[2:5],
 }
 
@@ -331,7 +328,7 @@ def test_the_target_of_a_reload_belongs_to_compute(kind: str) -> None:
 
 
 @simulated
-@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("delay", [0, 3])
 def test_the_parts_of_a_backward(kind: str, delay: int) -> None:
     """Gradients of inputs first, those of weights some microbatches later."""
 

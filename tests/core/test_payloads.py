@@ -74,7 +74,7 @@ PAYLOADS: dict[str, Make] = {
 }
 
 
-@on_two
+@pytest.mark.parametrize("kind", ["late"])
 @pytest.mark.parametrize("make", PAYLOADS.values(), ids=PAYLOADS)
 def test_bytes_and_geometry_come_back(kind: str, make: Make) -> None:
     """Size, stride, offset and dtype; no storage is copied twice."""
@@ -146,7 +146,6 @@ def test_an_address_that_is_used_again_is_not_taken_for_the_old_tensor(kind: str
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "add": lambda t: t.add_(1),
-    "relu": lambda t: t.relu_(),
     "through a view": lambda t: t.t()[1:].mul_(3),
 }
 changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
