@@ -160,7 +160,7 @@ class NoHostWait(pp_offload.testing.SimulatedBackend):
 
 
 @pytest.mark.parametrize("order", ["late", "eager"])
-@pytest.mark.parametrize("cap", [0, 4 * PART, 2**20])
+@pytest.mark.parametrize("cap", [0, 4 * PART])
 def test_the_steady_state_neither_waits_nor_allocates(order: str, cap: int) -> None:
     backend = NoHostWait(order)
     config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=cap)
@@ -237,7 +237,7 @@ def test_a_step_that_was_aborted_or_evaluates_is_not_the_first(kind: str) -> Non
 
 
 @kinds
-@pytest.mark.parametrize("counts", [(2, 6, 3, 8), (4, 3, 4), (3, 4, 1)], ids=str)
+@pytest.mark.parametrize("counts", [(2, 6, 3, 8), (3, 4, 1)], ids=str)
 def test_every_microbatch_offloads_however_many_there_are(
     kind: str, counts: tuple[int, ...]
 ) -> None:

@@ -47,7 +47,9 @@ class Interrupt(BaseException):
     """As a KeyboardInterrupt, but for certain this one."""
 
 
-errors = pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+kinds_and_errors = pytest.mark.parametrize(
+    ("kind", "error"), [("late", KeyboardInterrupt), ("threads", Boom)]
+)
 
 
 def in_the_body(x: Tensor, error: type[BaseException]) -> None:
@@ -147,8 +149,7 @@ FAILURES = [
 ]
 
 
-@kinds
-@errors
+@kinds_and_errors
 @pytest.mark.parametrize("fails", FAILURES)
 def test_the_step_behind_an_aborted_one_is_right(
     kind: str, error: type[BaseException], fails: Callable[[Tensor, type[BaseException]], None]

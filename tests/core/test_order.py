@@ -41,15 +41,14 @@ simulated = pytest.mark.parametrize("kind", SIMULATED)
 
 @simulated
 @pytest.mark.parametrize("window", [0, 300, 10**6], ids=["on demand", "one part", "all ahead"])
-@pytest.mark.parametrize("parts", [1, 3])
-def test_host_bytes_are_read_behind_their_write(kind: str, window: int, parts: int) -> None:
+def test_host_bytes_are_read_behind_their_write(kind: str, window: int) -> None:
     """In the first iteration as in the third: each microbatch goes backward at once."""
-    net = Net([f"part {n}" for n in range(parts)], layers=1)
+    net = Net([f"part {n}" for n in range(3)], layers=1)
     check(lambda on: train(net, inputs(3), on), kind, steps=3, prefetch_bytes=window)
 
 
 @simulated
-@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("ahead", [1, 4])
 def test_a_buffer_is_reused_behind_its_last_reader(kind: str, ahead: int) -> None:
     """Lengths change with every microbatch; the host has room for little more than a step."""
     net = Net()
@@ -76,6 +75,8 @@ def test_bytes_reloaded_and_never_used_do_not_free_their_buffer_early(
             x = drawn(rows[number], WIDTH, seed=number).requires_grad_()
             first = group(x * 2, torch.sin, is_on)
             last = group(first * 3, torch.cos, is_on)
+            if is_on:
+                settle(PipelineOffloadManager.get_instance())
             results += torch.autograd.grad(last.sum(), first, retain_graph=True)
         return results
 
@@ -131,8 +132,6 @@ def test_a_source_is_let_go_when_its_copy_is_done(kind: str) -> None:
 
 GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
     "columns": lambda h: h[:, 1:4],
-    "offset": lambda h: h.view(-1)[3 : 3 + 4 * WIDTH].view(4, WIDTH),
-    "every second row": lambda h: h[::2],
     "transposed": lambda h: h.t()[2:5],
 }
 
@@ -222,6 +221,49 @@ def test_waits_are_of_the_live_stream(kind: str, pattern: Callable[[int, bool], 
 
 
 @simulated
+@pytest.mark.parametrize("rows", [slice(None), slice(2, 5)], ids=["whole", "gathered"])
+def test_what_another_stream_saved_is_ordered_with_the_commit(kind: str, rows: slice) -> None:
+    """It is committed on a stream that has not waited, and its memory is free at once."""
+    x = drawn(9, WIDTH).requires_grad_()
+    with session(kind) as manager:
+        main, side = manager.backend.current_stream(), side_stream(manager.backend)
+        begin_step()
+        with off_interface(True, x, "part"):
+            side.wait_stream(main)
+            with manager.backend.stream(side):
+                y = (x * 2)[rows].sin()
+        off_interface.group_commit(y, name="part")
+        main.wait_stream(side)
+        got = torch.autograd.grad(y.sum(), x)
+        assert_same(got, torch.autograd.grad((x * 2)[rows].sin().sum(), x))
+
+
+@simulated
+@pytest.mark.parametrize("saves_aside", [False, True])
+def test_a_source_goes_back_to_its_own_stream(kind: str, saves_aside: bool) -> None:
+    """Above the bound, once that has waited for its copy; no other stream takes it back."""
+    x = drawn(9, WIDTH).requires_grad_()
+    with session(kind, max_in_flight_bytes=x.nbytes) as manager:
+        main, side = manager.backend.current_stream(), side_stream(manager.backend)
+        first, other = (side, main) if saves_aside else (main, side)
+        begin_step()
+        side.wait_stream(main)
+        with manager.backend.stream(first):
+            y = group(x * 2, torch.sin).sum()
+        other.wait_stream(first)
+        if not saves_aside:
+            with manager.backend.stream(other):
+                (got,) = torch.autograd.grad(y, x)
+        z = group(x * 3, torch.sin)
+        main.wait_stream(side)
+        if saves_aside:
+            (got,) = torch.autograd.grad(y, x)
+        del y, z
+        assert_same([got], torch.autograd.grad((x * 2).sin().sum(), x))
+        assert_idle(manager)
+
+
+@simulated
 def test_a_reload_for_one_stream_is_ordered_with_another(kind: str) -> None:
     """The graph is used twice: on a side stream, then on the main one."""
     with session(kind) as manager:
@@ -286,7 +328,7 @@ def test_the_target_of_a_reload_belongs_to_compute(kind: str) -> None:
 
 
 @simulated
-@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("delay", [0, 3])
 def test_the_parts_of_a_backward(kind: str, delay: int) -> None:
     """Gradients of inputs first, those of weights some microbatches later."""
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.kept import Keeps, Layers, Make, Saved, TwoParts
+from helpers.kept import Keeps, Layers, Make, Saved, TwoParts, dtensor, one_rank
 from helpers.sessions import (
     KINDS,
     assert_idle,
@@ -31,6 +29,7 @@ from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
+    OffloadError,
     PipelineOffloadManager,
     RaceError,
     SavedTensorModifiedError,
@@ -75,7 +74,7 @@ PAYLOADS: dict[str, Make] = {
 }
 
 
-@on_two
+@pytest.mark.parametrize("kind", ["late"])
 @pytest.mark.parametrize("make", PAYLOADS.values(), ids=PAYLOADS)
 def test_bytes_and_geometry_come_back(kind: str, make: Make) -> None:
     """Size, stride, offset and dtype; no storage is copied twice."""
@@ -147,7 +146,6 @@ def test_an_address_that_is_used_again_is_not_taken_for_the_old_tensor(kind: str
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "add": lambda t: t.add_(1),
-    "relu": lambda t: t.relu_(),
     "through a view": lambda t: t.t()[1:].mul_(3),
 }
 changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -225,6 +223,65 @@ def test_changed_while_the_copy_is_queued(kind: str, change: Callable[[Tensor], 
 
 
 @on_two
+@pytest.mark.parametrize("stays", ["marked", "kept"])
+def test_a_change_of_what_stays_raises(kind: str, stays: str) -> None:
+    options = {"host_budget_bytes": 0} if stays == "kept" else {}
+    with session(kind, **options):
+        begin_step()
+        h = drawn(ROWS, COLUMNS).requires_grad_() * 2
+        if stays == "marked":
+            off_interface.mark_not_offloadable(h)
+        y = group(h, torch.sin)
+        h.add_(1)
+        with pytest.raises(SavedTensorModifiedError):
+            y.sum().backward()
+
+
+@on_two
+def test_a_change_that_a_wrapper_counts_raises(kind: str) -> None:
+    with one_rank(), session(kind):
+        begin_step()
+        wrapped, leaf = dtensor(ROWS, COLUMNS), dtensor(ROWS, COLUMNS).requires_grad_()
+        y = group(leaf, lambda leaf: leaf * wrapped)
+        wrapped.add_(1)
+        with pytest.raises(SavedTensorModifiedError):
+            y.sum().backward()
+
+
+@on_two
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_one_of_two_was_changed_while_its_copy_was_queued(kind: str, is_counted: bool) -> None:
+    """The other is asked for first. Without a count, as FSDP does: emptied and filled elsewhere."""
+
+    def program(is_on: bool, backend: Any) -> list[Tensor]:
+        x, w = (drawn(ROWS, COLUMNS, seed=n).requires_grad_() for n in range(2))
+        h, other = x.detach() * 2, x.detach() * 3
+        y = group(w, lambda w: (w * h).sin() * other, is_on)
+        if is_on:
+            with (
+                unseen(backend),
+                torch.autograd._unsafe_preserve_version_counter(other if is_counted else h),
+            ):
+                h.untyped_storage().resize_(0)
+                elsewhere = torch.zeros(ROWS, COLUMNS)
+                h.untyped_storage().resize_(NBYTES)
+                h.fill_(7)
+                del elsewhere
+            settle(PipelineOffloadManager.get_instance())
+        y.sum().backward()
+        return gradients(w)
+
+    with session(kind) as manager:
+        begin_step()
+        try:
+            got = program(True, manager.backend)
+        except OffloadError:
+            return
+        assert kind != "late", "the copy has run behind the change"
+        assert_same(got, program(False, None))
+
+
+@on_two
 @changes
 @pytest.mark.parametrize("when", ["before", "copied", "other"])
 def test_changed_when_it_harms_nobody(
@@ -232,29 +289,6 @@ def test_changed_when_it_harms_nobody(
 ) -> None:
     expected = sine(False, change, "never" if when == "copied" else when)
     check(lambda on: sine(on, change, when), kind, expected=expected, steps=1)
-
-
-@on_two
-def test_a_copy_of_an_older_version_is_not_shared(kind: str) -> None:
-    """Two groups save one tensor, which changes in between, behind the first copy."""
-
-    def program(is_on: bool) -> list[Tensor]:
-        x = drawn(ROWS, COLUMNS).requires_grad_()
-        h = x * 2
-        first = group(h, torch.sin, is_on, "first")
-        if is_on:
-            settle(PipelineOffloadManager.get_instance())
-            with torch.no_grad():
-                h.add_(1)
-            second = group(h, torch.sin, is_on, "second")
-        else:
-            second = (x * 2 + 1).sin()
-            (shifted,) = torch.autograd.grad(second.sum(), x)
-            return [*torch.autograd.grad(first.sum(), x), shifted]
-        results = [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in (first, second)]
-        return results
-
-    check(program, kind, steps=1)  # later on the second group stays, and autograd refuses
 
 
 class UsesSavedAsScratch(torch.autograd.Function):
@@ -447,35 +481,18 @@ def test_a_forced_tensor_whose_memory_is_not_torchs_stays(
 # Wrapper subclasses
 
 
-def two_parts() -> Any:
-    return TwoParts(drawn(ROWS, COLUMNS, seed=1), drawn(ROWS, COLUMNS, seed=2))
-
-
-def dtensor() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    return distribute_tensor(drawn(ROWS, COLUMNS), init_device_mesh("cpu", (1,)), [Shard(0)])
-
-
-@contextmanager
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def two_parts(*shape: int) -> Any:
+    return TwoParts(drawn(*shape, seed=1), drawn(*shape, seed=2))
 
 
 @on_two
 @pytest.mark.parametrize("make", [two_parts, dtensor])
-def test_a_wrapper_comes_back_as_what_it_was(kind: str, make: Callable[[], Any]) -> None:
+def test_a_wrapper_comes_back_as_what_it_was(kind: str, make: Callable[..., Any]) -> None:
     """Its inner tensors move, no more bytes than they have."""
 
     def program(is_on: bool) -> list[Tensor]:
         with torch.no_grad():
-            wrapped = make()
+            wrapped = make(ROWS, COLUMNS)
         if make is dtensor:
             leaf = wrapped.requires_grad_()
             y = group(leaf * 2, torch.sin, is_on)

@@ -155,8 +155,7 @@ class Body(nn.Module):
 
 
 @kinds
-@pytest.mark.parametrize("num_resident", [1, 2])
-@pytest.mark.parametrize("frozen_only", [False, True])
+@pytest.mark.parametrize(("num_resident", "frozen_only"), [(1, True), (2, False)])
 def test_offload_layers(kind: str, num_resident: int, frozen_only: bool) -> None:
     plain = Body()
     if frozen_only:
@@ -262,8 +261,7 @@ REGIONS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["late", "threads"])
-@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize(("kind", "early_stop"), [("late", True), ("threads", False)])
 @pytest.mark.parametrize("program", REGIONS)
 def test_groups_and_checkpoint_regions(
     kind: str, early_stop: bool, program: Callable[..., Tensor]

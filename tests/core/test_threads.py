@@ -6,17 +6,16 @@ The simulated device follows one thread, so these run on the host with copies in
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.forks import statuses
 from helpers.nets import Net, inputs
 from helpers.sessions import (
     assert_idle,
@@ -30,6 +29,7 @@ from helpers.sessions import (
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import ForkedError, PipelineOffloadManager
 
 LIMIT_S = 300
 """Nothing here takes a second; behind this it hangs."""
@@ -195,18 +195,35 @@ def test_evaluation_beside_training(kind: str, without_grad: Callable[[], Any]) 
         assert_idle(manager)
 
 
-def test_a_forked_process(tmp_path: Path) -> None:
+@kinds
+def test_a_forked_process(kind: str) -> None:
     """It trains; a graph of its parent raises ForkedError there, and is good in the parent."""
-    tests = Path(__file__).parent.parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "import forked; forked.main()"],
-        env={**env, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), env["PYTHONPATH"]])},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == [
-        f"{k}:{w}" for k in ("cpu", "threads") for w in ("child", "parent")
-    ]
+    net, (x,) = Net(), inputs(1)
+    leaf, loss = microbatch(net, x, False)
+    expected = backward(net, leaf, loss)
+    with session(kind) as manager:
+
+        def step() -> list[Tensor]:
+            begin_step()
+            return backward(net, *microbatch(net, x, True))
+
+        assert_same(step(), expected)
+        begin_step()
+        graphs = [microbatch(net, x, True)]
+
+        def child() -> None:
+            with pytest.raises(ForkedError) as refusal:
+                backward(net, *graphs[0])
+            assert str(os.getpid()) in str(refusal.value) and str(os.getppid()) in str(
+                refusal.value
+            )
+            net.zero_grad()
+            for _ in range(2):
+                assert_same(step(), expected)
+            assert_idle(PipelineOffloadManager.get_instance())
+
+        assert statuses([child]) == [0]
+        assert_same(backward(net, *graphs[0]), expected)
+        graphs.clear()
+        assert_same(step(), expected)
+        assert_idle(manager)

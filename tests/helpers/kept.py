@@ -6,13 +6,15 @@ y = Keeps.apply(x, lambda h: [h, h.t()], came_back)     # came_back is filled in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from helpers.sessions import as_bytes
+from helpers.sessions import as_bytes, drawn
 
 Make = Callable[[Tensor], Sequence[Tensor]]
 
@@ -128,6 +130,24 @@ class TwoParts(Tensor):
             return cls(args[0].high.detach(), args[0].low.detach())
         plain = [a.high + a.low if isinstance(a, TwoParts) else a for a in args]
         return func(*plain, **(kwargs or {}))
+
+
+def dtensor(*shape: int, seed: int = 0) -> Any:
+    """A sharded tensor of random numbers, of this process alone; see :func:`one_rank`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(drawn(*shape, seed=seed), init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Layers(nn.Module):

@@ -2,7 +2,7 @@
 
 The edit is made in the syntax tree when the module is imported, so no file is written.
 
-    install(EDITS["changed tensors are not noticed"])     # before the module is imported
+    install(EDITS["sources are not kept"])     # before the module is imported
 """
 
 from __future__ import annotations
@@ -44,22 +44,325 @@ class DoesNotApplyError(Exception):
     """The function is not there, or what is to be replaced is not there exactly once."""
 
 
+BATCH = "pp_offload._core.batch"
+COLLECT = "pp_offload._core.payloads"
+ENGINE = "pp_offload._core.engine"
+IN_FLIGHT = "pp_offload._core.in_flight"
+MOVER = "pp_offload._core.mover"
+POOL = "pp_offload._memory.host_pool"
+SAVED = "pp_offload._core.saved"
+SHARED = "pp_offload._core.shared"
+
+BOUNDS = ("tests/core/test_bounds.py",)
+ORDER = ("tests/core/test_order.py",)
+PAYLOADS = ("tests/core/test_payloads.py",)
+SHARING = ("tests/core/test_sharing.py",)
+THREADS = ("tests/core/test_threads.py",)
+
 EDITS: dict[str, Edit] = {
-    "changed tensors are not noticed": Edit(
-        "pp_offload._transfer.ticket",
-        "SavedActivation.unpack",
-        "held._version != self.version",
+    "a change of a saved tensor is not noticed": Edit(
+        SAVED,
+        "Saved.unpack",
+        "tensor._version != self.version",
         "False",
-        "a tensor that was changed between save and copy gives wrong gradients",
-        ("tests/core/test_payloads.py",),
+        "a tensor changed between save and commit gives wrong gradients",
+        PAYLOADS,
     ),
-    "host bytes may be read at once": Edit(
-        "pp_offload._transfer.copies",
-        "Copies._h2d_waits_for_offloaded",
-        "self.backend.h2d.wait_event(seen)",
+    "a change of what stays is not noticed": Edit(
+        SAVED,
+        "Resident.unpack",
+        "tensor._version != self.version",
+        "False",
+        "a tensor that never leaves was changed, and gives wrong gradients",
+        PAYLOADS,
+    ),
+    "a change of a wrapper is not noticed": Edit(
+        SAVED,
+        "Wrapped.unpack",
+        "self.witness._version != self.version",
+        "False",
+        "the wrapper alone counts it, and gradients are wrong",
+        PAYLOADS,
+    ),
+    "what was changed before the commit leaves": Edit(
+        COLLECT,
+        "collect",
+        "saved is None or (tensor := saved.tensor) is None or tensor._version != saved.version",
+        "saved is None or (tensor := saved.tensor) is None",
+        "its bytes are not those that were saved",
+        PAYLOADS,
+    ),
+    "a change of a source is not noticed": Edit(
+        BATCH,
+        "Leaving.changed",
+        "tensor._version != version",
+        "False",
+        "the copy ran behind the change and has its bytes",
+        PAYLOADS,
+    ),
+    "a source that moved is not noticed": Edit(
+        BATCH,
+        "Leaving.changed",
+        "now != before",
+        "False",
+        "its owner emptied it, and the copy has the bytes of another",
+        PAYLOADS,
+    ),
+    "changes are forgotten at let-go": Edit(
+        IN_FLIGHT,
+        "InFlight.let_go_first",
+        "batch.changed |= leaving.changed()",
+        "pass",
+        "a source changed while its copy was queued, and the copy is used",
+        PAYLOADS,
+    ),
+    "a changed source is taken back": Edit(
+        MOVER,
+        "Mover._take_back",
+        "batch.changed |= leaving.changed()",
+        "pass",
+        "the change is in the gradients",
+        PAYLOADS,
+    ),
+    "a changed payload comes with its neighbour": Edit(
+        MOVER,
+        "Mover.deliver",
+        "None if batch.changed else self._use(batch, index)",
+        "self._use(batch, index)",
+        "it came in the copy of one that was not changed",
+        PAYLOADS,
+    ),
+    "what came for another stream is handed out": Edit(
+        MOVER,
+        "Mover.deliver",
+        "reload.stream == live",
+        "True",
+        "this stream has not waited for the copy",
+        ORDER,
+    ),
+    "what came for another stream is waited for": Edit(
+        MOVER,
+        "Mover._bring",
+        "reload.stream != live",
+        "False",
+        "the other one may use the memory again while this one reads it",
+        ORDER,
+    ),
+    "compute does not wait for a reload": Edit(
+        MOVER,
+        "Mover._bring",
+        "live.wait_event(event)",
+        "pass",
+        "a tensor is used before it is back",
+        PAYLOADS,
+    ),
+    "a copy is shared by all versions": Edit(
+        SHARED,
+        "_is_same",
+        "member.version != first.version or member.wrapper is not None",
+        "False",
+        "an alias changed the storage behind the first copy",
+        SHARING,
+    ),
+    "equal counts of two aliases are one version": Edit(
+        SHARED,
+        "_is_same",
+        "first.version and member.origin is not first.origin",
+        "False",
+        "each counts alone, and they saved different bytes",
+        SHARING,
+    ),
+    "changes by whoever saved first do not count": Edit(
+        SHARED,
+        "_is_same",
+        "not any([counter._version for counter in copy.counters])",
+        "True",
+        "the alias that is saved next has not seen them",
+        SHARING,
+    ),
+    "a wrapper shares what its part left": Edit(
+        SHARED,
+        "_is_same",
+        "member.wrapper is not None",
+        "False",
+        "the wrapper was changed, which its part has not counted",
+        SHARING,
+    ),
+    "a part shares what its wrapper left": Edit(
+        SHARED,
+        "SharedCopies.add",
+        "any(member.wrapper is not None for member in members)",
+        "False",
+        "the wrapper was changed, which its part has not counted",
+        SHARING,
+    ),
+    "uses by other groups are not counted": Edit(
+        SHARED,
+        "SharedCopies.share",
+        "back.left[copy.position] += len(members)",
+        "pass",
+        "the payload is dropped after the first group and comes twice",
+        SHARING,
+    ),
+    "a shared copy has one shape for all": Edit(
+        SHARED,
+        "restored_from",
+        "host.shape != tensor.shape or host.dtype != tensor.dtype or not tensor.is_contiguous()",
+        "False",
+        "a group gets back the view that another saved",
+        SHARING,
+    ),
+    "what a backward changed is used again": Edit(
+        MOVER,
+        "Mover._use",
+        "before not in (-1, version)",
+        "False",
+        "the second reader gets the changed bytes",
+        PAYLOADS,
+    ),
+    "used bytes fill the window": Edit(
+        MOVER,
+        "Mover._use",
+        "self.arrived.unused_bytes -= back.sizes[index]",
+        "pass",
+        "nothing more is prefetched, and accounts are wrong",
+        PAYLOADS,
+    ),
+    "reloads do not count in the window": Edit(
+        MOVER,
+        "Mover.reload",
+        "self.arrived.unused_bytes += nbytes",
+        "pass",
+        "everything comes back at once, and accounts are wrong",
+        PAYLOADS,
+    ),
+    "sources are not kept": Edit(
+        MOVER,
+        "Mover.offload",
+        "self.in_flight.add(leaving)",
+        "pass",
+        "their memory is used again while the copy reads it",
+        PAYLOADS,
+    ),
+    "sources are let go at the next poll": Edit(
+        IN_FLIGHT,
+        "InFlight.poll",
+        "queue and queue[0].offloaded.query()",
+        "queue",
+        "their memory is used again while the copy reads it",
+        PAYLOADS,
+    ),
+    "h2d does not wait for the offload": Edit(
+        MOVER,
+        "Mover.reload",
+        "h2d.wait_event(batch.offloaded)",
         "pass",
         "a host buffer is read before it was written",
-        ("tests/core/test_order.py",),
+        ORDER,
+    ),
+    "what came for another stream is not given up": Edit(
+        MOVER,
+        "Mover._reload_now",
+        "self.arrived.give_up(batch.back, live)",
+        "pass",
+        "this stream takes it though nothing orders the two",
+        ORDER,
+    ),
+    "sources above the bound go without a wait": Edit(
+        MOVER,
+        "Mover._wait_for_oldest",
+        "self.in_flight.streams.wait(leaving.offloaded)",
+        "pass",
+        "their memory is used again while the copy reads it",
+        ORDER,
+    ),
+    "no bound on what is in flight": Edit(
+        ENGINE,
+        "Engine.send",
+        "mover.keep_bounded(group.counts.copied_bytes)",
+        "pass",
+        "the device keeps all sources until their copies are done",
+        BOUNDS,
+    ),
+    "unused memory is dropped under its copy": Edit(
+        MOVER,
+        "Arrived._abandon",
+        "not reload.event.query()",
+        "False",
+        "it is used again while the copy writes it",
+        ORDER,
+    ),
+    "nothing keeps what a dead batch brought": Edit(
+        MOVER,
+        "Arrived.expect",
+        "self._backs.add(back)",
+        "pass",
+        "its memory is used again while the copy writes it; accounts are wrong",
+        BOUNDS,
+    ),
+    "unused bytes stay charged when put away": Edit(
+        MOVER,
+        "Arrived.put_away",
+        "self.unused_bytes -= back.sizes[index]",
+        "pass",
+        "the window never empties, and accounts are wrong",
+        PAYLOADS,
+    ),
+    "host memory is given on without its last use": Edit(
+        POOL,
+        "HostPool._collect",
+        "host.waits_for, host.last_use = (host.last_use,), None",
+        "host.waits_for, host.last_use = (), None",
+        "a former owner's reload still reads it",
+        ORDER,
+    ),
+    "a reload is no use of host memory": Edit(
+        MOVER,
+        "Mover.reload",
+        "batch.place.last_use = event",
+        "pass",
+        "the next owner writes while it reads",
+        ORDER,
+    ),
+    "former owners of host memory are not waited for": Edit(
+        MOVER,
+        "Mover.offload",
+        "d2h.wait_event(event)",
+        "pass",
+        "their reloads still read it",
+        ORDER,
+    ),
+    "only the live stream waits at the bound": Edit(
+        MOVER,
+        "Mover._wait_for_oldest",
+        "self.in_flight.streams.wait(leaving.offloaded)",
+        "self.current_stream().wait_event(leaving.offloaded)",
+        "the source belongs to another stream, which uses it again",
+        ORDER,
+    ),
+    "d2h does not wait for side streams": Edit(
+        MOVER,
+        "Mover.offload",
+        "d2h.wait_event(side.record_event())",
+        "pass",
+        "a tensor is copied before it was computed",
+        ORDER,
+    ),
+    "a gather does not wait for side streams": Edit(
+        MOVER,
+        "Mover._gather",
+        "live.wait_event(side.record_event())",
+        "pass",
+        "a view is read before it was computed",
+        ORDER,
+    ),
+    "a forked process uses the graphs of its parent": Edit(
+        MOVER,
+        "_after_fork",
+        "mover.current_stream = forked",
+        "pass",
+        "their copies never end there",
+        THREADS,
     ),
 }
 """By name. An edit that does not apply any more is renewed or goes with what it was in."""

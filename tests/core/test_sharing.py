@@ -1,0 +1,133 @@
+"""Promise 6 where groups save one memory: it is copied once, and each gets back what it saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.kept import Keeps, Make, Saved, dtensor, one_rank
+from helpers.sessions import (
+    assert_idle,
+    assert_same,
+    begin_step,
+    drawn,
+    gradients,
+    group,
+    session,
+    settle,
+)
+from torch import Tensor
+
+ROWS, COLUMNS = 6, 4
+NBYTES = ROWS * COLUMNS * 4
+
+kinds = pytest.mark.parametrize("kind", ["late", "cpu"])
+
+WAYS: dict[str, Make] = {
+    "whole": lambda h: [h],
+    "flat": lambda h: [h.view(-1)],
+    "transposed": lambda h: [h.t()],
+    "integers of its bytes": lambda h: [h.view(torch.int32), h.view(torch.int16)],
+    "stride of a single row": lambda h: [h.as_strided((1, ROWS, COLUMNS), (1, COLUMNS, 1))],
+    "siblings": lambda h: [h, h.t()],
+}
+
+
+@kinds
+@pytest.mark.parametrize("first", WAYS)
+def test_each_group_gets_back_its_own_view_of_one_copy(kind: str, first: str) -> None:
+    """In any order of them, for a backward within one window: it comes back once."""
+
+    def run(is_on: bool) -> tuple[list[Tensor], list[Saved]]:
+        came_back: list[Saved] = []
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        h = x.detach() * 1.5
+        y, alias = x, h.data
+        for way in sorted(WAYS, key=lambda way: way != first):
+            keep = lambda x, way=way: Keeps.apply(x, lambda _: WAYS[way](h), came_back)  # noqa: E731
+            y = group(y, keep, is_on, way)
+        return [alias, y, x], came_back
+
+    (_, y, x), right = run(False)
+    expected = torch.autograd.grad(y.sum(), x)
+    with session(kind, prefetch_bytes=10**6) as manager:
+        begin_step()
+        before = manager.statistics()
+        (h, y, x), came_back = run(True)
+        settle(manager)
+        assert_same(torch.autograd.grad(y.sum(), x), expected)
+        assert came_back == right
+        moved = manager.statistics().since(before)
+        assert moved.bytes_offloaded == moved.bytes_reloaded == NBYTES
+        del y, h
+        assert_idle(manager)
+
+
+# A copy that is not what a later group saves
+
+
+def by_the_alias(h: Tensor, alias: Tensor) -> Tensor:
+    alias.add_(1)
+    return alias
+
+
+def below_the_alias(h: Tensor, alias: Tensor) -> Tensor:
+    h.add_(1)
+    return alias
+
+
+def by_itself(h: Tensor, alias: Tensor) -> Tensor:
+    return h.add_(1)
+
+
+@kinds
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("change", [by_the_alias, below_the_alias, by_itself])
+def test_a_copy_of_an_older_version_is_not_shared(
+    kind: str, num_before: int, change: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Whichever alias counts the change, and if as many were counted before the first copy."""
+    with session(kind) as manager:
+        begin_step()
+        x, w = (drawn(ROWS, COLUMNS, seed=seed).requires_grad_() for seed in range(2))
+        h = drawn(ROWS, COLUMNS, seed=2)
+        for _ in range(num_before):
+            h.mul_(2)
+        first, right, alias = h.clone(), h + 1, h.data
+        y = group(x, lambda x: x * h, name="first")
+        settle(manager)
+        changed = change(h, alias)
+        z = group(w, lambda w: w * changed, name="second")
+        assert_same(torch.autograd.grad(z.sum(), w), [right])
+        assert_same(torch.autograd.grad(y.sum(), x), [first])
+        del y, z
+        assert_idle(manager)
+
+
+@kinds
+@pytest.mark.parametrize("is_plain_first", [False, True])
+def test_a_copy_of_what_a_wrapper_changed_is_not_shared(kind: str, is_plain_first: bool) -> None:
+    """The wrapper counts the change, and the tensor inside it does not."""
+    with one_rank(), session(kind) as manager:
+        begin_step()
+        wrapped, leaf = (dtensor(ROWS, COLUMNS, seed=n) for n in (1, 2))
+        leaf.requires_grad_()
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        inside = wrapped.detach()._local_tensor
+        before = inside.clone()
+        saves: list[Any] = [
+            lambda: group(x, lambda x: x * inside),
+            lambda: group(leaf, lambda leaf: leaf * wrapped),
+        ]
+        first, second = saves if is_plain_first else reversed(saves)
+        living = first()
+        settle(manager)
+        wrapped.add_(1)
+        y = second()
+        y.sum().backward()
+        (got,) = gradients(leaf if is_plain_first else x)
+        assert_same([got.to_local() if is_plain_first else got], [before + 1])
+        del living, y
+        assert_idle(manager)
