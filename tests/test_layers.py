@@ -22,6 +22,7 @@ ROWS = [
     ("_memory",),
     ("_transfer",),
     ("_groups",),
+    ("_core",),
     ("_steps",),
     ("_activations", "_checkpoint", "_slices", "_megatron"),
     ("modules", "pipelining", "activations", "checkpointing", "offload_model", "layers", "summary"),
@@ -57,6 +58,8 @@ ASKS_FOR_THE_MANAGER = {
 }
 
 ORDERS_COPIES = {
+    "_core.in_flight",
+    "_core.mover",
     "_transfer.copies",
     "_transfer.in_flight",
     "_transfer.pending_reloads",

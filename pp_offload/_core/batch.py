@@ -15,15 +15,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from pp_offload._core.tiers import Place
 from pp_offload.backends import Event, Stream
 
-if TYPE_CHECKING:
-    from pp_offload._core.mover import Mover
-    from pp_offload._core.tiers import Place
+
+class Delivers(Protocol):
+    """Brings payloads back."""
+
+    def deliver(self, batch: Batch, index: int) -> Tensor:
+        """A payload on the device, ready for the live compute stream."""
+        ...
 
 
 class Reload:
@@ -120,7 +125,7 @@ class Batch:
     offloaded: Event
     back: Back
 
-    def __init__(self, mover: Mover, label: str, sizes: list[int], uses: list[int]) -> None:
+    def __init__(self, mover: Delivers, label: str, sizes: list[int], uses: list[int]) -> None:
         self.mover = mover
         self.label = label
         self.sizes = sizes

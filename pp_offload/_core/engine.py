@@ -40,6 +40,7 @@ class Engine:
 
     Attributes:
         mover, window, shared, eligibility: Its parts.
+        reach: Called when backward is about to use a group for the first time.
         is_enabled: Whether groups leave now.
         is_torn: Whether an exception came through the engine's own code, so that its books may be
             wrong. The next step begins with another engine.
@@ -50,6 +51,7 @@ class Engine:
         self.window = Window(self.mover, order, config.prefetch_bytes)
         self.shared = SharedCopies()
         self.eligibility = Eligibility(backend.device, StorageSet())
+        self.reach = self.window.reach
         self.current_stream = backend.current_stream
         self.is_enabled = True
         self.is_torn = False

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -20,11 +20,25 @@ from pp_offload._core.batch import Batch
 from pp_offload._core.saved import Packed, Resident, Saved, Wrapped
 from pp_offload._policy.plan import GroupKey
 from pp_offload._transfer.subclasses import is_wrapper
+from pp_offload._transfer.tensors import Eligibility
+from pp_offload.backends import Stream
 from pp_offload.errors import GroupStateError
 
-if TYPE_CHECKING:
-    from pp_offload._core.engine import Engine
-    from pp_offload.backends import Stream
+
+class Offloads(Protocol):
+    """What a group asks of the engine."""
+
+    eligibility: Eligibility
+    is_enabled: bool
+    current_stream: Callable[[], Stream]
+
+    def reach(self, group: Group) -> None:
+        """Backward is about to use the group for the first time."""
+        ...
+
+    def tear(self, failure: BaseException) -> None:
+        """An exception comes through the engine's own code."""
+        ...
 
 
 class GroupState(enum.Enum):
@@ -72,7 +86,7 @@ class Group:
     key: GroupKey | None = None
     has_failed = False
 
-    def __init__(self, name: str, engine: Engine, min_numel: int) -> None:
+    def __init__(self, name: str, engine: Offloads, min_numel: int) -> None:
         self.name = name
         self.state = GroupState.OPEN
         self.is_used = False
@@ -122,6 +136,10 @@ class Group:
         self.state = state
         self.saved_refs = []
 
+    def tear(self, failure: BaseException) -> None:
+        """See :meth:`Offloads.tear`."""
+        self.engine.tear(failure)
+
     def drop(self) -> None:
         """Forget what was saved while it was open, as when the step was aborted."""
         self.saved_refs.clear()
@@ -138,7 +156,7 @@ class Group:
 
     def on_use(self) -> None:
         """Backward is about to use one of its tensors for the first time."""
-        self.engine.window.reach(self)
+        self.engine.reach(self)
 
     # What is to come back
 

@@ -17,18 +17,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.checks import described, version_of
+from pp_offload._core.batch import Batch
 from pp_offload._transfer.subclasses import is_pending, take_apart, witness
 from pp_offload.errors import SavedTensorModifiedError
 
-if TYPE_CHECKING:
-    from pp_offload._core.batch import Batch
-    from pp_offload._core.group import Group
+
+class Owner(Protocol):
+    """The group that a saved tensor belongs to."""
+
+    name: str
+    is_used: bool
+
+    def on_use(self) -> None:
+        """Backward is about to use a tensor of the group for the first time."""
+        ...
+
+    def tear(self, failure: BaseException) -> None:
+        """An exception comes through the engine's own code."""
+        ...
 
 
 class Saved:
@@ -64,7 +76,7 @@ class Saved:
     batch: Batch
     index: int
 
-    def __init__(self, tensor: Tensor, group: Group) -> None:
+    def __init__(self, tensor: Tensor, group: Owner) -> None:
         # An alias, for the output of an operator would keep its own graph alive from here.
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
@@ -93,7 +105,7 @@ class Saved:
                 payload = self.batch.mover.deliver(self.batch, self.index)
                 return payload if self.restore is None else self.restore(payload)
         except BaseException as failure:
-            group.engine.tear(failure)
+            group.tear(failure)
             raise
         if tensor._version != self.version:
             raise modified(tensor, self.version, group.name)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pp_offload._core.mover import Mover
 from pp_offload._transfer.statistics import OffloadStatistics
-
-if TYPE_CHECKING:
-    from pp_offload._core.mover import Mover
 
 
 def collect(transfer: Any) -> OffloadStatistics:

@@ -8,9 +8,12 @@ from contextlib import AbstractContextManager, suppress
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
+
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
 from pp_offload._core.mover import Mover
+from pp_offload._core.saved import Saved
 from pp_offload._core.tiers import HostTier
 from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._memory.budget import RAISE_IT, HostBudget
@@ -68,7 +71,10 @@ class Wiring:
         self.release = ForcedRelease(self.engine.eligibility)
         self.transfer = Transfer(self)
         self.offloader: Any = SimpleNamespace(
-            copies=Copies(self), split=None, check_freed=lambda: self.engine.check_freed()
+            copies=Copies(self),
+            tickets=lambda group: self.engine.payloads(group),
+            split=None,
+            check_freed=lambda: self.engine.check_freed(),
         )
         self.prefetcher = Prefetcher(self)
         left = left_of_budget(config)
@@ -134,6 +140,10 @@ class Wiring:
     def lock(self) -> AbstractContextManager[object]:
         """Held for bookkeeping."""
         return self.engine.mover.lock
+
+    def offload_alone(self, group_type: type[Group], tensor: Tensor) -> Saved:
+        """Offload one tensor by itself; it lives off the device as long as what is returned."""
+        return self.engine.offload(tensor, group_type)
 
     def commit_delayed(self) -> None:
         """Do the commits that were delayed, in forward order."""

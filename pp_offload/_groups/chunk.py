@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.checks import check_group_name, check_switch, checked_tensors
-from pp_offload._common.core_switch import IS_CORE
 from pp_offload._common.torch_private import is_transformed, records_operators
 from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.prefetch import Visit
@@ -335,7 +334,3 @@ class Chunk:
         self.groups.clear()
         self.open_groups.clear()
         self.key = None  # a forward that goes on, on another thread, is part of the next step
-
-
-if IS_CORE:
-    from pp_offload._core.chunk import Chunk  # type: ignore[assignment]  # noqa: F811, F401, E402

@@ -14,7 +14,6 @@ import enum
 import weakref
 from collections.abc import Callable, Sequence
 
-from pp_offload._common.core_switch import IS_CORE
 from pp_offload._policy.plan import GroupKey
 from pp_offload._transfer.ticket import SavedActivation, Ticket
 from pp_offload.errors import GroupStateError
@@ -136,7 +135,3 @@ class Group:
     def drop(self) -> None:
         """Forget every tensor of an open group, as when the step was aborted."""
         self.saved_refs.clear()
-
-
-if IS_CORE:
-    from pp_offload._core.group import Counts, Group, GroupState  # type: ignore[assignment]  # noqa: F811, E402

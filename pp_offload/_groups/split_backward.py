@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pp_offload._common.core_switch import IS_CORE
 from pp_offload._groups.group import Group
 from pp_offload._memory.loans import Loans
 from pp_offload._policy.plan import ChunkKey, GroupKey, WeightPassKey
@@ -221,11 +220,3 @@ class WeightPass:
 
     def _foreseen(self) -> Uses:
         return self._split.foreseen(self.key.chunk, BackwardPass.WEIGHT)
-
-
-if IS_CORE:
-    from pp_offload._core.split_backward import (  # type: ignore[assignment]  # noqa: F811, F401
-        BackwardPass,
-        SplitBackward,
-        WeightPass,
-    )

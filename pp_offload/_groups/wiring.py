@@ -6,12 +6,15 @@ chunk = Chunk(min_offloaded_tensor_size, wiring)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from pp_offload._common.core_switch import IS_CORE
+from torch import Tensor
+
 from pp_offload._groups.forced_release import ForcedRelease
+from pp_offload._groups.group import Group
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.prefetch import Prefetcher, Step
 from pp_offload._memory.slabs import Allocate
@@ -19,6 +22,7 @@ from pp_offload._policy.bounds import left_of_budget
 from pp_offload._policy.plan import Plan
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.tensors import Eligibility, StorageSet
+from pp_offload._transfer.ticket import SavedActivation
 from pp_offload._transfer.tiers import make_engine
 from pp_offload._transfer.verify import Verifier
 from pp_offload.backends import Backend, Stream, default_backend
@@ -55,6 +59,14 @@ class Wiring:
 
     def renew_if_torn(self) -> None:
         """Nothing: this engine survives an exception at any point."""
+
+    def offload_alone(self, group_type: type[Group], tensor: Tensor) -> SavedActivation:
+        """Offload one tensor by itself; it lives off the device as long as what is returned."""
+        group = group_type("tensor")
+        saved = SavedActivation(tensor, group)
+        group.saved_refs.append(weakref.ref(saved))
+        self.offloader.move(group, self.offloader.tickets(group))
+        return saved
 
     def commit_delayed(self) -> None:
         """Do the commits that were delayed, in forward order."""
@@ -97,7 +109,3 @@ class Wiring:
     def alone(cls) -> Wiring:
         """A wiring for a chunk without a manager: with no order known, a group comes alone."""
         return cls.made(default_backend(), OffloadConfig(), Step())
-
-
-if IS_CORE:
-    from pp_offload._core.wiring import Wiring  # type: ignore[assignment]  # noqa: F811, E402

@@ -9,14 +9,12 @@ tensor = chunk.tensor_pop(tag)               # unpack hook
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor
 
 from pp_offload._common.checks import check_count, check_kind, checked_tensors
-from pp_offload._common.core_switch import IS_CORE
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.group import Group
 from pp_offload._groups.wiring import Wiring
@@ -25,9 +23,6 @@ from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._transfer.saved_tensor import Packed, Resident, SavedWrapper
 from pp_offload._transfer.ticket import SavedActivation, give_back
 from pp_offload.errors import GroupStateError
-
-if IS_CORE:
-    from pp_offload._core.saved import Saved as SavedActivation  # type: ignore[assignment]  # noqa: F811, E402
 
 PACKED = (SavedActivation, Resident, SavedWrapper)
 """What stands for a saved tensor."""
@@ -88,14 +83,7 @@ class ChunkOffloadHandler(Chunk):
         check_kind("src_tensor", src_tensor, Tensor, "a tensor")
         if not self.wiring.eligibility.can_move(src_tensor):
             return Resident(src_tensor)
-        if IS_CORE:
-            return self.wiring.engine.offload(src_tensor, OffloadTensorGroup)  # type: ignore
-        group = OffloadTensorGroup("tensor")
-        saved = SavedActivation(src_tensor, group)
-        group.saved_refs.append(weakref.ref(saved))
-        offloader = self.wiring.offloader
-        offloader.move(group, offloader.tickets(group))
-        return saved
+        return self.wiring.offload_alone(OffloadTensorGroup, src_tensor)
 
     def reload(self, state: SavedActivation | Resident, non_blocking: bool | None = None) -> Tensor:
         """The tensor :meth:`offload` took, on the device, ready for the current stream.
@@ -153,10 +141,7 @@ class ChunkOffloadHandler(Chunk):
 
     def would_leave(self, group: Group) -> bool:
         """Whether an open group would leave the device if it was committed now."""
-        if IS_CORE:
-            self.wiring.engine.payloads(group)  # type: ignore[attr-defined]
-        else:
-            give_back(self.wiring.offloader.tickets(group))  # which are counted
+        give_back(self.wiring.offloader.tickets(group))  # which are counted
         return self.may_leave(group)
 
     def bulk_offload_group(self) -> None:

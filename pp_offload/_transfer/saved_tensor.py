@@ -19,7 +19,6 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.nn import Parameter
 
-from pp_offload._common.core_switch import IS_CORE
 from pp_offload._transfer.subclasses import is_pending, take_apart, witness
 from pp_offload._transfer.ticket import SavedActivation, modified
 
@@ -79,8 +78,3 @@ class SavedWrapper:
 
 Packed: TypeAlias = SavedActivation | Resident | SavedWrapper
 """What a pack hook returns."""
-
-
-if IS_CORE:
-    from pp_offload._core.saved import Packed, Resident  # type: ignore[assignment]  # noqa: F811, E402
-    from pp_offload._core.saved import Wrapped as SavedWrapper  # type: ignore[assignment]  # noqa: F811, E402

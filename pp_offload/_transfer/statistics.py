@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from pp_offload._common.checks import check_kind
-from pp_offload._common.core_switch import IS_CORE
 from pp_offload._transfer.engine import TransferEngine
 
 COUNTERS = (
@@ -146,7 +145,3 @@ def collect(transfer: TransferEngine) -> OffloadStatistics:
             disk_bytes_written=sum(tier.disk.written for tier in tiers),
             disk_bytes_read=sum(tier.disk.read for tier in tiers),
         )
-
-
-if IS_CORE:
-    from pp_offload._core.statistics import collect  # type: ignore[assignment]  # noqa: F811, F401, E402
