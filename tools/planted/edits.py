@@ -348,14 +348,6 @@ EDITS: dict[str, Edit] = {
         "a tensor is copied before it was computed",
         ORDER,
     ),
-    "a gather does not wait for side streams": Edit(
-        MOVER,
-        "Mover._gather",
-        "live.wait_event(side.record_event())",
-        "pass",
-        "a view is read before it was computed",
-        ORDER,
-    ),
     "a forked process uses the graphs of its parent": Edit(
         MOVER,
         "_after_fork",
