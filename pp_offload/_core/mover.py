@@ -124,6 +124,7 @@ class Mover:
             sources = payloads.tensors
         d2h.wait_event(live.record_event())  # the sources are computed
         for side in sides:
+            self.in_flight.streams.follow(side)  # its memory returns there: NOTE [ Keep-alive ]
             d2h.wait_event(side.record_event())
         for event in place.waits_for:
             d2h.wait_event(event)  # a former owner's copy may still use this memory
@@ -347,8 +348,9 @@ class Mover:
     def join(self) -> None:
         """Have compute wait for all copies queued so far, as the end of a capture wants."""
         live = self.current_stream()
-        for stream in (self.backend.d2h, self.backend.h2d):
-            live.wait_event(stream.record_event())
+        for side in (self.backend.d2h, self.backend.h2d):
+            side.wait_event(live.record_event())  # which makes it part of the capture, if any
+            live.wait_event(side.record_event())
         self.backend.joined()
 
     def __del__(self) -> None:

@@ -29,8 +29,8 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
 from pp_offload._transfer.tensors import Geometry
 
-NUM_OWN_HOLDERS = 3
-"""Of a storage: the saved tensor, and two of ours that look. More means that somebody else has it,
+NUM_OWN_HOLDERS = 2
+"""Of a storage: the saved tensor, and the column of storages. More means that somebody else has it,
 who may save it again.
 """
 

@@ -220,12 +220,17 @@ def test_waits_are_of_the_live_stream(kind: str, pattern: Callable[[int, bool], 
             assert_idle(manager)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"max_in_flight_bytes": 0}], ids=["auto", "none in flight"]
+)
 @simulated
 @pytest.mark.parametrize("columns", [slice(None), slice(2, 5)], ids=["whole", "gathered"])
-def test_what_another_stream_saved_is_ordered_with_the_commit(kind: str, columns: slice) -> None:
+def test_what_another_stream_saved_is_ordered_with_the_commit(
+    kind: str, columns: slice, options: dict[str, int]
+) -> None:
     """It is committed on a stream that has not waited, and its memory is free at once."""
     x = drawn(9, WIDTH).requires_grad_()
-    with session(kind) as manager:
+    with session(kind, **options) as manager:
         main, side = manager.backend.current_stream(), side_stream(manager.backend)
         begin_step()
         with off_interface(True, x, "part"):
