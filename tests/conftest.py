@@ -121,6 +121,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests of the promises are marked by their folder."""
+    if CORE in item.path.parents:
+        item.add_marker(pytest.mark.core)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What can run here.
 

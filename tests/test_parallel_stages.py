@@ -29,5 +29,7 @@ def test_every_stage_is_equal_bit_for_bit(world: int, tmp_path: Path) -> None:
         for case, facts in found.items():
             where = f"{case}, rank {rank} of {world}: {facts}"
             assert facts["equal"] == [True, True], where
-            assert all(nbytes > 0 for nbytes in facts["offloaded"]), where
+            # Groups of checkpointed blocks are inside their regions, where the checkpoint decides.
+            is_offloading = not case.startswith("blocks")
+            assert [nbytes > 0 for nbytes in facts["offloaded"]] == [is_offloading] * 2, where
             assert facts["live"] == [0, 0], where

@@ -53,7 +53,7 @@ POOL = "pp_offload._memory.host_pool"
 SAVED = "pp_offload._core.saved"
 SHARED = "pp_offload._core.shared"
 
-BOUNDS = ("tests/core/test_bounds.py",)
+BOUNDS = ("tests/core/test_core_bounds.py",)
 ORDER = ("tests/core/test_order.py",)
 PAYLOADS = ("tests/core/test_payloads.py",)
 SHARING = ("tests/core/test_sharing.py",)
