@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -95,3 +96,5 @@ def test_steps_have_the_same_bits_and_leave_nothing(
         assert same(actual, expected)
         line.assert_clean()
     assert line.engine.mover.counts.bytes_offloaded > 0
+    del line
+    gc.collect()  # its host memory counts in the budget of the process, which other tests bound
