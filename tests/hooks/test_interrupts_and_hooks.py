@@ -182,6 +182,8 @@ class Signals:
 NUM_SIGNALS = 200
 
 
+# A signal may be handled in the callback of a weak reference, where Python only reports what it raises.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(sys.platform == "win32", reason="no setitimer")
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
@@ -204,8 +206,9 @@ def test_a_signal_at_any_time(way: str, depth: int) -> None:
                 try:
                     signal.setitimer(signal.ITIMER_REAL, max(draw.uniform(0, took), 1e-6))
                     program.forward()
-                    time.sleep(2 * took)
-                    signal.pause()
+                    until = time.perf_counter() + 2 * took
+                    while time.perf_counter() < until:  # another thread may get the signal itself:
+                        pass  # its handler runs here all the same, and pause() would not return
                 except KeyboardInterrupt:
                     if all_packs() != before:
                         wrong.append(signals.at)
