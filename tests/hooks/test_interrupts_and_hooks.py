@@ -182,7 +182,7 @@ class Signals:
 NUM_SIGNALS = 200
 
 
-# A signal may be handled in the callback of a weak reference, where Python only reports what it raises.
+# A signal may be handled in the callback of a weak reference, where Python only reports errors.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(sys.platform == "win32", reason="no setitimer")
 @pytest.mark.parametrize("depth", [0, 2])
