@@ -160,7 +160,7 @@ class Chunk:
 
     def was_left_out(self, name: str) -> bool:
         """Whether the group of this name that started last was left out. That is forgotten."""
-        numbers = [number for one, number in self.left_out if one == name]
+        numbers = [number for other, number in self.left_out if other == name]
         if not numbers:
             return False
         for group in self.groups[numbers[-1] :]:
@@ -264,7 +264,7 @@ class Chunk:
 
     def is_finished(self, name: str | None = None) -> bool:
         """Whether backward has reached every group (of this name) that saved something."""
-        left = [one for one in self.groups if not one.is_used and one.counts.num_tensors]
+        left = [g for g in self.groups if not g.is_used and g.counts.num_tensors]
         return not any(name in (None, group.name) for group in left)
 
     def record(self, key: ChunkKey) -> ChunkRecord:

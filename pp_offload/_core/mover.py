@@ -48,9 +48,6 @@ from pp_offload.errors import ForkedError, OffloadError, SavedTensorModifiedErro
 IN_FLIGHT_BYTES = 2**29
 """How much may be in flight where no option says so."""
 
-MAX_ABANDONED = 8
-"""Copies into memory that nobody wants: so many may run without a wait."""
-
 Wanted = tuple[Batch, list[int]]
 """Payloads of a batch that are to be brought."""
 
