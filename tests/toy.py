@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager
-from pp_offload._transfer.block import Block
-from pp_offload._transfer.ticket import SavedActivation, Ticket
+from pp_offload._core.batch import Batch
+from pp_offload._core.saved import Saved
 from pp_offload.backends import CpuBackend
 
 
@@ -165,7 +165,7 @@ def autograd_lets_go() -> None:
 
 def holders() -> str:
     """Who holds what the engine keeps of saved tensors: where to look when something is left."""
-    kinds = SavedActivation, Ticket, Block
+    kinds = Saved, Batch
     alive = [one for one in gc.get_objects() if type(one) in kinds]
     found = []
     for one in alive:

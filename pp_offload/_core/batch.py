@@ -106,12 +106,14 @@ class Batch:
         leaving: What that copy reads; None once it has run.
         changed: Payloads that were changed in place before their copy had run.
         back: What is on the device again.
+        checksums: Of the payloads when they left, with ``verify``.
     """
 
     __slots__ = (
         "__weakref__",
         "back",
         "changed",
+        "checksums",
         "label",
         "leaving",
         "mover",
@@ -132,6 +134,7 @@ class Batch:
         self.uses = uses
         self.leaving: Leaving | None = None
         self.changed: frozenset[int] = frozenset()
+        self.checksums: Sequence[int] = ()
 
 
 class Back(weakref.ref[Batch]):

@@ -20,6 +20,7 @@ from pp_offload._core.payloads import Payloads, collect
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import SharedCopies, restored_from
 from pp_offload._core.tiers import Tier
+from pp_offload._core.verify import Verifier
 from pp_offload._core.window import Order, Window
 from pp_offload._transfer.tensors import Eligibility, StorageSet
 from pp_offload.backends import Backend, Stream
@@ -48,6 +49,8 @@ class Engine:
 
     def __init__(self, backend: Backend, tier: Tier, order: Order, config: OffloadConfig) -> None:
         self.mover = Mover(backend, tier, config.max_in_flight_bytes)
+        if config.verify:
+            self.mover.verifier = Verifier()
         self.window = Window(self.mover, order, config.prefetch_bytes)
         self.shared = SharedCopies()
         self.eligibility = Eligibility(backend.device, StorageSet())
@@ -140,7 +143,10 @@ class Engine:
 
     def check_freed(self) -> list[str]:
         """With ``verify=True``: what groups committed since the last call did not free."""
-        return []
+        if self.mover.verifier is None:
+            return []
+        self.mover.synchronize()
+        return self.mover.verifier.check_freed()
 
     def _warn(self, group: Group, failure: MemoryError) -> None:
         logger.log(

@@ -41,6 +41,7 @@ from pp_offload._core.batch import Back, Batch, Leaving, Reload
 from pp_offload._core.in_flight import ComputeStreams, InFlight
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.tiers import Tier
+from pp_offload._core.verify import Verifier
 from pp_offload._policy.bound import Bound
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.errors import ForkedError, OffloadError, SavedTensorModifiedError
@@ -79,9 +80,11 @@ class Mover:
         arrived: What came back.
         counts: What was moved.
         window: Says what stays for further uses, and brings more when little is unused.
+        verifier: Compares what comes back with what left; None without ``verify``.
     """
 
     window: Refill
+    verifier: Verifier | None = None
 
     def __init__(self, backend: Backend, tier: Tier, max_in_flight_bytes: int | str) -> None:
         self.backend = backend
@@ -119,6 +122,8 @@ class Mover:
         if payloads.has_views:
             self._gather(payloads, live, sides)
             sources = payloads.tensors
+        if self.verifier is not None and not self.backend.is_capturing:
+            self.verifier.leaves(batch, payloads)
         d2h.wait_event(live.record_event())  # the sources are computed
         for side in sides:
             self.in_flight.streams.follow(side)  # its memory returns there: NOTE [ Keep-alive ]
@@ -246,6 +251,8 @@ class Mover:
                 tensor = None if batch.changed else self._use(batch, index)
         if tensor is None:
             tensor = self._bring(batch, index, live)
+        if self.verifier is not None and not self.backend.is_capturing:
+            self.verifier.came(batch, index, tensor)
         if self.arrived.unused_bytes < self.window.below_bytes:
             self.window.fill()
         return tensor

@@ -24,7 +24,10 @@ on_backends = pytest.mark.parametrize("kind", BACKENDS)
 
 
 def config(prefetch_bytes: int) -> OffloadConfig:
-    return OffloadConfig(min_offloaded_tensor_size=1, prefetch_bytes=prefetch_bytes)
+    """Nothing is in flight when backward begins, so every tensor is reloaded."""
+    return OffloadConfig(
+        min_offloaded_tensor_size=1, prefetch_bytes=prefetch_bytes, max_in_flight_bytes=0
+    )
 
 
 def weights_on(device: torch.device) -> list[nn.Parameter]:

@@ -1,0 +1,147 @@
+"""Checks that are too slow to leave on: ``OffloadConfig(verify=True)``.
+
+The checksum of each payload that comes back is compared with that of what left. And when a chunk's
+forward is over, every storage that was offloaded should be gone from the device. If one is still
+there, offloading it was in vain, and a warning names its group and who holds the storage.
+
+    group 'mlp' offloaded 4096 bytes that are still on the device: a tensor of shape (32, 32), held
+    by the variable 'kept' of forward() in model.py, line 12
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import traceback
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+
+from pp_offload._core.batch import Batch
+from pp_offload._core.payloads import Payloads
+from pp_offload._memory.checksum import checksum
+from pp_offload._memory.storages import as_array, has_storage
+from pp_offload._transfer.tensors import flat_bytes
+from pp_offload.errors import VerifyError
+
+logger = logging.getLogger(__name__)
+
+MAX_HOLDERS = 3
+"""Named in one message."""
+
+
+class Verifier:
+    """Knows the checksums of batches, and which storages should be gone."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[str, int, weakref.ref[UntypedStorage]]] = []
+        self._warned: set[str] = set()
+
+    def leaves(self, batch: Batch, payloads: Payloads) -> None:
+        """A batch leaves the device, and its payloads are there still; waits for the device."""
+        batch.checksums = [checksum_of(tensor) for tensor in payloads.tensors]
+        for storage, nbytes in zip(payloads.storages, payloads.sizes, strict=True):
+            if storage is not None:  # other tensors may need the storage of a view
+                self._watched.append((batch.label, nbytes, weakref.ref(storage)))
+
+    @staticmethod
+    def came(batch: Batch, index: int, tensor: Tensor) -> None:
+        """A payload is delivered; waits for the device.
+
+        Raises:
+            VerifyError: It is not what left.
+        """
+        if batch.checksums:
+            what = f"a tensor of group '{batch.label}' with payload shape {tuple(tensor.shape)}"
+            check_same(tensor, batch.checksums[index], f"{what} came back")
+
+    def check_freed(self) -> list[str]:
+        """Which storages that were offloaded since the last call are still on the device.
+
+        To be called when copies have ended and their sources were let go.
+
+        Returns:
+            The messages; each is logged once.
+        """
+        watched, self._watched = self._watched, []
+        messages = []
+        for label, nbytes, ref in watched:
+            storage = ref()
+            if storage is not None:
+                key = storage._cdata
+                del storage
+                messages.append(_message(label, nbytes, _tensors_of(key)))
+        for message in messages:
+            if message not in self._warned:
+                self._warned.add(message)
+                logger.warning(message)
+        return messages
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """The checksum of a dense tensor's bytes; waits for the device."""
+    return checksum(as_array(flat_bytes(tensor.contiguous()).cpu()))
+
+
+def check_same(tensor: Tensor, expected: int, came: str) -> None:
+    """Compare the checksum of a dense tensor with that of what left; waits for the device.
+
+    Raises:
+        VerifyError: They differ. The message begins with what ``came`` where.
+    """
+    actual = checksum_of(tensor)
+    if actual != expected:
+        raise VerifyError(
+            f"{came} with checksum {actual:#018x}, expected {expected:#018x}; if nothing wrote to "
+            "it unseen, as .data, numpy and some collectives do, please report this with the "
+            "backend and the options in use"
+        )
+
+
+def _tensors_of(key: int) -> list[Tensor]:
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    return [t for t in tensors if has_storage(t) and t.untyped_storage()._cdata == key]
+
+
+def _message(label: str, nbytes: int, tensors: Sequence[Tensor]) -> str:
+    text = f"group '{label}' offloaded {nbytes} bytes that are still on the device: "
+    if not tensors:
+        return text + "held outside Python, for instance by an operator that saved them unpacked"
+    holders = [holder for tensor in tensors for holder in _holders(tensor, tensors)]
+    shape = tuple(tensors[0].shape)
+    where = ", ".join(holders[:MAX_HOLDERS]) or "a tensor without a name, such as a leaf in a graph"
+    return f"{text}a tensor of shape {shape}, held by {where}"
+
+
+def _holders(tensor: Tensor, ours: Sequence[Tensor]) -> Iterator[str]:
+    yield from _variables(tensor)
+    for referrer in gc.get_referrers(tensor):
+        if isinstance(referrer, dict):
+            yield from (f"'{key}' of {_owner(referrer)}" for key in _keys(referrer, tensor))
+        elif isinstance(referrer, list | tuple) and referrer is not ours:
+            yield f"a {type(referrer).__name__} of {len(referrer)}"
+
+
+def _variables(tensor: Tensor) -> Iterator[str]:
+    """Local variables that hold ``tensor``, of all frames that run now, in any thread."""
+    for innermost in sys._current_frames().values():
+        for frame, line in traceback.walk_stack(innermost):
+            code = frame.f_code
+            if code.co_filename != __file__:
+                where = f"{code.co_filename.rpartition('/')[2]}, line {line}"
+                for name in _keys(frame.f_locals, tensor):
+                    yield f"the variable '{name}' of {code.co_name}() in {where}"
+
+
+def _keys(items: Mapping[Any, Any], tensor: Tensor) -> list[Any]:
+    return [key for key, value in items.items() if value is tensor]
+
+
+def _owner(attributes: dict[Any, Any]) -> str:
+    for referrer in gc.get_referrers(attributes):
+        if getattr(referrer, "__dict__", None) is attributes:
+            return f"a {type(referrer).__name__}"
+    return f"a dict of {len(attributes)}"
