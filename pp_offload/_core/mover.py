@@ -323,9 +323,11 @@ class Mover:
         and is not on the device.
         """
         self.arrived.give_up(batch.back, live)
-        indices = batch.back.away() if self.window.is_at(batch) else []
+        indices: list[int] = []
+        if self.window.is_at(batch):
+            indices = self.window.fitting(batch, batch.back.away())
         if index not in indices:
-            indices.append(index)
+            indices = [index]
         self.reload([(batch, indices)])
         self.counts.on_demand_reloads += len(indices)
 
@@ -418,6 +420,10 @@ class Refill:
     def comes_soon(self, batch: Batch, index: int) -> bool:
         """Whether backward will ask for a payload again within the window."""
         return True
+
+    def fitting(self, batch: Batch, indices: list[int]) -> list[int]:
+        """Those payloads of a batch that the window has room for."""
+        return indices
 
     def is_at(self, batch: Batch) -> bool:
         """Whether backward is at the group that the batch is of."""

@@ -73,9 +73,10 @@ class Window(Refill):
             if batch is not None and batch.leaving is not None:
                 mover.take_back(batch)
             if batch is not None and batch.back.num_away:
-                indices = batch.back.away()
-                mover.reload([(batch, indices)])
-                mover.counts.on_demand_reloads += len(indices)
+                indices = self.fitting(batch, batch.back.away())
+                if indices:
+                    mover.reload([(batch, indices)])
+                    mover.counts.on_demand_reloads += len(indices)
             if mover.arrived.unused_bytes <= self.below_bytes:
                 self.fill()
 
@@ -116,7 +117,7 @@ class Window(Refill):
         mover = self._mover
         together: list[Wanted] = []
         nbytes = 0
-        for visit in self._order.after(group):
+        for visit in chain((group,), self._order.after(group)):
             own = None if visit.batch is None else visit.batch()
             if not visit.borrowed and (own is None or not own.back.num_away):
                 continue  # nearly always, so without a call
@@ -125,13 +126,13 @@ class Window(Refill):
                     room -= sum([batch.sizes[index] for index in indices])
                     continue  # its sources are needed soon, and are there
                 size = sum([batch.sizes[index] for index in indices])
-                is_too_much = size > room and (together or mover.arrived.unused_bytes > 0)
-                if is_too_much or nbytes >= SMALL_BYTES:
-                    self._queue(
-                        together
-                    )  # with its own event: compute waits for no more than it needs
+                if size > room or nbytes >= SMALL_BYTES:
+                    # With its own event: compute waits for no more than it needs.
+                    self._queue(together)
                     together, nbytes = [], 0
-                if is_too_much:
+                if size > room:
+                    if not mover.arrived.unused_bytes:
+                        self._queue([(batch, self.fitting(batch, indices))])
                     return False
                 together.append((batch, indices))
                 nbytes += size
@@ -145,14 +146,33 @@ class Window(Refill):
             num = sum([len(indices) for _, indices in wanted])
             self._mover.counts.prefetched_reloads += num
 
+    def fitting(self, batch: Batch, indices: list[int]) -> list[int]:
+        """Those payloads of a batch that the window has room for; one of them always, where nothing
+        else is there unused. Backward asks first for what was saved last.
+        """
+        unused, sizes = self._mover.arrived.unused_bytes, batch.sizes
+        room = self.bound.nbytes - unused
+        if sum([sizes[index] for index in indices]) <= room:
+            return indices  # nearly always
+        fitting: list[int] = []
+        for index in reversed(indices):
+            if sizes[index] > room and (fitting or unused):
+                break
+            fitting.append(index)
+            room -= sizes[index]
+        return fitting
+
     def comes_soon(self, batch: Batch, index: int) -> bool:
-        """Whether backward will ask for a payload again within the next window of bytes."""
+        """Whether backward will ask for a payload again: in this group, in the next one, or within
+        the next window of bytes.
+        """
         group, room = self._current, self.bound.nbytes
         for visit in () if group is None else chain((group,), self._order.after(group)):
             for other, indices in visit.uses():
                 if other is batch and index in indices:
                     return True
-                room -= sum([other.sizes[each] for each in indices])
+                if visit is not group:
+                    room -= sum([other.sizes[each] for each in indices])
             if room < 0:
                 return False
         return False
