@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pp_offload import get_lora_act_offloading_ctx_manager
-from pp_offload._transfer.statistics import OffloadStatistics
+from pp_offload._core.statistics import OffloadStatistics
 from pp_offload.backends import Backend, default_backend
 from pp_offload.checkpointing import (
     ActivationCheckpointing,

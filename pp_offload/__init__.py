@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
     # isort: split
     # Options, devices, and what happened.
+    from pp_offload._core.statistics import OffloadStatistics
     from pp_offload._megatron.current import configure, use_backend
-    from pp_offload._transfer.statistics import OffloadStatistics
     from pp_offload.backends import AcceleratorBackend, CpuBackend
     from pp_offload.summary import summary_table
 
@@ -207,7 +207,7 @@ _MODULES = {
         "configure",
         "use_backend",
     ),
-    "pp_offload._transfer.statistics": ("OffloadStatistics",),
+    "pp_offload._core.statistics": ("OffloadStatistics",),
     "pp_offload.backends": (
         "AcceleratorBackend",
         "CpuBackend",

@@ -34,6 +34,8 @@ from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_count, check_flag, count_problem, said
 from pp_offload._common.torch_private import ActivationWrapper, tree_leaves
+from pp_offload._core.statistics import OffloadStatistics
+from pp_offload._core.tensors import is_dense
 from pp_offload._hooks.regions import is_recomputing
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.cache import SliceCache
@@ -47,8 +49,7 @@ from pp_offload._slices.spans import Span, overlapping
 from pp_offload._slices.stand_ins import StandIns
 from pp_offload._slices.to_host import move_to_host
 from pp_offload._transfer.plain_copies import PlainCopies
-from pp_offload._transfer.statistics import OffloadStatistics, collect
-from pp_offload._transfer.tensors import is_dense
+from pp_offload._transfer.statistics import collect
 from pp_offload.backends import Backend, check_backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError

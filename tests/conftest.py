@@ -154,7 +154,7 @@ def vectors_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small vectors leave as well, which stay since they may be statistics: to see how bytes of
     any shape move.
     """
-    monkeypatch.setattr("pp_offload._transfer.tensors.MAX_STATISTICS", 0)
+    monkeypatch.setattr("pp_offload._core.tensors.MAX_STATISTICS", 0)
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from pp_offload import (
     PipelineOffloadManager,
     offload_modules,
 )
+from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.statistics import OffloadStatistics
 from pp_offload.backends import Backend
 
 

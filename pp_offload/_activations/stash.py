@@ -22,6 +22,7 @@ from torch.nn import Module
 
 from pp_offload._common.processes import current
 from pp_offload._common.torch_private import records_operators, sequence_number
+from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.wiring import Wiring
@@ -30,7 +31,7 @@ from pp_offload._memory.slabs import pageable
 from pp_offload._steps.chunk_queue import ChunkQueue
 from pp_offload._steps.step import StepRecord
 from pp_offload._transfer.saved_tensor import Packed, Resident
-from pp_offload._transfer.statistics import OffloadStatistics, collect
+from pp_offload._transfer.statistics import collect
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, config_or_default
 

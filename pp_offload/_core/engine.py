@@ -19,10 +19,10 @@ from pp_offload._core.mover import Mover
 from pp_offload._core.payloads import Payloads, collect
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import SharedCopies, restored_from
+from pp_offload._core.tensors import Eligibility, StorageSet
 from pp_offload._core.tiers import Tier
 from pp_offload._core.verify import Verifier
 from pp_offload._core.window import Order, Window
-from pp_offload._transfer.tensors import Eligibility, StorageSet
 from pp_offload.backends import Backend, Stream
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError

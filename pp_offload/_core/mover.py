@@ -43,11 +43,9 @@ from pp_offload._core.payloads import Payloads
 from pp_offload._core.tiers import Tier
 from pp_offload._core.verify import Verifier
 from pp_offload._policy.bound import Bound
+from pp_offload._policy.bounds import IN_FLIGHT_BYTES
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.errors import ForkedError, OffloadError, SavedTensorModifiedError
-
-IN_FLIGHT_BYTES = 2**29
-"""How much may be in flight where no option says so."""
 
 Wanted = tuple[Batch, list[int]]
 """Payloads of a batch that are to be brought."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from pp_offload._core.saved import Saved
-from pp_offload._transfer.subclasses import is_pending
-from pp_offload._transfer.tensors import Geometry, is_whole_storage, storage_bytes
+from pp_offload._core.subclasses import is_pending
+from pp_offload._core.tensors import Geometry, is_whole_storage, storage_bytes
 
 
 class Payloads:

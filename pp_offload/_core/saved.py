@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from pp_offload._common.checks import described, version_of
 from pp_offload._core.batch import Batch
-from pp_offload._transfer.subclasses import is_pending, take_apart, witness
+from pp_offload._core.subclasses import is_pending, take_apart, witness
 from pp_offload.errors import SavedTensorModifiedError
 
 

@@ -27,7 +27,7 @@ from pp_offload._common.torch_private import disable_current_modes, use_count
 from pp_offload._core.batch import Batch
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
-from pp_offload._transfer.tensors import Geometry
+from pp_offload._core.tensors import Geometry
 
 NUM_OWN_HOLDERS = 2
 """Of a storage: the saved tensor, and the column of storages. More means that somebody else has it,

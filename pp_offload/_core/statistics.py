@@ -2,10 +2,123 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from pp_offload._common.checks import check_kind
 from pp_offload._core.mover import Mover
-from pp_offload._transfer.statistics import OffloadStatistics
+
+COUNTERS = (
+    "bytes_offloaded",
+    "bytes_reloaded",
+    "prefetched_reloads",
+    "on_demand_reloads",
+    "taken_back",
+    "host_allocations",
+    "disk_bytes_written",
+    "disk_bytes_read",
+)
+"""What only grows as long as an engine lives. The others say how it is, or the most there was."""
+
+
+@dataclass(frozen=True)
+class OffloadStatistics:
+    """What was moved since the engine was made, and what it holds now."""
+
+    bytes_offloaded: int
+    """Copied, or queued to be copied, from the device to the host or to disk."""
+
+    bytes_reloaded: int
+    """Copied, or queued to be copied, from the host or from disk to the device."""
+
+    host_bytes_in_use: int
+    """Host bytes that a living saved tensor needs, at rest or on the way to and from the disk."""
+
+    host_bytes_peak: int
+    """The most host bytes that were ever in use; with a disk tier, those passing through added."""
+
+    host_bytes_reserved: int
+    """Host bytes taken from the system, in use or kept for reuse."""
+
+    bytes_in_flight: int
+    """Device bytes kept alive because their copy to the host or to disk has not finished."""
+
+    bytes_reloaded_unused: int
+    """Device bytes reloaded that autograd has not asked for yet."""
+
+    live_tensors: int
+    """Payloads on the host or on disk: storages or gathered views. Small ones share a buffer, and
+    leave together, when no living saved tensor needs any of them.
+    """
+
+    prefetched_reloads: int
+    """Payloads reloaded before their group's backward began."""
+
+    on_demand_reloads: int
+    """Payloads reloaded only when backward was there; each may have made compute wait."""
+
+    taken_back: int
+    """Payloads asked for while their copy to the host was under way, and given back without one."""
+
+    stalled_ms: float | None
+    """How long compute waited for copies in the last step that was timed; None before, and on a
+    device without a clock. See :attr:`OffloadConfig.max_in_flight_bytes`.
+    """
+
+    host_allocations: int
+    """How often host memory was asked from the system."""
+
+    disk_bytes_in_use: int
+    """Bytes on disk that a living saved tensor needs."""
+
+    disk_bytes_peak: int
+    """The most bytes on disk that were ever in use."""
+
+    disk_bytes_written: int
+    """Written, or queued to be written."""
+
+    disk_bytes_read: int
+    """Read, or queued to be read."""
+
+    def since(self, before: OffloadStatistics) -> OffloadStatistics:
+        """What was done from ``before`` until now.
+
+            before = manager.statistics()
+            train_a_step()
+            logger.log(manager.statistics().since(before).as_dict("offload/"))
+
+        Counters are differences: bytes and payloads that were moved, and allocations of host
+        memory. All others are as they are now: what is in use, reserved or in flight, and
+        ``stalled_ms``, which is of one step already. A peak is the most that ever was, also
+        before ``before``.
+
+        Raises:
+            TypeError: ``before`` is something else.
+            ValueError: It counted more than this: it is later, or of another engine.
+        """
+        check_kind("before", before, OffloadStatistics, "what statistics() returned before")
+        counted = {name: getattr(self, name) - getattr(before, name) for name in COUNTERS}
+        wrong = [name for name, number in counted.items() if number < 0]
+        if wrong:
+            name = wrong[0]
+            raise ValueError(
+                f"before has {getattr(before, name)} {name}, more than the {getattr(self, name)} "
+                "of now; expected earlier statistics of the same engine: configure() makes another "
+                "one, which counts from 0"
+            )
+        return replace(self, **counted)
+
+    def as_dict(self, prefix: str = "") -> dict[str, int | float]:
+        """Plain numbers by name, for a logger.
+
+        What is not known, as ``stalled_ms`` on a device without a clock, is left out: a logger
+        takes numbers only, and 0 would be wrong.
+
+        Args:
+            prefix: Before each name, such as ``"offload/"``.
+        """
+        found = {prefix + one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: number for name, number in found.items() if number is not None}
 
 
 def collect(transfer: Any) -> OffloadStatistics:

@@ -22,9 +22,9 @@ from torch import Tensor, UntypedStorage
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.payloads import Payloads
+from pp_offload._core.tensors import flat_bytes
 from pp_offload._memory.checksum import checksum
 from pp_offload._memory.storages import as_array, has_storage
-from pp_offload._transfer.tensors import flat_bytes
 from pp_offload.errors import VerifyError
 
 logger = logging.getLogger(__name__)

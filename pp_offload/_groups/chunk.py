@@ -29,13 +29,13 @@ from torch.nn import Parameter
 
 from pp_offload._common.checks import check_group_name, check_switch, checked_tensors
 from pp_offload._common.torch_private import is_transformed, records_operators
+from pp_offload._core.subclasses import is_wrapper
 from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.prefetch import Visit
 from pp_offload._groups.wiring import Wiring
 from pp_offload._hooks.regions import is_in_region, warn_of_region
 from pp_offload._policy.plan import ChunkKey, ChunkRecord, ChunkShape, GroupKey
 from pp_offload._transfer.saved_tensor import Packed, Resident, SavedWrapper
-from pp_offload._transfer.subclasses import is_wrapper
 from pp_offload._transfer.ticket import SavedActivation, Ticket, give_back
 from pp_offload.errors import GroupStateError
 

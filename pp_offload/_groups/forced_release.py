@@ -23,8 +23,8 @@ from torch.nn import Parameter
 
 from pp_offload._common.checks import described
 from pp_offload._common.torch_private import use_count
+from pp_offload._core.tensors import Eligibility
 from pp_offload._memory.storages import has_storage
-from pp_offload._transfer.tensors import Eligibility
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from pp_offload._core.tensors import Eligibility, StorageSet
 from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._groups.group import Group
 from pp_offload._groups.offloader import Offloader
@@ -21,7 +22,6 @@ from pp_offload._memory.slabs import Allocate
 from pp_offload._policy.bounds import left_of_budget
 from pp_offload._policy.plan import Plan
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.tensors import Eligibility, StorageSet
 from pp_offload._transfer.ticket import SavedActivation
 from pp_offload._transfer.tiers import make_engine
 from pp_offload._transfer.verify import Verifier

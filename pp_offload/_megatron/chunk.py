@@ -100,7 +100,7 @@ class ChunkOffloadHandler(Chunk):
     def tensor_need_offloading_checker(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` may be offloaded.
 
-        See :class:`pp_offload._transfer.tensors.Eligibility`.
+        See :class:`pp_offload._core.tensors.Eligibility`.
         """
         return self.wiring.eligibility.admits(tensor, self.min_offloaded_tensor_size)
 

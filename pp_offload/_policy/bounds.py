@@ -30,6 +30,9 @@ PRECISION = 64
 SHARE_OF_UNUSED = 0.8
 """How much of the device's unused memory bounds may grow into: an allocator leaves gaps."""
 
+IN_FLIGHT_BYTES = 2**29
+"""How much may be on its way to the host where no option says so."""
+
 SMALL_BYTES = 2**18
 """Below this, tensors of several groups are reloaded as one batch."""
 

@@ -193,8 +193,8 @@ class SliceCache:
     def serve(self, user: object, slices: Sequence[Slice] | None = None) -> None:
         """Give slices up when ``user`` is gone: nobody will ask for them again.
 
-        That is noticed at the next call, for ``user`` may go while autograd frees a node.
-        See NOTE [ Nobody is called ].
+        That is noticed at the next call, for ``user`` may go while autograd frees a node, where
+        Python code would swallow the exception of a signal handler.
 
         Args:
             user: Whoever asks for the slices.

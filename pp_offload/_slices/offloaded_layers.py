@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
+from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.layer_order import LayerOrder
 from pp_offload._slices.layer_stream import Around, LayerStream
@@ -23,7 +24,7 @@ from pp_offload._slices.stays import StaysOnHost
 from pp_offload._slices.streamed_forward import StreamedForward
 from pp_offload._slices.to_host import move_to_host
 from pp_offload._transfer.plain_copies import PlainCopies
-from pp_offload._transfer.statistics import OffloadStatistics, collect
+from pp_offload._transfer.statistics import collect
 
 
 class OffloadedLayers:

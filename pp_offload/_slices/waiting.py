@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 
+from pp_offload._core.tensors import is_dense
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.spans import Span, overlapping
 from pp_offload._slices.weight_hooks import check_hooks
-from pp_offload._transfer.tensors import is_dense
 
 
 class Parameters:

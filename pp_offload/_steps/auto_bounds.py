@@ -19,6 +19,7 @@ from itertools import groupby
 from pp_offload._common.processes import rank_said
 from pp_offload._groups.prefetch import Prefetcher
 from pp_offload._policy.bounds import (
+    IN_FLIGHT_BYTES,
     SMALL_BYTES,
     Moment,
     Use,
@@ -31,7 +32,6 @@ from pp_offload._policy.bounds import (
 from pp_offload._policy.plan import GroupKey, Plan
 from pp_offload._steps.step_times import ClockWithoutWaits, Mark, StepTimes, rate
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
 from pp_offload._transfer.stopwatch import Laps, seconds
 from pp_offload.config import OffloadConfig
 

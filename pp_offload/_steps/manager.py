@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from pp_offload._common.checks import check_count, said
+from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._groups.wiring import Wiring
@@ -30,7 +31,7 @@ from pp_offload._steps.idle_groups import IdleGroups
 from pp_offload._steps.plan_options import PlanCheck, why_unplanned
 from pp_offload._steps.room import DeviceRoom
 from pp_offload._steps.step import StepRecord
-from pp_offload._transfer.statistics import OffloadStatistics, collect
+from pp_offload._transfer.statistics import collect
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, check_config, config_or_default
 from pp_offload.errors import GroupStateError, OffloadError

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Module
 
+from pp_offload._core.subclasses import plain_tensors
+from pp_offload._core.tensors import StorageSet
 from pp_offload._memory.storages import has_storage
-from pp_offload._transfer.subclasses import plain_tensors
-from pp_offload._transfer.tensors import StorageSet
 
 _called = methodcaller("__call__")
 """What a weak reference refers to; as ``operator.call``, which Python 3.10 has not."""

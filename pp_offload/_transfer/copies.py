@@ -35,13 +35,13 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from pp_offload._core.tensors import flat_bytes
 from pp_offload._memory.buffers import HostBuffer
 from pp_offload._transfer.block import Block, BlockState
 from pp_offload._transfer.in_flight import InFlight
 from pp_offload._transfer.listeners import Listeners
 from pp_offload._transfer.pending_reloads import PendingReloads
 from pp_offload._transfer.stopwatch import Stopwatch
-from pp_offload._transfer.tensors import flat_bytes
 from pp_offload._transfer.ticket import Arrival, SavedActivation, Ticket
 from pp_offload.backends import Backend, Event, Stream
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.torch_private import disable_current_modes, use_count
+from pp_offload._core.tensors import StorageRef
 from pp_offload._memory.buffers import in_shape
 from pp_offload._transfer.block import Block
-from pp_offload._transfer.tensors import StorageRef
 from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket
 
 

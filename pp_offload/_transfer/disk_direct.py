@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pp_offload._core.tensors import flat_bytes
 from pp_offload._memory.disk import DiskEvent
 from pp_offload._transfer.block import Block, BlockState
 from pp_offload._transfer.on_disk import DiskBlock, OnDisk
-from pp_offload._transfer.tensors import flat_bytes
 from pp_offload._transfer.ticket import Ticket, place
 from pp_offload.backends import Stream
 

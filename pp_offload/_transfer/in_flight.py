@@ -30,12 +30,10 @@ import torch
 from torch import Tensor
 
 from pp_offload._policy.bound import Bound
+from pp_offload._policy.bounds import IN_FLIGHT_BYTES
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.stopwatch import Stopwatch
 from pp_offload.backends import Backend, Event, Stream, bare, known_to
-
-IN_FLIGHT_BYTES = 2**29
-"""How much may be in flight where no option says so."""
 
 MAX_STREAMS = 32
 """Compute streams that are remembered; PyTorch has so many, and hands them out in turn."""

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, UntypedStorage
 
-from pp_offload._transfer.subclasses import is_pending
-from pp_offload._transfer.tensors import Geometry, is_whole_storage, storage_bytes
+from pp_offload._core.subclasses import is_pending
+from pp_offload._core.tensors import Geometry, is_whole_storage, storage_bytes
 from pp_offload._transfer.ticket import Mover, PayloadTicket, SavedActivation, Ticket
 
 Parts = tuple[Tensor, list[SavedActivation], UntypedStorage | None, bool]

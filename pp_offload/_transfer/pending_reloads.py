@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pp_offload._transfer.tensors import flat_bytes
+from pp_offload._core.tensors import flat_bytes
 from pp_offload._transfer.ticket import Arrival, Reload, Shared, Ticket
 from pp_offload.backends import Event, Stream
 from pp_offload.errors import TierError

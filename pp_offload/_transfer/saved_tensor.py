@@ -19,7 +19,7 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.nn import Parameter
 
-from pp_offload._transfer.subclasses import is_pending, take_apart, witness
+from pp_offload._core.subclasses import is_pending, take_apart, witness
 from pp_offload._transfer.ticket import SavedActivation, modified
 
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
+from pp_offload._core.tensors import StorageRef, flat_bytes
 from pp_offload._memory.checksum import checksum
 from pp_offload._memory.storages import as_array, has_storage
 from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.tensors import StorageRef, flat_bytes
 from pp_offload._transfer.ticket import Ticket
 from pp_offload.backends import Backend
 from pp_offload.errors import VerifyError

@@ -23,7 +23,7 @@ import torch
 from torch.nn import Module
 
 from pp_offload._common.checks import said
-from pp_offload._transfer.statistics import OffloadStatistics
+from pp_offload._core.statistics import OffloadStatistics
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
 from pp_offload.integrations.forwards import offload_of

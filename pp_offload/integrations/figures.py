@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pp_offload._transfer.statistics import OffloadStatistics
+from pp_offload._core.statistics import OffloadStatistics
 
 PREFIX = "offload/"
 LOGGED = ("bytes_offloaded", "bytes_reloaded", "host_bytes_peak", "on_demand_reloads", "stalled_ms")

@@ -16,7 +16,7 @@ from typing import Any
 from torch.nn import Module
 
 from pp_offload._common.checks import check_flag
-from pp_offload._transfer.statistics import OffloadStatistics
+from pp_offload._core.statistics import OffloadStatistics
 from pp_offload.config import OffloadConfig
 from pp_offload.integrations.figures import Figures
 from pp_offload.integrations.forwards import ForwardOffload, check_choice, offload_of

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import (
+    IN_FLIGHT_BYTES,
     SMALL_BYTES,
     is_wanted,
     left_of_budget,
@@ -21,7 +22,6 @@ from pp_offload._policy.bounds import (
 from pp_offload._policy.plan import ChunkKey, GroupKey, Plan
 from pp_offload._steps.auto_bounds import GROWN, NUM_TIMED, least_bounds
 from pp_offload._steps.step_times import StepTimes
-from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
 from pp_offload._transfer.stopwatch import Lap, Laps
 from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan.device import NumberDevice

@@ -432,7 +432,7 @@ def fine_thresholds() -> Iterator[None]:
         patch("pp_offload._groups.prefetch.SMALL_BYTES", 64),
         patch("pp_offload._policy.bounds.SMALL_BYTES", 64),
         patch("pp_offload._transfer.pending_reloads.MAX_ABANDONED", 1),
-        patch("pp_offload._transfer.tensors.MAX_PADDING_BYTES", 8),
+        patch("pp_offload._core.tensors.MAX_PADDING_BYTES", 8),
         patch("pp_offload._memory.slabs.SMALLEST_BYTES", 1024),
     ):
         yield

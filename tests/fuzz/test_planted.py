@@ -12,12 +12,12 @@ from run import check
 from torch import Tensor
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._core.tensors import Geometry
 from pp_offload._hooks.regions import is_in_backward
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.saved_tensor import Resident
-from pp_offload._transfer.tensors import Geometry
 from pp_offload._transfer.ticket import SavedActivation, Ticket
 
 Patch = pytest.MonkeyPatch

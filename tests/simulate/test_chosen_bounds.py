@@ -18,9 +18,9 @@ from toy import batches, make_model, run_step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
+from pp_offload._policy.bounds import IN_FLIGHT_BYTES
 from pp_offload._steps import auto_bounds
 from pp_offload._steps.manager import Manager
-from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
 from pp_offload._transfer.stopwatch import Stopwatch
 from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.simulate.clocks import VirtualEvent

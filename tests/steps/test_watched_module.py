@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 
+from pp_offload._core.subclasses import plain_tensors
+from pp_offload._core.tensors import StorageSet
 from pp_offload._steps.watched_module import WatchedModule
-from pp_offload._transfer.subclasses import plain_tensors
-from pp_offload._transfer.tensors import StorageSet
 
 
 class Counting(StorageSet):

@@ -35,6 +35,7 @@ from pp_offload import (
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._checkpoint.selective import OpPolicy
+from pp_offload._core.tensors import StorageSet
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._memory.budget import HostBudget, reserved_bytes
 from pp_offload._memory.disk import DiskFile
@@ -45,7 +46,6 @@ from pp_offload._policy.plan import ChunkKey, GroupKey
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.outgoing import PACK_BYTES, packs
-from pp_offload._transfer.tensors import StorageSet
 from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket, hand_over
 from pp_offload._transfer.tiers import host_engine
 from pp_offload.backends import Backend

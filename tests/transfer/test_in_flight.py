@@ -14,8 +14,8 @@ from test_host_tier import LateEvent, System
 
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._memory.host import HostMemory
+from pp_offload._policy.bounds import IN_FLIGHT_BYTES
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.in_flight import IN_FLIGHT_BYTES
 from pp_offload._transfer.ticket import hand_over
 from pp_offload._transfer.tiers import host_engine
 from pp_offload.testing import SimulatedBackend

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from pp_offload import ChunkOffloadHandler, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._core.tensors import Geometry
 from pp_offload._groups.group import Group
 from pp_offload._groups.wiring import Wiring
 from pp_offload._transfer.payload import tickets_for
 from pp_offload._transfer.saved_tensor import Resident
-from pp_offload._transfer.tensors import Geometry
 from pp_offload._transfer.ticket import SavedActivation
 
 pytestmark = pytest.mark.usefixtures("vectors_move")

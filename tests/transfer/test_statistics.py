@@ -8,7 +8,7 @@ import pytest
 from toy import batches, make_model, run_step
 
 from pp_offload import OffloadConfig, OffloadStatistics, use_backend
-from pp_offload._transfer.statistics import COUNTERS
+from pp_offload._core.statistics import COUNTERS
 from pp_offload.backends import CpuBackend
 
 NAMES = [one.name for one in fields(OffloadStatistics)]

@@ -17,7 +17,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, use_backend
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
-from pp_offload._transfer.tensors import FLAGGED_DTYPES
+from pp_offload._core.tensors import FLAGGED_DTYPES
 from pp_offload.backends import Backend
 
 Region = Callable[..., Tensor]

@@ -1614,7 +1614,7 @@ MUTANTS = [
     ),
     Mutant(
         "Python where a marked tensor dies",
-        "pp_offload/_transfer/tensors.py",
+        "pp_offload/_core/tensors.py",
         "_Known(storage, self._gone.append)",
         "_Known(storage, lambda ref: self._gone.append(ref))",
         "what a signal handler raises there is printed and lost",
@@ -2604,7 +2604,7 @@ MUTANTS = [
     # Modules: what they keep from batch to batch, and what a compiler sees.
     Mutant(
         "statistics of batches leave",
-        "pp_offload/_transfer/tensors.py",
+        "pp_offload/_core/tensors.py",
         "numel <= MAX_STATISTICS and",
         "numel < 0 and",
         "batch norm writes its statistics while they are copied, and counts no change",
@@ -2676,7 +2676,7 @@ MUTANTS = [
     ),
     Mutant(
         "zeros without memory leave",
-        "pp_offload/_transfer/tensors.py",
+        "pp_offload/_core/tensors.py",
         "if tensor.is_neg() or tensor._is_zerotensor():",
         "if tensor.is_neg():",
         "forward-mode AD saves zeros that no copy can read",
@@ -2684,7 +2684,7 @@ MUTANTS = [
     ),
     Mutant(
         "zeros without memory leave by hand",
-        "pp_offload/_transfer/tensors.py",
+        "pp_offload/_core/tensors.py",
         "and not (tensor.is_neg() or tensor._is_zerotensor())",
         "and not tensor.is_neg()",
         "a copy reads what is at address 0",
@@ -2692,7 +2692,7 @@ MUTANTS = [
     ),
     Mutant(
         "only complex dtypes are asked",
-        "pp_offload/_transfer/tensors.py",
+        "pp_offload/_core/tensors.py",
         'one.is_complex or str(one).startswith("torch.q")',
         "one.is_complex",
         "quantized tensors leave without their scales",

@@ -272,7 +272,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "views without their offset",
-        "pp_offload/_transfer/tensors.py",
+        "pp_offload/_core/tensors.py",
         "offset = self.compact_offset()",
         "offset = 0",
         "a view comes back at the begin of its storage, and kernels take another path",
@@ -281,7 +281,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "parameters that are subclasses leave",
-        "pp_offload/_transfer/tensors.py",
+        "pp_offload/_core/tensors.py",
         "                self.kept.add(tensor)\n            return False\n        numel",
         "                pass\n            return False\n        numel",
         "what a DTensor parameter holds is copied to the host",
@@ -290,7 +290,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "tensors of any device leave",
-        "pp_offload/_transfer/tensors.py",
+        "pp_offload/_core/tensors.py",
         "if tensor.device != self.device:",
         "if False:",
         "what was saved on another device comes back on this one",
@@ -336,7 +336,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "views of parameters leave",
-        "pp_offload/_transfer/tensors.py",
+        "pp_offload/_core/tensors.py",
         "if base is not None and isinstance(base, Parameter):",
         "if False:",
         "the transpose that a linear layer saves of its weight is copied to the host",

@@ -1,6 +1,6 @@
 """Which tensors may move, and which bytes that means.
 
-``payload.py`` says when a storage moves whole; other views are gathered. Bytes are always counted
+``payloads.py`` says when a storage moves whole; other views are gathered. Bytes are always counted
 on distinct elements: a broadcast is one element, however large its shape.
 
 NOTE [ Statistics ]
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from pp_offload._common.torch_private import disable_current_modes
+from pp_offload._core.subclasses import plain_tensors
 from pp_offload._memory.storages import has_storage
-from pp_offload._transfer.subclasses import plain_tensors
 
 StorageRef = weakref.ref[torch.UntypedStorage]
 
@@ -162,7 +162,7 @@ class StorageSet:
     """Storages by identity, held weakly: an address used again is not mistaken for the old one.
 
     Any thread may add and ask. Entries of storages that are gone are removed later, for autograd
-    may free a marked tensor, and no code may run then: see NOTE [ Nobody is called ].
+    may free a marked tensor, and Python code that runs there would swallow exceptions.
 
     Attributes:
         known: By key. A storage whose key is not there is not in the set; others have to be asked.
