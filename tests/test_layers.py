@@ -63,6 +63,7 @@ ASKS_FOR_THE_MANAGER = {
 ORDERS_COPIES = {
     "_core.in_flight",
     "_core.mover",
+    "_core.stopwatch",
     "_transfer.copies",
     "_transfer.in_flight",
     "_transfer.pending_reloads",

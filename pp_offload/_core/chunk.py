@@ -100,6 +100,8 @@ class Chunk:
                 group.key = GroupKey(self.key, len(self.groups))
             self.groups.append(group)
             self.open_groups.append(group)
+            for tell in engine.observers.opened:
+                tell(group)
         return group
 
     def pack(self, group: Group, tensor: Tensor) -> Packed:
@@ -171,14 +173,15 @@ class Chunk:
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
         """Offload a group that is open no more, or keep it; then release what the user named."""
+        engine = self.wiring.engine
         if is_transformed() or records_operators():  # see NOTE [ Recorded operators ]
-            self._keep(group)
+            engine.keep(group)
         else:
-            payloads = self.wiring.engine.payloads(group)
+            payloads = engine.payloads(group)
             if self.may_leave(group) and payloads.tensors:
                 self._send(group, payloads)
             else:
-                self._keep(group)
+                engine.keep(group, payloads)
         if released and group.state is GroupState.OFFLOADED:
             wiring = self.wiring
             wiring.engine.mover.after_copies(wiring.release.of(released))
@@ -216,9 +219,6 @@ class Chunk:
         if split is not None:
             with self.wiring.lock:
                 split.follow(group)
-
-    def _keep(self, group: Group) -> None:
-        group.move_to(GroupState.KEPT)
 
     def _other_thread(self, action: str, name: str) -> GroupStateError:
         return GroupStateError(

@@ -2,7 +2,7 @@
 
 group = engine.open("mlp", min_numel)   # its ``pack`` saves tensors
 payloads = engine.payloads(group)       # what may leave, counted
-engine.send(group, payloads)            # copies queued; or engine.keep(group)
+engine.send(group, payloads)            # copies queued; or engine.keep(group, payloads)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.mover import Mover
+from pp_offload._core.observer import Observers
 from pp_offload._core.payloads import Payloads, collect
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import SharedCopies, restored_from
@@ -38,6 +39,7 @@ class Engine:
         tier: Where batches go.
         order: Knows what backward visits.
         config: The options; those of the plan are not used here.
+        observers: Hear what it does.
 
     Attributes:
         mover, window, shared, eligibility: Its parts.
@@ -47,8 +49,16 @@ class Engine:
             wrong. The next step begins with another engine.
     """
 
-    def __init__(self, backend: Backend, tier: Tier, order: Order, config: OffloadConfig) -> None:
-        self.mover = Mover(backend, tier, config.max_in_flight_bytes)
+    def __init__(
+        self,
+        backend: Backend,
+        tier: Tier,
+        order: Order,
+        config: OffloadConfig,
+        observers: Observers | None = None,
+    ) -> None:
+        self.observers = observers or Observers()
+        self.mover = Mover(backend, tier, config.max_in_flight_bytes, self.observers)
         if config.verify:
             self.mover.verifier = Verifier()
         self.window = Window(self.mover, order, config.prefetch_bytes)
@@ -79,9 +89,11 @@ class Engine:
         """
         self.is_torn |= not isinstance(failure, OffloadError)
 
-    def keep(self, group: Group) -> None:
+    def keep(self, group: Group, payloads: Payloads | None = None) -> None:
         """The group stays on the device."""
         group.move_to(GroupState.KEPT)
+        for tell in self.observers.closed:
+            tell(group, payloads)
 
     def send(self, group: Group, payloads: Payloads) -> None:
         """Queue the copies of what no other group has sent, and close the group.
@@ -98,10 +110,14 @@ class Engine:
                 if shared:
                     self._borrow(group, payloads, shared)
                 is_kept = batch is None and not shared
+                if self.observers.used:
+                    self.observers.follow_uses(payloads)
                 group.move_to(GroupState.KEPT if is_kept else GroupState.OFFLOADED)
                 self.window.expect(group.counts.copied_bytes)
             if mover.in_flight.queue:
                 mover.keep_bounded(group.counts.copied_bytes)
+            for tell in self.observers.closed:
+                tell(group, payloads)
         except BaseException as failure:
             self.tear(failure)
             raise

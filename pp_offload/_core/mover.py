@@ -39,7 +39,9 @@ from torch import Tensor
 
 from pp_offload._core.batch import Back, Batch, Leaving, Reload
 from pp_offload._core.in_flight import ComputeStreams, InFlight
+from pp_offload._core.observer import Observers
 from pp_offload._core.payloads import Payloads
+from pp_offload._core.stopwatch import timed_copy, timed_wait
 from pp_offload._core.tiers import Tier
 from pp_offload._core.verify import Verifier
 from pp_offload._policy.bound import Bound
@@ -71,6 +73,7 @@ class Mover:
         tier: Where batches go.
         max_in_flight_bytes: Device bytes that may wait for their copy to the host, beside the group
             that was committed last; ``auto`` lets the engine choose.
+        observers: Hear of copies and waits.
 
     Attributes:
         lock: See NOTE [ One lock ].
@@ -84,9 +87,16 @@ class Mover:
     window: Refill
     verifier: Verifier | None = None
 
-    def __init__(self, backend: Backend, tier: Tier, max_in_flight_bytes: int | str) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        tier: Tier,
+        max_in_flight_bytes: int | str,
+        observers: Observers,
+    ) -> None:
         self.backend = backend
         self.tier = tier
+        self.observers = observers
         self.current_stream = backend.current_stream
         self.lock = threading.RLock()
         bound = Bound(max_in_flight_bytes, IN_FLIGHT_BYTES)
@@ -117,7 +127,7 @@ class Mover:
         batch.place = place = self.tier.take(batch, sizes, specs)
         live, d2h = self.current_stream(), self.backend.d2h
         sides = () if streams == [live] else [stream for stream in streams if stream != live]
-        if payloads.has_views:
+        if payloads.views:
             self._gather(payloads, live, sides)
             sources = payloads.tensors
         if self.verifier is not None and not self.backend.is_capturing:
@@ -128,8 +138,8 @@ class Mover:
             d2h.wait_event(side.record_event())
         for event in place.waits_for:
             d2h.wait_event(event)  # a former owner's copy may still use this memory
-        self.backend.copy(d2h, list(place.tensors), sources, label)
-        batch.offloaded = place.last_use = event = d2h.record_event()
+        event = self._copy(d2h, list(place.tensors), sources, [(batch, range(len(sizes)))])
+        batch.offloaded = place.last_use = event
         batch.back = self.arrived.expect(batch)
         nbytes = sum(sizes)
         self.counts.bytes_offloaded += nbytes
@@ -172,7 +182,8 @@ class Mover:
             leaving = queue[0] if queue else None
         if leaving is None:
             return
-        self.in_flight.streams.wait(leaving.offloaded)  # blocks on a host: NOTE [ One lock ]
+        # Blocks on a host: NOTE [ One lock ].
+        self._wait(self.in_flight.streams.wait, leaving.offloaded)
         with self.lock:
             if queue and queue[0] is leaving:
                 self.in_flight.let_go_first()
@@ -227,8 +238,7 @@ class Mover:
         for batch, _ in wanted:
             if not batch.offloaded.query():
                 h2d.wait_event(batch.offloaded)  # the host memory holds the bytes
-        self.backend.copy(h2d, targets, sources, wanted[0][0].label)
-        reload.event = event = h2d.record_event()
+        reload.event = event = self._copy(h2d, targets, sources, wanted)
         for batch, _ in wanted:
             batch.place.last_use = event
 
@@ -308,7 +318,7 @@ class Mover:
                 assert reload is not None
                 event = reload.event
             if event is not None and not reload.is_there:
-                live.wait_event(event)  # may block: NOTE [ One lock ]
+                self._wait(live.wait_event, event)  # may block: NOTE [ One lock ]
                 reload.is_there = True
             with self.lock:
                 if back.reloads[index] is reload:
@@ -328,6 +338,26 @@ class Mover:
             indices = [index]
         self.reload([(batch, indices)])
         self.counts.on_demand_reloads += len(indices)
+
+    def _copy(
+        self,
+        stream: Stream,
+        targets: list[Tensor],
+        sources: list[Tensor],
+        moved: Sequence[tuple[Batch, Sequence[int]]],
+    ) -> Event:
+        """Queue the copies of some payloads on ``stream``; what is behind them."""
+        if self.observers.copied:
+            return timed_copy(self.observers, self.backend, stream, targets, sources, moved)
+        self.backend.copy(stream, targets, sources, moved[0][0].label)
+        return stream.record_event()
+
+    def _wait(self, wait: Callable[[Event], None], event: Event) -> None:
+        """Have compute wait for copies."""
+        if self.observers.waited:
+            timed_wait(self.observers, self.backend, wait, event)
+        else:
+            wait(event)
 
     def take_back(self, batch: Batch) -> bool:
         """Use the sources themselves, whose copy to the host has still to run. The lock is held.

@@ -32,17 +32,19 @@ class Payloads:
         sizes: Bytes of each.
         storages: The storage of each that is all of one; None where it is a view, or has gaps that
             belong to nobody.
-        has_views: Whether some are to be gathered.
+        views: Which of them are gathered.
+        beside_bytes: Of the storages of those, what they leave behind.
     """
 
-    __slots__ = ("has_views", "members", "sizes", "storages", "tensors")
+    __slots__ = ("beside_bytes", "members", "sizes", "storages", "tensors", "views")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.members: list[list[Saved]] = []
         self.sizes: list[int] = []
         self.storages: list[UntypedStorage | None] = []
-        self.has_views = False
+        self.views: list[int] = []
+        self.beside_bytes = 0
 
     def add(self, tensor: Tensor, members: list[Saved], storage: UntypedStorage | None) -> None:
         """Add a payload."""
@@ -54,14 +56,16 @@ class Payloads:
     def gather(self) -> None:
         """Make each view contiguous; a gather runs on the compute stream."""
         with torch.no_grad():
-            self.tensors = [tensor.contiguous() for tensor in self.tensors]
+            for index in self.views:
+                self.tensors[index] = self.tensors[index].contiguous()
 
     def without(self, indices: Collection[int]) -> Payloads:
         """All but these."""
         rest = Payloads()
-        rest.has_views = self.has_views
         for index, tensor in enumerate(self.tensors):
             if index not in indices:
+                if index in self.views:
+                    rest.views.append(len(rest.sizes))
                 rest.add(tensor, self.members[index], self.storages[index])
         return rest
 
@@ -111,12 +115,15 @@ def _add_views(payloads: Payloads, members: list[Saved], storage: UntypedStorage
     if len(by_geometry) == 1 and is_whole_storage(first, storage):
         payloads.add(first, members, storage)
     elif (whole := _whole(by_geometry, first, storage)) is None:
+        left_bytes = storage.nbytes()
         for geometry, same in by_geometry.items():
             for member in same:
                 member.restore = geometry.scattered
             assert same[0].tensor is not None
+            payloads.views.append(len(payloads.sizes))
             payloads.add(geometry.narrowed().on_storage_of(same[0].tensor), same, None)
-            payloads.has_views = True
+            left_bytes -= payloads.sizes[-1]
+        payloads.beside_bytes += max(0, left_bytes)  # views may overlap
     else:
         for geometry, same in by_geometry.items():
             for member in same:

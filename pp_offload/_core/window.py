@@ -66,6 +66,8 @@ class Window(Refill):
             if not group.is_used:
                 group.is_used = True
                 self._order.begin(group)
+                for tell in mover.observers.reached:
+                    tell(group)
             self.begin_at(group)
             if mover.in_flight.queue or mover.arrived.gone:
                 mover.poll()

@@ -13,6 +13,7 @@ from torch import Tensor
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
 from pp_offload._core.mover import Mover
+from pp_offload._core.observer import Observers
 from pp_offload._core.saved import Saved
 from pp_offload._core.tiers import HostTier
 from pp_offload._groups.forced_release import ForcedRelease
@@ -65,6 +66,7 @@ class Wiring:
         self.backend, self.config, self.step = backend, config, step
         self._allocate = allocate or backend.allocate_host
         self.plan = Plan()
+        self.observers = Observers()
         self.delayed: list[Callable[[], None]] = []
         self.current_stream = backend.current_stream
         self._begin()
@@ -89,7 +91,8 @@ class Wiring:
         """A fresh engine, with memory of its own."""
         budget = HostBudget(self.config.host_budget_bytes, RAISE_IT)
         self.pool = HostPool(self._allocate, budget, trim=self.backend.trim_host)
-        self.engine = Engine(self.backend, HostTier(self.pool), self.step, self.config)
+        tier = HostTier(self.pool)
+        self.engine = Engine(self.backend, tier, self.step, self.config, self.observers)
 
     def renew_if_torn(self) -> None:
         """Begin with a fresh engine, if an exception came through the code of the last one.

@@ -16,16 +16,14 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple, TypeVar
 
-from torch import Tensor
-
 from pp_offload._common.garbage import collector_off
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._megatron.current import use_manager
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
-from pp_offload._policy.plan import ChunkKey, GroupKey, Plan
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._policy.plan import ChunkKey, Plan
 from pp_offload.config import OffloadConfig, without_plan
+from pp_offload.plan.old_recorder import OldEachUse, OldRecorder, recorder_of, watched
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
 from pp_offload.plan.tape import Backward, Event, RankTapes, Stretch, Tape, Update
 from pp_offload.simulate.clocks import VirtualStream
@@ -135,7 +133,7 @@ def _record_rank(
         without: The same rank where no layer is recomputed, if some are: optimizers do the same.
     """
     backend = _OneStream(hardware, is_blocking=True)
-    recorder = Recorder(backend)
+    recorder = recorder_of(backend)
     backend.memory = recorder.memory
     with as_another_process():
         manager = PipelineOffloadManager(config=config, backend=backend)
@@ -154,10 +152,10 @@ def _record_rank(
                 manager.idle_groups.stop()  # from now on stages run alone, without groups of others
                 gc.collect()
                 resident = backend.memory.live_bytes - made.state_bytes
-                manager.wiring.transfer.listeners.add(recorder)
+                watched(manager.wiring).add(recorder)
                 with collector_off():
                     stages = _Recording(order, rank, mine, manager, recorder).tapes()
-                manager.wiring.transfer.listeners.remove(recorder)
+                watched(manager.wiring).remove(recorder)
                 _check_copies(backend, manager)
             finally:
                 mine.close()
@@ -204,18 +202,11 @@ def _run_once(work: RankWork, stages: Sequence[int]) -> None:
                 work.hand_over("FULL_BACKWARD", stage, 0)
 
 
-class _EachUse(SplitBackward):
-    """Has nothing brought ahead, and all brought anew for each use, so that each use has memory of
-    its own, and what backward lets go of shows.
-    """
+class _AllAnew(SplitBackward):
+    """Has nothing brought ahead for a part of a backward: see :class:`Recorder`."""
 
-    def follow(self, key: GroupKey, tickets: Sequence[Ticket]) -> None:
-        for ticket in tickets:
-            ticket.num_waiting = 0
-
-    def deliver(self, ticket: Ticket) -> Tensor:
-        ticket.num_waiting = 1
-        return self._inner.deliver(ticket)
+    def _expect(self, groups: object, part: object) -> None:
+        """Nothing is to come."""
 
 
 class _OneStream(VirtualBackend):
@@ -300,7 +291,8 @@ class _Recording:
         wiring.plan = Plan()
         split = wiring.offloader.split
         chunks = frozenset[ChunkKey]() if split is None else split.chunks
-        wiring.offloader.split = _EachUse(wiring.transfer, chunks, is_keeping=False)
+        kind = OldEachUse if isinstance(self._recorder, OldRecorder) else _AllAnew
+        wiring.offloader.split = kind(wiring.transfer, chunks, is_keeping=False)
         self._recorder.forget()
 
     def _forward(self, run: Sequence[int], stage: int, microbatch: int, notes: _StageNotes) -> None:

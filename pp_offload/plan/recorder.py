@@ -1,7 +1,7 @@
 """Notes what a rank does, for tapes.
 
 recorder = Recorder(backend)             # before anything is allocated
-manager.wiring.transfer.listeners.add(recorder)
+manager.wiring.observers.add(recorder)
 chunk = recorder.begin_chunk()
 ...                                      # a forward
 raw = recorder.taken()
@@ -19,10 +19,11 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, UntypedStorage
 
-from pp_offload._groups.group import Group
-from pp_offload._transfer.deduplication import AsSaved
-from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.ticket import Owner, Ticket
+from pp_offload._core.batch import Batch
+from pp_offload._core.group import Group, GroupState
+from pp_offload._core.observer import Observer
+from pp_offload._core.payloads import Payloads
+from pp_offload._core.saved import Saved
 from pp_offload.plan.tape import (
     Close,
     Drop,
@@ -53,11 +54,7 @@ class _Freed(NamedTuple):
     nbytes: int
 
 
-class _Closing(NamedTuple):
-    """A group is about to lose its sources; which one is known when it is closed."""
-
-
-Raw = Event | _Run | _Allocated | _Freed | _Closing
+Raw = Event | _Run | _Allocated | _Freed
 
 
 class ChunkNotes:
@@ -67,27 +64,21 @@ class ChunkNotes:
         self.groups: list[GroupTape] = []
         self.payloads: list[Payload] = []
         self.source_bytes: list[int] = []
-        self.tickets: WeakKeyDictionary[Ticket, int] = WeakKeyDictionary()
-        """The payload of each."""
+        self.payload_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """The payload of each saved tensor."""
 
         self.uses: Counter[int] = Counter()
         """Of each payload so far."""
 
-        self.closing: list[int] = []
-        self._saved: defaultdict[int, list[AsSaved]] = defaultdict(list)
-        """By source, how it was saved."""
+        self._copies: defaultdict[int, list[tuple[weakref.ref[Batch], int]]] = defaultdict(list)
+        """By source, each copy that was made of it."""
 
-    def version_of(self, source: int, ticket: Ticket) -> int | None:
-        """The same number for all that may share a copy of a source; None for what may not."""
-        before = self._saved[source]
-        for number, one in enumerate(before):
-            if one.is_that_of(ticket.members):
-                return number
-        saved = AsSaved.of(ticket.members)
-        if saved is None:
-            return None
-        before.append(saved)
-        return len(before) - 1
+    def version_of(self, source: int, batch: weakref.ref[Batch], index: int) -> int:
+        """The same number for all that share a copy of a source."""
+        copies = self._copies[source]
+        if (batch, index) not in copies:
+            copies.append((batch, index))
+        return copies.index((batch, index))
 
     def payloads_of_groups(self) -> tuple[Payload, ...]:
         """All payloads; a source that one group alone saves needs no version."""
@@ -97,7 +88,7 @@ class ChunkNotes:
         )
 
 
-class Recorder(Listener):
+class Recorder(Observer):
     """Notes what happens.
 
     Args:
@@ -160,8 +151,6 @@ class Recorder(Listener):
         return tuple(events)
 
     def _event(self, raw: Raw) -> Event:
-        if isinstance(raw, _Closing):
-            raise AssertionError("each group that left was closed")
         if isinstance(raw, _Run):
             return Stretch((raw.seconds,), 0, 0)
         if isinstance(raw, _Allocated):
@@ -189,57 +178,83 @@ class Recorder(Listener):
             f"a storage of {before} bytes was resized to {now}, expected tensors that keep theirs"
         )
 
-    def group_opened(self, group: Owner) -> None:
-        assert isinstance(group, Group) and group.key is not None
+    def opened(self, group: Group) -> None:
+        assert group.key is not None
         self._raw.append(Open(group.key.position))
         self.chunk.groups.append(GroupTape(group.name, ()))
 
-    def left(self, tickets: Sequence[Ticket]) -> None:
-        chunk = self.chunk
-        self._raw.append(_Closing())
-        chunk.closing = []
-        for ticket in tickets:
-            if ticket.storage is None:
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
+        if group.key is None:
+            self._refuse(f"'{group.name}' leaves by itself, expected a group of a microbatch")
+            return
+        chunk, position = self.chunk, group.key.position
+        self._raw.append(Close(position))  # before the sources go: the payloads still hold them
+        if payloads is None or group.state is not GroupState.OFFLOADED:
+            return
+        indices: list[int] = []
+        for index in range(len(payloads.sizes)):
+            tensor, members = payloads.tensors[index], payloads.members[index]
+            if index in payloads.views:
                 self._refuse(
-                    f"group '{ticket.label}' saves a view of shape {tuple(ticket.payload.shape)} "
-                    "that is copied without the rest of its storage, expected whole storages"
+                    f"group '{group.name}' saves a view of shape "
+                    f"{tuple(tensor.shape)} that is copied without the rest of "
+                    "its storage, expected whole storages"
                 )
             else:
-                chunk.closing.append(len(chunk.payloads))
-                self._note(ticket, ticket.storage)
+                indices.append(len(chunk.payloads))
+                storage = tensor.untyped_storage()
+                self._note(group.name, payloads.sizes[index], storage, members)
+        chunk.groups[position] = GroupTape(group.name, tuple(indices))
 
-    def _note(self, ticket: Ticket, storage: UntypedStorage) -> None:
-        chunk, index = self.chunk, len(self.chunk.payloads)
+    def _note(
+        self, name: str, nbytes: int, storage: UntypedStorage, members: Sequence[Saved]
+    ) -> None:
+        """A payload has left."""
+        chunk, batch = self.chunk, members[0].batch
+        source = self._source_of(name, nbytes, storage)
+        version = chunk.version_of(source, weakref.ref(batch), members[0].index)
+        self._add(Payload(nbytes, rounded(nbytes), source, len(members), version), members)
+        # Nothing is brought ahead, and each use brings its payload anew: it has memory of its own,
+        # and what backward lets go of shows.
+        batch.uses[:] = [1] * len(batch.uses)
+        mover: Any = batch.mover
+        mover.arrived.expect_uses(batch.back, [0] * len(batch.uses))
+
+    def _source_of(self, name: str, nbytes: int, storage: UntypedStorage) -> int:
+        chunk = self.chunk
         number = self.memory.number_of(storage)
         saved_by, source = self._sources.setdefault(number, (chunk, len(chunk.source_bytes)))
         if saved_by is not chunk:
             self._refuse(
-                f"group '{ticket.label}' saves {ticket.nbytes} bytes that another microbatch or "
-                "stage saved as well, expected that each saves its own"
+                f"group '{name}' saves {nbytes} bytes that another microbatch or stage saved as "
+                "well, expected that each saves its own"
             )
         if source == len(chunk.source_bytes):
             chunk.source_bytes.append(rounded(storage.nbytes()))
-        chunk.payloads.append(
-            Payload(
-                ticket.nbytes,
-                rounded(ticket.nbytes),
-                source,
-                ticket.num_members,
-                chunk.version_of(source, ticket),
-            )
-        )
-        chunk.tickets[ticket] = index
-        weakref.finalize(ticket, lambda: self._raw.append(Gone(index))).atexit = False
+        return source
 
-    def group_closed(self, group: Owner) -> None:
-        assert isinstance(group, Group) and group.key is not None
-        position = group.key.position
-        at = max(i for i, one in enumerate(self._raw) if isinstance(one, _Closing))
-        self._raw[at] = Close(position)
-        self.chunk.groups[position] = GroupTape(group.name, tuple(self.chunk.closing))
+    def _add(self, payload: Payload, holders: Sequence[Any]) -> None:
+        """A payload that is gone when all its holders are."""
+        chunk, index = self.chunk, len(self.chunk.payloads)
+        chunk.payloads.append(payload)
+        living = len(holders)
 
-    def delivered(self, ticket: Ticket, tensor: Tensor) -> None:
-        index, uses = self.chunk.tickets.get(ticket), self.chunk.uses
+        def gone() -> None:
+            nonlocal living
+            living -= 1
+            if not living:
+                self._raw.append(Gone(index))
+
+        for holder in holders:
+            chunk.payload_of[holder] = index
+            weakref.finalize(holder, gone).atexit = False
+
+    def used(self, saved: Saved, payload: Tensor) -> None:
+        self._use(saved, payload)
+        saved.batch.back.given[saved.index] = None
+
+    def _use(self, holder: Any, tensor: Tensor) -> None:
+        index, uses = self.chunk.payload_of.get(holder), self.chunk.uses
         if index is not None:  # else it is refused
             number = self.memory.number_of(tensor.untyped_storage())
             self._reloads[number] = Release(index, uses[index])

@@ -151,7 +151,7 @@ EDITS: dict[str, Edit] = {
     "compute does not wait for a reload": Edit(
         MOVER,
         "Mover._bring",
-        "live.wait_event(event)",
+        "self._wait(live.wait_event, event)",
         "pass",
         "a tensor is used before it is back",
         PAYLOADS,
@@ -271,7 +271,7 @@ EDITS: dict[str, Edit] = {
     "sources above the bound go without a wait": Edit(
         MOVER,
         "Mover._wait_for_oldest",
-        "self.in_flight.streams.wait(leaving.offloaded)",
+        "self._wait(self.in_flight.streams.wait, leaving.offloaded)",
         "pass",
         "their memory is used again while the copy reads it",
         ORDER,
@@ -335,7 +335,7 @@ EDITS: dict[str, Edit] = {
     "only the live stream waits at the bound": Edit(
         MOVER,
         "Mover._wait_for_oldest",
-        "self.in_flight.streams.wait(leaving.offloaded)",
+        "self._wait(self.in_flight.streams.wait, leaving.offloaded)",
         "self.current_stream().wait_event(leaving.offloaded)",
         "the source belongs to another stream, which uses it again",
         ORDER,

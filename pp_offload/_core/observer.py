@@ -1,0 +1,135 @@
+"""Who watches an engine: traces, the choice of bounds, and what plans are made from.
+
+    class Peak(Observer):
+        def reached(self, group):
+            self.names.append(group.name)
+
+    engine.observers.add(peak)
+
+A method that no observer overrides is not called. With no observer a group costs a look at an empty
+tuple each time, and a saved tensor costs nothing.
+
+NOTE [ Where observers are called ]
+    On the thread that acted, after it did. Where a method says "Under the lock", the engine's lock
+    is held: an observer may note something there, but neither wait nor call the engine. What an
+    observer raises goes to the program, as if the engine had raised it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pp_offload._core.batch import Batch
+from pp_offload._core.group import Group
+from pp_offload._core.payloads import Payloads
+from pp_offload._core.saved import Saved
+from pp_offload.backends import Event, TimedEvent
+
+
+class Lap(NamedTuple):
+    """When copies that were queued together ran, or a wait."""
+
+    begin: TimedEvent
+    end: TimedEvent
+    nbytes: int
+    """Of the copies; 0 for a wait."""
+
+
+class Observer:
+    """Does nothing. Override what you want to hear."""
+
+    def opened(self, group: Group) -> None:
+        """What autograd saves from now on joins the group. Under the lock."""
+
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
+        """A group was committed: its batch left, or it stays on the device; its state says which.
+
+        Args:
+            group: The group.
+            payloads: What it saved, still on the device; members whose bytes left have a batch.
+                None where a program records operators, and nothing was collected.
+        """
+
+    def reached(self, group: Group) -> None:
+        """Backward is about to use the first tensor of the group. Under the lock."""
+
+    def used(self, saved: Saved, payload: Tensor) -> None:
+        """Autograd is about to get a tensor that left, in order with the live compute stream.
+
+        Only for groups that were closed while an observer wanted to hear this.
+        """
+
+    def copied(
+        self,
+        lap: Lap | None,
+        moved: Sequence[tuple[Batch, Sequence[int]]],
+        event: Event,
+        *,
+        to_host: bool,
+    ) -> None:
+        """Copies of payloads are queued. Under the lock.
+
+        Args:
+            lap: When they run; None in a capture, where nothing runs.
+            moved: Which payloads, by batch. An observer that keeps a batch keeps its bytes.
+            event: Behind them.
+            to_host: Else to the device.
+        """
+
+    def waited(self, lap: Lap | None, event: Event) -> None:
+        """The live compute stream waits for ``event``.
+
+        Args:
+            lap: When; None in a capture.
+            event: Behind copies.
+        """
+
+
+@dataclass(slots=True)
+class Observers:
+    """What to call at each event, as in ``for tell in observers.reached: tell(group)``."""
+
+    opened: tuple[Callable[[Group], None], ...] = ()
+    closed: tuple[Callable[[Group, Payloads | None], None], ...] = ()
+    reached: tuple[Callable[[Group], None], ...] = ()
+    used: tuple[Callable[[Saved, Tensor], None], ...] = ()
+    copied: tuple[Callable[..., None], ...] = ()
+    waited: tuple[Callable[[Lap | None, Event], None], ...] = ()
+
+    def add(self, observer: Observer) -> None:
+        """Have ``observer`` hear the events that it overrides, behind those added before."""
+        for event in fields(self):
+            if getattr(type(observer), event.name) is not getattr(Observer, event.name):
+                told = getattr(self, event.name)
+                setattr(self, event.name, (*told, getattr(observer, event.name)))
+
+    def remove(self, observer: Observer) -> None:
+        """Have ``observer`` hear nothing any more."""
+        for event in fields(self):
+            told = getattr(self, event.name)
+            rest = [tell for tell in told if getattr(tell, "__self__", None) is not observer]
+            setattr(self, event.name, tuple(rest))
+
+    def follow_uses(self, payloads: Payloads) -> None:
+        """Have :meth:`Observer.used` called for what is about to leave."""
+        for members in payloads.members:
+            for saved in members:  # weakly: a cycle would keep its bytes until garbage is collected
+                saved.restore = partial(self._use, weakref.ref(saved), saved.restore)
+
+    def _use(
+        self,
+        ref: weakref.ref[Saved],
+        restore: Callable[[Tensor], Tensor] | None,
+        payload: Tensor,
+    ) -> Tensor:
+        saved = ref()
+        assert saved is not None, "it is being unpacked"
+        for tell in self.used:
+            tell(saved, payload)
+        return payload if restore is None else restore(payload)
