@@ -16,10 +16,6 @@ from pp_offload._core.batch import Leaving
 from pp_offload._policy.bound import Bound
 from pp_offload.backends import Backend, Event, Stream
 
-MAX_STREAMS = 32
-"""Compute streams that are remembered; PyTorch has so many, and hands them out in turn."""
-
-
 class InFlight:
     """Sources of copies to the host, in the order in which the copies run.
 
@@ -83,31 +79,24 @@ class ComputeStreams:
     """Compute streams of a device on which sources may have been allocated.
 
     All engines of a device share one: what one of them saw a forward compute, another may copy.
+    There are few: PyTorch hands out the streams of a pool in turn.
 
     Attributes:
-        known: Those seen last, in the order in which they were first seen.
-        are_all: Whether none was forgotten.
+        seen: In the order in which they were first seen.
     """
 
     def __init__(self) -> None:
-        self.known: list[Stream] = []
-        self.are_all = True
+        self.seen: list[Stream] = []
 
     def follow(self, stream: Stream) -> None:
         """Remember a compute stream."""
-        if stream in self.known:
-            return
-        self.known.append(stream)
-        if len(self.known) > MAX_STREAMS:
-            self.are_all = False
-            del self.known[0]
+        if stream not in self.seen:
+            self.seen.append(stream)
 
     def wait(self, event: Event) -> None:
         """Have each of them wait. Blocks the thread where the device is the host."""
-        for stream in list(self.known):
+        for stream in list(self.seen):
             stream.wait_event(event)
-        if not self.are_all:  # memory may return to a stream that did not wait
-            event.synchronize()
 
     @classmethod
     def of(cls, backend: Backend) -> ComputeStreams:

@@ -35,9 +35,6 @@ from pp_offload._transfer.block import Block
 from pp_offload._transfer.stopwatch import Stopwatch
 from pp_offload.backends import Backend, Event, Stream, bare, known_to
 
-MAX_STREAMS = 32
-"""Compute streams that are remembered; PyTorch has so many, and hands them out in turn."""
-
 
 class ComputeStreams:
     """Compute streams of a device on which sources may have been allocated.
@@ -46,13 +43,11 @@ class ComputeStreams:
     be of several kinds, so the streams are PyTorch's own.
 
     Attributes:
-        known: Those seen last, in the order in which they were first seen.
-        are_all: Whether none was forgotten.
+        known: In the order in which they were first seen.
     """
 
     def __init__(self) -> None:
         self.known: list[Any] = []
-        self.are_all = True
 
 
 _OF_BACKENDS: WeakKeyDictionary[Backend, ComputeStreams] = WeakKeyDictionary()
@@ -155,9 +150,6 @@ class InFlight:
         if known and (one is known[-1] or one in known or self._backend.is_capturing):
             return
         known.append(one)
-        if len(known) > MAX_STREAMS:
-            self._streams.are_all = False
-            del known[0]
 
     def begin(
         self,
@@ -236,8 +228,6 @@ class InFlight:
         others = [known_to(self._backend, one) for one in self._streams.known]
         for stream in (self._backend.current_stream(), *others):
             self._stopwatch.wait(stream, event)
-        if not self._streams.are_all:  # memory may go back to a stream that did not wait
-            event.synchronize()
         with self._lock:
             self.finish(pending)
 

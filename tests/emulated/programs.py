@@ -23,7 +23,6 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, OffloadError, use_backend
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.in_flight import MAX_STREAMS
 from pp_offload._transfer.pending_reloads import MAX_ABANDONED
 from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket, hand_over
@@ -222,20 +221,6 @@ def seen_by(other: TransferEngine, engine: TransferEngine, on: Program) -> bool:
         del x
         with side:
             use_of_memory()
-    return brings(engine, ticket, given)
-
-
-def too_much_in_flight_of_a_stream_long_ago(on: Program) -> bool:
-    engine, given = engine_of(max_in_flight_bytes=0), some(N)
-    x = given.to("emulated")
-    for _ in range(MAX_STREAMS):
-        engine.copies.in_flight.follow(torch.Stream(device="emulated"))
-    with on.late(engine.backend.d2h, compute()) as gate:
-        on.before_the_host_waits(gate)
-        with side_stream(engine):
-            ticket = ticket_of(engine, x)
-        del x
-        use_of_memory()
     return brings(engine, ticket, given)
 
 

@@ -90,10 +90,6 @@ CASES: dict[str, Case] = {
         programs.too_much_in_flight_of_a_stream_that_an_engine_saw_which_wraps_streams,
         FORGETS_OTHERS,
     ),
-    "and the host, where not all of these are known": (
-        programs.too_much_in_flight_of_a_stream_long_ago,
-        Fault(f"{IN_FLIGHT}._wait_for", "event.synchronize()"),
-    ),
     "compute joins the copies": (
         programs.joined,
         Fault(f"{COPIES}.join", "live.wait_event(side.record_event())"),

@@ -20,7 +20,6 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, use_backend
 from pp_offload._memory.disk import NUM_THREADS
 from pp_offload._policy.plan import ChunkKey
-from pp_offload._transfer.in_flight import MAX_STREAMS
 from pp_offload.backends import CpuBackend
 from pp_offload.testing import SimulatedBackend
 
@@ -250,21 +249,3 @@ def test_a_context_entered_for_ever(in_flight: int) -> None:
     assert counts[-1] - counts[0] < 200
     waiting.clear()
     assert_idle(activations)
-
-
-def test_streams_that_come_and_go() -> None:
-    """The engine remembers some; over its cap it then waits for the copies itself."""
-    backend = SimulatedBackend("late")
-    config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=0)
-    with use_backend(backend, config=config) as manager:
-        model, plain = make_model(layers=2), make_model(layers=2, groups=())
-        (x,) = batches(1)
-        expected = run_step(plain, [x], offload=False)
-        for number in range(3 * MAX_STREAMS):
-            side = backend.new_stream(f"side {number}")
-            side.wait_stream(backend.current_stream())
-            with backend.stream(side):
-                assert same_bits(run_step(model, [x]), expected)
-            backend.current_stream().wait_stream(side)
-        assert len(manager.wiring.transfer.copies.in_flight._streams.known) <= MAX_STREAMS
-        assert same_bits(run_step(model, [x]), expected)
