@@ -16,6 +16,7 @@ from pp_offload._core.batch import Leaving
 from pp_offload._policy.bound import Bound
 from pp_offload.backends import Backend, Event, Stream
 
+
 class InFlight:
     """Sources of copies to the host, in the order in which the copies run.
 

@@ -21,7 +21,6 @@ from pp_offload import OffloadActivations, OffloadConfig, use_backend
 from pp_offload._memory.disk import NUM_THREADS
 from pp_offload._policy.plan import ChunkKey
 from pp_offload.backends import CpuBackend
-from pp_offload.testing import SimulatedBackend
 
 pytestmark = pytest.mark.field("F59")
 
