@@ -173,18 +173,21 @@ class Chunk:
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
         """Offload a group that is open no more, or keep it; then release what the user named."""
-        engine = self.wiring.engine
         if is_transformed() or records_operators():  # see NOTE [ Recorded operators ]
-            engine.keep(group)
+            self.wiring.engine.keep(group)
         else:
-            payloads = engine.payloads(group)
-            if self.may_leave(group) and payloads.tensors:
-                self._send(group, payloads)
-            else:
-                engine.keep(group, payloads)
+            self._offload(group)  # whose local variables would hold what is released now
         if released and group.state is GroupState.OFFLOADED:
             wiring = self.wiring
             wiring.engine.mover.after_copies(wiring.release.of(released))
+
+    def _offload(self, group: Group) -> None:
+        engine = self.wiring.engine
+        payloads = engine.payloads(group)
+        if self.may_leave(group) and payloads.tensors:
+            self._send(group, payloads)
+        else:
+            engine.keep(group, payloads)
 
     def _close_delayed(self, group: Group, released: Sequence[weakref.ref[Tensor]]) -> None:
         """Close a group whose commit was delayed, which kept no tensor alive: some may be gone."""
