@@ -107,6 +107,8 @@ class Batch:
         changed: Payloads that were changed in place before their copy had run.
         back: What is on the device again.
         checksums: Of the payloads when they left, with ``verify``.
+        later: Of payloads that hold saved tensors of other groups, too: the uses of each group that
+            backward has not reached, by its id; its own, by None.
     """
 
     __slots__ = (
@@ -115,6 +117,7 @@ class Batch:
         "changed",
         "checksums",
         "label",
+        "later",
         "leaving",
         "mover",
         "offloaded",
@@ -135,6 +138,7 @@ class Batch:
         self.leaving: Leaving | None = None
         self.changed: frozenset[int] = frozenset()
         self.checksums: Sequence[int] = ()
+        self.later: dict[int, dict[int | None, int]] = {}
 
 
 class Back(weakref.ref[Batch]):

@@ -141,6 +141,7 @@ class Engine:
         """The bytes of some payloads left with batches of other groups."""
         group.borrowed = [(weakref.ref(batch), index) for batch, index in shared.values()]
         for position, (batch, index) in shared.items():
+            batch.later[index][id(group)] = len(payloads.members[position])
             for saved in payloads.members[position]:
                 restored_from(batch, index, saved)
                 saved.batch, saved.index = batch, index

@@ -158,6 +158,17 @@ class Group:
         """Backward is about to use one of its tensors for the first time."""
         self.engine.reach(self)
 
+    def note_use(self) -> None:
+        """Backward has reached it: what it uses is used no later than now."""
+        self.is_used = True
+        batch = None if self.batch is None else self.batch()
+        if batch is not None and batch.later:
+            for uses in batch.later.values():
+                uses.pop(None, None)
+        for ref, index in self.borrowed:
+            if (other := ref()) is not None:
+                other.later[index].pop(id(self), None)
+
     # What is to come back
 
     def wanted(self) -> list[tuple[Batch, list[int]]]:

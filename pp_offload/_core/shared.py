@@ -70,8 +70,9 @@ class SharedCopies:
             batch, members = copy.batch(), payloads.members[position]
             if batch is None or not _is_same(copy, batch, members):
                 continue
-            batch.uses[copy.position] += len(members)
             back = batch.back
+            batch.later.setdefault(copy.position, {None: max(back.left[copy.position], 0)})
+            batch.uses[copy.position] += len(members)
             if back.left[copy.position] <= 0 and back.device[copy.position] is None:
                 back.num_away += 1  # it was used up, and is to be used again
             back.left[copy.position] += len(members)

@@ -64,7 +64,7 @@ class Window(Refill):
         mover = self._mover
         with mover.lock:
             if not group.is_used:
-                group.is_used = True
+                group.note_use()
                 self._order.begin(group)
                 for tell in mover.observers.reached:
                     tell(group)
@@ -124,10 +124,10 @@ class Window(Refill):
             if not visit.borrowed and (own is None or not own.back.num_away):
                 continue  # nearly always, so without a call
             for batch, indices in visit.wanted():
-                if batch.leaving is not None and mover.take_back(batch):
-                    room -= sum([batch.sizes[index] for index in indices])
-                    continue  # its sources are needed soon, and are there
                 size = sum([batch.sizes[index] for index in indices])
+                if batch.leaving is not None and size <= room and mover.take_back(batch):
+                    room -= size
+                    continue  # its sources are needed soon, and are there
                 if size > room or nbytes >= SMALL_BYTES:
                     # With its own event: compute waits for no more than it needs.
                     self._queue(together)
@@ -168,13 +168,15 @@ class Window(Refill):
         """Whether backward will ask for a payload again: in this group, in the next one, or within
         the next window of bytes.
         """
+        later = batch.later.get(index)
+        if later is None or batch.back.left[index] > sum(later.values()):
+            return True
         group, room = self._current, self.bound.nbytes
-        for visit in () if group is None else chain((group,), self._order.after(group)):
+        for visit in () if group is None else self._order.after(group):
             for other, indices in visit.uses():
                 if other is batch and index in indices:
                     return True
-                if visit is not group:
-                    room -= sum([other.sizes[each] for each in indices])
+                room -= sum([other.sizes[each] for each in indices])
             if room < 0:
                 return False
         return False

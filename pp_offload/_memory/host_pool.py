@@ -41,6 +41,9 @@ ALIGNMENT = 64
 MIN_SLAB_BYTES = 2**21
 """No slab is smaller, except near the end of the budget."""
 
+MIN_SETTLED_BYTES = 2**16
+"""No settled slab is smaller."""
+
 GROWTH_FRACTION = 32
 """A new slab is at least this part of what is reserved, so that slabs stay few."""
 
@@ -394,7 +397,7 @@ def merged(starts: list[int], rooms: list[int]) -> list[Span]:
 
 def slabs_for(nbytes: int) -> list[int]:
     """Powers of two that hold ``nbytes`` together, largest first; few, and hardly more."""
-    granule = max(MIN_SLAB_BYTES, floor_power(nbytes // SETTLED_GRANULES))
+    granule = max(MIN_SETTLED_BYTES, floor_power(nbytes // SETTLED_GRANULES))
     left = -(-nbytes // granule) * granule
     sizes = []
     while left:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import BACKENDS, make_backend
 from field_checks import make_inputs, part
-from torch import Tensor
+from torch import Tensor, nn
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
@@ -35,7 +35,7 @@ class Sampled(torch.autograd.Function):
         return gradient, None
 
 
-def step(inputs: list[Tensor], weights: list[Tensor], is_on: bool, seen: list[int]) -> list[Tensor]:
+def step(inputs: list[Tensor], weights: list[nn.Parameter], is_on: bool, seen: list[int]) -> list[Tensor]:
     """Forward a, b, c, d of every microbatch, then all backwards."""
     if is_on:
         off_interface.reset()
@@ -67,13 +67,14 @@ def test_never_more_than_the_window(kind: str, num_tensors: int, limit: str) -> 
     config = OffloadConfig(
         min_offloaded_tensor_size=1,
         prefetch_bytes=window,
+        max_in_flight_bytes=0,  # or sources are used themselves
         activation_offload_fraction=fraction,
         delta_offload_bytes_across_pp_ranks=delta,
     )
     with use_backend(make_backend(kind), config=config) as manager:
         device = manager.backend.device
         manager.step.pipeline_rank = 1
-        weights = [w.requires_grad_() for w in make_inputs(4, length=WIDTH, device=device)]
+        weights = [nn.Parameter(w) for w in make_inputs(4, length=WIDTH, device=device)]
         offloaded = [0]
         for number in range(4):
             inputs = make_inputs(MICROBATCHES, step=number, device=device)
@@ -92,7 +93,7 @@ def test_never_more_than_the_window(kind: str, num_tensors: int, limit: str) -> 
 def test_a_window_is_what_bounds_it(manager: PipelineOffloadManager) -> None:
     """With a wide one, more is there at a time than the narrow ones above allow."""
     device = manager.backend.device
-    weights = [w.requires_grad_() for w in make_inputs(4, length=WIDTH, device=device)]
+    weights = [nn.Parameter(w) for w in make_inputs(4, length=WIDTH, device=device)]
     seen: list[int] = []
     for number in range(2):
         step(make_inputs(MICROBATCHES, step=number, device=device), weights, True, seen)
