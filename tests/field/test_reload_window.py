@@ -35,7 +35,9 @@ class Sampled(torch.autograd.Function):
         return gradient, None
 
 
-def step(inputs: list[Tensor], weights: list[nn.Parameter], is_on: bool, seen: list[int]) -> list[Tensor]:
+def step(
+    inputs: list[Tensor], weights: list[nn.Parameter], is_on: bool, seen: list[int]
+) -> list[Tensor]:
     """Forward a, b, c, d of every microbatch, then all backwards."""
     if is_on:
         off_interface.reset()
