@@ -27,7 +27,7 @@ from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.wiring import Wiring
 from pp_offload._hooks.regions import is_in_backward
-from pp_offload._memory.slabs import pageable
+from pp_offload._memory.host_pool import pageable
 from pp_offload._steps.chunk_queue import ChunkQueue
 from pp_offload._steps.step import StepRecord
 from pp_offload._transfer.saved_tensor import Packed, Resident

@@ -20,6 +20,7 @@ NOTE [ Footprint ]
 
 from __future__ import annotations
 
+import logging
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -34,6 +35,9 @@ from torch import Tensor
 from pp_offload._memory.budget import HostBudget, Reserved
 from pp_offload._memory.free_ranges import FreeRanges
 from pp_offload.backends import Event
+from pp_offload.errors import NotWhileCapturingError
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 """Of each payload in its slab, in bytes: a cache line."""
@@ -213,7 +217,8 @@ class HostPool:
         if self._num_lent or peak == self._settled_bytes:
             return
         sizes = slabs_for(peak + peak // SETTLED_FRACTION)
-        if self.reserved_bytes <= max(sum(sizes), WASTE_ALLOWED * peak) or self._has_copies():
+        enough = max(sum(sizes), WASTE_ALLOWED * peak, MIN_SLAB_BYTES)
+        if self.reserved_bytes <= enough or self._has_copies():
             return
         self._drop_slabs()
         with suppress(MemoryError):  # other pools share the budget; the next take grows
@@ -349,8 +354,8 @@ class HostPool:
         while True:
             try:
                 return self._add_slab(size)
-            except MemoryError:
-                if size == room:
+            except MemoryError as failure:
+                if size == room and not self._has_fallen_back(room, failure):
                     raise
                 size = max(size // 2, room)
 
@@ -363,12 +368,29 @@ class HostPool:
                 f"{self._budget.advice}"
             )
         self.num_allocations += 1
-        with torch.inference_mode(False):
-            data = self._allocate(nbytes)
+        try:
+            with torch.inference_mode(False):
+                data = self._allocate(nbytes)
+        except MemoryError:
+            del reserved  # or the traceback would keep it counted
+            raise
         self._slabs[self._end] = Slab(data, reserved)
         self._free.add(self._end, nbytes)
         self._end += nbytes + ALIGNMENT  # a gap, or ranges of two slabs would be merged
         self.reserved_bytes += nbytes
+
+    def _has_fallen_back(self, nbytes: int, failure: MemoryError) -> bool:
+        """Take ordinary memory from now on, if it is pinned memory that is missing."""
+        is_over = nbytes > self._budget.left_bytes
+        if is_over or self._allocate is pageable or isinstance(failure, NotWhileCapturingError):
+            return False
+        self._allocate = pageable
+        logger.warning(
+            "no pinned memory for %d more bytes; ordinary memory is used from now on, whose copies "
+            "are slower and block; raise the limit of locked memory (ulimit -l), or offload less",
+            nbytes,
+        )
+        return True
 
     def _drop_slabs(self) -> None:
         """Return free slabs to the system, except those that a copy still uses."""
@@ -393,6 +415,18 @@ def merged(starts: list[int], rooms: list[int]) -> list[Span]:
         else:
             spans.append(Span(start, start + room))
     return spans
+
+
+def pageable(nbytes: int) -> Tensor:
+    """Ordinary host memory.
+
+    Raises:
+        MemoryError: The system has not so much.
+    """
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    except RuntimeError as failure:
+        raise MemoryError(f"the system has no {nbytes} bytes of memory: {failure}") from failure
 
 
 def slabs_for(nbytes: int) -> list[int]:

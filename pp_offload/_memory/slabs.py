@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._memory.budget import HostBudget, Reserved
+from pp_offload._memory.host_pool import pageable as pageable
 from pp_offload.errors import NotWhileCapturingError
 
 logger = logging.getLogger(__name__)
@@ -144,18 +145,6 @@ def owned_by(owner: object, data: Tensor) -> Tensor:
     memory = data.numpy().view(_Memory)
     memory.owner = owner
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def pageable(nbytes: int) -> Tensor:
-    """Ordinary host memory.
-
-    Raises:
-        MemoryError: The system has not so much.
-    """
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    except RuntimeError as failure:
-        raise MemoryError(f"the system has no {nbytes} bytes of memory: {failure}") from failure
 
 
 def whole_slab_bytes(nbytes: int) -> int:

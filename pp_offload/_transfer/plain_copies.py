@@ -22,8 +22,8 @@ from pp_offload._core.tensors import as_dense
 from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.buffers import as_tensor
 from pp_offload._memory.host import HostMemory
+from pp_offload._memory.host_pool import pageable
 from pp_offload._memory.host_tensors import host_tensors
-from pp_offload._memory.slabs import pageable
 from pp_offload._transfer.copies import Queued, record, wait
 from pp_offload._transfer.tiers import host_engine
 from pp_offload._transfer.verify import check_same, checksum_of
