@@ -1,36 +1,41 @@
 """Programs that come out wrong without one of the engine's waits, however fast a thread is.
 
-In each one stream stands still at a closed gate. Where the wait is missing, the others run on as
+In each, one stream stands still at a closed gate. Where the wait is missing, the others run on as
 far as they can before the gate is opened; with it, all is queued before.
+
+    engine = engine_of()
+    (saved,) = saved_by(engine, x)      # one group, which has left
+    saved.unpack()                      # what autograd asks for
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
-from test_hazards import HeldStep, Owner
+from lines import Line
 from torch import Tensor
 
 from emulated.helpers import compute, some
-from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, OffloadError, use_backend
-from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.pending_reloads import MAX_ABANDONED
+from pp_offload import OffloadConfig, OffloadError
+from pp_offload._core.chunk import Chunk
+from pp_offload._core.engine import Engine
+from pp_offload._core.group import Group
+from pp_offload._core.saved import Saved
+from pp_offload._core.stopwatch import Laps
+from pp_offload._core.wiring import NoOrder, Wiring
+from pp_offload._memory.host_pool import MIN_SLAB_BYTES
 from pp_offload._transfer.plain_copies import PlainCopies
-from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket, hand_over
-from pp_offload._transfer.tiers import make_engine
-from pp_offload.backends import AcceleratorBackend, bare, default_backend
+from pp_offload.backends import AcceleratorBackend
 
-N = SLAB_BYTES // 4
-"""Numbers that fill a slab, so that whoever needs another size has to carve it anew."""
+N = MIN_SLAB_BYTES // 4
+"""Numbers that fill a slab, so that memory for another size has to be carved of the same bytes."""
 
 
 @dataclass
@@ -39,7 +44,6 @@ class Program:
 
     emulated: ModuleType
     waits: bool
-    folder: Path
 
     @contextmanager
     def late(self, stream: Any, *others: Any) -> Iterator[Any]:
@@ -52,10 +56,10 @@ class Program:
                     other.synchronize()
         self.emulated.synchronize()
 
-    def before_the_host_waits(self, late: Any) -> None:
+    def before_the_host_waits(self, gate: Any) -> None:
         """What the host is about to wait for may go on, or nothing would."""
         if self.waits:
-            (late.let_go if isinstance(late, HeldStep) else late.release)()
+            gate.release()
 
     def without_cached_memory(self) -> None:
         """What is allocated next is what is freed next."""
@@ -63,47 +67,66 @@ class Program:
         self.emulated.empty_cache()
 
 
-def engine_of(**options: Any) -> Any:
-    """Its compute stream is the live one."""
-    return make_engine(AcceleratorBackend(), OffloadConfig(**options))
+def engine_of(**options: Any) -> Engine:
+    """An engine of which no other is left over, that might have seen the same streams."""
+    gc.collect()
+    return Line(AcceleratorBackend(), **options).engine
 
 
-def side_stream(engine: TransferEngine) -> torch.Stream:
+def wiring_of(**options: Any) -> Wiring:
+    """What chunks share."""
+    gc.collect()
+    config = OffloadConfig(min_offloaded_tensor_size=1, **options)
+    return Wiring(AcceleratorBackend(), config, NoOrder())
+
+
+def side_stream(engine: Engine) -> torch.Stream:
     """One of the pool that is none of the copy streams."""
-    taken = (bare(engine.backend.d2h), bare(engine.backend.h2d))
+    taken = (engine.mover.backend.d2h, engine.mover.backend.h2d)
     return next(s for s in iter(lambda: torch.Stream(device="emulated"), None) if s not in taken)
 
 
-def ticket_of(
-    engine: TransferEngine, payload: Tensor, home: Any = None, *, is_part: bool = False
-) -> Ticket:
-    """Of a saved tensor, which is offloaded; only the ticket holds it."""
-    saved = SavedActivation(payload, Owner(), home)
-    storage = None if is_part else payload.untyped_storage()
-    ticket = PayloadTicket(engine, "g", payload, [saved], storage)
-    engine.offload([ticket])
-    hand_over([ticket])
-    return ticket
+def saved_by(engine: Engine, *tensors: Tensor, on: Any = None) -> list[Saved]:
+    """Tensors that a group saved on a stream, the live one or ``on``; it is committed here."""
+    group = Group("g", engine, 1)
+    engine.follow(engine.current_stream())
+    with on or nullcontext():
+        saved = [group.pack(tensor) for tensor in tensors]
+    engine.send(group, engine.payloads(group))
+    assert all([isinstance(one, Saved) and one.tensor is None for one in saved])
+    return saved  # type: ignore[return-value]
 
 
-def away(engine: TransferEngine, given: Tensor) -> Ticket:
-    """A ticket whose bytes are in host memory alone."""
-    ticket = ticket_of(engine, given.to("emulated"))
-    engine.backend.synchronize()
-    engine.poll()
-    return ticket
+def away(engine: Engine, given: Tensor, num_uses: int = 1) -> list[Saved]:
+    """Saved tensors whose bytes are in host memory alone."""
+    saved = saved_by(engine, *[given.to("emulated")] * num_uses)
+    engine.mover.synchronize()
+    return saved
 
 
-def brings(engine: TransferEngine, ticket: Ticket, given: Tensor) -> bool:
-    """Whether a ticket whose copies were made has these bytes."""
-    engine.backend.synchronize()
-    engine.poll()
-    return engine.deliver(ticket).cpu().equal(given)
+def bring_ahead(engine: Engine, saved: Saved) -> Tensor:
+    """Queue a reload that nobody has asked for; its target."""
+    with engine.mover.lock:
+        engine.mover.reload([(saved.batch, [saved.index])])
+    target = saved.batch.back.device[saved.index]
+    assert target is not None
+    return target.view_as(target)
+
+
+def brings(engine: Engine, saved: Saved, given: Tensor) -> bool:
+    """Whether a saved tensor whose copies have run has these bytes."""
+    engine.mover.synchronize()
+    return saved.unpack().cpu().equal(given)
 
 
 def use_of_memory() -> Tensor:
     """A kernel on the live stream that gets memory of that size, so that what was freed is gone."""
     return torch.full((N,), 5.0, device="emulated")
+
+
+def is_used(memory: Tensor) -> bool:
+    """Whether that kernel's numbers are there."""
+    return bool(memory.eq(5).all())
 
 
 # Copies to the host
@@ -112,19 +135,19 @@ def use_of_memory() -> Tensor:
 def computed_late(on: Program) -> bool:
     engine, given = engine_of(), some(N)
     x = given.to("emulated")
-    with on.late(compute(), engine.backend.d2h):
-        ticket = ticket_of(engine, x * 2)
-    return brings(engine, ticket, given * 2)
+    with on.late(compute(), engine.mover.backend.d2h):
+        (saved,) = saved_by(engine, x * 2)
+    return brings(engine, saved, given * 2)
 
 
 def computed_late_on_another_stream(on: Program) -> bool:
     engine, given = engine_of(), some(N)
     x, side = given.to("emulated"), side_stream(engine)
-    with on.late(side, engine.backend.d2h):
+    with on.late(side, engine.mover.backend.d2h):
         with side:
             y = x * 2
-        ticket = ticket_of(engine, y, side)
-    return brings(engine, ticket, given * 2)
+        (saved,) = saved_by(engine, y, on=side)
+    return brings(engine, saved, given * 2)
 
 
 def gathered_of_what_is_computed_late(on: Program) -> bool:
@@ -133,8 +156,8 @@ def gathered_of_what_is_computed_late(on: Program) -> bool:
     with on.late(side, compute()):
         with side:
             y = x * 2
-        ticket = ticket_of(engine, y[:, :7], side, is_part=True)
-    return brings(engine, ticket, (given * 2)[:, :7])
+        (saved,) = saved_by(engine, y[:, :700], on=side)
+    return brings(engine, saved, (given * 2)[:, :700])
 
 
 def gathered_late(on: Program) -> bool:
@@ -142,32 +165,41 @@ def gathered_late(on: Program) -> bool:
     engine, given = engine_of(), some(N).view(64, -1)
     x, side = given.to("emulated"), side_stream(engine)
     with on.late(compute(), side):
-        ticket = ticket_of(engine, x[:, :7], side, is_part=True)
+        (saved,) = saved_by(engine, x[:, :700], on=side)
         with side:
             x.data.fill_(7)
-    return brings(engine, ticket, given[:, :7])
+    return brings(engine, saved, given[:, :700])
 
 
 def source_let_go(on: Program) -> bool:
     engine, given = engine_of(), some(N)
     x = given.to("emulated")
-    with on.late(engine.backend.d2h, compute()):
-        ticket = ticket_of(engine, x)
+    with on.late(engine.mover.backend.d2h, compute()):
+        (saved,) = saved_by(engine, x)
         del x
-        engine.poll()
+        engine.mover.poll()
         use_of_memory()
-    return brings(engine, ticket, given)
+    return brings(engine, saved, given)
+
+
+def gathered_source_let_go(on: Program) -> bool:
+    engine, given = engine_of(), some(N).view(64, -1)
+    x = given.to("emulated")
+    with on.late(engine.mover.backend.d2h, compute()):
+        (saved,) = saved_by(engine, x[:, :700])
+        use_of_memory()
+    return brings(engine, saved, given[:, :700])
 
 
 def source_emptied(on: Program) -> bool:
     engine, given = engine_of(), some(N)
     x = given.to("emulated")
-    with on.late(engine.backend.d2h, compute()):
-        ticket = ticket_of(engine, x)
-        engine.after_copies(lambda: x.untyped_storage().resize_(0))
+    with on.late(engine.mover.backend.d2h, compute()):
+        (saved,) = saved_by(engine, x)
+        engine.mover.after_copies(lambda: x.untyped_storage().resize_(0))
         use_of_memory()
     try:
-        return brings(engine, ticket, given)
+        return brings(engine, saved, given)
     except OffloadError:  # it was emptied too early, and the engine has seen that
         return False
 
@@ -175,207 +207,296 @@ def source_emptied(on: Program) -> bool:
 def too_much_in_flight(on: Program) -> bool:
     engine, given = engine_of(max_in_flight_bytes=0), some(N)
     x = given.to("emulated")
-    with on.late(engine.backend.d2h, compute()):
-        ticket = ticket_of(engine, x)
+    with on.late(engine.mover.backend.d2h, compute()):
+        (saved,) = saved_by(engine, x)
         del x
         use_of_memory()
-    return brings(engine, ticket, given)
+    return brings(engine, saved, given)
 
 
 def too_much_in_flight_of_another_stream(on: Program) -> bool:
+    """What it saved there goes back to it."""
     engine, given = engine_of(max_in_flight_bytes=0), some(N)
     side = side_stream(engine)
     with side:
         x = given.to("emulated")
-    engine.copies.in_flight.follow(side)
-    with on.late(engine.backend.d2h, side):
-        ticket = ticket_of(engine, x)
+    with on.late(engine.mover.backend.d2h, side):
+        (saved,) = saved_by(engine, x, on=side)
         del x
         with side:
             use_of_memory()
-    return brings(engine, ticket, given)
+    return brings(engine, saved, given)
+
+
+def too_much_in_flight_of_a_stream_where_the_chunk_began(on: Program) -> bool:
+    """It saves nothing there: what it computes there is saved on the live stream."""
+
+    def begin(wiring: Wiring, side: torch.Stream) -> Chunk:
+        with side:
+            return Chunk(1, wiring)
+
+    return saved_in_a_chunk(on, begin)
+
+
+def too_much_in_flight_of_a_stream_where_a_group_began(on: Program) -> bool:
+    def begin(wiring: Wiring, side: torch.Stream) -> Chunk:
+        chunk = Chunk(1, wiring)
+        with side:
+            chunk.start("on the other stream")
+        return chunk
+
+    return saved_in_a_chunk(on, begin)
+
+
+def saved_in_a_chunk(on: Program, begin: Callable[[Wiring, torch.Stream], Chunk]) -> bool:
+    wiring, given = wiring_of(max_in_flight_bytes=0), some(N)
+    side = side_stream(wiring.engine)
+    chunk = begin(wiring, side)
+    with side:
+        x = given.to("emulated")
+    saved = chunk.start("g").pack(x)
+    assert isinstance(saved, Saved)
+    with on.late(wiring.backend.d2h, side):
+        chunk.commit("g")
+        del x
+        with side:
+            use_of_memory()
+    return brings(wiring.engine, saved, given)
 
 
 def too_much_in_flight_of_a_stream_that_another_engine_saw(on: Program) -> bool:
     """Each engine has a backend of its own, as every product has by default."""
-    return seen_by(engine_of(), engine_of(max_in_flight_bytes=0), on)
-
-
-def too_much_in_flight_of_a_stream_that_another_kind_of_engine_saw(on: Program) -> bool:
-    options = OffloadConfig(max_in_flight_bytes=0)
-    return seen_by(engine_of(), make_engine(default_backend(), options), on)
-
-
-def too_much_in_flight_of_a_stream_that_an_engine_saw_which_wraps_streams(on: Program) -> bool:
-    other = make_engine(default_backend(), OffloadConfig())
-    return seen_by(other, engine_of(max_in_flight_bytes=0), on)
-
-
-def seen_by(other: TransferEngine, engine: TransferEngine, on: Program) -> bool:
+    other, engine = engine_of(), engine_of(max_in_flight_bytes=0)
     given, side = some(N), side_stream(engine)
     with side:
         x = given.to("emulated")
-        other.copies.in_flight.follow(other.backend.current_stream())
-    with on.late(bare(engine.backend.d2h), side):
-        ticket = ticket_of(engine, x)
+        other.follow(other.current_stream())
+    with on.late(engine.mover.backend.d2h, side):
+        (saved,) = saved_by(engine, x)
         del x
         with side:
             use_of_memory()
-    return brings(engine, ticket, given)
+    return brings(engine, saved, given)
 
 
 def joined(on: Program) -> bool:
     engine, given = engine_of(), some(N)
     x = given.to("emulated")
-    with on.late(engine.backend.d2h) as gate:
-        ticket = ticket_of(engine, x)
-        engine.copies.join()
+    with on.late(engine.mover.backend.d2h) as gate:
+        (saved,) = saved_by(engine, x)
+        engine.mover.join()
         on.before_the_host_waits(gate)
         compute().synchronize()
-        assert ticket.host_bytes is not None
-        return ticket.host_bytes.equal(given)
+        return saved.batch.place.tensors[saved.index].equal(given)
 
 
 # Host memory that is used again
 
 
-def read_for_another_stream(on: Program, numel: int, between: Callable[[Any], None]) -> bool:
-    """A buffer that a late copy reads for one compute stream is given to a forward on another."""
-    engine, given = engine_of(), some(N)
-    ticket, side = away(engine, given), side_stream(engine)
-    place = ticket.host_bytes.data_ptr()
-    x = some(numel).to("emulated")
-    with on.late(engine.backend.h2d, side, engine.backend.d2h) as gate:
-        result = engine.deliver(ticket) * 2
-        del ticket
-        between(SimpleNamespace(gate=gate, engine=engine))
+def read_for_another_stream(
+    on: Program,
+    numel: int,
+    next_numel: int,
+    between: Callable[[Engine], object] = lambda engine: None,
+) -> bool:
+    """Memory that a late copy reads for one compute stream is given to a forward on another."""
+    engine, given = engine_of(), some(numel)
+    (saved,), side = away(engine, given), side_stream(engine)
+    rest = away(engine, some(N - numel)) if numel < N else []  # of the same slab
+    place = saved.batch.place.tensors[0].data_ptr()
+    x = some(next_numel).to("emulated")
+    with on.late(engine.mover.backend.h2d, side, engine.mover.backend.d2h):
+        result = saved.unpack() * 2
+        del saved
+        between(engine)
         with side:
-            again = ticket_of(engine, x)
-    assert again.host_bytes.data_ptr() == place
+            (again,) = saved_by(engine, x)
+    assert again.batch.place.tensors[0].data_ptr() == place
+    del rest
     return result.cpu().equal(given * 2)
 
 
 def buffer_read_for_another_stream(on: Program) -> bool:
-    return read_for_another_stream(on, N, lambda _: None)
+    return read_for_another_stream(on, N, N)
 
 
-def forward_beside_a_backward(on: Program) -> bool:
-    """The same, with groups: the next microbatch begins on a stream of its own."""
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(AcceleratorBackend(), config=config) as manager:
-        engine, given = manager.wiring.transfer, some(N).requires_grad_()
-        side = side_stream(engine)
-        x, other = (t.detach().to("emulated").requires_grad_() for t in (given, some(N)))
-        first = offloaded_sine(x)
-        engine.backend.synchronize()
-        engine.poll()
-        with on.late(engine.backend.h2d, side, engine.backend.d2h):
-            (result,) = torch.autograd.grad(first, x)
-            del first
-            with side:
-                second = offloaded_sine(other)
-        assert manager.statistics().bytes_offloaded == 2 * x.nbytes
-        del second
-    (expected,) = torch.autograd.grad((given * 2).sin().sum(), given)
-    return result.cpu().equal(expected)
+def buffer_that_an_owner_did_not_use(on: Program) -> bool:
+    """As one whose gather runs out of memory."""
 
+    def own(engine: Engine) -> None:
+        class Owner:
+            pass
 
-def offloaded_sine(x: Tensor) -> Tensor:
-    """A forward with one group."""
-    off_interface.init_chunk_handler(None, None, 1)
-    h = x * 2
-    with off_interface(True, h, "g"):
-        y = h.sin()
-    return off_interface.group_commit(y, name="g").sum()
+        engine.mover.tier.take(Owner(), [4 * N], [(torch.Size([N]), torch.float)])
+
+    return read_for_another_stream(on, N, N, own)
 
 
 def part_of_a_buffer_read_for_another_stream(on: Program) -> bool:
-    return read_for_another_stream(on, N // 2, lambda _: None)
+    return read_for_another_stream(on, N, N // 2)
 
 
 def slab_read_for_another_stream(on: Program) -> bool:
-    def fit(it: SimpleNamespace) -> None:
-        on.before_the_host_waits(it.gate)
-        it.engine.compact()
+    """Between phases, twice; what is in use keeps the slab."""
 
-    return read_for_another_stream(on, N, fit)
+    def trim(engine: Engine) -> None:
+        pool = engine.mover.tier.pool  # type: ignore[attr-defined]
+        pool.trim()
+        pool.trim()
+
+    return read_for_another_stream(on, N // 2, N // 2, trim)
+
+
+def forward_beside_a_backward(on: Program) -> bool:
+    """The next microbatch begins on a stream of its own."""
+    gc.collect()
+    line = Line(AcceleratorBackend())
+    backend, given = line.engine.mover.backend, some(N).requires_grad_()
+    side = side_stream(line.engine)
+    x, other = (t.detach().to("emulated").requires_grad_() for t in (given, some(N)))
+
+    def forward(x: Tensor) -> Tensor:
+        with line.chunk():
+            return line.group("g", torch.sin, x * 2).sum()  # type: ignore[no-any-return]
+
+    first = forward(x)
+    line.engine.mover.synchronize()
+    with on.late(backend.h2d, side, backend.d2h):
+        (result,) = torch.autograd.grad(first, x)
+        del first
+        with side:
+            second = forward(other)
+    assert line.engine.mover.counts.bytes_offloaded == 2 * x.nbytes
+    del second
+    (expected,) = torch.autograd.grad((given * 2).sin().sum(), given)
+    return result.cpu().equal(expected)
 
 
 # Copies to the device
 
 
 def brought_before_it_left(on: Program) -> bool:
+    """For another stream, which may not take the source back."""
     engine, given = engine_of(), some(N)
-    x = given.to("emulated")
-    with on.late(engine.backend.d2h, engine.backend.h2d):
-        ticket = ticket_of(engine, x)
-        engine.reload([ticket], is_ahead=True)
-    return brings(engine, ticket, given)
+    x, side = given.to("emulated"), side_stream(engine)
+    with on.late(engine.mover.backend.d2h, engine.mover.backend.h2d):
+        (saved,) = saved_by(engine, x)
+        with side:
+            result = saved.unpack()
+    return result.cpu().equal(given)
 
 
 def brought_into_memory_in_use(on: Program) -> bool:
     engine, given, others = engine_of(), some(N), some(N)
-    ticket = away(engine, others)
+    (saved,) = away(engine, others)
     on.without_cached_memory()
     x = given.to("emulated")
     address = x.data_ptr()
-    with on.late(compute(), engine.backend.h2d):
+    with on.late(compute(), engine.mover.backend.h2d):
         result = x * 2
         del x
-        engine.reload([ticket], is_ahead=True)
-        target = ticket.device_tensor.data_ptr()
-    assert target == address
-    return result.cpu().equal(given * 2) and brings(engine, ticket, others)
+        target = bring_ahead(engine, saved)
+    assert target.data_ptr() == address
+    return result.cpu().equal(given * 2) and brings(engine, saved, others)
 
 
 def used_before_it_is_back(on: Program) -> bool:
     engine, given = engine_of(), some(N)
-    ticket = away(engine, given)
-    with on.late(engine.backend.h2d, compute()):
-        result = engine.deliver(ticket) * 2
+    (saved,) = away(engine, given)
+    with on.late(engine.mover.backend.h2d, compute()):
+        bring_ahead(engine, saved)
+        result = saved.unpack() * 2
     return result.cpu().equal(given * 2)
 
 
+def used_before_it_is_back_and_timed(on: Program) -> bool:
+    engine, given = engine_of(), some(N)
+    laps = Laps.started(engine.mover.backend)
+    assert laps is not None
+    engine.mover.observers.add(laps)
+    (saved,) = away(engine, given)
+    with on.late(engine.mover.backend.h2d, compute()):
+        result = saved.unpack() * 2
+    return result.cpu().equal(given * 2) and len(laps.waits) == 1
+
+
 def target_nobody_wants(on: Program) -> bool:
+    """Its graph is part of a cycle, in which no weak reference calls anybody."""
     engine = engine_of()
-    ticket = away(engine, some(N))
+    (saved,) = away(engine, some(N))
     on.without_cached_memory()
-    with on.late(engine.backend.h2d, compute()):
-        engine.reload([ticket], is_ahead=True)
-        del ticket
-        engine.poll()
+    with on.late(engine.mover.backend.h2d, compute()):
+        bring_ahead(engine, saved)
+        cycle: list[object] = [saved]
+        cycle.append(cycle)
+        del saved, cycle
+        gc.collect()
+        engine.mover.poll()
         result = use_of_memory()
-    return bool(result.eq(5).all())
+    return is_used(result)
 
 
-def targets_nobody_wants(on: Program) -> bool:
-    """More than are kept without a wait."""
+def target_of_another_stream(on: Program) -> bool:
+    """It was brought for one that does not ask for it."""
     engine = engine_of()
-    tickets = [away(engine, some(N)) for _ in range(MAX_ABANDONED + 1)]
-    x = some(N).to("emulated")
+    (saved,), side = away(engine, some(N)), side_stream(engine)
     on.without_cached_memory()
-    with on.late(engine.backend.h2d, compute()):
-        for ticket in tickets:
-            engine.reload([ticket], is_ahead=True)
-        del tickets, ticket
-        again = ticket_of(engine, x)  # which looks how many there are
+    with on.late(engine.mover.backend.h2d, side):
+        with side:
+            bring_ahead(engine, saved)
+        saved.unpack()
+        with side:
+            result = use_of_memory()
+    return is_used(result)
+
+
+def target_that_a_part_of_backward_does_not_use(on: Program) -> bool:
+    engine = engine_of()
+    (saved,) = away(engine, some(N))
+    on.without_cached_memory()
+    with on.late(engine.mover.backend.h2d, compute()):
+        bring_ahead(engine, saved)
+        with engine.mover.lock:
+            engine.mover.arrived.expect_uses(saved.batch.back, [0])
         result = use_of_memory()
-    del again
-    return bool(result.eq(5).all())
+    return is_used(result)
 
 
 def engine_gone(on: Program) -> bool:
-    """Its tier, which waits for the copies of its own memory, is still somebody's."""
     engine = engine_of()
-    ticket, host, h2d = away(engine, some(N)), engine.tiers[0].host, engine.backend.h2d
+    (saved,), h2d = away(engine, some(N)), engine.mover.backend.h2d
     on.without_cached_memory()
     with on.late(h2d, compute()) as gate:
-        engine.reload([ticket], is_ahead=True)
+        bring_ahead(engine, saved)
         on.before_the_host_waits(gate)
-        del ticket, engine
+        del saved, engine
+        gc.collect()
         result = use_of_memory()
-    del host
-    return bool(result.eq(5).all())
+    return is_used(result)
+
+
+def engine_torn(on: Program) -> bool:
+    """A signal's exception comes when the copy is queued, and before anybody knows its event."""
+    wiring = wiring_of()
+    backend, chunk = wiring.backend, Chunk(1, wiring)
+    saved = chunk.start("g").pack(some(N).to("emulated"))
+    chunk.commit("g")
+    wiring.engine.mover.synchronize()
+    on.without_cached_memory()
+
+    def cut_off(*copy: Any) -> None:
+        AcceleratorBackend.copy(backend, *copy)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with on.late(backend.h2d, compute()) as gate:
+        with mock.patch.object(backend, "copy", cut_off), suppress(KeyboardInterrupt):
+            saved.unpack()
+        on.before_the_host_waits(gate)
+        wiring.renew_if_torn()
+        del saved, chunk
+        gc.collect()
+        result = use_of_memory()
+    return is_used(result)
 
 
 def taken_back_on_another_stream(on: Program) -> bool:
@@ -383,49 +504,50 @@ def taken_back_on_another_stream(on: Program) -> bool:
     x, side = given.to("emulated"), side_stream(engine)
     with on.late(side, compute()):
         with side:
-            ticket = ticket_of(engine, x * 2)
-        result = engine.deliver(ticket) * 2
+            (saved,) = saved_by(engine, x * 2)
+        result = saved.unpack() * 2
     return result.cpu().equal(given * 4)
 
 
 def landed_for_another_stream(on: Program) -> bool:
-    return used_on_another_stream(on, is_used_twice=False)
-
-
-def there_for_another_stream(on: Program) -> bool:
-    return used_on_another_stream(on, is_used_twice=True)
-
-
-def used_on_another_stream(on: Program, *, is_used_twice: bool) -> bool:
-    """Brought for a side stream, which used it already or did not; used last on the live one."""
+    """It was brought for a side stream, and is used on the live one alone."""
     engine, given = engine_of(), some(N)
-    ticket, side = away(engine, given), side_stream(engine)
+    (saved,), side = away(engine, given), side_stream(engine)
     with side:
-        if is_used_twice:
-            ticket.num_waiting = 2
-            engine.deliver(ticket)
-        else:
-            engine.reload([ticket], is_ahead=True)
+        bring_ahead(engine, saved)
     with on.late(compute(), side):
-        result = engine.deliver(ticket) * 2
-        del ticket
+        result = saved.unpack() * 2
+        del saved
         with side:
             use_of_memory()
     return result.cpu().equal(given * 2)
 
 
-def same_bytes_landed_for_another_stream(on: Program) -> bool:
+def there_for_another_stream(on: Program) -> bool:
+    """A side stream used it, and has a use left."""
     engine, given = engine_of(), some(N)
-    first, side = away(engine, given), side_stream(engine)
-    first.num_waiting = 2
-    again = SavedActivation(given.to("emulated"), Owner())
-    second = PayloadTicket(engine, "g", again.held, [again], None)
-    second.attach(first.block, first.begin, first.host_bytes)
-    hand_over([second])
-    with on.late(engine.backend.h2d, compute()):
+    (first, second), side = away(engine, given, num_uses=2), side_stream(engine)
+    with side:
+        first.unpack()
+    with on.late(compute(), side):
+        result = second.unpack() * 2
+        del first, second
         with side:
-            engine.deliver(first)
-        result = engine.deliver(second) * 2
+            use_of_memory()
+    return result.cpu().equal(given * 2)
+
+
+def used_up_by_another_stream(on: Program) -> bool:
+    """A side stream used it up, and what it got lives."""
+    engine, given = engine_of(), some(N)
+    (saved,), side = away(engine, given), side_stream(engine)
+    with side:
+        got = saved.unpack()
+    with on.late(compute(), side):
+        result = saved.unpack() * 2
+        del got, saved
+        with side:
+            use_of_memory()
     return result.cpu().equal(given * 2)
 
 
@@ -497,99 +619,3 @@ def plain_read_by_the_host(on: Program) -> bool:
         pending = copies.copy_to_host([x], "g")
         on.before_the_host_waits(gate)
         return copies.synchronize(pending)[0].equal(given)
-
-
-# The disk
-
-
-def disk_engine(on: Program) -> TransferEngine:
-    return engine_of(tiers=("disk",), disk_dir=on.folder, max_in_flight_bytes=2**30)
-
-
-def on_disk(engine: TransferEngine, given: Tensor) -> Ticket:
-    """A ticket whose bytes are on disk alone."""
-    ticket = away(engine, given)
-    extent = ticket.block.extent
-    extent.last_use.synchronize()
-    engine.poll()
-    assert ticket.block.buffer is None
-    return ticket
-
-
-def read_ahead(engine: TransferEngine, ticket: Ticket) -> Any:
-    """It was read, and the copy to the device is queued; the staging buffer is anybody's."""
-    engine.reload([ticket], is_ahead=True)
-    buffer = ticket.block.buffer
-    ticket.block.reading.synchronize()
-    engine.poll()
-    assert ticket.device_tensor is not None and ticket.block.buffer is None
-    return buffer
-
-
-def written_before_it_arrived(on: Program) -> bool:
-    engine, given = disk_engine(on), some(N)
-    x = given.to("emulated")
-    with on.late(engine.backend.d2h):
-        ticket = ticket_of(engine, x)
-        if not on.waits:
-            ticket.block.extent.last_use.synchronize()
-    engine.poll()
-    return brings(engine, ticket, given)
-
-
-def staged_while_the_copy_back_reads(on: Program) -> bool:
-    """All of it on one compute stream, which has not waited for the copy: it was read ahead."""
-    engine, given = disk_engine(on), some(N)
-    ticket, x = on_disk(engine, given), some(N).to("emulated")
-    with on.late(engine.backend.h2d, engine.backend.d2h):
-        buffer = read_ahead(engine, ticket)
-        again = ticket_of(engine, x)
-        is_same_buffer = again.block.buffer is buffer
-    assert is_same_buffer
-    return brings(engine, ticket, given)
-
-
-def staged_while_a_thread_reads_into_it(on: Program) -> bool:
-    engine, given = disk_engine(on), some(N)
-    ticket, x = on_disk(engine, some(N)), given.to("emulated")
-    engine.tiers[0].disk._pread = read = HeldStep(engine.tiers[0].disk._pread)  # type: ignore[method-assign]
-    try:
-        with on.late(engine.backend.d2h):
-            engine.reload([ticket], is_ahead=True)
-            reading = ticket.block.reading
-            del ticket
-            on.before_the_host_waits(read)
-            again = ticket_of(engine, x)
-        read.let_go()
-        reading.synchronize()
-        return brings(engine, again, given)
-    finally:
-        read.let_go()
-
-
-def read_while_the_copy_back_reads(on: Program) -> bool:
-    engine, given, others = disk_engine(on), some(N), some(N)
-    first, second = on_disk(engine, given), on_disk(engine, others)
-    with on.late(engine.backend.h2d):
-        buffer = read_ahead(engine, first)
-        engine.reload([second], is_ahead=True)
-        is_same_buffer = second.block.buffer is buffer
-        if not on.waits:
-            second.block.reading.synchronize()
-    assert is_same_buffer
-    second.block.reading.synchronize()
-    return brings(engine, first, given) and brings(engine, second, others)
-
-
-def brought_before_it_was_read(on: Program) -> bool:
-    engine, given = disk_engine(on), some(N)
-    ticket = on_disk(engine, given)
-    on_disk(engine, some(N))  # whose bytes are left in the buffer
-    engine.tiers[0].disk._pread = read = HeldStep(engine.tiers[0].disk._pread)  # type: ignore[method-assign]
-    try:
-        engine.reload([ticket], is_ahead=True)
-        on.before_the_host_waits(read)
-        result = engine.deliver(ticket).cpu()
-    finally:
-        read.let_go()
-    return result.equal(given)

@@ -20,148 +20,165 @@ from emulated import programs
 from emulated.faults import Fault
 from emulated.programs import Program
 
-ENGINE, STAGED = "_transfer/engine:TransferEngine", "_transfer/disk_staged:StagedDisk"
-COPIES, IN_FLIGHT = "_transfer/copies:Copies", "_transfer/in_flight:InFlight"
-RELOADS, PLAIN = "_transfer/pending_reloads:PendingReloads", "_transfer/plain_copies:PlainCopies"
+MOVER, ARRIVED = "_core/mover:Mover", "_core/mover:Arrived"
+IN_FLIGHT, STREAMS = "_core/in_flight:InFlight", "_core/in_flight:ComputeStreams"
+CHUNK, POOL = "_core/chunk:Chunk", "_memory/host_pool:HostPool"
+PLAIN = "_transfer/plain_copies:PlainCopies"
 
 Case = tuple[Any, ...]
 """A program behind what tells whether it went well, and faults: ``Callable``, then ``Fault``s."""
 
-FORGETS_OTHERS = Fault(f"{IN_FLIGHT}._wait_for", "for one in self._streams.known", "for one in ()")
-"""Only the live stream waits."""
-
 CASES: dict[str, Case] = {
     "d2h waits for compute": (
         programs.computed_late,
-        Fault(
-            f"{COPIES}._d2h_waits_for_compute", "self.backend.d2h.wait_event(stream.record_event())"
-        ),
+        Fault(f"{MOVER}.offload", "d2h.wait_event(live.record_event())"),
     ),
     "d2h waits for each stream that computed": (
         programs.computed_late_on_another_stream,
-        Fault(
-            f"{COPIES}.copy_to_host",
-            "_waits_for_compute(stream)",
-            "_waits_for_compute(streams[0])",
-        ),
+        Fault(f"{MOVER}.offload", "d2h.wait_event(side.record_event())"),
+        Fault("_core/group:Group.pack", "self.streams.append(stream)"),
     ),
     "a gather waits for the stream that computed": (
         programs.gathered_of_what_is_computed_late,
-        Fault(f"{COPIES}.reading", "live.wait_event(side.record_event())"),
+        Fault(f"{MOVER}._gather", "live.wait_event(side.record_event())"),
     ),
     "the stream that computed waits for a gather": (
         programs.gathered_late,
-        Fault(f"{COPIES}.reading", "side.wait_event(live.record_event())"),
+        Fault(f"{MOVER}._gather", "side.wait_event(live.record_event())"),
     ),
     "sources are kept until they are copied": (
         programs.source_let_go,
-        Fault(f"{COPIES}.copy_to_host", "if offloaded.query():", "if True:"),
-        Fault(
-            f"{IN_FLIGHT}.poll",
-            "(first.offloaded or first.event(self._backend.d2h)).query()",
-            "True",
-        ),
+        Fault(f"{MOVER}.offload", "if not event.query():", "if False:"),
+        Fault(f"{IN_FLIGHT}.poll", "queue[0].offloaded.query()", "True"),
+    ),
+    "so is what was gathered": (
+        programs.gathered_source_let_go,
+        Fault("_core/mover:_leaving", "payloads.tensors", "[]"),
     ),
     "a source is emptied when it is copied": (
         programs.source_emptied,
-        Fault(f"{ENGINE}.after_copies", "queue[-1].then.append(action)", "action()"),
+        Fault(f"{IN_FLIGHT}.after_last", "self.then.append((self.queue[-1], action))", "action()"),
     ),
     "compute waits where too much is in flight": (
         programs.too_much_in_flight,
-        Fault(f"{IN_FLIGHT}._wait_for", "self._stopwatch.wait(stream, event)"),
+        Fault(
+            f"{MOVER}._wait_for_oldest",
+            "self._wait(self.in_flight.streams.wait, leaving.offloaded)",
+        ),
+        Fault(f"{STREAMS}.wait", "stream.wait_event(event)"),
     ),
-    "so does each stream that may own the source": (
+    "so does each stream that saved a source": (
         programs.too_much_in_flight_of_another_stream,
-        FORGETS_OTHERS,
+        Fault(f"{MOVER}.offload", "self.in_flight.streams.follow(side)"),
+    ),
+    "each where a chunk began": (
+        programs.too_much_in_flight_of_a_stream_where_the_chunk_began,
+        Fault(f"{CHUNK}.__init__", "wiring.engine.follow(wiring.engine.current_stream())"),
+    ),
+    "each where a group began": (
+        programs.too_much_in_flight_of_a_stream_where_a_group_began,
+        Fault(f"{CHUNK}.start", "engine.follow(engine.current_stream())"),
     ),
     "and each that another engine has seen": (
         programs.too_much_in_flight_of_a_stream_that_another_engine_saw,
-        Fault(
-            f"{IN_FLIGHT}.__init__",
-            "self._streams = compute_streams(backend)",
-            "self._streams = ComputeStreams()",
-        ),
-    ),
-    "also with a backend of another kind": (
-        programs.too_much_in_flight_of_a_stream_that_another_kind_of_engine_saw,
-        FORGETS_OTHERS,
-    ),
-    "and with that kind": (
-        programs.too_much_in_flight_of_a_stream_that_an_engine_saw_which_wraps_streams,
-        FORGETS_OTHERS,
+        Fault(f"{STREAMS}.of", "_OF_DEVICES.setdefault(backend.device, cls())", "cls()"),
     ),
     "compute joins the copies": (
         programs.joined,
-        Fault(f"{COPIES}.join", "live.wait_event(side.record_event())"),
+        Fault(f"{MOVER}.join", "live.wait_event(side.record_event())"),
     ),
     "d2h waits for the last user of a buffer": (
         programs.buffer_read_for_another_stream,
+        Fault(f"{MOVER}.offload", "d2h.wait_event(event)"),
+        Fault(f"{MOVER}.reload", "batch.place.last_use = event"),
+        Fault(f"{POOL}._collect", "(host.last_use,), None", "(), None"),
+    ),
+    "also where an owner in between did not use it": (
+        programs.buffer_that_an_owner_did_not_use,
         Fault(
-            f"{COPIES}._d2h_waits_for_last_users", "event is not None and event", "False and event"
+            f"{POOL}._collect",
+            "if host.last_use is not None:",
+            "host.waits_for = ()\n        if host.last_use is not None:",
         ),
     ),
-    "and so in a forward beside a backward": (
+    "and in a forward beside a backward": (
         programs.forward_beside_a_backward,
-        Fault(
-            f"{COPIES}._d2h_waits_for_last_users", "event is not None and event", "False and event"
-        ),
+        Fault(f"{MOVER}.offload", "d2h.wait_event(event)"),
     ),
     "d2h waits for those of the memory it is carved of": (
         programs.part_of_a_buffer_read_for_another_stream,
-        Fault(f"{COPIES}._d2h_waits_for_last_users", "in buffer.before:", "in ():"),
-        Fault(
-            "_memory/host:HostMemory._carve", "buffer.before = self._uses.unfinished(buffer.ranges)"
-        ),
+        Fault(f"{POOL}._break_up", "if not event.query()]", "if False]"),
+        Fault(f"{POOL}._claim", "if not event.query()", "if False"),
     ),
-    "slabs are dealt anew when no copy uses them": (
+    "also of a slab that is not given back": (
         programs.slab_read_for_another_stream,
-        Fault("_memory/host:HostMemory.compact", "check_finished(self._last_uses())"),
+        Fault(f"{POOL}._break_up", "self._pending[done].event.query()", "True"),
+        Fault(f"{POOL}._drop_slabs", "if not use.event.query()", "if False"),
     ),
     "h2d waits for the offload": (
         programs.brought_before_it_left,
-        Fault(f"{COPIES}._h2d_waits_for_offloaded", "self.backend.h2d.wait_event(seen)"),
+        Fault(f"{MOVER}.reload", "h2d.wait_event(batch.offloaded)"),
+        Fault(f"{MOVER}.reload", "not batch.offloaded.query()", "False"),
     ),
     "h2d waits for compute": (
         programs.brought_into_memory_in_use,
-        Fault(
-            f"{COPIES}._h2d_waits_for_compute", "self.backend.h2d.wait_event(stream.record_event())"
-        ),
+        Fault(f"{MOVER}.reload", "h2d.wait_event(live.record_event())"),
     ),
     "compute waits for the reload": (
         programs.used_before_it_is_back,
-        Fault(f"{COPIES}._compute_waits_for", "self.stopwatch.wait(stream, event)"),
+        Fault(f"{MOVER}._bring", "self._wait(live.wait_event, event)"),
+        Fault(f"{MOVER}._wait", " wait(event)", " pass"),
+        Fault(f"{MOVER}.deliver", "reload.is_there and ", ""),
+    ),
+    "also while waits are timed": (
+        programs.used_before_it_is_back_and_timed,
+        Fault("_core/stopwatch:timed_wait", " wait(event)", " pass"),
     ),
     "a target nobody wants is kept until it is written": (
         programs.target_nobody_wants,
-        Fault(
-            f"{RELOADS}.give_up",
-            "self.abandoned.append((tensor, event, arrival.stream))",
-        ),
-        Fault(f"{RELOADS}.poll", " and self.abandoned[0][1].query()", ""),
+        Fault(f"{ARRIVED}.expect", "self._backs.add(back)"),
+        Fault(f"{ARRIVED}.poll", "self._abandon(tensor, reload)"),
+        Fault(f"{ARRIVED}._abandon", "if not reload.event.query():", "if False:"),
+        Fault(f"{ARRIVED}.poll", "self.abandoned[0][1].query()", "True"),
     ),
-    "its stream waits where there are many": (
-        programs.targets_nobody_wants,
-        Fault(f"{RELOADS}.keep_few_abandoned", "stream.wait_event(reloaded)"),
+    "so is one that came for another stream": (
+        programs.target_of_another_stream,
+        Fault(f"{ARRIVED}.give_up", "self._abandon(tensor, reload)"),
+    ),
+    "and one that a part of a backward does not use": (
+        programs.target_that_a_part_of_backward_does_not_use,
+        Fault(f"{ARRIVED}.expect_uses", "self._abandon(back.device[index], reload)"),
     ),
     "an engine that goes waits for its copies": (
         programs.engine_gone,
-        Fault(f"{ENGINE}.__del__", "event.synchronize()"),
+        Fault(
+            f"{MOVER}.__del__",
+            "for event in self.arrived.events():\n                event.synchronize()",
+        ),
+    ),
+    "after an exception the next one waits for them": (
+        programs.engine_torn,
+        Fault("_core/wiring:Wiring.renew_if_torn", "self.backend.synchronize()"),
     ),
     "a source is taken back on its own stream": (
         programs.taken_back_on_another_stream,
-        Fault(f"{ENGINE}._take_back", "ticket.block.stream != live", "False"),
+        Fault(f"{MOVER}.take_back", "leaving.stream != live", "False"),
     ),
     "what came is used on the stream it came for": (
         programs.landed_for_another_stream,
-        Fault(f"{ENGINE}._is_good", "reload.is_for(live) and ", ""),
+        Fault(f"{MOVER}._bring", "reload is None or reload.stream != live", "reload is None"),
     ),
     "also what is there already": (
         programs.there_for_another_stream,
-        Fault(f"{ENGINE}.deliver", "at.stream == live", "True"),
+        Fault(f"{MOVER}.deliver", "reload.is_there and reload.stream == live", "reload.is_there"),
     ),
-    "and shared there": (
-        programs.same_bytes_landed_for_another_stream,
-        Fault(f"{RELOADS}.same_bytes", "reload.is_for(live)", "reload.arrival is not None"),
+    "and what it got lives": (
+        programs.used_up_by_another_stream,
+        Fault(
+            f"{MOVER}._bring",
+            "reload is not None and reload.stream == live",
+            "reload is not None",
+        ),
     ),
     "plain: d2h waits for compute": (
         programs.plain_computed_late,
@@ -192,75 +209,37 @@ CASES: dict[str, Case] = {
         programs.plain_read_by_the_host,
         Fault(f"{PLAIN}.synchronize", "pending.event.synchronize()"),
     ),
-    "disk: a thread writes what has arrived": (
-        programs.written_before_it_arrived,
-        Fault("_transfer/disk_staged:_has_arrived", "block.offloaded.query()", "True"),
-    ),
-    "disk: d2h waits for the copy back of what was there": (
-        programs.staged_while_the_copy_back_reads,
-        Fault(f"{COPIES}._d2h_waits_for_last_users", "in buffer.before:", "in ():"),
-        Fault(f"{STAGED}.allocate", "= copies, None", "= (), None"),
-    ),
-    "disk: so does a thread that reads into it": (
-        programs.read_while_the_copy_back_reads,
-        Fault(f"{STAGED}._begin_to_read", "reading, after=buffer.before", "reading"),
-        Fault("_memory/disk:DiskFile._queue", "wait_for((event,))"),
-    ),
-    "disk: d2h waits for a thread that reads into it": (
-        programs.staged_while_a_thread_reads_into_it,
-        Fault(f"{STAGED}.allocate", "check_finished(", "tuple("),
-    ),
-    "disk: h2d waits for the thread that reads": (
-        programs.brought_before_it_was_read,
-        Fault(
-            f"{STAGED}._finish_reading",
-            "check_finished((block.reading,))\n    try:\n        block.reading.synchronize()",
-            "try:\n        pass",
-        ),
-    ),
 }
 
 
 PINNED = "pinned memory is nobody's before its copies were made"
 BY_OTHERS = {
-    f"{COPIES}.join": "a copy stream waits for compute only to be part of a capture",
-    f"{STAGED}._finish_reading": "a thread has waited for these copies; only the host asks again",
-    f"{ENGINE}.close": "each tier waits for the copies that use it before it drops its memory",
-    "_memory/host:HostMemory.release_idle": PINNED,
-    "_memory/host:HostMemory._drop_slabs": PINNED,
-    "_memory/host:HostMemory._wait_for_copies": PINNED,
-    "_transfer/copies:wait": "only passes it on",
-    "_transfer/copies:Queued.synchronize": "only passes it on",
+    f"{MOVER}.__del__": "nobody reads what these copies bring; but a GPU may unmap what is freed",
+    f"{MOVER}.join": "a copy stream waits for compute only to be part of a capture",
+    f"{MOVER}.synchronize": PINNED,
+    "_core/wiring:Transfer.release_idle": PINNED,
+    "_core/engine:Engine.check_freed": "it reports what is in use, and frees nothing",
+    "_core/stopwatch:Laps.are_over": "times are read behind it, and no bytes",
+    f"{POOL}._has_copies": "else more slabs would be made while those that copies use stay",
 }
 """One wait each that can be left out on an accelerator without harm, and why.
 
 PyTorch's allocator of pinned memory knows each copy that used a block. Where the device is the host
-nobody does; tests/transfer/test_hazards.py shows these waits there.
+nobody does.
 """
 
+PACKAGE = Path(pp_offload.__file__).parent
 ORDERING = (
-    *(
-        f"_transfer/{name}"
-        for name in (
-            "engine",
-            "copies",
-            "pending_reloads",
-            "in_flight",
-            "plain_copies",
-            "disk_staged",
-            "disk_direct",
-        )
-    ),
-    "_memory/host",
-    "_memory/disk",
+    *sorted(f"_core/{path.stem}" for path in (PACKAGE / "_core").glob("*.py")),
+    "_memory/host_pool",
+    "_transfer/plain_copies",
 )
-WAITING = ("wait_event", "synchronize", "wait", "wait_for", "check_finished")
+WAITING = ("wait_event", "synchronize", "wait", "wait_for", "check_finished", "query")
 
 
 def waits_in(module: str) -> Iterator[str]:
-    """The functions of a module that wait, each as often as it does."""
-    path = Path(pp_offload.__file__).parent / f"{module}.py"
-    tree = ast.parse(path.read_text())
+    """The functions of a module that wait, or ask whether they need not, each as often."""
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
     classes = [(f"{one.name}.", one.body) for one in tree.body if isinstance(one, ast.ClassDef)]
     for prefix, body in [("", tree.body), *classes]:
         for function in (one for one in body if isinstance(one, ast.FunctionDef)):
@@ -286,7 +265,7 @@ def test_every_wait_is_among_these() -> None:
 
 
 def test_all_of_them_are_in_the_table() -> None:
-    text = (Path(pp_offload.__file__).parents[1] / "docs" / "emulated.md").read_text()
+    text = (PACKAGE.parent / "docs" / "emulated.md").read_text()
     assert [name for name in CASES if f"| {name} |" not in text] == []
     assert f"{len(CASES)} rules, {len(list(each_alone()))} lines" in text
     assert f"{sum(waits().values())} calls that wait" in text
@@ -312,15 +291,14 @@ def test_without_a_wait_the_bytes_are_wrong(
     case: Callable[[Program], bool],
     fault: Fault,
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
     fault.plant(monkeypatch)
-    assert not case(Program(emulated, waits=False, folder=tmp_path))
+    assert not case(Program(emulated, waits=False))
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in CASES.values()))
 def test_with_all_waits_they_are_right(
-    emulated: ModuleType, case: Callable[[Program], bool], tmp_path: Path
+    emulated: ModuleType, case: Callable[[Program], bool]
 ) -> None:
-    assert case(Program(emulated, waits=True, folder=tmp_path))
+    assert case(Program(emulated, waits=True))

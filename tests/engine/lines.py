@@ -39,6 +39,7 @@ class Line:
         self.engine = Engine(backend, HostTier(self.pool), self, config)
         self._chunks: deque[list[Group]] = deque()
         self._open: list[Group] = []
+        self._current: list[Group] = []
 
     @contextmanager
     def chunk(self) -> Iterator[None]:
