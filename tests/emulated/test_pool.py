@@ -11,13 +11,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from lines import Line
 
 from emulated.helpers import compute, some
-from emulated.programs import N, brings, side_stream, ticket_of
+from emulated.programs import N, brings, saved_by, side_stream
 from emulated.test_engine import DELAYS, OPTIONS, manager_of, steps_are_equal
-from pp_offload import OffloadConfig
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.tiers import make_engine
+from pp_offload._core.engine import Engine
 from pp_offload.backends import AcceleratorBackend
 
 pytestmark = pytest.mark.emulated
@@ -26,38 +25,38 @@ POOL = 32
 NUM_MANAGERS = 40
 
 
-def engines(num: int = NUM_MANAGERS) -> list[TransferEngine]:
+def engines(num: int = NUM_MANAGERS) -> list[Engine]:
     """Each with a backend of its own, as managers have."""
-    return [make_engine(AcceleratorBackend(), OffloadConfig()) for _ in range(num)]
+    return [Line(AcceleratorBackend()).engine for _ in range(num)]
 
 
 def test_sixteen_managers_have_all_streams_of_the_pool() -> None:
-    pairs = [(engine.backend.d2h, engine.backend.h2d) for engine in engines()]
+    pairs = [(engine.mover.backend.d2h, engine.mover.backend.h2d) for engine in engines()]
     assert len({stream for pair in pairs for stream in pair}) == POOL
     assert len(set(pairs)) == POOL // 2 and pairs[0] == pairs[POOL // 2]
     assert all(d2h != h2d for d2h, h2d in pairs), "of one manager they are two"
     assert all(compute() not in pair for pair in pairs), "the default stream is not of the pool"
 
 
-def is_copied_beside(emulated: ModuleType, engine: TransferEngine, stream: torch.Stream) -> bool:
+def is_copied_beside(emulated: ModuleType, engine: Engine, stream: torch.Stream) -> bool:
     """Whether a copy that waits for nothing runs while ``stream`` stands still."""
     given = some(N)
     x = given.to("emulated")
     emulated.synchronize()
     with emulated.hold(stream):
-        ticket = ticket_of(engine, x)
-        offloaded = ticket.block.offloaded
-        if engine.backend.d2h != stream:
+        (saved,) = saved_by(engine, x)
+        offloaded = saved.batch.offloaded
+        if engine.mover.backend.d2h != stream:
             offloaded.synchronize()
         is_through = offloaded.query()
-    assert brings(engine, ticket, given)
+    assert brings(engine, saved, given)
     return is_through
 
 
 def test_copies_run_beside_another_stream_unless_it_is_theirs(emulated: ModuleType) -> None:
     for engine in engines():
         assert is_copied_beside(emulated, engine, side_stream(engine))
-        assert not is_copied_beside(emulated, engine, engine.backend.d2h)
+        assert not is_copied_beside(emulated, engine, engine.mover.backend.d2h)
 
 
 def test_a_manager_waits_for_the_compute_of_one_that_shares_its_copy_stream(
@@ -71,10 +70,10 @@ def test_a_manager_waits_for_the_compute_of_one_that_shares_its_copy_stream(
     emulated.synchronize()
     with emulated.hold(side):
         with side:
-            held = ticket_of(first, x)
-        ticket = ticket_of(last, y)
-        assert not ticket.block.offloaded.query()
-    assert brings(first, held, given[0]) and brings(last, ticket, given[1])
+            (held,) = saved_by(first, x)
+        (saved,) = saved_by(last, y)
+        assert not saved.batch.offloaded.query()
+    assert brings(first, held, given[0]) and brings(last, saved, given[1])
 
 
 @pytest.mark.parametrize("options", ["host", "disk"])
