@@ -37,8 +37,8 @@ from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.prefetch import Prefetcher
 from pp_offload._groups.split_backward import SplitBackward
+from pp_offload._memory import disk_file
 from pp_offload._memory.budget import HostBudget
-from pp_offload._memory.disk import DiskFile
 from pp_offload._steps import step
 from pp_offload._steps.room import DeviceRoom
 from pp_offload._transfer import plain_copies
@@ -94,8 +94,10 @@ LISTENED = {
     ),
     "split_backward": Listened(SplitBackward, "__init__", "is_keeping", True),
     "host_budget_bytes": Listened(HostBudget, "__init__", "limit_bytes", 2**27 + 1),
-    "tiers": Listened(DiskFile, "__init__", "self", lambda disk: True),
-    "disk_dir": Listened(DiskFile, "__init__", "directory", lambda path: Path(path).is_dir()),
+    "tiers": Listened(disk_file, "_warn_if_in_memory", "directory", lambda path: True),
+    "disk_dir": Listened(
+        disk_file, "_warn_if_in_memory", "directory", lambda path: path.name == "here"
+    ),
     "verify": Listened(Verifier, "__init__", "self", lambda verifier: True),
 }
 

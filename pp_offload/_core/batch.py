@@ -36,16 +36,18 @@ class Reload:
 
     Attributes:
         stream: The compute stream that their memory was allocated on, and that may use it.
-        event: Behind the copy.
+        event: Behind the copy; None before it is queued, and where there is none.
         is_there: Whether that stream has waited for it.
+        read: What a thread has to read before the copy can be queued.
     """
 
-    __slots__ = ("event", "is_there", "stream")
+    __slots__ = ("event", "is_there", "read", "stream")
 
     def __init__(self, stream: Stream, event: Event | None = None, is_there: bool = False) -> None:
         self.stream = stream
         self.event = event
         self.is_there = is_there
+        self.read: object = None
 
 
 class Leaving(NamedTuple):
@@ -139,6 +141,15 @@ class Batch:
         self.changed: frozenset[int] = frozenset()
         self.checksums: Sequence[int] = ()
         self.later: dict[int, dict[int | None, int]] = {}
+
+    def use_again(self, index: int, num: int, group: int) -> None:
+        """So many more saved tensors hold a payload, of a group with this ``id``."""
+        back = self.back
+        self.later.setdefault(index, {None: max(back.left[index], 0)})[group] = num
+        self.uses[index] += num
+        if back.left[index] <= 0 and back.device[index] is None:
+            back.num_away += 1  # it was used up, and is to be used again
+        back.left[index] += num
 
 
 class Back(weakref.ref[Batch]):

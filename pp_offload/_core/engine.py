@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -21,10 +22,10 @@ from pp_offload._core.payloads import Payloads, collect
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import SharedCopies, restored_from
 from pp_offload._core.tensors import Eligibility, StorageSet
-from pp_offload._core.tiers import Tier
+from pp_offload._core.tiers import Busy, Tier
 from pp_offload._core.verify import Verifier
 from pp_offload._core.window import Order, Window
-from pp_offload.backends import Backend, Stream
+from pp_offload.backends import Backend, Event, Stream
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError
 
@@ -101,17 +102,9 @@ class Engine:
         """
         mover = self.mover
         try:
-            with mover.lock:
-                shared = self.shared.share(payloads) if self.shared.copies else {}
-                own = payloads.without(shared.keys()) if shared else payloads
-                batch = self._copy(group, own) if own.tensors else None
-                if shared:
-                    self._borrow(group, payloads, shared)
-                is_kept = batch is None and not shared
-                if self.observers.used:
-                    self.observers.follow_uses(payloads)
-                group.move_to(GroupState.KEPT if is_kept else GroupState.OFFLOADED)
-                self.window.expect(group.counts.copied_bytes)
+            while (busy := self._try_to_send(group, payloads)) is not None:
+                with suppress(OffloadError):  # whoever asks for what could not be read hears of it
+                    busy.synchronize()
             if mover.in_flight.queue:
                 mover.keep_bounded(group.counts.copied_bytes)
             for tell in self.observers.closed:
@@ -120,10 +113,30 @@ class Engine:
             self.tear(failure)
             raise
 
+    def _try_to_send(self, group: Group, payloads: Payloads) -> Event | None:
+        """Send and close the group; or, and nothing has changed, what has to end first."""
+        with self.mover.lock:
+            shared = self.shared.share(payloads) if self.shared.copies else {}
+            own = payloads.without(shared.keys()) if shared else payloads
+            try:
+                batch = self._copy(group, own) if own.tensors else None
+            except Busy as busy:
+                return busy.event
+            if shared:
+                self._borrow(group, payloads, shared)
+            is_kept = batch is None and not shared
+            if self.observers.used:
+                self.observers.follow_uses(payloads)
+            group.move_to(GroupState.KEPT if is_kept else GroupState.OFFLOADED)
+            self.window.expect(group.counts.copied_bytes)
+        return None
+
     def _copy(self, group: Group, own: Payloads) -> Batch | None:
         """The batch that these payloads left with; None without room."""
         try:
             batch = self.mover.offload(group.name, own, group.streams)
+        except Busy:
+            raise
         except MemoryError as failure:
             self._warn(group, failure)
             return None
@@ -141,7 +154,7 @@ class Engine:
         """The bytes of some payloads left with batches of other groups."""
         group.borrowed = [(weakref.ref(batch), index) for batch, index in shared.values()]
         for position, (batch, index) in shared.items():
-            batch.later[index][id(group)] = len(payloads.members[position])
+            batch.use_again(index, len(payloads.members[position]), id(group))
             for saved in payloads.members[position]:
                 restored_from(batch, index, saved)
                 saved.batch, saved.index = batch, index

@@ -54,8 +54,9 @@ class InFlight:
         self.nbytes -= leaving.nbytes
         batch = leaving.batch()
         if batch is not None:
-            batch.leaving = None
             batch.changed |= leaving.changed()
+            if not batch.place.is_refused:
+                batch.leaving = None
         actions = []
         while self.then and self.then[0][0] is leaving:
             actions.append(self.then.popleft()[1])

@@ -32,12 +32,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from pp_offload._core.batch import Back, Batch, Leaving, Reload
+from pp_offload._core.disk import DiskPlace, Read
 from pp_offload._core.in_flight import ComputeStreams, InFlight
 from pp_offload._core.observer import Observers
 from pp_offload._core.payloads import Payloads
@@ -47,7 +49,7 @@ from pp_offload._core.verify import Verifier
 from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import IN_FLIGHT_BYTES
 from pp_offload.backends import Backend, Event, Stream
-from pp_offload.errors import ForkedError, OffloadError, SavedTensorModifiedError
+from pp_offload.errors import ForkedError, OffloadError, SavedTensorModifiedError, TierError
 
 Wanted = tuple[Batch, list[int]]
 """Payloads of a batch that are to be brought."""
@@ -119,7 +121,7 @@ class Mover:
         Raises:
             MemoryError: The tier has no room. Nothing was queued.
         """
-        if self.in_flight.queue or self.arrived.gone:
+        if self.in_flight.queue or self.arrived.gone or self.tier.reads:
             self.poll()
         sources, sizes = payloads.tensors, payloads.sizes
         batch = Batch(self, label, sizes, list(map(len, payloads.members)))
@@ -138,8 +140,14 @@ class Mover:
             d2h.wait_event(side.record_event())
         for event in place.waits_for:
             d2h.wait_event(event)  # a former owner's copy may still use this memory
-        event = self._copy(d2h, list(place.tensors), sources, [(batch, range(len(sizes)))])
-        batch.offloaded = place.last_use = event
+        if place.tensors:
+            event = self._copy(d2h, list(place.tensors), sources, [(batch, range(len(sizes)))])
+        else:  # a thread writes the sources themselves
+            event = d2h.record_event()
+        place.last_use = event
+        if isinstance(place, DiskPlace):
+            event = place.write(sources, event)
+        batch.offloaded = event
         batch.back = self.arrived.expect(batch)
         nbytes = sum(sizes)
         self.counts.bytes_offloaded += nbytes
@@ -201,21 +209,37 @@ class Mover:
                 self.in_flight.poll()
             if self.arrived.gone or self.arrived.abandoned:
                 self.arrived.poll()
+            self.tier.poll()
+            reads = self.tier.reads
+            while reads and reads[0].event.query() and not self.backend.is_capturing:
+                with suppress(TierError):  # who asks for it reads it again, and hears why not
+                    self._send_on(reads.popleft())
 
     # Back to it
 
-    def reload(self, wanted: Sequence[Wanted]) -> None:
-        """Queue copies to the device, behind one event. Never waits; the lock is held.
+    def reload(self, wanted: Sequence[Wanted], *, force: bool = False) -> int:
+        """Queue copies to the device, behind one event; or what a thread reads first. Never waits;
+        the lock is held.
 
         Args:
             wanted: Payloads, at least one of them not on the device, or on its way.
+            force: Go over the budget for host memory rather than leave one where it is.
+
+        Returns:
+            How many found no host memory to be read to, and are where they were.
         """
-        live, h2d, device = self.current_stream(), self.backend.h2d, self.backend.device
+        live, device = self.current_stream(), self.backend.device
         reload = Reload(live)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
+        on_disk: list[tuple[Batch, DiskPlace, list[int]]] = []
         for batch, indices in wanted:
             back, tensors = batch.back, batch.place.tensors
+            if isinstance(batch.place, DiskPlace):
+                batch.place.tier.check_capture()
+                if not tensors:
+                    on_disk.append((batch, batch.place, indices))
+                    continue
             if len(indices) == len(tensors) == back.num_away:  # nearly always, and in C
                 begun = [torch.empty_like(source, device=device) for source in tensors]
                 back.device[:] = begun
@@ -231,6 +255,22 @@ class Mover:
                     self.arrived.put(back, index, target, reload, batch.uses[index])
                     targets.append(target)
                     sources.append(tensors[index])
+        if targets:
+            read = [batch for batch, _, _ in on_disk]
+            on_host = [one for one in wanted if one[0] not in read] if read else wanted
+            self._copy_back(reload, on_host, targets, sources)
+        # Last, for it lets go of host memory that is on disk by now, and was a source above.
+        left = [one for one in on_disk if not self._read(*one, live, force=force)]
+        return sum([len(indices) for _, _, indices in left])
+
+    def _copy_back(
+        self,
+        reload: Reload,
+        wanted: Sequence[Wanted],
+        targets: list[Tensor],
+        sources: list[Tensor],
+    ) -> None:
+        live, h2d = reload.stream, self.backend.h2d
         nbytes = sum([target.nbytes for target in targets])
         self.arrived.unused_bytes += nbytes
         self.counts.bytes_reloaded += nbytes
@@ -242,6 +282,64 @@ class Mover:
         for batch, _ in wanted:
             batch.place.last_use = event
 
+    def _read(
+        self, batch: Batch, place: DiskPlace, indices: list[int], live: Stream, *, force: bool
+    ) -> bool:
+        """Have a thread read payloads that are on disk alone; False without room to read them to.
+        Their device memory is there at once, and :meth:`_send_on` has it filled.
+        """
+        back, device = batch.back, self.backend.device
+        indices = [index for index in indices if back.device[index] is None]
+        if not indices:
+            return True
+        try:
+            passage = place.passage_back(force=force)
+        except MemoryError:
+            return False
+        specs = [place.specs[index] for index in indices]
+        targets = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
+        event = place.read(passage, indices, targets)
+        reload = Reload(live)
+        reload.read = read = Read(
+            back, indices, reload, event, live.record_event(), passage, place.writes
+        )
+        for index, target in zip(indices, targets, strict=True):
+            self.arrived.put(back, index, target, reload, batch.uses[index])
+            self.arrived.unused_bytes += target.nbytes
+            self.counts.bytes_reloaded += target.nbytes
+        self.tier.reads.append(read)
+        return True
+
+    def _send_on(self, read: Read) -> None:
+        """Queue the copy to the device of what a thread has read, unless that was done before.
+
+        Raises:
+            TierError: It could not be read. It is away again.
+        """
+        reload, back, batch = read.reload, read.back, read.back()
+        if reload.read is not read:
+            return
+        reload.read = None
+        wanted = [i for i in read.indices if back.reloads[i] is reload]
+        indices = [i for i in wanted if back.device[i] is not None]
+        try:
+            read.event.synchronize()  # which has ended
+        except TierError:
+            for index in indices:
+                self.arrived.put_away(back, index)
+            raise
+        if (
+            read.passage is None or batch is None or not indices
+        ):  # in device memory already, or for nobody
+            reload.is_there = True
+            return
+        h2d, host = self.backend.h2d, read.passage.host
+        for event in (read.allocated, *host.waits_for):  # a thread has waited for these, not h2d
+            h2d.wait_event(event)
+        targets = [tensor for i in indices if (tensor := back.device[i]) is not None]
+        sources = [host.tensors[i] for i in indices]
+        reload.event = host.last_use = self._copy(h2d, targets, sources, [(batch, indices)])
+
     def deliver(self, batch: Batch, index: int) -> Tensor:
         """A payload on the device, ready for the live compute stream.
 
@@ -252,6 +350,8 @@ class Mover:
             SavedTensorModifiedError: It was changed in place before it was copied.
         """
         live, back = self.current_stream(), batch.back
+        if self.tier.reads:
+            self.poll()  # or what was read ahead would wait for its copy until it is asked for
         tensor = None
         with self.lock:
             reload = back.reloads[index]
@@ -299,6 +399,7 @@ class Mover:
     def _bring(self, batch: Batch, index: int, live: Stream) -> Tensor:
         """The payload: its source, if the copy has still to run; else reloaded, or waited for."""
         while True:
+            busy = None
             with self.lock:
                 self.poll()
                 if batch.leaving is not None:
@@ -313,10 +414,20 @@ class Mover:
                         tensor = self._again(back, index)
                     if tensor is not None:
                         return tensor
-                    self._reload_now(batch, index, live)
+                    busy = self._reload_now(batch, index, live)
                     reload = back.reloads[index]
-                assert reload is not None
-                event = reload.event
+                read: Any = None if reload is None else reload.read
+                if busy is None and read is not None:
+                    busy = read.event
+            if busy is not None:
+                with suppress(TierError):
+                    self._wait(_block, busy)  # for a thread: NOTE [ One lock ]
+                if read is not None:
+                    with self.lock:
+                        self._send_on(read)
+                continue
+            assert reload is not None
+            event = reload.event
             if event is not None and not reload.is_there:
                 self._wait(live.wait_event, event)  # may block: NOTE [ One lock ]
                 reload.is_there = True
@@ -326,18 +437,22 @@ class Mover:
                     if tensor is not None:
                         return tensor
 
-    def _reload_now(self, batch: Batch, index: int, live: Stream) -> None:
+    def _reload_now(self, batch: Batch, index: int, live: Stream) -> Event | None:
         """Queue the reload of a payload for the live stream, with all of its batch that is to come
-        and is not on the device.
+        and is not on the device. Or return what has to end first.
         """
         self.arrived.give_up(batch.back, live)
+        is_read = not batch.place.tensors  # from disk, and all at once
         indices: list[int] = []
-        if self.window.is_at(batch):
+        if is_read or self.window.is_at(batch):
             indices = self.window.fitting(batch, batch.back.away())
         if index not in indices:
             indices = [index]
-        self.reload([(batch, indices)])
+        busy = self.tier.furthest() if is_read else None
+        if self.reload([(batch, indices)], force=busy is None):
+            return busy
         self.counts.on_demand_reloads += len(indices)
+        return None
 
     def _copy(
         self,
@@ -407,6 +522,10 @@ class Mover:
         self.poll()
 
 
+def _block(event: Event) -> None:
+    event.synchronize()
+
+
 def _leaving(batch: Batch, payloads: Payloads, live: Stream) -> Leaving:
     """What the copies of these payloads read; members are on the device still."""
     sources, nbytes = payloads.tensors, sum(payloads.sizes)
@@ -429,7 +548,7 @@ def _leaving(batch: Batch, payloads: Payloads, live: Stream) -> Leaving:
 def _changed(batch: Batch, index: int) -> OffloadError:
     return SavedTensorModifiedError(
         f"a tensor of group '{batch.label}' with payload shape "
-        f"{tuple(batch.place.tensors[index].shape)} was modified by an inplace operation, or its "
+        f"{tuple(batch.place.specs[index][0])} was modified by an inplace operation, or its "
         "storage emptied, after autograd saved it and before its bytes were copied; use an "
         "out-of-place operation there, mark the tensor with mark_not_offloadable, or have compute "
         "wait for copies with OffloadConfig(max_in_flight_bytes=0)"

@@ -61,7 +61,7 @@ class SharedCopies:
         self.copies: dict[int, Copy] = {}
 
     def share(self, payloads: Payloads) -> dict[int, tuple[Batch, int]]:
-        """Which payloads are copied already, and where. Their uses are counted from now on."""
+        """Which payloads are copied already, and where."""
         shared: dict[int, tuple[Batch, int]] = {}
         for position, storage in enumerate(payloads.storages):
             copy = None if storage is None else self.copies.get(storage._cdata)
@@ -70,12 +70,6 @@ class SharedCopies:
             batch, members = copy.batch(), payloads.members[position]
             if batch is None or not _is_same(copy, batch, members):
                 continue
-            back = batch.back
-            batch.later.setdefault(copy.position, {None: max(back.left[copy.position], 0)})
-            batch.uses[copy.position] += len(members)
-            if back.left[copy.position] <= 0 and back.device[copy.position] is None:
-                back.num_away += 1  # it was used up, and is to be used again
-            back.left[copy.position] += len(members)
             shared[position] = batch, copy.position
         return shared
 
@@ -125,9 +119,9 @@ def _is_same(copy: Copy, batch: Batch, members: Sequence[Saved]) -> bool:
 
 def restored_from(batch: Batch, index: int, member: Saved) -> None:
     """Have a saved tensor be made of a payload that may be shaped like another view."""
-    host, tensor = batch.place.tensors[index], member.tensor
+    (shape, dtype), tensor = batch.place.specs[index], member.tensor
     assert tensor is not None
-    if host.shape != tensor.shape or host.dtype != tensor.dtype or not tensor.is_contiguous():
+    if shape != tensor.shape or dtype != tensor.dtype or not tensor.is_contiguous():
         member.restore = partial(_view_of, Geometry.of(tensor))
     elif 1 in tensor.shape:
         member.restore = Geometry.of(tensor).on_storage_of

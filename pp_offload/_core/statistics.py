@@ -126,13 +126,13 @@ def collect(transfer: Any) -> OffloadStatistics:
     mover: Mover = transfer.mover
     with mover.lock:
         mover.poll()
-        counts, host = mover.counts, mover.tier.pool  # type: ignore[attr-defined]
+        counts, pools, disk = mover.counts, mover.tier.pools, mover.tier.disk
         return OffloadStatistics(
             bytes_offloaded=counts.bytes_offloaded,
             bytes_reloaded=counts.bytes_reloaded,
-            host_bytes_in_use=host.in_use_bytes,
-            host_bytes_peak=host.peak_bytes,
-            host_bytes_reserved=host.reserved_bytes,
+            host_bytes_in_use=sum([pool.in_use_bytes for pool in pools]),
+            host_bytes_peak=sum([pool.peak_bytes for pool in pools]),
+            host_bytes_reserved=sum([pool.reserved_bytes for pool in pools]),
             bytes_in_flight=mover.in_flight.nbytes,
             bytes_reloaded_unused=mover.arrived.unused_bytes,
             live_tensors=mover.arrived.num_payloads(),
@@ -140,9 +140,9 @@ def collect(transfer: Any) -> OffloadStatistics:
             on_demand_reloads=counts.on_demand_reloads,
             taken_back=counts.num_taken_back,
             stalled_ms=counts.stalled_ms,
-            host_allocations=host.num_allocations,
-            disk_bytes_in_use=0,
-            disk_bytes_peak=0,
-            disk_bytes_written=0,
-            disk_bytes_read=0,
+            host_allocations=sum([pool.num_allocations for pool in pools]),
+            disk_bytes_in_use=0 if disk is None else disk.in_use_bytes,
+            disk_bytes_peak=0 if disk is None else disk.peak_bytes,
+            disk_bytes_written=0 if disk is None else disk.written_bytes,
+            disk_bytes_read=0 if disk is None else disk.read_bytes,
         )

@@ -1,10 +1,8 @@
 """Where the bytes of a batch are off the device: a tier gives a place, and gets it back by itself.
 
-    place = tier.take(batch, sizes, specs) # MemoryError: no room, nothing has changed
-    place.tensors                        # host memory, shaped like the payloads
-    ...                                  # the place is free when the batch is garbage
-
-A tier of your own has ``take`` and gives an object with the attributes of :class:`Place`.
+place = tier.take(batch, sizes, specs) # MemoryError: no room, nothing has changed
+place.tensors                        # host memory, shaped like the payloads
+...                                  # the place is free when the batch is garbage
 """
 
 from __future__ import annotations
@@ -16,31 +14,59 @@ import torch
 from torch import Tensor
 
 from pp_offload._memory.host_pool import HostBytes, HostPool
+from pp_offload.backends import Event
 
 Spec = tuple[torch.Size, torch.dtype]
 """What a payload looks like: its shape and dtype."""
 
 
 class Place(Protocol):
-    """Host memory of a batch."""
+    """Host memory of a batch, or what replaces it."""
 
-    tensors: Sequence[Tensor]
-    """One for each payload, of its shape and dtype."""
+    specs: Any
+    """What each payload looks like."""
 
     last_use: Any
     """The event of the copy that used the memory last; whoever gets it next waits for that."""
 
-    waits_for: Any
-    """Events: copies of former owners that may still use the memory."""
+    is_refused: bool
+    """Whether the bytes never came here, and are in the sources alone."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """One for each payload, of its shape and dtype; none where the bytes are on disk alone."""
+        ...
+
+    @property
+    def waits_for(self) -> Sequence[Event]:
+        """Copies of former owners that may still use the memory."""
+        ...
+
+
+class Busy(MemoryError):
+    """Without room until ``event`` has ended. Nothing has changed; wait, and try again."""
+
+    def __init__(self, event: Event) -> None:
+        super().__init__("what is on its way has to make room first")
+        self.event = event
 
 
 class Tier(Protocol):
-    """A place for the bytes of batches."""
+    """A place for the bytes of batches. The caller holds the mover's lock around each method."""
 
     name: str
 
+    pools: Sequence[HostPool]
+    """The host memory that it deals out."""
+
+    disk: Any = None
+    """What bytes go to behind host memory."""
+
+    reads: Any = ()
+    """What threads read for the mover, in order; it sends that on to the device."""
+
     def take(self, owner: object, sizes: Sequence[int], specs: Sequence[Spec]) -> Place:
-        """Host memory for payloads, free again when ``owner`` is garbage.
+        """Room for payloads, free again when ``owner`` is garbage.
 
         Args:
             owner: Referred to weakly.
@@ -48,12 +74,29 @@ class Tier(Protocol):
             specs: What each looks like.
 
         Raises:
-            MemoryError: There is no room. The message names the budget.
+            Busy: There will be room.
+            MemoryError: There is none. The message names the budget.
         """
         ...
 
+    def furthest(self) -> Event | None:
+        """The end of what makes room next, if something does."""
+        return None
 
-class HostTier:
+    def poll(self) -> None:
+        """Let go of what is not needed any more. Never blocks."""
+        return
+
+    def retry(self) -> None:
+        """A step has ended: what failed may work again."""
+        return
+
+    def host_bytes_in_use(self) -> int:
+        """Of living batches, and on their way."""
+        return sum([pool.in_use_bytes for pool in self.pools])
+
+
+class HostTier(Tier):
     """Host memory under the budget of the process.
 
     Args:
@@ -64,10 +107,13 @@ class HostTier:
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
+        self.pools = [pool]
 
-    def take(self, owner: object, sizes: Sequence[int], specs: Sequence[Spec]) -> HostBytes:
-        """See :meth:`Tier.take`."""
-        place = self.pool.take(sizes, owner)
+    def take(
+        self, owner: object, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
+    ) -> HostBytes:
+        """See :meth:`Tier.take`. With ``force``, also over the budget."""
+        place = self.pool.take(sizes, owner, force=force)
         if specs != place.specs:  # else the same as in the last step, and shaped already
             place.specs = specs
             with torch.inference_mode(False):

@@ -69,7 +69,7 @@ class Window(Refill):
                 for tell in mover.observers.reached:
                     tell(group)
             self.begin_at(group)
-            if mover.in_flight.queue or mover.arrived.gone:
+            if mover.in_flight.queue or mover.arrived.gone or mover.tier.reads:
                 mover.poll()
             batch = None if group.batch is None else group.batch()
             if batch is not None and batch.leaving is not None:
@@ -77,8 +77,8 @@ class Window(Refill):
             if batch is not None and batch.back.num_away:
                 indices = self.fitting(batch, batch.back.away())
                 if indices:
-                    mover.reload([(batch, indices)])
-                    mover.counts.on_demand_reloads += len(indices)
+                    num = len(indices) - mover.reload([(batch, indices)])
+                    mover.counts.on_demand_reloads += num
             if mover.arrived.unused_bytes <= self.below_bytes:
                 self.fill()
 
@@ -130,8 +130,10 @@ class Window(Refill):
                     continue  # its sources are needed soon, and are there
                 if size > room or nbytes >= SMALL_BYTES:
                     # With its own event: compute waits for no more than it needs.
-                    self._queue(together)
+                    is_queued = self._queue(together)
                     together, nbytes = [], 0
+                    if not is_queued:
+                        return False
                 if size > room:
                     if not mover.arrived.unused_bytes:
                         self._queue([(batch, self.fitting(batch, indices))])
@@ -139,14 +141,14 @@ class Window(Refill):
                 together.append((batch, indices))
                 nbytes += size
                 room -= size
-        self._queue(together)
-        return True
+        return self._queue(together)
 
-    def _queue(self, wanted: list[Wanted]) -> None:
-        if wanted:
-            self._mover.reload(wanted)
-            num = sum([len(indices) for _, indices in wanted])
-            self._mover.counts.prefetched_reloads += num
+    def _queue(self, wanted: list[Wanted]) -> bool:
+        """Whether there is host memory to read all of it to, where it is on disk."""
+        num_left = self._mover.reload(wanted) if wanted else 0
+        num = sum([len(indices) for _, indices in wanted])
+        self._mover.counts.prefetched_reloads += num - num_left
+        return not num_left
 
     def fitting(self, batch: Batch, indices: list[int]) -> list[int]:
         """Those payloads of a batch that the window has room for; one of them always, where nothing

@@ -15,10 +15,8 @@ from pp_offload._core.group import Group
 from pp_offload._core.mover import Mover
 from pp_offload._core.observer import Observers
 from pp_offload._core.saved import Saved
-from pp_offload._core.tiers import HostTier
+from pp_offload._core.tier_chain import make_tier
 from pp_offload._groups.forced_release import ForcedRelease
-from pp_offload._memory.budget import RAISE_IT, HostBudget
-from pp_offload._memory.host_pool import HostPool
 from pp_offload._memory.slabs import Allocate
 from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import left_of_budget
@@ -89,9 +87,7 @@ class Wiring:
 
     def _begin(self) -> None:
         """A fresh engine, with memory of its own."""
-        budget = HostBudget(self.config.host_budget_bytes, RAISE_IT)
-        self.pool = HostPool(self._allocate, budget, trim=self.backend.trim_host)
-        tier = HostTier(self.pool)
+        tier = make_tier(self.backend, self.config, self._allocate)
         self.engine = Engine(self.backend, tier, self.step, self.config, self.observers)
 
     def renew_if_torn(self) -> None:
@@ -167,7 +163,11 @@ class Transfer:
         self.step = wiring.step
         self.backend = wiring.backend
         self.listeners = Listeners()
-        self.tiers = ()
+
+    @property
+    def tiers(self) -> Any:
+        """Where batches go."""
+        return [self.mover.tier]
 
     @property
     def mover(self) -> Mover:
@@ -208,16 +208,25 @@ class Transfer:
         if not self.backend.is_capturing:
             with self.lock:
                 self.poll()
-                self._wiring.pool.settle()
+                self.mover.tier.retry()
+                for pool in self.mover.tier.pools:
+                    pool.settle()
 
     def release_idle(self) -> None:
         """Give memory back to the system that nobody needs."""
         if not self.backend.is_capturing:
             self.mover.synchronize()
             with self.lock:
-                self._wiring.pool.trim()
+                for pool in self.mover.tier.pools:
+                    pool.trim()
 
-    retire = release_idle
+    def retire(self) -> None:
+        """No more bytes will come: keep only what living saved tensors need."""
+        self.release_idle()
+        with self.lock:
+            disk = self.mover.tier.disk
+            if disk is not None and not disk.in_use_bytes:
+                disk.close()
 
 
 class Copies:

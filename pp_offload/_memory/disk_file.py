@@ -25,12 +25,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from pp_offload._common.checks import check_count, said
 from pp_offload._common.processes import check, current
-from pp_offload._common.workers import Piece, Workers, inside_torch
+from pp_offload._common.workers import Workers, inside_torch
 from pp_offload._memory.checksum import new_checksum
 from pp_offload._memory.free_ranges import FreeRanges
 from pp_offload._memory.storages import as_array
@@ -61,12 +62,24 @@ Listener = Callable[[str, int, float, float], None]
 """Is told of ended work: ``write`` or ``read``, bytes, begin and end by ``perf_counter``."""
 
 
+class Work(Protocol):
+    """What was queued: for a thread, a piece of work."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
+
+    def result(self) -> Any:
+        """Block until it has ended; the failure, if there was one."""
+        ...
+
+
 class DiskEvent:
     """The end of one write or read."""
 
     __slots__ = ("piece",)
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: Work) -> None:
         self.piece = piece
 
     def query(self) -> bool:
@@ -101,7 +114,7 @@ class DiskWrite(DiskEvent):
 
     __slots__ = ("__weakref__", "extent")
 
-    def __init__(self, piece: Piece, extent: Extent) -> None:
+    def __init__(self, piece: Work, extent: Extent) -> None:
         super().__init__(piece)
         self.extent = extent
 
@@ -109,6 +122,11 @@ class DiskWrite(DiskEvent):
     def failure(self) -> DiskTierError | None:
         """Once the write has ended: why the bytes are not on disk; None if they are."""
         return self.extent.failure
+
+    @property
+    def event(self) -> DiskEvent:
+        """The end of the write, which keeps no bytes."""
+        return DiskEvent(self.piece)
 
     @property
     def failed(self) -> bool:
@@ -147,6 +165,7 @@ class DiskFile:
         listeners: Told by the thread of work that was queued after this was set.
         written_bytes: Bytes queued to be written so far.
         read_bytes: Bytes queued to be read so far.
+        peak_bytes: The most bytes in use at once.
     """
 
     _pwrite: Step = staticmethod(os.pwritev)  # a test of a failing file system replaces them
@@ -158,7 +177,7 @@ class DiskFile:
         check_count("num_threads", num_threads, least=1)
         self.directory = usable_directory(directory)
         self.listeners: tuple[Listener, ...] = ()
-        self.written_bytes = self.read_bytes = 0
+        self.written_bytes = self.read_bytes = self.peak_bytes = 0
         self._file: OpenFile | None = OpenFile(unnamed_file(self.directory))
         # The threads close the file, for what a signal handler raises in a destructor is lost.
         self._threads = Workers("disk", num_threads, keep=self._file)
@@ -194,9 +213,10 @@ class DiskFile:
             except Exception as failure:  # the caller still has the bytes
                 extent.failure = self._error(extent, failure)
 
-        write = DiskWrite(self._threads.piece(self._told("write", extent.nbytes, run)), extent)
+        piece = self._threads.piece(self._told("write", extent.nbytes, run))
+        write = DiskWrite(piece, extent)
         owners.append(weakref.ref(write))
-        self._threads.queue(write.piece)
+        self._threads.queue(piece)
         self.written_bytes += extent.nbytes
         return write
 
@@ -267,6 +287,7 @@ class DiskFile:
         lease = weakref.ref(extent, self._returned.append)  # C: see HostPool
         self._lent[id(lease)] = lease, start, nbytes
         self._in_use_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._in_use_bytes)
         return extent
 
     def _collect(self) -> None:

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,6 +103,7 @@ class HostBytes:
     )
 
     tensors: Sequence[Tensor]
+    is_refused = False  # unlike a disk, memory takes what it has room for
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class HostBytes:
         self.waits_for = waits_for
         self.last_use: Event | None = None
         self.lease: Lease | None = None  # None while no owner has them
-        self.specs: object = None
+        self.specs: Any = None
 
 
 class PendingUse(NamedTuple):
@@ -171,12 +172,13 @@ class HostPool:
         self._returned: deque[Lease] = deque()
         self._in_use_bytes = self._peak_bytes = self._settled_bytes = 0
 
-    def take(self, sizes: Sequence[int], owner: object) -> HostBytes:
+    def take(self, sizes: Sequence[int], owner: object, *, force: bool = False) -> HostBytes:
         """Host memory until ``owner`` is garbage.
 
         Args:
             sizes: Bytes of each payload. A payload is contiguous; two may lie in two slabs.
             owner: Any object that weak references can refer to.
+            force: Go over the budget if need be.
 
         Raises:
             MemoryError: It would be over the budget, or the system has no more. Nothing changed.
@@ -186,7 +188,7 @@ class HostPool:
         sizes = tuple(sizes)
         same = self._idle.get(sizes)
         # Oldest first: the copies of the latest are the least likely to have finished.
-        host = same.popleft() if same else self._carve(sizes)
+        host = same.popleft() if same else self._carve(sizes, force)
         # Last, or a refusal's traceback would keep a lease of nothing that ends with the owner.
         host.lease = lease = Lease(owner, self._returned.append)
         lease.number = host.number
@@ -259,7 +261,7 @@ class HostPool:
             else:
                 same.append(host)
 
-    def _carve(self, sizes: tuple[int, ...]) -> HostBytes:
+    def _carve(self, sizes: tuple[int, ...], force: bool) -> HostBytes:
         """Bytes from the free ranges; waiting bytes are broken up before the system is asked."""
         rooms = [-(-size // ALIGNMENT) * ALIGNMENT or ALIGNMENT for size in sizes]
         starts = self._place(rooms)
@@ -267,7 +269,7 @@ class HostPool:
             self._break_up()
             starts = self._place(rooms)
         if starts is None:
-            starts = self._place(rooms, may_grow=True)
+            starts = self._place(rooms, may_grow=True, force=force)
         assert starts is not None
         addresses = list(self._slabs)
         views, slabs = [], []
@@ -284,7 +286,9 @@ class HostPool:
         self._carved[host.number] = host
         return host
 
-    def _place(self, rooms: list[int], *, may_grow: bool = False) -> list[int] | None:
+    def _place(
+        self, rooms: list[int], *, may_grow: bool = False, force: bool = False
+    ) -> list[int] | None:
         """Take a range for each payload, largest first, so that the small ones fill the gaps.
 
         Returns:
@@ -300,7 +304,7 @@ class HostPool:
                 room = rooms[index]
                 start = self._free.take(room)
                 if start is None and may_grow:
-                    self._grow(room, missing)
+                    self._grow(room, missing, force)
                     start = self._free.take(room)
                 if start is None:
                     break
@@ -347,20 +351,20 @@ class HostPool:
         self._idle.clear()
         self._sizes.clear()
 
-    def _grow(self, room: int, missing: int) -> None:
+    def _grow(self, room: int, missing: int, force: bool) -> None:
         """Add a slab of at least ``room`` bytes, for ``missing`` bytes if they fit together."""
         size = max(floor_power(missing), ceil_power(room) if floor_power(missing) < room else 0)
         size = max(size, MIN_SLAB_BYTES, floor_power(self.reserved_bytes // GROWTH_FRACTION))
         while True:
             try:
-                return self._add_slab(size)
+                return self._add_slab(size, force=force and size == room)
             except MemoryError as failure:
                 if size == room and not self._has_fallen_back(room, failure):
                     raise
                 size = max(size // 2, room)
 
-    def _add_slab(self, nbytes: int) -> None:
-        reserved = self._budget.reserve(nbytes)
+    def _add_slab(self, nbytes: int, *, force: bool = False) -> None:
+        reserved = self._budget.reserve(nbytes, force=force)
         if reserved is None:
             raise MemoryError(
                 f"{nbytes} more bytes of host memory would be over the budget of this process: "

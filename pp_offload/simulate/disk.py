@@ -19,6 +19,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from pp_offload._memory import disk_file
 from pp_offload._memory.disk import DiskEvent, DiskExtent, DiskFile, FileRange
 from pp_offload.backends import Event
 from pp_offload.simulate.clocks import HostClock, VirtualEvent
@@ -155,10 +158,51 @@ class VirtualDisk(DiskFile):
         return event
 
 
+class VirtualFile(disk_file.DiskFile):
+    """The same for the new core.
+
+    Args:
+        clock: Of the disk.
+        directory: As for a file, which is made and stays empty.
+    """
+
+    def __init__(self, clock: DiskClock, directory: str | os.PathLike[str] | None) -> None:
+        super().__init__(directory)
+        self._clock = clock
+
+    def write(self, payloads: Sequence[Tensor], after: Sequence[Event] = ()) -> disk_file.DiskWrite:
+        """Take the time of a write."""
+        self._open_file()
+        nbytes = sum([payload.numel() for payload in payloads])
+        self.written_bytes += nbytes
+        piece = self._work("write", nbytes, after)
+        return disk_file.DiskWrite(piece, self._extent(nbytes))
+
+    def read_into(
+        self,
+        write: disk_file.DiskWrite,
+        payloads: Sequence[Tensor],
+        after: Sequence[Event] = (),
+    ) -> disk_file.DiskEvent:
+        """Take the time of a read."""
+        self._open_file()
+        self.read_bytes += write.extent.nbytes
+        return disk_file.DiskEvent(self._work("read", write.extent.nbytes, [write, *after]))
+
+    def _work(self, name: str, nbytes: int, after: Sequence[Event]) -> ClockedWork:
+        may_begin_s = max(map(_end_s, after), default=0.0)
+        begin_s, end_s = self._clock.run(may_begin_s, nbytes, writes=name == "write")
+        for tell in self.listeners:
+            tell(name, nbytes, begin_s, end_s)
+        return ClockedWork(self._clock.host, begin_s, end_s)
+
+
 def _end_s(event: Event) -> float:
     """When it ends; before everything if it is of something without a time."""
     if isinstance(event, DiskEvent):
         return max(
             [piece.end_s for piece in event.pieces if isinstance(piece, ClockedWork)], default=0.0
         )
+    if isinstance(event, disk_file.DiskEvent) and isinstance(event.piece, ClockedWork):
+        return event.piece.end_s
     return event.time_s if isinstance(event, VirtualEvent) else 0.0

@@ -162,10 +162,10 @@ def test_fork_while_copies_and_writes_are_under_way(tmp_path: Path, tiers: str) 
             old = manager
             manager = None
             try:
-                old.wiring.transfer.offload([])
+                living.backward()
             except ForkedError:
                 print("refused")
-            old.wiring.transfer.close()
+            del old
             living = None
             print(is_right(1))
         code = in_child(work)
