@@ -11,9 +11,11 @@ far as they can before the gate is opened; with it, all is queued before.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -44,6 +46,7 @@ class Program:
 
     emulated: ModuleType
     waits: bool
+    folder: Path
 
     @contextmanager
     def late(self, stream: Any, *others: Any) -> Iterator[Any]:
@@ -549,6 +552,162 @@ def used_up_by_another_stream(on: Program) -> bool:
         with side:
             use_of_memory()
     return result.cpu().equal(given * 2)
+
+
+# The disk
+
+
+class Held:
+    """A system call that waits until it is let go."""
+
+    def __init__(self, step: Callable[..., int]) -> None:
+        self._step, self._is_free = step, threading.Event()
+
+    def __call__(self, *args: Any) -> int:
+        self._is_free.wait()
+        return self._step(*args)
+
+    def release(self) -> None:
+        self._is_free.set()
+
+
+@contextmanager
+def held(engine: Engine, name: str) -> Iterator[Held]:
+    """What threads read, or write, stands still before it is let go or this is left."""
+    disk = engine.mover.tier.disk
+    step = Held(getattr(disk, name))
+    setattr(disk, name, step)
+    try:
+        yield step
+    finally:
+        step.release()
+
+
+def disk_engine(on: Program) -> Engine:
+    return wiring_of(tiers=("disk",), disk_dir=on.folder, max_in_flight_bytes=2**30).engine
+
+
+def place_of(saved: Saved) -> Any:
+    """Where its bytes are."""
+    return saved.batch.place
+
+
+def on_disk(engine: Engine, given: Tensor) -> list[Saved]:
+    """One whose bytes are on disk alone."""
+    saved = away(engine, given)
+    place_of(saved[0]).written().synchronize()
+    engine.mover.poll()
+    assert not place_of(saved[0]).tensors
+    return saved
+
+
+def begin_to_read(engine: Engine, saved: Saved) -> Any:
+    """Have a thread read ahead of backward."""
+    bring_ahead(engine, saved)
+    reload = saved.batch.back.reloads[saved.index]
+    assert reload is not None
+    return reload.read
+
+
+def read_ahead(engine: Engine, saved: Saved) -> int:
+    """It was read, and the copy to the device is queued; its host memory is anybody's."""
+    read = begin_to_read(engine, saved)
+    address: int = read.passage.host.tensors[0].data_ptr()
+    read.event.synchronize()
+    engine.mover.poll()
+    return address
+
+
+def written_before_it_arrived(on: Program) -> bool:
+    engine, given = disk_engine(on), some(N)
+    x = given.to("emulated")
+    with on.late(engine.mover.backend.d2h):
+        (saved,) = saved_by(engine, x)
+        written = place_of(saved).written()
+        if not on.waits:
+            written.synchronize()
+    written.synchronize()
+    return brings(engine, saved, given)
+
+
+def staged_before_it_was_written(on: Program) -> bool:
+    """The next group would go through the same host memory."""
+    engine, given = disk_engine(on), some(N)
+    with held(engine, "_pwrite"):
+        (saved,) = away(engine, given)
+        (again,) = away(engine, some(N))
+    for one in (saved, again):
+        for write in place_of(one).writes:
+            write.event.synchronize()
+    return brings(engine, saved, given)
+
+
+def staged_while_the_copy_back_reads(on: Program) -> bool:
+    """All of it on one compute stream, which has not waited for the copy: it was read ahead."""
+    engine, given = disk_engine(on), some(N)
+    (saved,), x = on_disk(engine, given), some(N).to("emulated")
+    with on.late(engine.mover.backend.h2d, engine.mover.backend.d2h):
+        address = read_ahead(engine, saved)
+        (again,) = saved_by(engine, x)
+        assert place_of(again).tensors[0].data_ptr() == address
+    return brings(engine, saved, given)
+
+
+def read_while_the_copy_back_reads(on: Program) -> bool:
+    engine, given, others = disk_engine(on), some(N), some(N)
+    (first,), (second,) = on_disk(engine, given), on_disk(engine, others)
+    with on.late(engine.mover.backend.h2d):
+        address = read_ahead(engine, first)
+        read = begin_to_read(engine, second)
+        assert read.passage.host.tensors[0].data_ptr() == address
+        if not on.waits:
+            read.event.synchronize()
+    read.event.synchronize()
+    return brings(engine, first, given) and brings(engine, second, others)
+
+
+def staged_while_a_thread_reads_into_it(on: Program) -> bool:
+    """What the thread reads is for nobody any more."""
+    engine, given = disk_engine(on), some(N)
+    (saved,), x = on_disk(engine, some(N)), given.to("emulated")
+    with held(engine, "_pwrite"):
+        with held(engine, "_pread"):
+            read = begin_to_read(engine, saved).event
+            del saved
+            engine.mover.poll()
+            gc.collect()
+            (again,) = saved_by(engine, x)
+            engine.mover.backend.synchronize()
+        read.synchronize()
+    return brings(engine, again, given)
+
+
+def brought_before_it_was_read(on: Program) -> bool:
+    engine, given = disk_engine(on), some(N)
+    (saved,) = on_disk(engine, given)
+    on_disk(engine, some(N))  # whose bytes are left in the host memory
+    with held(engine, "_pread") as step:
+        read = begin_to_read(engine, saved)
+        on.before_the_host_waits(step)
+        with engine.mover.lock:
+            engine.mover._send_on(read)
+        result = saved.unpack().cpu()
+    return result.equal(given)
+
+
+def read_for_memory_in_use(on: Program) -> bool:
+    engine, given, others = disk_engine(on), some(N), some(N)
+    (saved,) = on_disk(engine, others)
+    on.without_cached_memory()
+    x = given.to("emulated")
+    address = x.data_ptr()
+    with on.late(compute(), engine.mover.backend.h2d):
+        result = x * 2
+        del x
+        read_ahead(engine, saved)
+        target = saved.batch.back.device[saved.index]
+    assert target is not None and target.data_ptr() == address
+    return result.cpu().equal(given * 2) and brings(engine, saved, others)
 
 
 # Copies that the host waits for

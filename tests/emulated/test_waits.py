@@ -23,6 +23,7 @@ from emulated.programs import Program
 MOVER, ARRIVED = "_core/mover:Mover", "_core/mover:Arrived"
 IN_FLIGHT, STREAMS = "_core/in_flight:InFlight", "_core/in_flight:ComputeStreams"
 CHUNK, POOL = "_core/chunk:Chunk", "_memory/host_pool:HostPool"
+DISK, FILE = "_core/disk", "_memory/disk_file:DiskFile"
 PLAIN = "_transfer/plain_copies:PlainCopies"
 
 Case = tuple[Any, ...]
@@ -90,7 +91,7 @@ CASES: dict[str, Case] = {
     "d2h waits for the last user of a buffer": (
         programs.buffer_read_for_another_stream,
         Fault(f"{MOVER}.offload", "d2h.wait_event(event)"),
-        Fault(f"{MOVER}.reload", "batch.place.last_use = event"),
+        Fault(f"{MOVER}._copy_back", "batch.place.last_use = event"),
         Fault(f"{POOL}._collect", "(host.last_use,), None", "(), None"),
     ),
     "also where an owner in between did not use it": (
@@ -117,12 +118,12 @@ CASES: dict[str, Case] = {
     ),
     "h2d waits for the offload": (
         programs.brought_before_it_left,
-        Fault(f"{MOVER}.reload", "h2d.wait_event(batch.offloaded)"),
-        Fault(f"{MOVER}.reload", "not batch.offloaded.query()", "False"),
+        Fault(f"{MOVER}._copy_back", "h2d.wait_event(batch.offloaded)"),
+        Fault(f"{MOVER}._copy_back", "not batch.offloaded.query()", "False"),
     ),
     "h2d waits for compute": (
         programs.brought_into_memory_in_use,
-        Fault(f"{MOVER}.reload", "h2d.wait_event(live.record_event())"),
+        Fault(f"{MOVER}._copy_back", "h2d.wait_event(live.record_event())"),
     ),
     "compute waits for the reload": (
         programs.used_before_it_is_back,
@@ -180,6 +181,37 @@ CASES: dict[str, Case] = {
             "reload is not None",
         ),
     ),
+    "disk: a thread writes what has arrived": (
+        programs.written_before_it_arrived,
+        Fault(f"{DISK}:DiskPlace.write", "after=[arrived]", "after=[]"),
+        Fault(f"{FILE}.write", "wait_for_all(after)"),
+    ),
+    "disk: host memory is kept until it is written": (
+        programs.staged_before_it_was_written,
+        Fault(f"{DISK}:DiskTier.poll", "not place.written().query()", "False"),
+    ),
+    "disk: d2h waits for the copy back of what was there": (
+        programs.staged_while_the_copy_back_reads,
+        Fault(f"{MOVER}._send_on", "reload.event = host.last_use =", "reload.event ="),
+    ),
+    "disk: so does a thread that reads into it": (
+        programs.read_while_the_copy_back_reads,
+        Fault(f"{DISK}:DiskPlace.read", ", after=host.waits_for", ""),
+        Fault(f"{FILE}.read_into", "wait_for_all([event])"),
+    ),
+    "disk: host memory is kept until it was read to": (
+        programs.staged_while_a_thread_reads_into_it,
+        Fault(f"{MOVER}._read", "self.tier.reads.append(read)"),
+    ),
+    "disk: h2d waits for the thread that reads": (
+        programs.brought_before_it_was_read,
+        Fault(f"{MOVER}._send_on", "read.event.synchronize()"),
+    ),
+    "disk: h2d waits for compute": (
+        programs.read_for_memory_in_use,
+        Fault(f"{MOVER}._send_on", "h2d.wait_event(event)"),
+        Fault(f"{MOVER}._send_on", "(read.allocated, *host.waits_for)", "host.waits_for"),
+    ),
     "plain: d2h waits for compute": (
         programs.plain_computed_late,
         Fault(f"{PLAIN}.copy_to_host", "wait(backend.d2h, record(stream))"),
@@ -213,12 +245,21 @@ CASES: dict[str, Case] = {
 
 
 PINNED = "pinned memory is nobody's before its copies were made"
+PASSES_ON = "only passes it on"
 BY_OTHERS = {
     f"{MOVER}.__del__": "nobody reads what these copies bring; but a GPU may unmap what is freed",
     f"{MOVER}.join": "a copy stream waits for compute only to be part of a capture",
     f"{MOVER}.synchronize": PINNED,
     "_core/wiring:Transfer.release_idle": PINNED,
     "_core/engine:Engine.check_freed": "it reports what is in use, and frees nothing",
+    "_core/engine:Engine.send": "until there is room; else it would ask again and again",
+    f"{MOVER}.poll": "the same question, so that this never blocks",
+    "_core/mover:_block": "for the thread, without the lock; what is behind it waits again",
+    f"{DISK}:Together.query": PASSES_ON,
+    f"{DISK}:Together.synchronize": PASSES_ON,
+    "_memory/disk_file:DiskEvent.synchronize": PASSES_ON,
+    "_memory/disk_file:wait_for_all": PASSES_ON,
+    f"{FILE}.read_into": "the core has bytes read that it knows to be written",
     "_core/stopwatch:Laps.are_over": "times are read behind it, and no bytes",
     f"{POOL}._has_copies": "else more slabs would be made while those that copies use stay",
 }
@@ -232,9 +273,10 @@ PACKAGE = Path(pp_offload.__file__).parent
 ORDERING = (
     *sorted(f"_core/{path.stem}" for path in (PACKAGE / "_core").glob("*.py")),
     "_memory/host_pool",
+    "_memory/disk_file",
     "_transfer/plain_copies",
 )
-WAITING = ("wait_event", "synchronize", "wait", "wait_for", "check_finished", "query")
+WAITING = ("wait_event", "synchronize", "wait", "wait_for_all", "query")
 
 
 def waits_in(module: str) -> Iterator[str]:
@@ -291,14 +333,15 @@ def test_without_a_wait_the_bytes_are_wrong(
     case: Callable[[Program], bool],
     fault: Fault,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     fault.plant(monkeypatch)
-    assert not case(Program(emulated, waits=False))
+    assert not case(Program(emulated, waits=False, folder=tmp_path))
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", dict.fromkeys(case for case, *_ in CASES.values()))
 def test_with_all_waits_they_are_right(
-    emulated: ModuleType, case: Callable[[Program], bool]
+    emulated: ModuleType, case: Callable[[Program], bool], tmp_path: Path
 ) -> None:
-    assert case(Program(emulated, waits=True))
+    assert case(Program(emulated, waits=True, folder=tmp_path))
