@@ -83,12 +83,12 @@ class Laps(Observer):
         *,
         to_host: bool,
     ) -> None:
-        self._note(self.offloads if to_host else self.reloads, lap)
+        self._add(self.offloads if to_host else self.reloads, lap)
 
     def waited(self, lap: Lap | None, event: Event) -> None:
-        self._note(self.waits, lap)
+        self._add(self.waits, lap)
 
-    def _note(self, laps: list[Lap], lap: Lap | None) -> None:
+    def _add(self, laps: list[Lap], lap: Lap | None) -> None:
         if lap is None:
             self.is_cut = True
         else:

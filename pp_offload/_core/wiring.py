@@ -182,13 +182,13 @@ class Transfer:
     @property
     def reloads(self) -> Any:
         """What came back."""
-        return self.mover.arrived
+        return SimpleNamespace(nbytes=self.mover.arrived.unused_bytes)
 
     @property
     def copies(self) -> Any:
         """What is in flight."""
         mover = self.mover
-        return SimpleNamespace(in_flight=mover.in_flight, stopwatch=Stopwatch(), join=mover.join)
+        return SimpleNamespace(in_flight=mover.in_flight, join=mover.join)
 
     @property
     def counters(self) -> Any:
@@ -242,17 +242,6 @@ class Copies:
     def forget_dead(self) -> None:
         """Forget what is gone."""
         self._wiring.engine.shared.forget_dead()
-
-
-class Stopwatch:
-    """Times nothing yet."""
-
-    def start(self) -> None:
-        """None: nothing is timed."""
-
-    def stop(self, laps: object) -> bool:
-        """Nothing was timed."""
-        return False
 
 
 class Prefetcher:

@@ -3,7 +3,7 @@
 The first complete steps tell, and after a change of the plan the next ones. Times are read when all
 that was timed has ended, when a later step begins; so nobody waits for them.
 
-    bounds = AutoBounds(transfer, prefetcher, config, room.unused_bytes)
+    bounds = AutoBounds(wiring, config, room.unused_bytes)
     bounds.begin_step()
     ...
     bounds.end_step(plan, is_complete=True)
@@ -17,7 +17,8 @@ from functools import partial
 from itertools import groupby
 
 from pp_offload._common.processes import rank_said
-from pp_offload._groups.prefetch import Prefetcher
+from pp_offload._core.stopwatch import Laps, seconds
+from pp_offload._groups.wiring import Wiring
 from pp_offload._policy.bounds import (
     IN_FLIGHT_BYTES,
     SMALL_BYTES,
@@ -30,9 +31,8 @@ from pp_offload._policy.bounds import (
     within,
 )
 from pp_offload._policy.plan import GroupKey, Plan
+from pp_offload._steps.old_engine import observers_of
 from pp_offload._steps.step_times import ClockWithoutWaits, Mark, StepTimes, rate
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.stopwatch import Laps, seconds
 from pp_offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -56,21 +56,20 @@ class AutoBounds:
     """Times steps, and chooses.
 
     Args:
-        transfer: Has the cap on bytes in flight.
-        prefetcher: Has the window.
+        wiring: Has the cap on bytes in flight, the window, and who watches.
         config: Says what is to be chosen.
         unused_bytes: Of the device, that bounds may grow into; None where there is no end.
     """
 
     def __init__(
         self,
-        transfer: TransferEngine,
-        prefetcher: Prefetcher,
+        wiring: Wiring,
         config: OffloadConfig,
         unused_bytes: Callable[[], int | None],
     ) -> None:
-        self._transfer = transfer
-        self._prefetcher = prefetcher
+        self._transfer = wiring.transfer
+        self._prefetcher = wiring.prefetcher
+        self._observers = observers_of(wiring)
         self._config = config
         self._unused_bytes = unused_bytes
         self._num_left = NUM_TIMED if is_wanted(config) else 0
@@ -89,11 +88,12 @@ class AutoBounds:
         try:
             if self._timed is not None:
                 self._read(*self._timed)
-            watch = self._transfer.copies.stopwatch
-            laps = watch.start() if self._num_left and self._timed is None else None
+            backend = self._transfer.backend
+            laps = Laps.started(backend) if self._num_left and self._timed is None else None
             if laps is not None:
-                self._running = StepTimes(partial(watch.now, laps)), laps
-                self._transfer.listeners.add(self._running[0])
+                self._running = StepTimes(partial(laps.now, backend)), laps
+                for observer in self._running:
+                    self._observers.add(observer)
         except RuntimeError as failure:  # events of this device, or of another stream, have no time
             self._timed = None
             self._num_left = max(0, self._num_left - 1)
@@ -111,9 +111,9 @@ class AutoBounds:
         running, self._running = self._running, None
         sent = self._transfer.counters.bytes_offloaded - self._sent
         if running is not None:
-            self._transfer.listeners.remove(running[0])
-            is_whole = self._transfer.copies.stopwatch.stop(running[1])
-            if is_whole and is_complete:
+            for observer in running:
+                self._observers.remove(observer)
+            if is_complete and not running[1].is_cut:
                 self._timed, self._sent_when_timed = running, sent
         has_grown = is_complete and 0 < self._sent_when_timed * GROWN < sent
         if plan != self._plan or (has_grown and not self._num_left):

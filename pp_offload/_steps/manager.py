@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -82,9 +82,8 @@ class Manager:
         self.forward = Forward()
         self.plan_check = PlanCheck()
         self._room = DeviceRoom(self.wiring, self.config, self.step.in_flight)
-        self.bounds = AutoBounds(
-            self.wiring.transfer, self.wiring.prefetcher, self.config, self._room.unused_bytes
-        )
+        self.bounds = AutoBounds(self.wiring, self.config, self._room.unused_bytes)
+        self.on_begin: tuple[Callable[[], None], ...] = ()
 
     def take_over(self, old: Manager) -> None:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
@@ -113,15 +112,17 @@ class Manager:
         wiring = Wiring.made(self.backend, config, step)  # first: without a disk it raises
         wiring.go_on_as(self.wiring)
         room = DeviceRoom(wiring, config, step.in_flight)
-        bounds = AutoBounds(wiring.transfer, wiring.prefetcher, config, room.unused_bytes)
-        listeners = self.wiring.transfer.listeners
+        bounds = AutoBounds(wiring, config, room.unused_bytes)
         self.retire()
         self.config, self.step, self.wiring = config, step, wiring
         self.plan_check = PlanCheck()
         self._room, self.bounds = room, bounds
         self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
-        for heard in listeners.replaced:
-            heard()
+        self._tell_begin()
+
+    def _tell_begin(self) -> None:
+        for tell in self.on_begin:
+            tell()
 
     def retire(self) -> None:
         """Something else takes over: forget the step, and keep only what living graphs need."""
@@ -305,8 +306,7 @@ class Manager:
             self.bounds.begin_step()
             self._room.begin_step()
         self.wiring.transfer.compact()
-        for heard in self.wiring.transfer.listeners.step_begun:
-            heard()
+        self._tell_begin()
         if forgotten:
             raise GroupStateError(
                 f"groups {forgotten} were started and never committed, so nothing of them was "

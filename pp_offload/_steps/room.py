@@ -26,17 +26,17 @@ NOTE [ What is needed whatever leaves ]
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pp_offload._common.processes import rank_said
-from pp_offload._groups.group import Group
+from pp_offload._core.group import Group
+from pp_offload._core.observer import Observer
+from pp_offload._core.payloads import Payloads
 from pp_offload._groups.wiring import Wiring
 from pp_offload._policy.fitting import Demand, InFlight, fitting
-from pp_offload._policy.plan import ChunkKey, ChunkShape, GroupKey, Place
-from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.ticket import Owner, Ticket
+from pp_offload._policy.plan import ChunkKey, ChunkShape, Place
+from pp_offload._steps.old_engine import observers_of
 from pp_offload.config import AUTO, OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -71,13 +71,10 @@ class Seen:
     beside: dict[Place, int] = field(default_factory=dict)
     """Bytes of the storages of which a group saves parts, that do not leave with it."""
 
-    leaving: dict[int, int] = field(default_factory=dict)
-    """By thread, of the group that is being committed there, as ``beside``."""
-
     in_backward: ChunkKey | None = None
 
 
-class DeviceRoom(Listener):
+class DeviceRoom(Observer):
     """Watches steps, and fills what the limit leaves.
 
     Args:
@@ -125,11 +122,11 @@ class DeviceRoom(Listener):
             )
             return
         self._seen = Seen()
-        self._wiring.transfer.listeners.add(self)
+        observers_of(self._wiring).add(self)
 
-    def group_opened(self, group: Owner) -> None:
+    def opened(self, group: Group) -> None:
         """With the first one of a chunk, one more is in flight."""
-        seen, key = self._seen, _key_of(group)
+        seen, key = self._seen, group.key
         if seen is not None and key is not None and key.chunk not in seen.begun:
             seen.begun.add(key.chunk)
             now = self._in_flight()
@@ -137,25 +134,17 @@ class DeviceRoom(Listener):
             if self._stay and not self._demand.covers(now):  # for so many there is no room
                 self._wiring.plan = self._wiring.plan.without_room()
 
-    def leaving(self, tickets: Sequence[Ticket]) -> None:
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
         """A group that stays holds storages whole, also where it has saved parts of them."""
-        if self._seen is not None:
-            held = {ticket.payload.untyped_storage() for ticket in tickets}
-            nbytes = sum([storage.nbytes() for storage in held])
-            more = nbytes - sum([ticket.nbytes for ticket in tickets])
-            self._seen.leaving[threading.get_ident()] = max(0, more)
-
-    def group_closed(self, group: Owner) -> None:
-        """What was left out of its storages is known now, and whose they are."""
-        seen, key = self._seen, _key_of(group)
+        seen, key = self._seen, group.key
         if seen is not None and key is not None:
-            nbytes = seen.leaving.pop(threading.get_ident(), 0)
+            nbytes = 0 if payloads is None else payloads.beside_bytes
             place = Place(key.chunk.vp_stage, key.position)
             seen.beside[place] = max(seen.beside.get(place, 0), nbytes)
 
-    def group_reached(self, group: Owner) -> None:
+    def reached(self, group: Group) -> None:
         """With the first one of a chunk, see NOTE [ What a peak does not say ]."""
-        seen, key = self._seen, _key_of(group)
+        seen, key = self._seen, group.key
         if seen is None or key is None or not self._num_left:
             return
         if key.chunk != seen.in_backward:
@@ -171,7 +160,7 @@ class DeviceRoom(Listener):
         seen, self._seen = self._seen, None
         if seen is None:
             return
-        self._wiring.transfer.listeners.remove(self)
+        observers_of(self._wiring).remove(self)
         if chunks is None:
             return
         demand = self._demand.with_step(chunks, seen.beside, seen.in_flight)
@@ -256,8 +245,3 @@ class DeviceRoom(Listener):
             return unused_bytes
         left_bytes = max(0, self._limit_bytes - self._foreseen_bytes)
         return left_bytes if unused_bytes is None else min(left_bytes, unused_bytes)
-
-
-def _key_of(group: Owner) -> GroupKey | None:
-    """Of what has none, such as a stash, nothing is planned."""
-    return group.key if isinstance(group, Group) else None

@@ -1,7 +1,7 @@
 """When a step's groups left and what came back was used, by the device's clock.
 
-times = StepTimes(partial(watch.now, laps))
-transfer.listeners.add(times)
+times = StepTimes(partial(laps.now, backend))
+observers.add(times)
 ...
 clock = ClockWithoutWaits(laps)
 [clock.seconds(use.at) for use in times.uses]
@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from pp_offload._groups.group import Group, GroupState
+from pp_offload._core.group import Group
+from pp_offload._core.observer import Lap, Observer
+from pp_offload._core.payloads import Payloads
+from pp_offload._core.saved import Saved
+from pp_offload._core.stopwatch import Laps, seconds
+from pp_offload._groups.group import GroupState
 from pp_offload._policy.bounds import SMALL_BYTES
 from pp_offload._policy.plan import GroupKey
-from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.stopwatch import Lap, Laps, seconds
-from pp_offload._transfer.ticket import Owner, Ticket
 from pp_offload.backends import TimedEvent
 
 
@@ -34,7 +36,7 @@ class Mark:
     """Of what is used for the last time."""
 
 
-class StepTimes(Listener):
+class StepTimes(Observer):
     """Hears when groups leave, and when what came back is used.
 
     Args:
@@ -50,26 +52,23 @@ class StepTimes(Listener):
         self.uses: list[Mark] = []
         self._now = now
         self._reached: GroupKey | None = None
-        self._taken_back: set[int] = set()
 
-    def group_closed(self, group: Owner) -> None:
-        if isinstance(group, Group) and group.state is GroupState.OFFLOADED:
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
+        if group.state is GroupState.OFFLOADED:
             self.note(self.offloads, group.key, group.counts.copied_bytes)
 
-    def group_reached(self, group: Owner) -> None:
-        if isinstance(group, Group):
-            self._reached = group.key
+    def reached(self, group: Group) -> None:
+        self._reached = group.key
 
-    def taken_back(self, ticket: Ticket) -> None:
-        self._taken_back.add(id(ticket))
-
-    def delivered(self, ticket: Ticket, tensor: object) -> None:
+    def used(self, saved: Saved, payload: object) -> None:
         """A first use, unless it came by no copy: then there is nothing to be ahead of."""
-        if id(ticket) in self._taken_back:
-            self._taken_back.discard(id(ticket))
+        batch, index = saved.batch, saved.index
+        reload = batch.back.reloads[index]
+        if reload is None or reload.event is None:
             return
-        is_first, is_last = ticket.num_waiting >= ticket.num_members - 1, ticket.num_waiting <= 0
-        self.note(self.uses, self._reached, ticket.nbytes * is_first, ticket.nbytes * is_last)
+        nbytes, left = batch.sizes[index], batch.back.left[index]
+        is_first, is_last = left >= batch.uses[index] - 1, left <= 0
+        self.note(self.uses, self._reached, nbytes * is_first, nbytes * is_last)
 
     def note(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:
         """Mark this point for a group, or add to its last mark."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 
+from pp_offload._core.observer import Lap
+from pp_offload._core.stopwatch import Laps
 from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import (
     IN_FLIGHT_BYTES,
@@ -22,7 +24,6 @@ from pp_offload._policy.bounds import (
 from pp_offload._policy.plan import ChunkKey, GroupKey, Plan
 from pp_offload._steps.auto_bounds import GROWN, NUM_TIMED, least_bounds
 from pp_offload._steps.step_times import StepTimes
-from pp_offload._transfer.stopwatch import Lap, Laps
 from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan.device import NumberDevice
 from pp_offload.simulate.clocks import VirtualEvent

@@ -14,16 +14,17 @@ from __future__ import annotations
 import heapq
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
 from pp_offload._common.checks import said
+from pp_offload._core.group import Group, GroupState
+from pp_offload._core.observer import Observer
+from pp_offload._core.payloads import Payloads
 from pp_offload._steps.manager import Manager
-from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.ticket import SavedActivation
+from pp_offload._steps.old_engine import observers_of
 from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
 
 ROUNDING_BYTES = 512
@@ -187,7 +188,7 @@ class DeviceMemory:
 
     def follow_groups(self, manager: Manager) -> None:
         """Name what groups keep on the device, of a manager whose options do not change."""
-        manager.wiring.transfer.listeners.add(_KeptNames(self))
+        observers_of(manager.wiring).add(_KeptNames(self))
 
     def _name_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -200,13 +201,13 @@ class DeviceMemory:
                     self.name(value, "optimizer")
 
 
-class _KeptNames(Listener):
+class _KeptNames(Observer):
     """Names what a group keeps on the device."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
 
-    def kept(self, saved: Sequence[SavedActivation]) -> None:
-        for one in saved:
-            if isinstance(one.held, Tensor):
-                self._memory.name_copied(one.held, "kept")
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
+        if payloads is not None and group.state.value == GroupState.KEPT.value:
+            for tensor in payloads.tensors:
+                self._memory.name_copied(tensor, "kept")

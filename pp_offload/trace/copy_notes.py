@@ -1,35 +1,30 @@
 """Notes of copies and waits, taken where the engine times them.
 
     notes = CopyNotes(begin, room, lanes)
-    stopwatch.add(notes)
+    observers.add(notes)
     ...
     notes.copies, notes.wait_notes
 
 NOTE [ Which copy brought it ]
-    A payload is known by its block and its place there, which do not change while its ticket lives.
-    A later block may have the same identity: its own copy off the device comes first, and replaces
-    what was known. No ticket is kept, for that would keep its bytes.
+    A payload is known by its batch and its index there. A later batch may have the same identity:
+    its own copy off the device comes first, and replaces what was known. No batch is kept, for that
+    would keep its bytes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
-from torch.profiler import record_function
-
-from pp_offload._common.torch_private import is_profiling
-from pp_offload._transfer.stopwatch import Lap, Laps
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._core.batch import Batch
+from pp_offload._core.observer import Lap
+from pp_offload._core.saved import Saved
+from pp_offload._core.stopwatch import Laps, direction
 from pp_offload.backends import Backend, Event, TimedEvent
 from pp_offload.trace.notes import CopyNote, Room, WaitNote, Work
 
 UNKNOWN = "waits for a disk, or for a copy from before"
 """Of a wait for what no copy was noted for."""
-
-Key = tuple[int, int]
-"""Of a payload. See NOTE [ Which copy brought it ]."""
 
 
 class Lanes:
@@ -74,30 +69,46 @@ class CopyNotes(Laps):
         self._room = room
         self._lanes = lanes
         self._behind: dict[int, tuple[Event, CopyNote]] = {}
-        self._left: dict[Key, CopyNote] = {}
-        self._came: dict[Key, CopyNote] = {}
+        self._left: dict[int, CopyNote] = {}
+        """By batch."""
 
-    def queueing(self, label: str, *, to_host: bool) -> AbstractContextManager[object] | None:
-        return named(label, direction(to_host))
+        self._came: dict[tuple[int, int], CopyNote] = {}
+        """By batch and index."""
 
-    def copied(self, lap: Lap, tickets: Sequence[Ticket], event: Event, *, to_host: bool) -> None:
-        keys = [_key(ticket) for ticket in tickets]
-        found = [] if to_host else [self._left.get(key) for key in keys]
-        sources = dict.fromkeys(one for one in found if one is not None)
+    def copied(
+        self,
+        lap: Lap | None,
+        moved: Sequence[tuple[Batch, Sequence[int]]],
+        event: Event,
+        *,
+        to_host: bool,
+    ) -> None:
+        if lap is None:
+            self.is_cut = True
+            return
+        keys = [(id(batch), index) for batch, indices in moved for index in indices]
+        left = [] if to_host else [self._left.get(id(batch)) for batch, _ in moved]
+        sources = dict.fromkeys(note for note in left if note is not None)
         if not self._room.takes(1 + 3 * len(sources)):  # a flow has up to three points
             return
-        note = CopyNote(tickets[0].label, to_host, *lap, len(tickets), self.works(), tuple(sources))
+        label = moved[0][0].label
+        note = CopyNote(label, to_host, *lap, len(keys), self.works(lap), tuple(sources))
         # With the event itself: nobody else gets its identity as long as it is here.
         self._behind[id(event)] = event, note
         self.copies.append(note)
-        (self._left if to_host else self._came).update(dict.fromkeys(keys, note))
+        if to_host:
+            self._left.update((id(batch), note) for batch, _ in moved)
+        else:
+            self._came.update(dict.fromkeys(keys, note))
 
-    def works(self) -> tuple[Work, ...]:
-        """What a virtual stream said of the copies that were queued last."""
+    def works(self, lap: Lap) -> tuple[Work, ...]:
+        """What a virtual stream said of copies that were queued just now."""
         return ()
 
-    def waited(self, lap: Lap, event: Event) -> None:
-        if self._room.takes(1):
+    def waited(self, lap: Lap | None, event: Event) -> None:
+        if lap is None:
+            self.is_cut = True
+        elif self._room.takes(1):
             note = WaitNote(self._lanes.here(), self.reason(event), lap.begin, lap.end)
             self.wait_notes.append(note)
 
@@ -108,27 +119,10 @@ class CopyNotes(Laps):
             return UNKNOWN
         return f"waits for {found[1].label} ({direction(found[1].to_host)})"
 
-    def take_back(self, ticket: Ticket) -> None:
-        """It is given out without a copy."""
-        self._came.pop(_key(ticket), None)
-
-    def first_use_of(self, ticket: Ticket) -> CopyNote | None:
-        """The copy that brought it, if nothing that came with it was used before."""
-        note = self._came.get(_key(ticket))
+    def first_use_of(self, saved: Saved) -> CopyNote | None:
+        """The copy that brought it, if there was one, and nothing that came with it was used."""
+        reload = saved.batch.back.reloads[saved.index]
+        if reload is None or reload.event is None:  # it was taken back
+            return None
+        note = self._came.get((id(saved.batch), saved.index))
         return None if note is None or note.used is not None else note
-
-
-def direction(to_host: bool) -> str:
-    """As names say it."""
-    return "offload" if to_host else "reload"
-
-
-def named(label: str, what: str) -> record_function | None:
-    """What shows this name in ``torch.profiler`` while it is entered; None if that does not run."""
-    if not is_profiling():
-        return None
-    return record_function(f"{label} ({what})")
-
-
-def _key(ticket: Ticket) -> Key:
-    return id(ticket.block), ticket.begin

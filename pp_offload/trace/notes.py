@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pp_offload._groups.group import Counts, GroupState
+from pp_offload._core.group import Counts, GroupState
 from pp_offload._policy.plan import GroupKey
 from pp_offload.backends import TimedEvent
 

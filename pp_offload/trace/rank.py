@@ -13,9 +13,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from pp_offload._groups.wiring import Wiring
 from pp_offload._steps.manager import Manager
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.listeners import Listener
 from pp_offload.errors import NotWhileCapturingError
 from pp_offload.trace.assembled import assembled
 from pp_offload.trace.events import Timeline
@@ -25,7 +24,7 @@ from pp_offload.trace.recorder import Recorder
 logger = logging.getLogger(__name__)
 
 
-class RankTrace(Listener):
+class RankTrace:
     """Follows a manager, and records the steps that are asked for.
 
     Args:
@@ -55,7 +54,7 @@ class RankTrace(Listener):
         self._known = known
         self._tell: Callable[[], None] = lambda: None
         self._step = -1
-        self._engine: TransferEngine | None = None
+        self._wiring: Wiring | None = None
         self._recorder: Recorder | None = None
         self._numbers: list[int] = []
         self._is_cut = False
@@ -63,26 +62,22 @@ class RankTrace(Listener):
     def begin(self, tell: Callable[[], None]) -> None:
         """Follow the manager, and record at once if all steps are asked for."""
         self._tell = tell
-        self._follow()
+        self._wiring = self._manager.wiring
+        self._manager.on_begin = (*self._manager.on_begin, self._begin)
         if self._steps is None:
             self._record()
 
-    def _follow(self) -> None:
-        self._engine = engine = self._manager.wiring.transfer
-        with engine.lock:
-            engine.listeners.add(self)
-
     def _record(self) -> None:
-        assert self._engine is not None
-        recorder = Recorder(self._engine, self._room)
+        recorder = Recorder(self._manager.wiring, self._room)
         if recorder.begin():
             self._recorder = recorder
 
-    # What the engine tells
-
-    def step_begun(self) -> None:
-        """Between two steps, where waiting is allowed."""
+    def _begin(self) -> None:
+        """A step begins, or the manager goes on with another engine; waiting is allowed."""
         if self.timeline is not None:
+            return
+        if self._wiring is not self._manager.wiring:
+            self._begin_anew()
             return
         self._step += 1
         steps = self._steps
@@ -96,13 +91,9 @@ class RankTrace(Listener):
             self._recorder.step(self._step)
             self._numbers.append(self._step)
 
-    def replaced(self) -> None:
+    def _begin_anew(self) -> None:
         """Go on with another engine: one that has recorded steps is left alone with them."""
-        if self._engine is not None:
-            with self._engine.lock:
-                self._engine.listeners.remove(self)
-        if self.timeline is not None:
-            return
+        self._wiring = self._manager.wiring
         old, self._recorder = self._recorder, None
         if old is not None:
             old.stop()
@@ -110,7 +101,6 @@ class RankTrace(Listener):
                 self._is_cut = True
                 logger.warning("configure() was called while a trace ran: it begins anew")
         self._numbers.clear()
-        self._follow()
         if old is not None:
             self._record()
 
@@ -126,9 +116,8 @@ class RankTrace(Listener):
         """
         if self.timeline is not None:
             return
-        if self._engine is not None:
-            with self._engine.lock:
-                self._engine.listeners.remove(self)
+        manager = self._manager
+        manager.on_begin = tuple(tell for tell in manager.on_begin if tell != self._begin)
         recorder = self._recorder
         if recorder is None:
             self.timeline = Timeline(0, metadata={self._rank: self._known | {"steps": []}})

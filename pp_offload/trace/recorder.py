@@ -1,6 +1,6 @@
 """Hears what one engine does, and notes when it does it on its device.
 
-    recorder = Recorder(transfer, Room(10**6))
+    recorder = Recorder(wiring, Room(10**6))
     recorder.begin()                 # the host waits for compute, once
     ...                              # it does not wait here
     recorder.end()                   # the host waits for all that was noted
@@ -17,13 +17,16 @@ from typing import Any
 
 from torch import Tensor
 
-from pp_offload._groups.group import Group
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.ticket import Owner, Ticket
+from pp_offload._core.group import Group
+from pp_offload._core.observer import Observer
+from pp_offload._core.payloads import Payloads
+from pp_offload._core.saved import Saved
+from pp_offload._core.stopwatch import named, time_of
+from pp_offload._groups.wiring import Wiring
+from pp_offload._steps.old_engine import observers_of
 from pp_offload.backends import TimedEvent
 from pp_offload.trace.clock import VIRTUAL, Clock, is_virtual
-from pp_offload.trace.copy_notes import CopyNotes, Lanes, named
+from pp_offload.trace.copy_notes import CopyNotes, Lanes
 from pp_offload.trace.disk_notes import DiskNotes
 from pp_offload.trace.notes import NO_GROUP, Known, Mark, Room, Sampled, StepNote
 from pp_offload.trace.sampled import Counters
@@ -32,11 +35,11 @@ from pp_offload.trace.virtual_notes import VirtualCopyNotes
 logger = logging.getLogger(__name__)
 
 
-class Recorder(Listener):
+class Recorder(Observer):
     """Notes what an engine does, from :meth:`begin` to :meth:`end`.
 
     Args:
-        transfer: The engine.
+        wiring: Of the engine.
         room: For notes. When it is full, the recorder hears no more.
 
     Attributes:
@@ -49,8 +52,9 @@ class Recorder(Listener):
         drift_s: How much later the wall clock is at the end; None where there is none to compare.
     """
 
-    def __init__(self, transfer: TransferEngine, room: Room) -> None:
-        self.transfer = transfer
+    def __init__(self, wiring: Wiring, room: Room) -> None:
+        self.transfer = transfer = wiring.transfer
+        self._observers = observers_of(wiring)
         self.clock: Clock | None = None
         self.notes: CopyNotes | None = None
         self.marks: list[Mark] = []
@@ -62,7 +66,9 @@ class Recorder(Listener):
         self._lanes = Lanes(transfer.backend)
         self._counters = Counters(transfer)
         self._numbers = itertools.count()
-        self._open: dict[int, tuple[Owner, int, Any]] = {}
+        self._num_on_demand = 0
+        self._is_hearing = False
+        self._open: dict[int, tuple[Group, int, Any]] = {}
 
     @property
     def is_captured(self) -> bool:
@@ -71,8 +77,8 @@ class Recorder(Listener):
 
     def begin(self) -> bool:
         """Record from now on; False in a capture, where the time is not known."""
-        backend, watch = self.transfer.backend, self.transfer.copies.stopwatch
-        begin = watch.at(backend.current_stream())
+        backend = self.transfer.backend
+        begin = time_of(backend, backend.current_stream())
         if begin is None:
             return False
         self.clock = Clock.started(backend, begin)
@@ -82,9 +88,10 @@ class Recorder(Listener):
             self.notes = CopyNotes(begin, self._room, self._lanes)
         self._lanes.here()  # the stream that is live now is the first
         with self.transfer.lock:
-            watch.add(self.notes)
+            self._observers.add(self.notes)
             self.disk.hear()
-            self.transfer.listeners.add(self)
+            self._observers.add(self)
+            self._is_hearing = True
         return True
 
     def step(self, number: int) -> None:
@@ -101,6 +108,13 @@ class Recorder(Listener):
         peak_bytes = self._counters.step_peak()
         if self.steps:
             self.steps[-1].peak_bytes = peak_bytes
+        self._count_on_demand()
+
+    def _count_on_demand(self) -> None:
+        num, before = self.transfer.counters.on_demand_reloads, self._num_on_demand
+        self._num_on_demand = num
+        if self.steps:
+            self.steps[-1].on_demand_reloads = num - before
 
     def end(self) -> None:
         """Record no more, and wait until all that was noted has ended. Not in a capture."""
@@ -120,15 +134,15 @@ class Recorder(Listener):
         """Hear no more. Twice is fine."""
         if self.notes is not None:
             with self.transfer.lock:
-                self.transfer.copies.stopwatch.stop(self.notes)
-                self.transfer.listeners.remove(self)
+                self._observers.remove(self.notes)
+                self._observers.remove(self)
+                self._is_hearing = False
             self.disk.stop_hearing()
             if isinstance(self.notes, VirtualCopyNotes):
                 self.notes.stop_hearing()
         while self._open:
             _, _, shown = self._open.popitem()[1]
-            if shown is not None:
-                shown.__exit__(None, None, None)
+            shown.__exit__(None, None, None)
 
     def _wait_for_all(self) -> None:
         assert self.notes is not None
@@ -144,46 +158,34 @@ class Recorder(Listener):
 
     # What the engine tells
 
-    def group_opened(self, group: Owner) -> None:
+    def opened(self, group: Group) -> None:
         number, shown = next(self._numbers), named(group.name, "forward")
-        if shown is not None:
-            shown.__enter__()
+        shown.__enter__()
         self._open[id(group)] = group, number, shown
         at = self._now()
         if at is not None and self._takes(1):
             self._mark("opened", at, number, group)
 
-    def group_closed(self, group: Owner) -> None:
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
         found = self._open.pop(id(group), None)
         if found is not None:
             _, number, shown = found
             self._note("closed", number, group)
-            if shown is not None:
-                shown.__exit__(None, None, None)
+            shown.__exit__(None, None, None)
 
-    def group_reached(self, group: Owner) -> None:
-        shown = named(group.name, "backward")
-        if shown is not None:
-            with shown:  # a point: it cannot end with a backward, inside another node
-                pass
+    def reached(self, group: Group) -> None:
+        with named(group.name, "backward"):  # a point: it cannot end inside another node
+            pass
         self._note("reached", -1, group)
 
-    def reloads_queued(self, num: int, *, is_ahead: bool) -> None:
-        if self.steps and not is_ahead:
-            self.steps[-1].on_demand_reloads += num
-
-    def taken_back(self, ticket: Ticket) -> None:
-        if self.notes is not None:
-            self.notes.take_back(ticket)
-
-    def delivered(self, ticket: Ticket, tensor: Tensor) -> None:
-        note = None if self.notes is None else self.notes.first_use_of(ticket)
+    def used(self, saved: Saved, payload: Tensor) -> None:
+        note = None if self.notes is None else self.notes.first_use_of(saved)
         if note is not None:
             note.used, note.used_on = self._now(), self._lanes.here()
 
     # Notes
 
-    def _note(self, what: str, number: int, group: Owner) -> None:
+    def _note(self, what: str, number: int, group: Group) -> None:
         """A mark, and what the counters say."""
         at = self._now()
         if at is None:
@@ -197,26 +199,24 @@ class Recorder(Listener):
         """Whether there is room for so much; if not, it hears no more."""
         if self._room.takes(num):
             return True
+        if self._is_hearing:
+            self._count_on_demand()
         self.stop()
         return False
 
-    def _mark(self, what: str, at: TimedEvent, number: int, group: Owner | None) -> None:
+    def _mark(self, what: str, at: TimedEvent, number: int, group: Group | None) -> None:
         known = NO_GROUP if group is None else known_of(group)
         self.marks.append(Mark(self._lanes.here(), what, at, number, known))
 
     def _now(self) -> TimedEvent | None:
         """Behind all that the live compute stream was given; None in a capture."""
-        watch = self.transfer.copies.stopwatch
-        return None if self.notes is None else watch.now(self.notes)
+        return None if self.notes is None else self.notes.now(self.transfer.backend)
 
     def _now_after(self) -> TimedEvent | None:
-        """The same when the stopwatch does not run for this any more."""
-        backend = self.transfer.backend
-        return self.transfer.copies.stopwatch.at(backend.current_stream())
+        """The same when nobody listens any more."""
+        return time_of(self.transfer.backend, self.transfer.backend.current_stream())
 
 
-def known_of(group: Any) -> Known:
+def known_of(group: Group) -> Known:
     """What a span says of its group."""
-    if isinstance(group, Group):
-        return Known(group.name, group.key, group.state, group.counts)
-    return Known(group.name, None, None, None)
+    return Known(group.name, group.key, group.state, group.counts)

@@ -8,10 +8,9 @@ they add up to is ``busy_s`` and ``stalled_s`` of the streams.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-from pp_offload._transfer.stopwatch import Lap
+from pp_offload._core.observer import Lap
 from pp_offload.backends import Backend, Event, TimedEvent
 from pp_offload.trace.copy_notes import CopyNotes, Lanes
 from pp_offload.trace.notes import Room, Stall, Work
@@ -55,14 +54,13 @@ class VirtualCopyNotes(CopyNotes):
         for stream, hear in self._heard:
             stream.heard = tuple(one for one in stream.heard if one != hear)
 
-    def queueing(self, label: str, *, to_host: bool) -> AbstractContextManager[object] | None:
-        self._works.clear()  # what others had copied
-        return super().queueing(label, to_host=to_host)
+    def works(self, lap: Lap) -> tuple[Work, ...]:
+        begin: Any = lap.begin
+        works, self._works = self._works, []  # what others had copied ended before
+        return tuple(work for work in works if work.begin_s >= begin.time_s)
 
-    def works(self) -> tuple[Work, ...]:
-        return tuple(self._works)
-
-    def waited(self, lap: Lap, event: Event) -> None:
+    def waited(self, lap: Lap | None, event: Event) -> None:
+        assert lap is not None, "this device has no captures"
         begin: Any = lap.begin
         end: Any = lap.end
         self._waits.append(_Wait(self.reason(event), begin.time_s, end.time_s))

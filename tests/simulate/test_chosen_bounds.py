@@ -18,12 +18,14 @@ from toy import batches, make_model, run_step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
+from pp_offload._core.observer import Observers
+from pp_offload._core.stopwatch import Laps, timed_copy, timed_wait
 from pp_offload._policy.bounds import IN_FLIGHT_BYTES
 from pp_offload._steps import auto_bounds
 from pp_offload._steps.manager import Manager
-from pp_offload._transfer.stopwatch import Stopwatch
+from pp_offload._steps.old_engine import observers_of
 from pp_offload.simulate import DEVICES, VirtualBackend
-from pp_offload.simulate.clocks import VirtualEvent
+from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
 
 NUM_LAYERS, IN_FLIGHT = 8, 4
 CHUNK_BYTES = NUM_LAYERS * SAVED_BYTES
@@ -146,7 +148,7 @@ def test_only_the_first_steps_are_timed(training: Training) -> None:
             training.step()
             counts.append(made)
     assert 0 < counts[0] < counts[1] == counts[4]
-    assert not training.manager.wiring.transfer.listeners.group_reached
+    assert not observers_of(training.manager.wiring).reached
 
 
 def test_the_times_are_read_when_they_are_known(training: Training) -> None:
@@ -299,49 +301,63 @@ def test_without_a_clock_the_bounds_follow_the_groups(kind: str) -> None:
         assert manager.statistics().stalled_ms is None
 
 
-def labelled(label: str) -> Any:
-    return [SimpleNamespace(label=label)]
+class Bench:
+    """An engine's stopwatch by itself."""
+
+    def __init__(self) -> None:
+        self.backend = VirtualBackend(replace(DEVICES["H100"], launch_s=0))
+        self.observers = Observers()
+        self._host, self._device = [torch.empty(4)], [torch.empty(4, device="meta")]
+
+    def start(self) -> Laps | None:
+        laps = Laps.started(self.backend)
+        if laps is not None:
+            self.observers.add(laps)
+        return laps
+
+    def copy(self, stream: VirtualStream, label: str) -> Any:
+        moved: Any = [(SimpleNamespace(label=label), [0])]
+        both = self._host, self._device
+        targets, sources = both if stream is self.backend.d2h else both[::-1]
+        return timed_copy(self.observers, self.backend, stream, targets, sources, moved)
+
+    def wait(self, event: Any) -> None:
+        timed_wait(self.observers, self.backend, self.backend.compute.wait_event, event)
 
 
 def test_a_stopwatch_times_nothing_in_a_capture() -> None:
-    backend = VirtualBackend(replace(DEVICES["H100"], launch_s=0))
-    watch = Stopwatch(backend)
+    bench = Bench()
+    backend = bench.backend
     backend.is_capturing = True
-    assert watch.start() is None
+    assert bench.start() is None
     backend.is_capturing = False
-    laps = watch.start()
+    laps = bench.start()
     assert laps is not None
     backend.is_capturing = True
-    host, device = [torch.empty(4)], [torch.empty(4, device="meta")]
-    watch.copy(backend.d2h, host, device, labelled("captured"))
-    watch.wait(backend.compute, backend.d2h.record_event())
-    assert watch.now(laps) is None
-    assert not watch.stop(laps) and not laps.offloads and not laps.waits
+    bench.wait(bench.copy(backend.d2h, "captured"))
+    assert laps.now(backend) is None
+    assert laps.is_cut and not laps.offloads and not laps.waits
+    bench.observers.remove(laps)
     backend.is_capturing = False
-    laps = watch.start()
+    laps = bench.start()
     assert laps is not None
-    watch.copy(backend.h2d, device, host, labelled("later"))
-    assert watch.stop(laps) and not laps.offloads and len(laps.reloads) == 1
+    bench.copy(backend.h2d, "later")
+    assert not laps.is_cut and not laps.offloads and len(laps.reloads) == 1
 
 
 def test_two_time_at_once_and_neither_cuts_the_other() -> None:
-    backend = VirtualBackend(replace(DEVICES["H100"], launch_s=0))
-    watch, host, device = (
-        Stopwatch(backend),
-        [torch.empty(4)],
-        [torch.empty(4, device="meta")],
-    )
-    first = watch.start()
-    watch.copy(backend.d2h, host, device, labelled("first alone"))
-    second = watch.start()
+    bench = Bench()
+    backend = bench.backend
+    first = bench.start()
+    bench.copy(backend.d2h, "first alone")
+    second = bench.start()
     assert first is not None and second is not None
-    event = watch.copy(backend.h2d, device, host, labelled("both"))
-    watch.wait(backend.compute, event)
-    assert watch.now(first) is first.end is not second.end
-    assert watch.stop(first) and watch.now(first) is None
-    watch.copy(backend.d2h, host, device, labelled("second alone"))
-    assert watch.stop(second)
-    watch.copy(backend.d2h, host, device, labelled("nobody"))
+    bench.wait(bench.copy(backend.h2d, "both"))
+    assert first.now(backend) is first.end is not second.end
+    bench.observers.remove(first)
+    bench.copy(backend.d2h, "second alone")
+    bench.observers.remove(second)
+    bench.copy(backend.d2h, "nobody")
     assert first.reloads == second.reloads and len(first.reloads) == len(first.waits) == 1
     assert len(first.offloads) == len(second.offloads) == 1 and first.offloads != second.offloads
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from pp_offload import OffloadConfig
+from pp_offload._core.observer import Lap
+from pp_offload._core.stopwatch import Laps
 from pp_offload._groups.wiring import Wiring
 from pp_offload._policy.plan import ChunkKey, GroupKey, Plan
 from pp_offload._steps import auto_bounds
 from pp_offload._steps.auto_bounds import AutoBounds
 from pp_offload._steps.step_times import ClockWithoutWaits, Mark, StepTimes, rate
-from pp_offload._transfer.stopwatch import Lap, Laps
 from pp_offload.backends import CpuBackend
 
 MB = 10**6
@@ -63,31 +64,32 @@ def stands_still() -> Any:
     return At(0)
 
 
+def saved(uses: int, left: int, event: object = "behind the copy") -> Any:
+    back = SimpleNamespace(left=[left], reloads=[SimpleNamespace(event=event)])
+    return SimpleNamespace(batch=SimpleNamespace(sizes=[MB], uses=[uses], back=back), index=0)
+
+
 def test_bytes_that_are_used_twice_are_noted_at_both() -> None:
     times = StepTimes(stands_still)
     times._reached = GroupKey(ChunkKey(0, 0), 0)
-    ticket: Any = SimpleNamespace(nbytes=MB, num_members=2, num_waiting=1)
-    times.delivered(ticket, None)
-    ticket.num_waiting = 0
-    times.delivered(ticket, None)
+    times.used(saved(uses=2, left=1), None)
+    times.used(saved(uses=2, left=0), None)
     assert [(use.nbytes, use.freed) for use in times.uses] == [(MB, 0), (0, MB)]
 
 
 def test_what_is_taken_back_is_no_use() -> None:
     times = StepTimes(stands_still)
     times._reached = GroupKey(ChunkKey(0, 0), 0)
-    ticket: Any = SimpleNamespace(nbytes=MB, num_members=1, num_waiting=0)
-    times.taken_back(ticket)
-    times.delivered(ticket, None)
+    times.used(saved(uses=1, left=0, event=None), None)
     assert times.uses == []
-    times.delivered(ticket, None)  # a second backward, which brings it
+    times.used(saved(uses=1, left=0), None)  # a second backward, which brings it
     assert [(use.nbytes, use.freed) for use in times.uses] == [(MB, MB)]
 
 
 def chosen(plan: Plan, offloads: list[Mark], uses: list[Mark], laps: Laps) -> tuple[int, int]:
     wiring = Wiring.made(CpuBackend(), OffloadConfig(), Wiring.alone().step)
     unused_bytes = wiring.transfer.backend.unused_bytes
-    bounds = AutoBounds(wiring.transfer, wiring.prefetcher, OffloadConfig(), unused_bytes)
+    bounds = AutoBounds(wiring, OffloadConfig(), unused_bytes)
     bounds.end_step(plan, is_complete=True)
     times = StepTimes(stands_still)
     times.offloads, times.uses = offloads, uses

@@ -23,7 +23,9 @@ from toy import AwayBackend, batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._core.observer import Lap, Observers
 from pp_offload._memory.budget import reserved_bytes
+from pp_offload._steps.old_engine import observers_of
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.errors import NotWhileCapturingError, OffloadError
 from pp_offload.trace import Timeline, Trace, read
@@ -41,8 +43,9 @@ def steps_of(timeline: Timeline | None) -> list[str]:
 
 def num_heard(manager: PipelineOffloadManager) -> int:
     """How many calls its engine's events come to."""
-    listeners = manager.wiring.transfer.listeners
-    return sum(len(getattr(listeners, event.name)) for event in fields(listeners))
+    observers = observers_of(manager.wiring)
+    events = [getattr(observers, event.name) for event in fields(Observers)]
+    return len(manager.on_begin) + sum(map(len, events))
 
 
 def train(num_steps: int, width: int = 8, after: Callable[[], object] = lambda: None) -> None:
@@ -144,7 +147,7 @@ def test_a_range_of_steps(tmp_path: Path) -> None:
             for number in range(6):
                 assert path.exists() is (number >= 5), "the reset() of step 4 ends step 3"
                 run_step(model, batches(3, step=number))
-                assert bool(manager.wiring.transfer.copies.stopwatch._running) is (number in (2, 3))
+                assert bool(observers_of(manager.wiring).copied) is (number in (2, 3))
             assert num_heard(manager) == before, "nothing is heard any more"
             written = path.read_bytes()
         assert path.read_bytes() == written
@@ -175,7 +178,7 @@ def test_a_full_trace_says_so_once_and_holds_nothing_half(
                 inputs = batches(3, step=number)
                 expected = run_step(off, inputs, offload=False)
                 assert same_bits(run_step(on, inputs), expected)
-            assert not manager.wiring.transfer.copies.stopwatch._running, "nothing is timed now"
+            assert not observers_of(manager.wiring).copied, "nothing is timed now"
     kinds = check_schema(path, 1)
     num = sum(num for kind, num in kinds.items() if kind != "M")
     assert most / 3 < num <= most
@@ -312,14 +315,15 @@ def test_a_trace_cannot_end_in_a_capture(tmp_path: Path) -> None:
 def test_what_is_taken_back_is_no_use_of_what_came() -> None:
     """As where a reload was given up, and its source is there when autograd asks."""
     at = CpuBackend().d2h.record_event()
-    lap: Any = (at, at, 4)
-    notes = CopyNotes(lap[0], Room(9), Lanes(CpuBackend()))
-    tickets: Any = [SimpleNamespace(label="mlp", block=object(), begin=0) for _ in range(2)]
+    begin: Any = at
+    notes = CopyNotes(begin, Room(9), Lanes(CpuBackend()))
+    reloads = [SimpleNamespace(event=event) for event in (None, at)]
+    batch: Any = SimpleNamespace(label="mlp", back=SimpleNamespace(reloads=reloads))
     for to_host in (True, False):
-        notes.copied(lap, tickets, at, to_host=to_host)
-    notes.take_back(tickets[0])
-    assert notes.first_use_of(tickets[0]) is None
-    assert notes.first_use_of(tickets[1]) is notes.copies[1]
+        notes.copied(Lap(begin, begin, 4), [(batch, [0, 1])], at, to_host=to_host)
+    saved: list[Any] = [SimpleNamespace(batch=batch, index=index) for index in range(2)]
+    assert notes.first_use_of(saved[0]) is None
+    assert notes.first_use_of(saved[1]) is notes.copies[1]
     assert notes.copies[1].came_from == (notes.copies[0],)
 
 
@@ -382,7 +386,7 @@ def test_a_trace_is_entered_once_at_a_time(tmp_path: Path) -> None:
                     pass
                 train(1)
             assert steps_of(trace.timeline) == ["step 0"]
-        assert not manager.wiring.transfer.listeners.step_begun
+        assert not manager.on_begin
 
 
 def test_a_disk_that_is_full_does_not_end_training(

@@ -13,6 +13,7 @@ from toy import batches, make_model, run_step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
+from pp_offload._steps.old_engine import observers_of
 from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.trace import Span, Timeline, Trace, read
 from pp_offload.trace.copy_notes import Lanes
@@ -180,14 +181,13 @@ def test_a_trace_changes_no_time_and_no_peak(tmp_path: Path) -> None:
 def test_nobody_listens_to_the_streams_when_it_is_over(tmp_path: Path) -> None:
     backend = VirtualBackend(DEVICES["H100"])
     with use_backend(backend) as manager:
-        listeners = manager.wiring.transfer.listeners
-        before = repr(listeners)
+        observers = observers_of(manager.wiring)
+        before = repr(observers)
         with Trace(tmp_path / "out.json"):
-            assert backend.compute.heard and repr(listeners) != before
+            assert backend.compute.heard and repr(observers) != before
         streams: Any = (backend.compute, backend.d2h, backend.h2d)
         assert not any(stream.heard for stream in streams)
-        assert repr(listeners) == before
-        assert not manager.wiring.transfer.copies.stopwatch._running
+        assert repr(observers) == before and not observers.copied
 
 
 def test_the_file_says_what_the_model_does(tmp_path: Path) -> None:
