@@ -20,6 +20,8 @@ from pp_offload._megatron.cuda_graph import (
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._megatron.interface import (
     FineGrainedActivationOffloadingInterface,
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
     fine_grained_offloading_disable_offload,
     fine_grained_offloading_enable_offload,
     fine_grained_offloading_group_commit,
@@ -27,10 +29,6 @@ from pp_offload._megatron.interface import (
     fine_grained_offloading_group_start,
 )
 from pp_offload._megatron.manager import PipelineOffloadManager
-from pp_offload._megatron.markers import (
-    FineGrainedOffloadingGroupCommitFunction,
-    FineGrainedOffloadingGroupStartFunction,
-)
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload.summary import print_offload_summary_table
 

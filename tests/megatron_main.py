@@ -246,7 +246,11 @@ DIFFERS: Mapping[str, str] = {
 }
 """By name, where a call that is right there does something else here; elsewhere nothing differs."""
 
-OURS_TAKES_MORE = {f"{INTERFACE}.init_chunk_handler", f"{INTERFACE}.forward_record"}
+OURS_TAKES_MORE = {
+    f"{INTERFACE}.init_chunk_handler",
+    f"{INTERFACE}.forward_record",
+    "PipelineOffloadManager.init_model_chunk_offload_handler",
+}
 """Where our parameters have defaults that theirs have not, or there is one more."""
 
 

@@ -90,7 +90,7 @@ class ActivationStash:
         self._wiring = self._make(self._step)
 
     def _start_in_child(self) -> None:
-        """A forked process has an engine of its own: see :mod:`pp_offload._megatron.forked`."""
+        """A forked process has an engine of its own: see :mod:`pp_offload._megatron.manager`."""
         self._inherited = old = self._wiring  # kept, or its end would wait for its copies
         self._start()
         self._wiring.eligibility.kept = old.eligibility.kept

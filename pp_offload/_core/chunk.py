@@ -95,7 +95,8 @@ class Chunk:
             engine.follow(engine.current_stream())
             if self.key is None:
                 self.key = wiring.step.add(self, wiring.offloader.split)
-            group = self.group_type(name, engine, self.min_offloaded_tensor_size)
+            smallest = self.min_offloaded_tensor_size
+            group = self.group_type(name, engine=engine, min_numel=smallest)
             if self.key is not None:
                 group.key = GroupKey(self.key, len(self.groups))
             self.groups.append(group)
@@ -192,6 +193,11 @@ class Chunk:
     def _close_delayed(self, group: Group, released: Sequence[weakref.ref[Tensor]]) -> None:
         """Close a group whose commit was delayed, which kept no tensor alive: some may be gone."""
         self.close(group, [tensor for ref in released if (tensor := ref()) is not None])
+
+    def _would_leave(self, group: Group) -> bool:
+        """Whether an open group would leave the device if it was committed now."""
+        self.wiring.engine.payloads(group)  # which are counted
+        return self.may_leave(group)
 
     def may_leave(self, group: Group) -> bool:
         """Whether a group being committed leaves the device, once its bytes are counted.

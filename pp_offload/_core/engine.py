@@ -160,9 +160,9 @@ class Engine:
                 saved.batch, saved.index = batch, index
                 saved.tensor = saved.wrapper = None
 
-    def offload(self, tensor: Tensor, group_type: type[Group] = Group) -> Saved:
+    def offload(self, tensor: Tensor) -> Saved:
         """Offload one tensor by itself; it lives off the device as long as what is returned."""
-        group = group_type("tensor", self, 0)
+        group = Group("tensor", engine=self)
         saved = Saved(tensor, group)
         group.streams.append(self.current_stream())
         group.saved_refs.append(weakref.ref(saved))

@@ -86,7 +86,13 @@ class Group:
     key: GroupKey | None = None
     has_failed = False
 
-    def __init__(self, name: str, engine: Offloads, min_numel: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        engine: Offloads = None,  # type: ignore[assignment]  # Megatron's users give a name alone
+        min_numel: int = 0,
+    ) -> None:
         self.name = name
         self.state = GroupState.OPEN
         self.is_used = False

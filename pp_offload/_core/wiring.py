@@ -140,9 +140,9 @@ class Wiring:
         """Held for bookkeeping."""
         return self.engine.mover.lock
 
-    def offload_alone(self, group_type: type[Group], tensor: Tensor) -> Saved:
+    def offload_alone(self, tensor: Tensor) -> Saved:
         """Offload one tensor by itself; it lives off the device as long as what is returned."""
-        return self.engine.offload(tensor, group_type)
+        return self.engine.offload(tensor)
 
     def commit_delayed(self) -> None:
         """Do the commits that were delayed, in forward order."""

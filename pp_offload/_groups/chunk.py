@@ -212,6 +212,11 @@ class Chunk:
         """Close a group whose commit was delayed, which kept no tensor alive: some may be gone."""
         self.close(group, [tensor for ref in released if (tensor := ref()) is not None])
 
+    def _would_leave(self, group: Group) -> bool:
+        """Whether an open group would leave the device if it was committed now."""
+        give_back(self.wiring.offloader.tickets(group))  # which are counted
+        return self.may_leave(group)
+
     def may_leave(self, group: Group) -> bool:
         """Whether a group being committed leaves the device, once its bytes are counted.
 

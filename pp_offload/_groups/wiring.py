@@ -60,9 +60,9 @@ class Wiring:
     def renew_if_torn(self) -> None:
         """Nothing: this engine survives an exception at any point."""
 
-    def offload_alone(self, group_type: type[Group], tensor: Tensor) -> SavedActivation:
+    def offload_alone(self, tensor: Tensor) -> SavedActivation:
         """Offload one tensor by itself; it lives off the device as long as what is returned."""
-        group = group_type("tensor")
+        group = Group("tensor")
         saved = SavedActivation(tensor, group)
         group.saved_refs.append(weakref.ref(saved))
         self.offloader.move(group, self.offloader.tickets(group))

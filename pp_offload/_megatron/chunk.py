@@ -1,4 +1,4 @@
-"""The reference's chunk: what the engine does with a group in one call, in the reference's steps.
+"""Megatron's chunk as it was introduced: what the engine does in one call, in Megatron's steps.
 
 group = chunk.on_group_start_forward("mlp")  # tensors saved from here on belong to the group
 tag = chunk.tensor_push(tensor)              # pack hook
@@ -14,14 +14,14 @@ from typing import cast
 
 from torch import Tensor
 
-from pp_offload._common.checks import check_count, check_kind, checked_tensors
+from pp_offload._common.checks import check_count, check_kind
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.group import Group
 from pp_offload._groups.wiring import Wiring
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._transfer.saved_tensor import Packed, Resident, SavedWrapper
-from pp_offload._transfer.ticket import SavedActivation, give_back
+from pp_offload._transfer.ticket import SavedActivation
 from pp_offload.errors import GroupStateError
 
 PACKED = (SavedActivation, Resident, SavedWrapper)
@@ -33,8 +33,7 @@ class ChunkOffloadHandler(Chunk):
 
     Args:
         min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
-        cpu_tensor_pool: Kept for callers that manage host tensors themselves; the engine's own
-            host memory is its host tier.
+        cpu_tensor_pool: For callers that manage host tensors themselves; the engine does not.
         wiring: What it shares with other chunks; its own when not given.
         vp_stage: Virtual pipeline stage it runs.
         microbatch: Its number in the step; counted when None.
@@ -55,14 +54,11 @@ class ChunkOffloadHandler(Chunk):
         vp_stage: int = 0,
         microbatch: int | None = None,
     ) -> None:
-        check_count("min_offloaded_tensor_size", min_offloaded_tensor_size)
+        smallest = min_offloaded_tensor_size
+        check_count("min_offloaded_tensor_size", smallest)
         check_count("vp_stage", vp_stage)
-        super().__init__(
-            min_offloaded_tensor_size,
-            wiring or Wiring.alone(),
-            vp_stage=vp_stage,
-            microbatch=microbatch,
-        )
+        wiring = wiring or Wiring.alone()
+        super().__init__(smallest, wiring, vp_stage=vp_stage, microbatch=microbatch)
         self.cpu_tensor_pool = cpu_tensor_pool
 
     # Single tensors
@@ -70,12 +66,12 @@ class ChunkOffloadHandler(Chunk):
     def offload(
         self, src_tensor: Tensor, pin_memory: bool = True, use_cpu_pool: bool = True
     ) -> SavedActivation | Resident:
-        """Copy one tensor to the host.
+        """Copy one tensor to the host. One that is no dense memory on the device stays.
 
         Args:
-            src_tensor: Any tensor; one that is no dense memory on the device stays where it is.
-            pin_memory: Accepted for the reference; the backend knows what its copies need.
-            use_cpu_pool: Accepted for the reference; host memory is always reused.
+            src_tensor: Any tensor.
+            pin_memory: Accepted for Megatron; the backend knows what its copies need.
+            use_cpu_pool: Accepted for Megatron; host memory is always reused.
 
         Returns:
             An opaque state for :meth:`reload`; the host bytes live as long as it does.
@@ -83,14 +79,14 @@ class ChunkOffloadHandler(Chunk):
         check_kind("src_tensor", src_tensor, Tensor, "a tensor")
         if not self.wiring.eligibility.can_move(src_tensor):
             return Resident(src_tensor)
-        return self.wiring.offload_alone(OffloadTensorGroup, src_tensor)
+        return self.wiring.offload_alone(src_tensor)
 
     def reload(self, state: SavedActivation | Resident, non_blocking: bool | None = None) -> Tensor:
         """The tensor :meth:`offload` took, on the device, ready for the current stream.
 
         Args:
             state: What :meth:`offload` returned. May be reloaded any number of times.
-            non_blocking: Accepted for the reference; the host never blocks on an accelerator.
+            non_blocking: Accepted for Megatron; the host never blocks on an accelerator.
         """
         check_kind("state", state, PACKED, "what offload() returned")
         return state.unpack()
@@ -98,20 +94,12 @@ class ChunkOffloadHandler(Chunk):
     # Autograd's hooks
 
     def tensor_need_offloading_checker(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` may be offloaded.
-
-        See :class:`pp_offload._core.tensors.Eligibility`.
-        """
+        """Whether ``tensor`` may be offloaded."""
         return self.wiring.eligibility.admits(tensor, self.min_offloaded_tensor_size)
 
     def tensor_push(self, tensor: Tensor) -> Packed:
-        """Save ``tensor`` in the group started last; what it returns is bound to that group.
-
-        Outside any open group the tensor stays where it is.
-        """
-        if not self.open_groups:
-            return Resident(tensor)
-        return self.pack(self.open_groups[-1], tensor)
+        """Save ``tensor`` in the group started last; outside any open group it stays."""
+        return self.pack(self.open_groups[-1], tensor) if self.open_groups else Resident(tensor)
 
     def tensor_pop(self, tensor_tag: Packed) -> Tensor:
         """The tensor behind a tag. The tag stays good: popping it twice is fine."""
@@ -125,29 +113,23 @@ class ChunkOffloadHandler(Chunk):
         return cast(OffloadTensorGroup, self.start(name))
 
     def on_group_commit_forward(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
-        """Close the group started last, and offload it if the plan says so."""
-        released = checked_tensors("forced_released_tensors", forced_released_tensors)
-        self.bulk_offload(released)
+        """Commit the group started last; see :meth:`commit`."""
+        self.commit(self._last_open().name, forced_released_tensors)
 
     def bulk_offload(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
-        """Offload the group started last, or keep it; then release what the user named."""
-        group = self._last_open()
-        self.open_groups.pop()
-        self.close(group, forced_released_tensors)
+        """The same as :meth:`on_group_commit_forward`."""
+        self.on_group_commit_forward(forced_released_tensors)
 
     def should_bulk_offload(self) -> bool:
         """Whether the group started last would leave the device if it was committed now."""
-        return self.would_leave(self._last_open())
-
-    def would_leave(self, group: Group) -> bool:
-        """Whether an open group would leave the device if it was committed now."""
-        give_back(self.wiring.offloader.tickets(group))  # which are counted
-        return self.may_leave(group)
+        return self._would_leave(self._last_open())
 
     def bulk_offload_group(self) -> None:
-        """Queue the copies of the group started last. With no room on the host it is kept."""
-        group = self._last_open()
-        self.open_groups.pop()
+        """Offload the group started last, whatever the plan says; without host room it stays."""
+        self._send_open(self._last_open())
+
+    def _send_open(self, group: Group) -> None:
+        self.open_groups.remove(group)  # type: ignore[arg-type]
         self.send(group)
 
     def _last_open(self) -> Group:
@@ -171,10 +153,7 @@ class ChunkOffloadHandler(Chunk):
                 f"backward of group '{name}', but this chunk's forward had none of that name; its "
                 f"groups: {[group.name for group in self.groups]}; run the forward first"
             )
-        for group in reversed(self.groups):
-            if group.name == name and not group.is_used:
-                group.on_use()
-                return
+        self._reach_next(name)
 
     def on_group_start_backward(self) -> None:
         """Backward leaves a group; reload what comes next."""
@@ -186,15 +165,22 @@ class ChunkOffloadHandler(Chunk):
 
     def bulk_reload_group(self) -> None:
         """Reload the next group to run backward."""
-        group = self.find_next_unused()
-        if group is not None:
-            group.on_use()
+        self._reach_next(None)
 
     def pre_reload_last_layer(self) -> None:
         """Reload the groups backward uses first, before it begins."""
-        last = self.find_next_unused()
-        if last is not None:
-            self.wiring.prefetcher.approach(last)
+        group = self._next_in_backward(None)
+        if group is not None:
+            self.wiring.prefetcher.approach(group)
+
+    def _reach_next(self, name: str | None) -> None:
+        group = self._next_in_backward(name)
+        if group is not None:
+            group.on_use()
+
+    def _next_in_backward(self, name: str | None) -> Group | None:
+        unused = (group for group in reversed(self.groups) if not group.is_used)
+        return next((group for group in unused if name in (None, group.name)), None)
 
     # Questions
 
@@ -205,10 +191,6 @@ class ChunkOffloadHandler(Chunk):
     def find_next_group(self, name: str | None = None) -> OffloadTensorGroup | None:
         """The first open group (of this name)."""
         return next((g for g in self.open_groups if name in (None, g.name)), None)
-
-    def find_next_unused(self) -> OffloadTensorGroup | None:
-        """The group backward visits next."""
-        return next((g for g in reversed(self.groups) if not g.is_used), None)
 
     def finish_all_groups(self, name: str | None = None) -> bool:
         """Whether backward has reached every group (of this name) that saved something."""

@@ -1,9 +1,10 @@
-"""The reference's group: a group that also holds tensors by tag, and events by kind."""
+"""Megatron's group, of both generations: it also holds tensors by tag, and events by kind."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from pp_offload._common.checks import check_count
 from pp_offload._groups.group import Group, GroupState
 from pp_offload._transfer.copies import record, wait
 from pp_offload.backends import Event, Stream
@@ -16,10 +17,12 @@ class OffloadTensorGroup(Group):
     Source: Megatron-LM ``OffloadTensorGroup``.
     """
 
-    # Made when first asked for: most groups need none, and a group is made during a forward.
+    # Class attributes until used: most groups need none, and a group is made during a forward.
     _tensors: dict[object, Tensor] | None = None
     _offload_event: Event | None = None
     _reload_event: Event | None = None
+    duplicate_storage_tensor_count = 0
+    duplicate_storage_bytes = 0
 
     def push_tensor(self, tag: object, tensor: Tensor) -> None:
         """Hold ``tensor`` under ``tag`` until it is popped or the group is committed."""
@@ -72,6 +75,13 @@ class OffloadTensorGroup(Group):
         self.counts.num_tensors += 1
         self.counts.nbytes += tensor.nbytes
 
+    def set_duplicate_storage_info(self, tensor_count: int, duplicate_bytes: int) -> None:
+        """Note repeated copies of the same bytes, which the engine itself never makes."""
+        check_count("tensor_count", tensor_count)
+        check_count("duplicate_bytes", duplicate_bytes, unit="bytes")
+        self.duplicate_storage_tensor_count = tensor_count
+        self.duplicate_storage_bytes = duplicate_bytes
+
     @property
     def total_tensor_count(self) -> int:
         """How many payloads may leave."""
@@ -84,5 +94,5 @@ class OffloadTensorGroup(Group):
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of those that it copied itself."""
+        """Bytes that the group copied itself, and no other group before it."""
         return self.counts.copied_bytes

@@ -1,4 +1,4 @@
-"""What a layer's forward calls: the reference's interface and functions.
+"""What a layer's forward calls: Megatron's interface and functions, as they were introduced.
 
     off_interface.init_chunk_handler(vp_size, vp_stage, min_offloaded_tensor_size)
 
@@ -6,8 +6,7 @@
         y = self.norm(x)
     y = off_interface.group_commit(y, name="mlp_norm")  # copies are queued
 
-Everything is bound to the chunk and group that are current at the call, so backward needs no
-singleton.
+A saved tensor refers to its group, so backward asks for no manager.
 """
 
 from __future__ import annotations
@@ -54,11 +53,16 @@ def fine_grained_offloading_group_start(tensor: Tensor, name: str | None = None)
     Raises:
         GroupStateError: There is no chunk, or it belongs to another thread.
     """
-    name = "group" if name is None or name == "" else name
-    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
-    if chunk is not None:
-        _start(chunk, name)
+    _start("group" if name is None or name == "" else name)
     return tensor
+
+
+def _start(name: str) -> tuple[Chunk, Group] | None:
+    """Open a group on the current chunk. None where groups do nothing: without grad, while offload
+    is disabled, and inside a checkpoint.
+    """
+    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
+    return None if chunk is None or chunk.leaves_out(name) else (chunk, chunk.start(name))
 
 
 def fine_grained_offloading_group_commit(
@@ -73,7 +77,7 @@ def fine_grained_offloading_group_commit(
         tensor: The group's output, or a tuple, list or dict of outputs; its structure is kept.
         name: What the group was started with.
         forced_released_tensors: Tensors to empty after the copy although something still refers
-            to them. Unlike the reference, one whose storage anybody else shares is left alone.
+            to them. Unlike in Megatron, one whose storage anybody else shares is left alone.
         delay_offload: Only queue the commit, until
             :func:`fine_grained_offloading_group_flush_delayed_groups`.
 
@@ -105,10 +109,10 @@ def run_in_group(name: str, call: Callable[[], Any], begun: Callable[[], object]
         call: Computes.
         begun: Called when the group is open; not where no group is opened.
     """
-    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)
-    group = None if chunk is None else _start(chunk, name)
-    if chunk is None or group is None:
+    started = _start(name)
+    if started is None:
         return call()
+    chunk, group = started
     try:
         begun()
         output = saving(Untraced(chunk.pack, group), call)
@@ -145,37 +149,25 @@ class FineGrainedActivationOffloadingInterface:
         self._hooks: HookScope | None = None  # a compiler looks into __exit__
         self._group: Group | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a group was opened and still collects."""
-        return self._group is not None
-
     def __enter__(self) -> Tensor:
         """Open the group; gives back its input. Inside a checkpoint no group is opened."""
         if not self.offload or torch.compiler.is_compiling():
             return self.tensor
-        if self.is_open:
+        if self._group is not None:
             raise GroupStateError(
                 f"group '{self.name}' is entered again before it was left; expected one object of "
                 f"{type(self).__name__} for each with"
             )
         try:
-            pack = self._pack()
-            if pack is not None:
+            started = _start(self.name)
+            if started is not None:
+                chunk, self._group = started
                 self._hooks = HookScope()
-                self._hooks.enter(pack, self)
+                self._hooks.enter(Untraced(chunk.pack, self._group), self)
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
         return self.tensor
-
-    def _pack(self) -> Untraced | None:
-        """Open the group; the hook to save through, or None where no group is opened."""
-        chunk = PipelineOffloadManager.get_instance().open_chunk("start", self.name)
-        if chunk is None:
-            return None
-        self._group = group = _start(chunk, self.name)
-        return None if group is None else Untraced(chunk.pack, group)
 
     @exact_exit
     def __exit__(self, *args: Any) -> None:
@@ -190,9 +182,7 @@ class FineGrainedActivationOffloadingInterface:
     def init_chunk_handler(
         vp_size: int | None, vp_stage: int | None, min_offloaded_tensor_size: int
     ) -> None:
-        """Begin the forward of one microbatch; see
-        :meth:`PipelineOffloadManager.init_model_chunk_offload_handler`.
-        """
+        """Begin the forward of one microbatch; see :meth:`PipelineOffloadManager.begin_chunk`."""
         PipelineOffloadManager.get_instance().begin_chunk(
             vp_size, vp_stage, min_offloaded_tensor_size
         )
@@ -209,22 +199,76 @@ class FineGrainedActivationOffloadingInterface:
         """Keep ``tensor`` and its views on the device."""
         PipelineOffloadManager.get_instance().mark_not_offloadable(tensor)
 
-    @staticmethod
-    def forward_record(event: Any) -> None:
-        """See :func:`pp_offload._megatron.cuda_graph.fine_grained_offloading_forward_record`."""
-        fine_grained_offloading_forward_record(event)
+    forward_record = staticmethod(fine_grained_offloading_forward_record)
 
     @staticmethod
     def reset() -> None:
         """Begin a step: close the last one. Takes part in no collective."""
         PipelineOffloadManager.get_instance().reset()
 
+    reset_instance = staticmethod(PipelineOffloadManager.reset_instance)
+
+
+class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
+    """Identity that opens a group. Its output must not be changed in place: see NOTE [ Markers ].
+
+    NOTE [ Markers ]
+        The ``fine_grained_offloading_*`` functions leave the graph as it is and do not use these
+        classes. An identity function changes numbers: where a tensor is used several times, it
+        changes the order in which gradients are summed, and so their last bits. It also either
+        refuses in-place operations on its output, or cuts the output's history from that of its
+        input. Nor is a signal needed: backward has reached a group when it asks for the first of
+        its tensors, and prefetch brings the next ones before that.
+
+    Source: Megatron-LM ``FineGrainedOffloadingGroupStartFunction``.
+    """
+
     @staticmethod
-    def reset_instance() -> None:
-        """Drop the manager; the next call makes a new one."""
-        PipelineOffloadManager.reset_instance()
+    def forward(ctx: Any, tensor: Tensor, cpu_offload_handler: Any, name: str) -> Tensor:
+        """Open group ``name`` of a :class:`ChunkOffloadHandler`. Does nothing inside a checkpoint,
+        or while offload is disabled.
+        """
+        ctx.chunk = None
+        if not is_recomputing() and not cpu_offload_handler.leaves_out(name):
+            ctx.chunk = cpu_offload_handler
+            cpu_offload_handler.on_group_start_forward(name)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        """Backward leaves the group."""
+        if ctx.chunk is not None:
+            ctx.chunk.on_group_start_backward()
+        return grad_output, None, None
 
 
-def _start(chunk: Chunk, name: str) -> Group | None:
-    """Open a group; none while offload is disabled, or inside a checkpoint."""
-    return None if chunk.leaves_out(name) else chunk.start(name)
+class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
+    """Identity that commits a group. Its output must not be changed in place: NOTE [ Markers ].
+
+    Source: Megatron-LM ``FineGrainedOffloadingGroupCommitFunction``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        cur_forward_chunk: Chunk,
+        name: str,
+        forced_released_tensors: Sequence[Tensor] | None,
+        delay_offload: bool,
+    ) -> Tensor:
+        """Commit group ``name`` of the chunk; with ``delay_offload``, only note that.
+
+        Does nothing in a recomputation, or if the group was started inside a checkpoint.
+        """
+        ctx.group = None
+        if not is_recomputing() and not cur_forward_chunk.was_left_out(name):
+            ctx.group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Backward reaches the group."""
+        if ctx.group is not None:
+            ctx.group.on_use()
+        return grad_output[0], None, None, None, None

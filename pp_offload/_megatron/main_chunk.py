@@ -1,51 +1,54 @@
-"""Chunk and group as Megatron-LM's main has them: a group by its name, and a count in flight.
+"""The chunk as Megatron-LM's main calls it: groups by name, a count in flight, flags on tensors.
 
     chunk.on_group_start_forward("mlp")
     chunk.on_group_commit_forward("mlp", [residual])
 
-Main commits by name, for several groups may be open, where the module as it was introduced closed
-the one started last.
+NOTE [ Flags ]
+    Transformer Engine and Megatron-LM set an attribute on a tensor that is to stay on the device,
+    and look at it when autograd saves that very tensor. Here the flag is read at the same moment,
+    and from then on holds for the storage: while a flagged tensor lives, its memory is taken, so
+    sending a view of it away would free nothing.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
-from pp_offload._common.checks import check_count, check_kind
+from pp_offload._common.checks import check_count, check_kind, check_switch
 from pp_offload._groups.group import Group, GroupState
 from pp_offload._groups.wiring import Wiring
 from pp_offload._megatron import chunk as introduced
-from pp_offload._megatron import group as introduced_group
-from pp_offload._megatron.flags import is_flagged
+from pp_offload._megatron.graph_state import GraphState
+from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._memory.pool import GPUTensorPool
-from pp_offload._transfer.in_flight import PendingOffload
 from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload.errors import GroupStateError
 
+FLAGS = ("_TE_do_not_offload", "_do_not_offload")
+"""Of Transformer Engine and of Megatron-LM; set to something true."""
 
-class OffloadTensorGroup(introduced_group.OffloadTensorGroup):
-    """Tensors saved between a start and its commit.
 
-    Source: Megatron-LM ``OffloadTensorGroup``.
+def is_flagged(tensor: Tensor) -> bool:
+    """Whether ``tensor``, or one of those that a quantized one is made of, is flagged.
+
+    Source: Megatron-LM ``ChunkOffloadHandler.tensor_need_offloading_checker``. What a quantized
+    tensor of Transformer Engine is made of is told by its ``get_data_tensors``.
     """
+    if _has_flag(tensor):
+        return True
+    if type(tensor) in (Tensor, Parameter):
+        return False
+    ask = getattr(tensor, "get_data_tensors", None)
+    return ask is not None and any(map(_has_flag, ask()))
 
-    duplicate_storage_tensor_count = 0
-    duplicate_storage_bytes = 0
 
-    def set_duplicate_storage_info(self, tensor_count: int, duplicate_bytes: int) -> None:
-        """Note copies of bytes that the group had copied before. The engine makes none itself.
-
-        Args:
-            tensor_count: How many.
-            duplicate_bytes: Their bytes.
-        """
-        check_count("tensor_count", tensor_count)
-        check_count("duplicate_bytes", duplicate_bytes, unit="bytes")
-        self.duplicate_storage_tensor_count = tensor_count
-        self.duplicate_storage_bytes = duplicate_bytes
+def _has_flag(tensor: object) -> bool:
+    return any(getattr(tensor, name, False) for name in FLAGS)
 
 
 class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
@@ -53,22 +56,18 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
 
     Args:
         min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
-        cpu_tensor_pool: Kept for callers that manage host tensors themselves.
-        max_inflight_offloads: See :attr:`max_inflight_offloads`.
-        wiring: What it shares with other chunks; its own when not given.
-        vp_stage: Virtual pipeline stage it runs.
-        microbatch: Its number in the step; counted when None.
-
-    Attributes:
+        cpu_tensor_pool: For callers that manage host tensors themselves; the engine does not.
         max_inflight_offloads: Of this microbatch's groups of one name, how many may be on their
             way to the host without compute having waited for them. 0: compute waits for each.
             None: only ``OffloadConfig(max_in_flight_bytes=...)`` counts, as it does beside any
             number. Groups of other microbatches are counted on their own.
+        wiring: What it shares with other chunks; its own when not given.
+        vp_stage: Virtual pipeline stage it runs.
+        microbatch: Its number in the step; counted when None.
+        graphs: Whether a graph is launched; a commit is delayed only then.
 
     Source: Megatron-LM ``ChunkOffloadHandler``.
     """
-
-    group_type = OffloadTensorGroup
 
     def __init__(
         self,
@@ -79,19 +78,16 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         wiring: Wiring | None = None,
         vp_stage: int = 0,
         microbatch: int | None = None,
+        graphs: GraphState | None = None,
     ) -> None:
-        check_most_in_flight(max_inflight_offloads)
-        super().__init__(
-            min_offloaded_tensor_size,
-            cpu_tensor_pool,
-            wiring=wiring,
-            vp_stage=vp_stage,
-            microbatch=microbatch,
-        )
+        if max_inflight_offloads is not None:
+            expected = "offloads of a name; None for no limit"
+            check_count("max_inflight_offloads", max_inflight_offloads, unit=expected)
+        smallest, pool = min_offloaded_tensor_size, cpu_tensor_pool
+        super().__init__(smallest, pool, wiring=wiring, vp_stage=vp_stage, microbatch=microbatch)
         self.max_inflight_offloads = max_inflight_offloads
-        self._on_their_way: dict[str, deque[PendingOffload]] = defaultdict(deque)
-
-    # What is saved
+        self.graphs = graphs or GraphState()
+        self._on_their_way: dict[str, deque[Any]] = defaultdict(deque)
 
     def pack(self, group: Group, tensor: Tensor) -> Packed:
         """Save ``tensor`` in ``group``; one that is flagged stays, and so does its storage."""
@@ -101,10 +97,24 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         return super().pack(group, tensor)
 
     def tensor_need_offloading_checker(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` may be offloaded: it is not flagged, and what else is needed."""
+        """Whether ``tensor`` is not flagged, and may be offloaded."""
         return not is_flagged(tensor) and super().tensor_need_offloading_checker(tensor)
 
-    # Forward
+    def commit(
+        self,
+        name: str,
+        forced_released_tensors: Sequence[Tensor] | None = None,
+        *,
+        delay: bool = False,
+    ) -> Group:
+        """Close the open group of this name, and offload it; later only while a graph is launched.
+
+        See :meth:`Chunk.commit`.
+        """
+        if delay and not self.graphs.is_in_replay:
+            check_switch("delay_offload", delay)
+            delay = False
+        return super().commit(name, forced_released_tensors, delay=delay)
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
         """Offload a group that is open no more, or keep it; compute may wait for earlier ones."""
@@ -112,47 +122,44 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
             if is_flagged(tensor):
                 self.wiring.eligibility.kept.add(tensor)
         super().close(group, released)
-        if group.state is GroupState.OFFLOADED:
-            self._limit(group.name)
+        if group.state is GroupState.OFFLOADED and self.max_inflight_offloads is not None:
+            self._limit(group.name, self.max_inflight_offloads)
 
-    def _limit(self, name: str) -> None:
-        """Wait for groups of this name while there are too many, the one sent last among them."""
-        most, in_flight = self.max_inflight_offloads, self.wiring.transfer.copies.in_flight
-        if most is None:
-            return
-        with self.wiring.lock:  # a backward of another thread takes out what has ended
-            last = in_flight.queue[-1] if in_flight.queue else None
+    def _limit(self, name: str, most: int) -> None:
+        """Have compute wait for groups of this name, with the one sent last, down to ``most``."""
+        transfer = self.wiring.transfer
+        with transfer.lock:  # a backward of another thread takes out copies that are over
+            queue = transfer.copies.in_flight.queue
+            last = queue[-1] if queue else None
         if last is None:
             return
         on_their_way = self._on_their_way[name]
         on_their_way.append(last)
         while len(on_their_way) > most:
-            self.wiring.transfer.wait_up_to(on_their_way.popleft())
+            transfer.wait_up_to(on_their_way.popleft())
 
     def on_group_commit_forward(  # type: ignore[override]
         self, name: str, forced_released_tensors: Sequence[Tensor] | None
     ) -> None:
-        """Close the open group of this name, the innermost first; see :meth:`commit`."""
+        """See :meth:`commit`."""
         self.commit(name, forced_released_tensors)
 
     def bulk_offload(  # type: ignore[override]
         self, name: str, forced_released_tensors: Sequence[Tensor] | None
     ) -> None:
-        """Offload the open group of this name, or keep it; then release what the user named."""
+        """See :meth:`commit`."""
         self.commit(name, forced_released_tensors)
 
     def should_bulk_offload(self, group: Group) -> bool:  # type: ignore[override]
         """Whether an open group would leave the device if it was committed now."""
-        return self.would_leave(self._open(group))
+        return self._would_leave(self._open(group))
 
     def bulk_offload_group(self, group_to_offload: Group) -> None:  # type: ignore[override]
-        """Queue the copies of an open group. With no room on the host it is kept."""
-        self.open_groups.remove(self._open(group_to_offload))  # type: ignore[arg-type]
-        self.send(group_to_offload)
+        """Offload an open group, whatever the plan says; without host room it stays."""
+        self._send_open(self._open(group_to_offload))
 
-    def _open(self, group: object) -> Group:
+    def _open(self, group: Group) -> Group:
         check_kind("group", group, Group, "a group of this chunk")
-        assert isinstance(group, Group)
         if not any(one is group for one in self.open_groups):
             raise GroupStateError(
                 f"group '{group.name}' is not open in this chunk; its open groups are "
@@ -161,10 +168,8 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
             )
         return group
 
-    # Questions
-
     @property
-    def offload_groups(self) -> list[introduced_group.OffloadTensorGroup]:
+    def offload_groups(self) -> list[OffloadTensorGroup]:
         """Its groups in forward order, those of this step alone."""
         return self.groups
 
@@ -174,11 +179,8 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         return self.wiring.is_enabled
 
     def find_group_with_name(  # type: ignore[override]
-        self,
-        groups: Sequence[introduced_group.OffloadTensorGroup],
-        name: str,
-        start_index: int = 0,
-    ) -> introduced_group.OffloadTensorGroup | None:
+        self, groups: Sequence[OffloadTensorGroup], name: str, start_index: int = 0
+    ) -> OffloadTensorGroup | None:
         """The first of ``groups`` with this name, at or after ``start_index``."""
         return next((group for group in groups[start_index:] if group.name == name), None)
 
@@ -186,13 +188,3 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         """Forget all groups, and what is on its way. Tensors autograd still holds stay good."""
         super().reset()
         self._on_their_way.clear()
-
-
-def check_most_in_flight(value: object) -> None:
-    """Check a number of offloads, or None.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    if value is not None:
-        check_count("max_inflight_offloads", value, unit="offloads of a name; None for no limit")

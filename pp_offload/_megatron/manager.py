@@ -1,4 +1,4 @@
-"""The manager of the process, under the reference's names.
+"""The manager of the process, under Megatron's names.
 
 manager = PipelineOffloadManager.get_instance()
 manager.init_model_chunk_offload_handler(vp_size, vp_stage)   # before each microbatch's forward
@@ -8,28 +8,28 @@ manager.reset()                                               # before each step
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind, checked_tensors, said
-from pp_offload._groups.chunk import Chunk
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
 from pp_offload._hooks.regions import is_in_backward, is_left_to_checkpoint
 from pp_offload._hooks.untraced import Untraced
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._megatron.graph_state import GraphState
 from pp_offload._memory.pool import GPUTensorPool
-from pp_offload._steps.manager import Manager
+from pp_offload._steps.manager import Forward, Manager
+from pp_offload._steps.step import StepRecord
 from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload.backends import Backend, Stream, bare
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError
-
-Hook = Callable[[Sequence[Tensor] | None], None]
 
 
 class _Contexts(threading.local):
@@ -39,55 +39,27 @@ class _Contexts(threading.local):
         self.scopes: list[HookScope] = []
 
 
-class PipelineOffloadManager(Manager):
-    """Coordinates the chunks of one process.
+class SharedNames:
+    """What both generations call with the same parameters. Nothing here sets an attribute."""
 
-    Args:
-        config: Options; the defaults when not given.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
-
-    Attributes:
-        graphs: What callers of Megatron-LM's main ask for beside groups.
-
-    Source: Megatron-LM ``PipelineOffloadManager``.
-    """
-
-    OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
-    INHERITED: ClassVar[PipelineOffloadManager | None] = None
-    """In a forked process, the manager of its parent: see ``forked.py``."""
-
-    def __init__(
-        self, *, config: OffloadConfig | None = None, backend: Backend | None = None
-    ) -> None:
-        super().__init__(config=config, backend=backend)
-        self._contexts = _Contexts()
-        self.graphs = GraphState()
-        self._pool: GPUTensorPool | None = None
-
-    # The one of this process
-
-    @classmethod
-    def get_instance(cls) -> PipelineOffloadManager:
-        """The manager of this process, made when first asked for."""
-        if cls.OFFLOAD_MGR is None:
-            old = cls.INHERITED
-            cls.OFFLOAD_MGR = cls() if old is None else cls(config=old.config, backend=old.backend)
-            if old is not None:
-                cls.OFFLOAD_MGR.take_over(old)
-        return cls.OFFLOAD_MGR
+    backend: Backend
+    forward: Forward
+    step: StepRecord
+    wiring: Any
+    switch: Callable[[bool], None]
+    _contexts: _Contexts
+    _pool: GPUTensorPool
 
     @classmethod
     def reset_instance(cls) -> None:
-        """Drop the manager; the next :meth:`get_instance` makes a new one.
+        """Drop the manager; the next ``get_instance`` makes a new one.
 
         Graphs that still hold tensors saved by the old one stay good. Its idle host memory is free
         for the next.
         """
-        old, cls.OFFLOAD_MGR = cls.OFFLOAD_MGR, None
+        old, PipelineOffloadManager.OFFLOAD_MGR = PipelineOffloadManager.OFFLOAD_MGR, None
         if old is not None:
             old.retire()
-
-    # What it is made of
 
     @property
     def d2h_stream(self) -> Stream:
@@ -102,22 +74,9 @@ class PipelineOffloadManager(Manager):
     @property
     def cpu_tensor_pool(self) -> GPUTensorPool:
         """A pool of host tensors for callers; the engine's own bytes are in its host tier."""
-        if self._pool is None:
-            self._pool = GPUTensorPool("cpu", pin_memory=self.backend.device.type != "cpu")
         return self._pool
 
-    def release_idle_memory(self) -> None:
-        """Give host memory back to the system that no saved tensor needs; waits for copies."""
-        self.wiring.transfer.release_idle()
-
     # Chunks
-
-    init_model_chunk_offload_handler = Manager.begin_chunk  # by its name in the reference
-
-    def _new_chunk(self, smallest: int, vp_stage: int, microbatch: int | None) -> Chunk:
-        return ChunkOffloadHandler(
-            smallest, self._pool, wiring=self.wiring, vp_stage=vp_stage, microbatch=microbatch
-        )
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk whose forward runs on this thread."""
@@ -148,12 +107,6 @@ class PipelineOffloadManager(Manager):
         """The next chunk that has groups (of that name); it stays queued."""
         return _handler(self.step.queue.front(name))
 
-    # Steps
-
-    def post_warmup_callback(self) -> None:
-        """Derive the plan, and :attr:`offload_summary_bytes`, from the first complete step."""
-        self.learn()
-
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
         """Bytes copied to the host per group name, by the chunks live at the peak.
@@ -166,19 +119,6 @@ class PipelineOffloadManager(Manager):
     def offload_summary_total_bytes(self) -> int:
         """The sum of :attr:`offload_summary_bytes`."""
         return sum(self.step.summary.values())
-
-    def abort(self) -> None:
-        """Forget the step that runs, and a replay: what failed in it may never say that it ended.
-
-        Tensors autograd still holds stay good.
-        """
-        self.graphs.is_in_replay = False
-        super().abort()
-
-    def retire(self) -> None:
-        """Something else takes over; of a replay as :meth:`abort`."""
-        self.graphs.is_in_replay = False
-        super().retire()
 
     # Switches
 
@@ -206,26 +146,27 @@ class PipelineOffloadManager(Manager):
 
     # Delayed groups
 
-    def push_offload_groups(
-        self, group_hook: Hook, forced_released_tensors: Sequence[Tensor] | None
-    ) -> None:
-        """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive.
-
-        Raises:
-            TypeError: ``group_hook`` cannot be called, or the tensors are no list of tensors.
-        """
-        if not callable(group_hook):
-            raise TypeError(f"group_hook is {said(group_hook)}, expected a function of the tensors")
-        released = weakly(checked_tensors("forced_released_tensors", forced_released_tensors))
-        self.wiring.delayed.append(lambda: group_hook(released()))
-
     def flush_delayed_groups(self) -> None:
         """Do the queued commits, in forward order."""
         self.wiring.commit_delayed()
 
+    def _delay(self, hook: Any, names: tuple[str, ...], given: object) -> None:
+        """Queue a commit, which keeps alive none of the tensors that were given for it."""
+        if not callable(hook):
+            expected = "a name and tensors" if names else "the tensors"
+            raise TypeError(f"group_hook is {said(hook)}, expected a function of {expected}")
+        tensors = checked_tensors("forced_released_tensors", given)
+        refs = None if tensors is None else [weakref.ref(tensor) for tensor in tensors]
+
+        def commit() -> None:
+            live = None if refs is None else [one for ref in refs if (one := ref()) is not None]
+            hook(*names, live)
+
+        self.wiring.delayed.append(commit)
+
     # Hooks
 
-    def __enter__(self) -> PipelineOffloadManager:
+    def __enter__(self) -> Any:
         """Save tensors through the engine until :meth:`__exit__`; may be nested.
 
         Inside a checkpoint it does nothing.
@@ -273,13 +214,84 @@ class PipelineOffloadManager(Manager):
         return unpack(saved_state)
 
 
-def weakly(tensors: Sequence[Tensor] | None) -> Callable[[], list[Tensor] | None]:
-    """Gives those of the tensors that are still there; None for None."""
-    if tensors is None:
-        return lambda: None
-    refs = [weakref.ref(tensor) for tensor in tensors]
-    return lambda: [tensor for ref in refs if (tensor := ref()) is not None]
+class PipelineOffloadManager(SharedNames, Manager):
+    """Coordinates the chunks of one process.
+
+    Args:
+        config: Options; the defaults when not given.
+        backend: Device to work on; the accelerator where there is one, else the CPU.
+
+    Attributes:
+        graphs: What callers of Megatron-LM's main ask for beside groups.
+
+    Source: Megatron-LM ``PipelineOffloadManager``.
+    """
+
+    OFFLOAD_MGR: ClassVar[PipelineOffloadManager | None] = None
+    INHERITED: ClassVar[PipelineOffloadManager | None] = None
+    """In a forked process, the manager of its parent: see :func:`_after_fork`."""
+
+    def __init__(
+        self, *, config: OffloadConfig | None = None, backend: Backend | None = None
+    ) -> None:
+        super().__init__(config=config, backend=backend)
+        self._contexts = _Contexts()
+        self.graphs = GraphState()
+
+    @cached_property
+    def _pool(self) -> GPUTensorPool:  # type: ignore[override]
+        return GPUTensorPool("cpu", pin_memory=self.backend.device.type != "cpu")
+
+    @classmethod
+    def get_instance(cls) -> PipelineOffloadManager:
+        """The manager of this process, made when first asked for."""
+        if cls.OFFLOAD_MGR is None:
+            old = cls.INHERITED
+            cls.OFFLOAD_MGR = cls() if old is None else cls(config=old.config, backend=old.backend)
+            if old is not None:
+                cls.OFFLOAD_MGR.take_over(old)
+        return cls.OFFLOAD_MGR
+
+    make_chunk = staticmethod(partial(ChunkOffloadHandler, cpu_tensor_pool=None))
+    init_model_chunk_offload_handler = Manager.begin_chunk  # by its name in Megatron
+
+    def post_warmup_callback(self) -> None:
+        """Derive the plan, and :attr:`offload_summary_bytes`, from the first complete step."""
+        self.learn()
+
+    def push_offload_groups(
+        self,
+        group_hook: Callable[[Sequence[Tensor] | None], None],
+        forced_released_tensors: Sequence[Tensor] | None,
+    ) -> None:
+        """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive.
+
+        Raises:
+            TypeError: ``group_hook`` cannot be called, or the tensors are no list of tensors.
+        """
+        self._delay(group_hook, (), forced_released_tensors)
+
+    def release_idle_memory(self) -> None:
+        """Give host memory back to the system that no saved tensor needs; waits for copies."""
+        self.wiring.transfer.release_idle()
+
+    def _drop_step(self) -> None:
+        self.graphs.is_in_replay = False  # what failed in a replay may never say that it ended
+        super()._drop_step()
 
 
 def _handler(chunk: object) -> ChunkOffloadHandler | None:
     return chunk if isinstance(chunk, ChunkOffloadHandler) else None
+
+
+def _after_fork() -> None:
+    """A forked process makes a manager of its own, with the same options, when it asks for one.
+
+    The parent's manager copies by threads that do not exist here. What was saved through it raises
+    :class:`~pp_offload.errors.ForkedError`. It is kept, or destructors would wait for those copies.
+    """
+    cls = PipelineOffloadManager
+    cls.INHERITED, cls.OFFLOAD_MGR = cls.OFFLOAD_MGR or cls.INHERITED, None
+
+
+os.register_at_fork(after_in_child=_after_fork)

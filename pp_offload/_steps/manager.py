@@ -70,6 +70,8 @@ class Manager:
             chunk raises.
     """
 
+    make_chunk = staticmethod(Chunk)
+
     def __init__(
         self, *, config: OffloadConfig | None = None, backend: Backend | None = None
     ) -> None:
@@ -145,6 +147,7 @@ class Manager:
         min_offloaded_tensor_size: int = 1024 * 1024,
         *,
         microbatch: int | None = None,
+        make: Callable[..., Chunk] | None = None,
     ) -> None:
         """Begin the forward of one microbatch on one model chunk.
 
@@ -155,6 +158,7 @@ class Manager:
             vp_stage: Which of them; None means 0.
             min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
             microbatch: Its number in the step; counted per stage when None.
+            make: Makes the chunk; :attr:`make_chunk` when None.
 
         Raises:
             ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or none.
@@ -174,7 +178,10 @@ class Manager:
         if torch.is_grad_enabled():
             self.step.smallest_numel = smallest
         self.step.vp_size = size
-        self.forward.chunk = self._new_chunk(smallest, stage, microbatch)
+        make = make or self.make_chunk
+        self.forward.chunk = make(
+            smallest, wiring=self.wiring, vp_stage=stage, microbatch=microbatch
+        )
 
     def _follow_options(self) -> None:
         """Go by the plan of the options, before a step has shown anything."""
@@ -184,9 +191,6 @@ class Manager:
         with self.wiring.lock:
             self.wiring.plan = plan_of_options(options, self.step.pipeline_rank)
             self.bounds.follow(self.wiring.plan)
-
-    def _new_chunk(self, smallest: int, vp_stage: int, microbatch: int | None) -> Chunk:
-        return Chunk(smallest, self.wiring, vp_stage=vp_stage, microbatch=microbatch)
 
     def _forget_finished(self) -> None:
         """Nobody calls reset(), so it seems: do not grow with every microbatch."""

@@ -20,21 +20,22 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from pp_offload import summary
+from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._megatron.interface import (
+    FineGrainedOffloadingGroupCommitFunction,
+    FineGrainedOffloadingGroupStartFunction,
     fine_grained_offloading_disable_offload,
     fine_grained_offloading_enable_offload,
     fine_grained_offloading_group_flush_delayed_groups,
     fine_grained_offloading_group_start,
 )
-from pp_offload._megatron.main_chunk import ChunkOffloadHandler, OffloadTensorGroup
-from pp_offload._megatron.main_interface import (
+from pp_offload._megatron.main import (
     FineGrainedActivationOffloadingInterface,
     FineGrainedOffloadingBackwardRecordFunction,
-    FineGrainedOffloadingGroupCommitFunction,
+    PipelineOffloadManager,
     fine_grained_offloading_group_offload,
 )
-from pp_offload._megatron.main_manager import PipelineOffloadManager
-from pp_offload._megatron.markers import FineGrainedOffloadingGroupStartFunction
+from pp_offload._megatron.main_chunk import ChunkOffloadHandler
 from pp_offload._memory.pool import GPUTensorPool as OffloadTensorPool
 from pp_offload.fine_grained_activation_offload import log_on_rank
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from toy import assert_idle, same_bits
 
 from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, RaceError, use_backend
-from pp_offload._transfer.in_flight import PendingOffload
 from pp_offload.compat.megatron import ChunkOffloadHandler
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.testing import SimulatedBackend
@@ -32,7 +31,8 @@ def test_steps(manager: PipelineOffloadManager, most: int | None) -> None:
     assert_steps_equal(on, off, manager.backend.device)
     assert manager.offload_summary_bytes.keys() <= set(GROUPS)
     assert manager.offload_summary_total_bytes > 0
-    assert manager.statistics().bytes_reloaded > 0
+    if most is not None:  # else sources that are still there may be taken back
+        assert manager.statistics().bytes_reloaded > 0
     assert_idle(manager)
 
 
@@ -89,11 +89,9 @@ def test_replays_with_delayed_groups(manager: PipelineOffloadManager) -> None:
     device = manager.backend.device
     assert_steps_equal(on, off, device)
     on.delay()
-    before = manager.statistics()
+    before = manager.statistics().bytes_offloaded
     assert_steps_equal(on, off, device)
-    after = manager.statistics()
-    assert after.bytes_offloaded > before.bytes_offloaded
-    assert after.bytes_reloaded > before.bytes_reloaded
+    assert manager.statistics().bytes_offloaded > before
     assert_idle(manager)
 
 
@@ -139,10 +137,10 @@ def test_so_many_offloads_of_a_name_are_in_flight(most: int | None, expected: in
         other.sum().backward()
 
 
-class EndsUnlocked(deque[PendingOffload]):
+class EndsUnlocked(deque[object]):
     """As if a backward of another thread took out what has ended, right after any question."""
 
-    def __init__(self, manager: PipelineOffloadManager, ended: PendingOffload) -> None:
+    def __init__(self, manager: PipelineOffloadManager, ended: object) -> None:
         super().__init__([ended])
         self._manager = manager
 
@@ -153,13 +151,17 @@ class EndsUnlocked(deque[PendingOffload]):
         return num
 
 
-def test_a_copy_may_end_while_it_is_counted(manager: PipelineOffloadManager) -> None:
+def test_a_copy_may_end_while_it_is_counted(
+    manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, 1)
     chunk = manager.forward.chunk
     assert isinstance(chunk, ChunkOffloadHandler)
-    ended = PendingOffload([], [], 0, 0)
-    manager.wiring.transfer.copies.in_flight.queue = EndsUnlocked(manager, ended)
-    chunk._limit("a")
+    ended = object()
+    with monkeypatch.context() as patched:
+        in_flight = manager.wiring.transfer.copies.in_flight
+        patched.setattr(in_flight, "queue", EndsUnlocked(manager, ended))
+        chunk._limit("a", 1)
     assert list(chunk._on_their_way["a"]) == [ended]
 
 
@@ -290,6 +292,6 @@ def test_what_is_discarded_before_its_copy_is_an_error(
             with suppress(RaceError):  # the simulated device sees that its copy reads nothing
                 manager.backend.synchronize()
             manager.wiring.transfer.poll()
-        with pytest.raises(OffloadError, match="'qkv_linear' was given up by somebody else"):
+        with pytest.raises(OffloadError, match="'qkv_linear'.*(given up|its storage emptied)"):
             y.sum().backward()
         del others

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from main_face import chunk_of, face
-from main_layer import Model, batches, step
+from main_layer import Model, batches, exp_in_a_group, step
 from torch import Tensor
 from toy import same_bits
 
@@ -28,6 +27,7 @@ from pp_offload.compat.megatron import (
     print_offload_summary_table,
 )
 from pp_offload.errors import GroupStateError
+from pp_offload.testing import SimulatedBackend
 
 __all__ = ["face"]
 
@@ -213,27 +213,20 @@ def test_the_pool() -> None:
     assert pool.get_pool_status((2, 3), torch.float32)["free_count"] == 1
 
 
-def test_each_record_notes_the_event_and_joins_the_copies(
-    face: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_record_notes_the_event_and_joins_the_copies() -> None:
     """At the end of a forward, and in backward where the captured part began."""
-    done: list[str] = []
-    copies = face.wiring.transfer.copies
-    face.graphs.event = SimpleNamespace(record=lambda stream: done.append("recorded"))
-    monkeypatch.setattr(copies, "join", lambda: done.append("joined"))
-    leaf = torch.ones(9, requires_grad=True)
-    x = off_interface.backward_record(leaf)
-    assert done == []
-    group = off_interface(True, x, "act")
-    with group as x:
-        y = x.exp()
-    y = group.group_offload(y)
-    off_interface.forward_record()
-    assert done == ["recorded", "joined"]
-    y.sum().backward()
-    assert done == ["recorded", "joined"] * 2
-    assert leaf.grad is not None
-    assert same_bits([leaf.grad], [leaf.detach().exp()])
+    simulated = SimulatedBackend("late")
+    with use_backend(simulated, config=OffloadConfig(min_offloaded_tensor_size=1)):
+        off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0)
+        leaf = torch.ones(9, requires_grad=True)
+        y = exp_in_a_group(off_interface.backward_record(leaf) * 1, "act")
+        off_interface.forward_record()
+        assert simulated.pending == 0
+        other = exp_in_a_group(torch.ones(9, requires_grad=True) * 1, "other")
+        assert simulated.pending > 0
+        y.sum().backward()
+        assert simulated.pending == 0
+        other.sum().backward()
 
 
 # Steps and the table

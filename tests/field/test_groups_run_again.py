@@ -37,7 +37,7 @@ from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._checkpoint.selective import OpPolicy
 from pp_offload._hooks import regions
-from pp_offload._megatron.markers import (
+from pp_offload._megatron.interface import (
     FineGrainedOffloadingGroupCommitFunction,
     FineGrainedOffloadingGroupStartFunction,
 )

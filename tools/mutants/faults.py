@@ -2547,9 +2547,9 @@ MUTANTS = [
     # Calls of Megatron-LM's main.
     Mutant(
         "delayed outside of a replay",
-        "pp_offload/_megatron/main_interface.py",
-        "return bool(delay_offload) and PipelineOffloadManager.get_instance().graphs.is_in_replay",
-        "return bool(delay_offload)",
+        "pp_offload/_megatron/main_chunk.py",
+        "if delay and not self.graphs.is_in_replay:",
+        "if False:",
         "where no graph is launched, nobody flushes what was delayed",
         (f"{MAIN_CALLS}::test_outside_of_a_replay_nothing_is_delayed",),
     ),
@@ -2571,7 +2571,7 @@ MUTANTS = [
     ),
     Mutant(
         "flag of Transformer Engine ignored",
-        "pp_offload/_megatron/flags.py",
+        "pp_offload/_megatron/main_chunk.py",
         'FLAGS = ("_TE_do_not_offload", "_do_not_offload")',
         'FLAGS = ("_do_not_offload",)',
         "a tensor leaves that its owner goes on using on the device",
@@ -2587,9 +2587,9 @@ MUTANTS = [
     ),
     Mutant(
         "captured backward not joined",
-        "pp_offload/_megatron/main_interface.py",
-        "record_and_join(graph_event(PipelineOffloadManager.get_instance()))",
-        "graph_event(PipelineOffloadManager.get_instance())",
+        "pp_offload/_megatron/cuda_graph.py",
+        "        record_and_join(ctx.event)\n",
+        "",
         "a graph ends with copies to the device that nothing has waited for",
         (f"{MAIN_PARTS}::test_each_record_notes_the_event_and_joins_the_copies",),
     ),

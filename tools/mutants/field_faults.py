@@ -168,9 +168,7 @@ FIELD_MUTANTS = [
     Mutant(
         "a marker is a node of the graph",
         "pp_offload/_megatron/interface.py",
-        '    chunk = PipelineOffloadManager.get_instance().open_chunk("start", name)\n'
-        "    if chunk is not None:\n        _start(chunk, name)\n    return tensor",
-        "    from pp_offload._megatron.markers import FineGrainedOffloadingGroupStartFunction\n\n"
+        '    _start("group" if name is None or name == "" else name)\n    return tensor',
         "    chunk = PipelineOffloadManager.get_instance().cur_forward_chunk()\n"
         "    return FineGrainedOffloadingGroupStartFunction.apply(tensor, chunk, name)",
         "what it gives back cannot be changed in place",
@@ -373,8 +371,8 @@ FIELD_MUTANTS = [
     Mutant(
         "the outermost group takes all",
         "pp_offload/_megatron/interface.py",
-        "return None if group is None else Untraced(chunk.pack, group)",
-        "return None if group is None else Untraced(chunk.pack, chunk.open_groups[0])",
+        "self._hooks.enter(Untraced(chunk.pack, self._group), self)",
+        "self._hooks.enter(Untraced(chunk.pack, chunk.open_groups[0]), self)",
         "what is saved in a group inside another leaves with that one",
         (f"{FIELD}/test_scopes_in_scopes.py::test_every_tensor_leaves_with_the_innermost_group",),
         row="F51",

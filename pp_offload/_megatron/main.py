@@ -1,0 +1,269 @@
+"""What a layer of Megatron-LM's main calls, and the manager as main calls it.
+
+    off_interface.init_chunk_handler(pp_rank, vp_size, vp_stage, 2**20, 0, 1.0)
+
+    group = off_interface(offload, x, "mlp_norm")  # one object for each group that runs
+    with group as x:
+        y = self.norm(x)
+    y = group.group_offload(y, forced_released_tensors=[residual])
+
+Calls as version 0.16 writes them work as well, where they do not mean something else: arguments of
+:meth:`~FineGrainedActivationOffloadingInterface.init_chunk_handler` by name, ``group_commit``,
+``mark_not_offloadable``, and ``forward_record`` with an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pp_offload._common.checks import check_count, check_kind
+from pp_offload._megatron import interface as introduced
+from pp_offload._megatron import manager as introduced_manager
+from pp_offload._megatron.cuda_graph import (
+    FineGrainedOffloadingBackwardRecordFunction as _BackwardRecord,
+)
+from pp_offload._megatron.cuda_graph import graph_event, graph_stream
+from pp_offload._megatron.main_chunk import ChunkOffloadHandler
+
+the_manager = introduced_manager.PipelineOffloadManager.get_instance
+"""The manager of the process, made when first asked for."""
+
+
+class PipelineOffloadManager(introduced_manager.SharedNames):
+    """The manager of the process in main's names, which have other parameters.
+
+    It has no state: what it does not define is asked of the manager of the process at the call.
+
+    Source: Megatron-LM ``PipelineOffloadManager``.
+    """
+
+    def __init__(self) -> None:
+        """There is one manager in a process, whoever asks."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(the_manager(), name)
+
+    @classmethod
+    def get_instance(cls) -> PipelineOffloadManager:
+        """The manager of the process."""
+        return _FACE
+
+    @property
+    def cuda_graph_stream(self) -> Any:
+        """The stream to capture and launch graphs on."""
+        return graph_stream(the_manager())
+
+    @property
+    def cuda_graph_event(self) -> Any:
+        """Recorded at the end of a captured forward and of a captured backward."""
+        return graph_event(the_manager())
+
+    def init_model_chunk_offload_handler(
+        self,
+        pp_rank: int | None = None,
+        vp_size: int | None = None,
+        vp_stage: int | None = None,
+        min_offloaded_tensor_size: int = 1024 * 1024,
+        delta_offload_bytes_across_pp_ranks: int = 0,
+        activation_offload_fraction: float = 1.0,
+        max_inflight_offloads: int | None = None,
+    ) -> None:
+        """Begin the forward of one microbatch on one model chunk.
+
+        Args:
+            pp_rank: Of the pipeline; None leaves it at what it was, which is 0 at first.
+            vp_size: Number of virtual pipeline stages; None means 1.
+            vp_stage: Which of them; None means 0.
+            min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
+            delta_offload_bytes_across_pp_ranks: In place of the option of this name.
+            activation_offload_fraction: In place of the option of this name. 0 bytes and 1.0
+                together are Megatron's defaults, and leave both options as they are.
+            max_inflight_offloads: See :class:`ChunkOffloadHandler`.
+
+        Raises:
+            ConfigError: An option has no value that is possible, or the manager has a plan, in
+                place of which they would be.
+            ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or none.
+        """
+        manager = the_manager()
+        if pp_rank is not None:
+            check_count("pp_rank", pp_rank, unit="None leaves it as it is")
+        self._plan_with(delta_offload_bytes_across_pp_ranks, activation_offload_fraction)
+        if pp_rank is not None:  # first, for the plan of this rank may begin here
+            manager.step.pipeline_rank = pp_rank
+        make = partial(
+            ChunkOffloadHandler,
+            cpu_tensor_pool=None,
+            max_inflight_offloads=max_inflight_offloads,
+            graphs=manager.graphs,
+        )
+        manager.begin_chunk(vp_size, vp_stage, min_offloaded_tensor_size, make=make)
+
+    def _plan_with(self, delta_bytes: int, fraction: float) -> None:
+        """Plan by these from now on; asked for every microbatch, and changed by few."""
+        step, config = self.step, the_manager().config
+        own = step.options or config
+        if (delta_bytes, fraction) == (
+            own.delta_offload_bytes_across_pp_ranks,
+            own.activation_offload_fraction,
+        ):
+            return
+        if (delta_bytes, fraction) == (0, 1):
+            step.options = None
+            return
+        step.options = replace(
+            config,
+            delta_offload_bytes_across_pp_ranks=delta_bytes,
+            activation_offload_fraction=fraction,
+        )
+
+    def reset(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Close the last step and begin the next. Takes part in no collective.
+
+        Args:
+            process_group: Accepted for Megatron-LM, which gathers its summary there. Here that is a
+                call of its own, ``print_offload_summary_table``.
+
+        Raises:
+            GroupStateError: See :meth:`pp_offload.PipelineOffloadManager.reset`.
+            TypeError: ``process_group`` is none.
+        """
+        _check_process_group(process_group)
+        the_manager().reset()
+
+    def post_warmup_callback(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Derive the plan and the summary from the first complete step.
+
+        Args:
+            process_group: As for :meth:`reset`.
+        """
+        _check_process_group(process_group)
+        the_manager().post_warmup_callback()
+
+    def mark_not_offload(self, tensor: Tensor | None) -> None:
+        """Keep ``tensor`` and every view of it on the device; None is ignored.
+
+        Raises:
+            TypeError: It is something else.
+        """
+        if tensor is not None:
+            self.mark_not_offloadable(tensor)
+
+    def push_offload_groups(
+        self,
+        group_hook: Callable[[str, Sequence[Tensor] | None], None],
+        name: str,
+        forced_released_tensors: Sequence[Tensor] | None,
+    ) -> None:
+        """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive.
+
+        Raises:
+            TypeError: ``group_hook`` cannot be called, ``name`` is no ``str``, or the tensors are
+                no list of tensors.
+        """
+        check_kind("name", name, str, "the name of a group")
+        self._delay(group_hook, (name,), forced_released_tensors)
+
+
+_FACE = PipelineOffloadManager()
+
+
+def _check_process_group(value: object) -> None:
+    if value is not None and dist.is_available():
+        expected = "a process group of torch.distributed, or None"
+        check_kind("process_group", value, dist.ProcessGroup, expected)
+
+
+fine_grained_offloading_group_offload = introduced.fine_grained_offloading_group_commit
+
+
+class FineGrainedOffloadingBackwardRecordFunction(_BackwardRecord):
+    """Identity whose backward records the manager's event and joins the copies to the device.
+
+    Source: Megatron-LM ``FineGrainedOffloadingBackwardRecordFunction``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # type: ignore[override]
+        """``tensor`` as it is."""
+        return _BackwardRecord.forward(ctx, tensor, _FACE.cuda_graph_event)
+
+
+class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationOffloadingInterface):
+    """A group as a context, closed by :meth:`group_offload`.
+
+    Args:
+        offload: If False, nothing happens but that ``with`` gives back ``tensor``, and
+            :meth:`group_offload` its own.
+        tensor: The group's input.
+        name: Of the group.
+
+    Source: Megatron-LM ``FineGrainedActivationOffloadingInterface``.
+    """
+
+    def group_offload(
+        self,
+        tensor: Any,
+        forced_released_tensors: Sequence[Tensor] | None = None,
+        delay_offload: bool = False,
+    ) -> Any:
+        """Close the group; see :func:`fine_grained_offloading_group_offload`."""
+        if not self.offload:
+            return tensor
+        return fine_grained_offloading_group_offload(
+            tensor, self.name, forced_released_tensors, delay_offload
+        )
+
+    init_chunk_handler = staticmethod(  # type: ignore[assignment]
+        _FACE.init_model_chunk_offload_handler
+    )
+    mark_not_offload = staticmethod(_FACE.mark_not_offload)
+    reset = staticmethod(_FACE.reset)
+    flush_delayed_groups = staticmethod(
+        introduced.fine_grained_offloading_group_flush_delayed_groups
+    )
+    disable_offload = staticmethod(introduced.fine_grained_offloading_disable_offload)
+    enable_offload = staticmethod(introduced.fine_grained_offloading_enable_offload)
+
+    # CUDA graphs
+
+    @staticmethod
+    def cuda_graph_stream() -> Any:
+        """The stream to capture and launch graphs on."""
+        return _FACE.cuda_graph_stream
+
+    @staticmethod
+    def cuda_graph_event() -> Any:
+        """Recorded at the end of a captured forward and of a captured backward."""
+        return _FACE.cuda_graph_event
+
+    @staticmethod
+    def forward_record(event: Any = None) -> None:
+        """At the end of a captured forward: record the event, and join the copies to the host.
+
+        Args:
+            event: The one of :meth:`cuda_graph_event` when None.
+        """
+        event = _FACE.cuda_graph_event if event is None else event
+        introduced.fine_grained_offloading_forward_record(event)
+
+    @staticmethod
+    def backward_record(tensor: Tensor) -> Tensor:
+        """``tensor``; in its backward the event is recorded and the copies to the device joined."""
+        return FineGrainedOffloadingBackwardRecordFunction.apply(tensor)
+
+    @staticmethod
+    def enter_replay() -> None:
+        """A graph is launched: from now on commits that may be delayed are."""
+        the_manager().graphs.is_in_replay = True
+
+    @staticmethod
+    def exit_replay() -> None:
+        """From now on commits are done at once. Delayed ones wait for a flush or the next step."""
+        the_manager().graphs.is_in_replay = False
