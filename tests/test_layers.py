@@ -62,6 +62,7 @@ ASKS_FOR_THE_MANAGER = {
 ORDERS_COPIES = {
     "_core.in_flight",
     "_core.mover",
+    "_megatron.graph_state",
     "_core.stopwatch",
     "_transfer.copies",
     "_transfer.in_flight",

@@ -35,6 +35,10 @@ FUNCTIONS = (
     "torch._C._DisableTorchDispatch",
     "torch._C._SetExcludeDispatchKeyGuard",
     "torch._C._TorchDispatchModeKey",
+    "torch._C._accelerator_getDeviceIndex",
+    "torch._C._accelerator_getStream",
+    "torch._C._accelerator_setDeviceIndex",
+    "torch._C._accelerator_setStream",
     "torch._C._are_functorch_transforms_active",
     "torch._C._autograd._get_sequence_nr",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
@@ -208,6 +212,12 @@ try:
     forward_pre_hooks = torch.nn.modules.module._global_forward_pre_hooks
     """Of all modules; in order."""
 
+    # Those of ``torch.accelerator`` without its Python code, for each saved tensor asks.
+    accelerator_device: Callable[[], int] = torch._C._accelerator_getDeviceIndex
+    accelerator_stream: Callable[[int], torch.Stream] = torch._C._accelerator_getStream
+    set_accelerator_device: Callable[[int], None] = torch._C._accelerator_setDeviceIndex
+    set_accelerator_stream: Callable[[Any], None] = torch._C._accelerator_setStream
+
     pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
     push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
     top_hooks: Callable[[bool], tuple[Callable[..., Any], Any] | None]
@@ -313,6 +323,8 @@ __all__ = [
     "OpOverloadPacket",
     "SetExcludeDispatchKeyGuard",
     "TorchDispatchMode",
+    "accelerator_device",
+    "accelerator_stream",
     "apply_activation_checkpointing",
     "checkpoint_wrapper",
     "disable_current_modes",
@@ -335,6 +347,8 @@ __all__ = [
     "records_operators",
     "schedule_of_csv",
     "sequence_number",
+    "set_accelerator_device",
+    "set_accelerator_stream",
     "top_hooks",
     "tree_flatten",
     "tree_leaves",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -105,9 +105,8 @@ class Chunk:
                 tell(group)
         return group
 
-    def pack(self, group: Group, tensor: Tensor) -> Packed:
-        """Save ``tensor`` in ``group``."""
-        return group.pack(tensor)
+    pack: Callable[[Group, Tensor], Packed] = staticmethod(Group.pack)
+    """Saves a tensor in a group. Not a method of its own, which each saved tensor would call."""
 
     def commit(
         self,

@@ -181,6 +181,9 @@ class DiskPlace:
         if self.passage is not None:
             self.passage.host.last_use = event
 
+    def keep(self) -> None:
+        """See :meth:`Place.keep`. No capture gets this far: it neither writes here nor reads."""
+
     def write(self, sources: Sequence[Tensor], arrived: Event) -> Event:
         """Begin to write; returns the event with which the sources may go.
 

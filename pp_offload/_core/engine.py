@@ -73,7 +73,9 @@ class Engine:
 
     def follow(self, stream: Stream) -> None:
         """A forward computes on this stream, and sources may be allocated there."""
-        self.mover.in_flight.streams.follow(stream)
+        streams = self.mover.in_flight.streams
+        if stream not in streams.seen:  # nearly never
+            streams.follow(stream)
 
     def payloads(self, group: Group) -> Payloads:
         """What may leave of an open group, which counts it."""
@@ -116,7 +118,9 @@ class Engine:
     def _try_to_send(self, group: Group, payloads: Payloads) -> Event | None:
         """Send and close the group; or, and nothing has changed, what has to end first."""
         with self.mover.lock:
-            shared = self.shared.share(payloads) if self.shared.copies else {}
+            # Not in a capture: a launch computes anew what was copied before.
+            may_share = self.shared.copies and not self.mover.backend.is_capturing
+            shared = self.shared.share(payloads) if may_share else {}
             own = payloads.without(shared.keys()) if shared else payloads
             try:
                 batch = self._copy(group, own) if own.tensors else None
@@ -140,7 +144,8 @@ class Engine:
         except MemoryError as failure:
             self._warn(group, failure)
             return None
-        self.shared.add(own, batch)
+        if not self.mover.backend.is_capturing:
+            self.shared.add(own, batch)
         group.batch = weakref.ref(batch)
         group.counts.copied_bytes = sum(own.sizes)
         for index, members in enumerate(own.members):

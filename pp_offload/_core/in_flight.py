@@ -6,7 +6,7 @@ See NOTE [ Keep-alive ] of ``mover.py``, the only user.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -87,8 +87,8 @@ class ComputeStreams:
         seen: In the order in which they were first seen.
     """
 
-    def __init__(self) -> None:
-        self.seen: list[Stream] = []
+    def __init__(self, seen: Iterable[Stream] = ()) -> None:
+        self.seen = list(seen)
 
     def follow(self, stream: Stream) -> None:
         """Remember a compute stream."""

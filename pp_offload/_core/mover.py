@@ -20,6 +20,12 @@ NOTE [ Side streams ]
     A tensor may be saved on a stream that is not current at the commit. So d2h waits for every
     stream on which the group saved something, and a gather on the live stream is ordered with
     them, before and after: memory that it reads goes back to its own stream.
+
+NOTE [ Captures ]
+    While a graph is captured no event may be asked, and only events of the same capture waited for:
+    see ``backends/captures.py``. So what is queued then goes to streams that know it. Device memory
+    of one capture is not used outside of it. Host memory that a graph copies to or from is its own,
+    for it may be launched at any time: such a place is never free again.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
@@ -44,12 +51,14 @@ from pp_offload._core.in_flight import ComputeStreams, InFlight
 from pp_offload._core.observer import Observers
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.stopwatch import timed_copy, timed_wait
-from pp_offload._core.tiers import Tier
+from pp_offload._core.tiers import Place, Tier
 from pp_offload._core.verify import Verifier
 from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import IN_FLIGHT_BYTES
-from pp_offload.backends import Backend, Event, Stream
+from pp_offload.backends import Backend, Event, Stream, captured, those_captured
 from pp_offload.errors import ForkedError, OffloadError, SavedTensorModifiedError, TierError
+
+_spec = attrgetter("shape", "dtype")  # loops in C
 
 Wanted = tuple[Batch, list[int]]
 """Payloads of a batch that are to be brought."""
@@ -84,6 +93,7 @@ class Mover:
         counts: What was moved.
         window: Says what stays for further uses, and brings more when little is unused.
         verifier: Compares what comes back with what left; None without ``verify``.
+        in_graphs: Host memory of captured copies.
     """
 
     window: Refill
@@ -106,6 +116,7 @@ class Mover:
         self.arrived = Arrived()
         self.counts = Counts()
         self.window = Refill()
+        self.in_graphs: set[Place] = set()
         _MOVERS.add(self)
 
     # Off the device
@@ -121,14 +132,21 @@ class Mover:
         Raises:
             MemoryError: The tier has no room. Nothing was queued.
         """
-        if self.in_flight.queue or self.arrived.gone or self.tier.reads:
+        arrived = self.arrived
+        if self.in_flight.queue or arrived.gone or arrived.abandoned or self.tier.reads:
             self.poll()
         sources, sizes = payloads.tensors, payloads.sizes
         batch = Batch(self, label, sizes, list(map(len, payloads.members)))
-        specs = [(source.shape, source.dtype) for source in sources]
+        specs = list(map(_spec, sources))
         batch.place = place = self.tier.take(batch, sizes, specs)
         live, d2h = self.current_stream(), self.backend.d2h
         sides = () if streams == [live] else [stream for stream in streams if stream != live]
+        for side in sides:
+            self.in_flight.streams.follow(side)  # its memory returns there: NOTE [ Keep-alive ]
+        if self.backend.is_capturing:
+            live, d2h = captured(self.backend, live, d2h)
+            sides = those_captured(self.backend, sides)
+            self._keep_for_graph(place)
         if payloads.views:
             self._gather(payloads, live, sides)
             sources = payloads.tensors
@@ -136,12 +154,13 @@ class Mover:
             self.verifier.leaves(batch, payloads)
         d2h.wait_event(live.record_event())  # the sources are computed
         for side in sides:
-            self.in_flight.streams.follow(side)  # its memory returns there: NOTE [ Keep-alive ]
             d2h.wait_event(side.record_event())
         for event in place.waits_for:
             d2h.wait_event(event)  # a former owner's copy may still use this memory
         if place.tensors:
-            event = self._copy(d2h, list(place.tensors), sources, [(batch, range(len(sizes)))])
+            moved = [(batch, range(len(sizes)))]
+            copies = list(place.tensors)
+            event = self._copy(self.backend.d2h, d2h.record_event, copies, sources, moved)
         else:  # a thread writes the sources themselves
             event = d2h.record_event()
         place.last_use = event
@@ -186,12 +205,15 @@ class Mover:
         """Have compute wait for the oldest copy to the host, and let its sources go."""
         queue = self.in_flight.queue
         with self.lock:
-            self.in_flight.poll()
+            self.poll()
             leaving = queue[0] if queue else None
         if leaving is None:
             return
+        streams = self.in_flight.streams
+        if self.backend.is_capturing:
+            streams = ComputeStreams(those_captured(self.backend, streams.seen))
         # Blocks on a host: NOTE [ One lock ].
-        self._wait(self.in_flight.streams.wait, leaving.offloaded)
+        self._wait(streams.wait, leaving.offloaded)
         with self.lock:
             if queue and queue[0] is leaving:
                 self.in_flight.let_go_first()
@@ -205,15 +227,33 @@ class Mover:
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""
         with self.lock:
+            if self.arrived.gone:
+                self.arrived.let_go()
+            if self.backend.is_capturing:
+                return  # NOTE [ Captures ]
             if self.in_flight.queue:
                 self.in_flight.poll()
-            if self.arrived.gone or self.arrived.abandoned:
+            if self.arrived.abandoned:
                 self.arrived.poll()
+            if self.tier.disk is None:  # nearly always
+                return
             self.tier.poll()
             reads = self.tier.reads
-            while reads and reads[0].event.query() and not self.backend.is_capturing:
+            while reads and reads[0].event.query():
                 with suppress(TierError):  # who asks for it reads it again, and hears why not
                     self._send_on(reads.popleft())
+
+    def _live(self) -> Stream:
+        """The live compute stream, as part of the capture that goes on, if any."""
+        live = self.current_stream()
+        if self.backend.is_capturing:
+            (live,) = captured(self.backend, live)
+        return live
+
+    def _keep_for_graph(self, place: Place) -> None:
+        """See NOTE [ Captures ]."""
+        place.keep()
+        self.in_graphs.add(place)
 
     # Back to it
 
@@ -229,6 +269,8 @@ class Mover:
             How many found no host memory to be read to, and are where they were.
         """
         live, device = self.current_stream(), self.backend.device
+        if self.backend.is_capturing:
+            (live,) = captured(self.backend, live)
         reload = Reload(live)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -241,7 +283,7 @@ class Mover:
                     on_disk.append((batch, batch.place, indices))
                     continue
             if len(indices) == len(tensors) == back.num_away:  # nearly always, and in C
-                begun = [torch.empty_like(source, device=device) for source in tensors]
+                begun = list(map(partial(torch.empty_like, device=device), tensors))
                 back.device[:] = begun
                 back.reloads[:] = [reload] * len(begun)
                 back.versions[:] = [-1] * len(begun)
@@ -255,9 +297,13 @@ class Mover:
                     self.arrived.put(back, index, target, reload, batch.uses[index])
                     targets.append(target)
                     sources.append(tensors[index])
+        if not on_disk:  # nearly always
+            if targets:
+                self._copy_back(reload, wanted, targets, sources)
+            return 0
         if targets:
             read = [batch for batch, _, _ in on_disk]
-            on_host = [one for one in wanted if one[0] not in read] if read else wanted
+            on_host = [one for one in wanted if one[0] not in read]
             self._copy_back(reload, on_host, targets, sources)
         # Last, for it lets go of host memory that is on disk by now, and was a source above.
         left = [one for one in on_disk if not self._read(*one, live, force=force)]
@@ -271,14 +317,18 @@ class Mover:
         sources: list[Tensor],
     ) -> None:
         live, h2d = reload.stream, self.backend.h2d
-        nbytes = sum([target.nbytes for target in targets])
+        if self.backend.is_capturing:
+            (h2d,) = captured(self.backend, h2d)
+            for batch, _ in wanted:
+                self._keep_for_graph(batch.place)
+        nbytes = sum(map(attrgetter("nbytes"), targets))
         self.arrived.unused_bytes += nbytes
         self.counts.bytes_reloaded += nbytes
         h2d.wait_event(live.record_event())  # former users of the memory of the targets are done
         for batch, _ in wanted:
-            if not batch.offloaded.query():
-                h2d.wait_event(batch.offloaded)  # the host memory holds the bytes
-        reload.event = event = self._copy(h2d, targets, sources, wanted)
+            h2d.wait_event(batch.offloaded)  # the host memory holds the bytes
+        event = self._copy(self.backend.h2d, h2d.record_event, targets, sources, wanted)
+        reload.event = event
         for batch, _ in wanted:
             batch.place.last_use = event
 
@@ -338,7 +388,9 @@ class Mover:
             h2d.wait_event(event)
         targets = [tensor for i in indices if (tensor := back.device[i]) is not None]
         sources = [host.tensors[i] for i in indices]
-        reload.event = host.last_use = self._copy(h2d, targets, sources, [(batch, indices)])
+        reload.event = host.last_use = self._copy(
+            h2d, h2d.record_event, targets, sources, [(batch, indices)]
+        )
 
     def deliver(self, batch: Batch, index: int) -> Tensor:
         """A payload on the device, ready for the live compute stream.
@@ -355,10 +407,17 @@ class Mover:
         tensor = None
         with self.lock:
             reload = back.reloads[index]
-            if reload is not None and reload.is_there and reload.stream == live:
-                tensor = None if batch.changed else self._use(batch, index)
+            is_there = reload is not None and reload.is_there and reload.stream == live
+            if is_there and not batch.changed and not self.backend.is_capturing:
+                tensor = back.device[index]
+                if tensor is not None and back.left[index] == 1 and back.versions[index] == -1:
+                    self.arrived.unused_bytes -= back.sizes[index]  # as _use(), without a call
+                    back.given[index], back.device[index] = weakref.ref(tensor), None
+                    back.left[index], back.versions[index] = 0, tensor._version
+                else:
+                    tensor = self._use(batch, index)
         if tensor is None:
-            tensor = self._bring(batch, index, live)
+            tensor = self._bring(batch, index, self._live())
         if self.verifier is not None and not self.backend.is_capturing:
             self.verifier.came(batch, index, tensor)
         if self.arrived.unused_bytes < self.window.below_bytes:
@@ -457,15 +516,16 @@ class Mover:
     def _copy(
         self,
         stream: Stream,
+        record: Callable[[], Event],
         targets: list[Tensor],
         sources: list[Tensor],
         moved: Sequence[tuple[Batch, Sequence[int]]],
     ) -> Event:
-        """Queue the copies of some payloads on ``stream``; what is behind them."""
+        """Queue the copies of some payloads on ``stream``, and ``record`` what is behind them."""
         if self.observers.copied:
-            return timed_copy(self.observers, self.backend, stream, targets, sources, moved)
+            return timed_copy(self.observers, self.backend, stream, record, targets, sources, moved)
         self.backend.copy(stream, targets, sources, moved[0][0].label)
-        return stream.record_event()
+        return record()
 
     def _wait(self, wait: Callable[[Event], None], event: Event) -> None:
         """Have compute wait for copies."""
@@ -480,7 +540,7 @@ class Mover:
         Returns:
             Whether there are any, and the live stream may use them.
         """
-        leaving, back, live = batch.leaving, batch.back, self.current_stream()
+        leaving, back, live = batch.leaving, batch.back, self._live()
         if leaving is None or leaving.stream != live:
             return False
         batch.changed |= leaving.changed()
@@ -517,8 +577,9 @@ class Mover:
                     event.synchronize()
 
     def synchronize(self) -> None:
-        """Block the host until all copies have run."""
-        self.backend.synchronize()
+        """Block the host until all copies have run; not in a capture, where nobody can wait."""
+        if not self.backend.is_capturing:
+            self.backend.synchronize()
         self.poll()
 
 
@@ -644,11 +705,10 @@ class Arrived:
     def _abandon(self, tensor: Tensor | None, reload: Reload) -> None:
         if tensor is None or reload.event is None or reload.is_there:
             return
-        if not reload.event.query():
-            self.abandoned.append((tensor, reload.event))
+        self.abandoned.append((tensor, reload.event))
 
-    def poll(self) -> None:
-        """Let go of what is abandoned and whose copy has run. Never blocks."""
+    def let_go(self) -> None:
+        """Batches are gone: abandon what came back of them and was never used."""
         while self.gone:
             back = self.gone.popleft()
             self._backs.discard(back)
@@ -657,6 +717,9 @@ class Arrived:
                 if tensor is not None and reload is not None:
                     self._abandon(tensor, reload)
                     self.put_away(back, index)
+
+    def poll(self) -> None:
+        """Let go of abandoned memory whose copy has run. Never blocks."""
         while self.abandoned and self.abandoned[0][1].query():
             self.abandoned.popleft()
 

@@ -119,8 +119,9 @@ class Resident:
 
     def __init__(self, tensor: Tensor) -> None:
         # An alias, but for a leaf Parameter, which has no graph and is itself what operators want.
-        is_plain = type(tensor) is Tensor or not isinstance(tensor, Parameter)
-        self.tensor = tensor.detach() if is_plain or not tensor.is_leaf else tensor
+        kind = type(tensor)  # asked first, for isinstance() of a Parameter runs Python code
+        is_parameter = kind is not Tensor and (kind is Parameter or isinstance(tensor, Parameter))
+        self.tensor = tensor if is_parameter and tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
     def unpack(self) -> Tensor:

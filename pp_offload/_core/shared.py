@@ -82,16 +82,19 @@ class SharedCopies:
             if storage is None or use_count(storage._cdata) <= NUM_OWN_HOLDERS:
                 continue
             members = payloads.members[index]
-            if any(member.wrapper is not None for member in members):
-                continue  # the wrapper counts changes that the version of its part misses
-            counters = tuple([_counter_of(member.tensor) for member in members])
-            self.copies[storage._cdata] = Copy(
-                weakref.ref(storage),
-                weakref.ref(members[0]),
-                () if members[0].version else counters,
-                weakref.ref(batch),
-                index,
-            )
+            counters: tuple[Tensor, ...] = ()
+            for member in members:
+                if member.wrapper is not None:
+                    break  # the wrapper counts changes that the version of its part misses
+                counters += (_counter_of(member.tensor),)
+            else:
+                self.copies[storage._cdata] = Copy(
+                    weakref.ref(storage),
+                    weakref.ref(members[0]),
+                    () if members[0].version else counters,
+                    weakref.ref(batch),
+                    index,
+                )
 
     def forget_dead(self) -> None:
         """Forget what is gone, for a program that never ends a step."""

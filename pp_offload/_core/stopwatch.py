@@ -114,16 +114,17 @@ def timed_copy(
     observers: Observers,
     backend: Backend,
     stream: Stream,
+    record: Callable[[], Event],
     targets: list[Tensor],
     sources: list[Tensor],
     moved: Sequence[tuple[Batch, Sequence[int]]],
 ) -> Event:
-    """Have the backend queue copies on ``stream``, and tell when they run; what is behind them."""
+    """Have the backend queue copies on ``stream``, and tell when they run; the event behind."""
     label, to_host = moved[0][0].label, stream is backend.d2h
     begin = time_of(backend, stream)
     with named(label, direction(to_host)):
         backend.copy(stream, targets, sources, label)
-    end, event = time_of(backend, stream), stream.record_event()
+    end, event = time_of(backend, stream), record()
     lap = _lap(begin, end, sum([target.nbytes for target in targets]))
     for tell in observers.copied:
         tell(lap, moved, event, to_host=to_host)

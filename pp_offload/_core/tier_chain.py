@@ -12,6 +12,7 @@ to it as they do to a file: through host memory, or where the device is the host
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from pp_offload._core.disk import Disk, DiskTier
 from pp_offload._core.tiers import HostTier, Tier
@@ -65,7 +66,9 @@ def make_tier(backend: Backend, config: OffloadConfig, allocate: Allocate) -> Ti
     at_rest = whole.but_for(STAGING_SHARE) if passes_through and first == "host" else whole
 
     def host_tier(budget: HostBudget) -> HostTier:
-        return HostTier(HostPool(allocate, budget, trim=backend.trim_host))
+        is_capturing = partial(getattr, backend, "is_capturing")
+        trim = backend.trim_host
+        return HostTier(HostPool(allocate, budget, trim=trim, is_capturing=is_capturing))
 
     host = host_tier(at_rest) if first == "host" else None
     if host is not None and last == "host":

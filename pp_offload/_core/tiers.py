@@ -32,6 +32,10 @@ class Place(Protocol):
     is_refused: bool
     """Whether the bytes never came here, and are in the sources alone."""
 
+    def keep(self) -> None:
+        """Never be free again: a captured graph copies to or from here whenever it is launched."""
+        ...
+
     @property
     def tensors(self) -> Sequence[Tensor]:
         """One for each payload, of its shape and dtype; none where the bytes are on disk alone."""

@@ -55,6 +55,7 @@ class Window(Refill):
         self._order = order
         self._current: Group | None = None
         self._full_at = -1
+        self._largest = 0
         self.resize()
         self.begin_at(None)
         mover.window = self
@@ -69,7 +70,8 @@ class Window(Refill):
                 for tell in mover.observers.reached:
                     tell(group)
             self.begin_at(group)
-            if mover.in_flight.queue or mover.arrived.gone or mover.tier.reads:
+            arrived = mover.arrived
+            if mover.in_flight.queue or arrived.gone or arrived.abandoned or mover.tier.reads:
                 mover.poll()
             batch = None if group.batch is None else group.batch()
             if batch is not None and batch.leaving is not None:
@@ -90,10 +92,10 @@ class Window(Refill):
 
     def expect(self, nbytes: int) -> None:
         """A group of ``nbytes`` left, and will come back."""
-        before = self.bound.nbytes
-        self.bound.expect(nbytes)
-        self._mover.in_flight.bound.expect(nbytes)
-        if self.bound.nbytes != before:
+        if nbytes > self._largest:
+            self._largest = nbytes
+            self.bound.expect(nbytes)
+            self._mover.in_flight.bound.expect(nbytes)
             self.resize()
         if self._current is not None:
             self.below_bytes = self._few_bytes  # also where all was brought
@@ -124,7 +126,7 @@ class Window(Refill):
             if not visit.borrowed and (own is None or not own.back.num_away):
                 continue  # nearly always, so without a call
             for batch, indices in visit.wanted():
-                size = sum([batch.sizes[index] for index in indices])
+                size = sum(map(batch.sizes.__getitem__, indices))
                 if batch.leaving is not None and size <= room and mover.take_back(batch):
                     room -= size
                     continue  # its sources are needed soon, and are there
@@ -137,6 +139,9 @@ class Window(Refill):
                 if size > room:
                     if not mover.arrived.unused_bytes:
                         self._queue([(batch, self.fitting(batch, indices))])
+                    # Until there is room for this, no use has to look again.
+                    enough = max(0, self.bound.nbytes - size) + 1
+                    self.below_bytes = min(self.below_bytes, enough)
                     return False
                 together.append((batch, indices))
                 nbytes += size
@@ -156,7 +161,7 @@ class Window(Refill):
         """
         unused, sizes = self._mover.arrived.unused_bytes, batch.sizes
         room = self.bound.nbytes - unused
-        if sum([sizes[index] for index in indices]) <= room:
+        if sum(map(sizes.__getitem__, indices)) <= room:
             return indices  # nearly always
         fitting: list[int] = []
         for index in reversed(indices):

@@ -105,7 +105,7 @@ class Wiring:
         new = self.engine
         new.eligibility.kept, new.is_enabled = old.eligibility.kept, old.is_enabled
         new.mover.in_flight.bound, new.window.bound = old.mover.in_flight.bound, old.window.bound
-        new.mover.counts = old.mover.counts
+        new.mover.counts, new.mover.in_graphs = old.mover.counts, old.mover.in_graphs
         new.window.resize()
         self.release = ForcedRelease(new.eligibility)
 

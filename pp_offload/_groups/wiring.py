@@ -25,7 +25,13 @@ from pp_offload._transfer.engine import TransferEngine
 from pp_offload._transfer.ticket import SavedActivation
 from pp_offload._transfer.tiers import make_engine
 from pp_offload._transfer.verify import Verifier
-from pp_offload.backends import Backend, Stream, default_backend
+from pp_offload.backends import (
+    AcceleratorBackend,
+    Backend,
+    GraphSafeBackend,
+    Stream,
+    default_backend,
+)
 from pp_offload.config import AUTO, OffloadConfig
 
 
@@ -94,6 +100,8 @@ class Wiring:
             step: Knows what backward visits next.
             allocate: Gives host memory, as for :func:`make_engine`.
         """
+        if isinstance(backend, AcceleratorBackend) and backend.has_graphs:
+            backend = GraphSafeBackend(backend)
         transfer = make_engine(backend, config, allocate)
         prefetcher = Prefetcher(transfer, step, config.prefetch_bytes)
         left = left_of_budget(config)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pp_offload._transfer.copies import record, wait
 from pp_offload.backends import Event, Stream
 
 
@@ -38,11 +37,12 @@ class NotedEvent:
 
     def record(self, stream: Stream) -> None:
         """Note what ``stream`` has been given so far."""
-        self._event = record(stream)
+        self._event = stream.record_event()
 
     def wait(self, stream: Stream) -> None:
         """Make ``stream`` wait for what was noted."""
-        wait(stream, self._event)
+        if self._event is not None:
+            stream.wait_event(self._event)
 
     def query(self) -> bool:
         """Whether it was reached."""

@@ -24,7 +24,7 @@ import logging
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
@@ -125,6 +125,10 @@ class HostBytes:
         self.lease: Lease | None = None  # None while no owner has them
         self.specs: Any = None
 
+    def keep(self) -> None:
+        """See :meth:`pp_offload._core.tiers.Place.keep`: no weak reference, so nothing ends it."""
+        self.lease = None
+
 
 class PendingUse(NamedTuple):
     """A copy that may still access a free range."""
@@ -145,6 +149,7 @@ class HostPool:
         allocate: Gives a flat ``uint8`` host tensor of a number of bytes, or raises MemoryError.
         budget: What the process may take; a share of what is available when not given.
         trim: Has the system take back what was freed, where an allocator would keep it.
+        is_capturing: Whether a graph is captured, when no event may be asked.
 
     Attributes:
         reserved_bytes: Bytes of all slabs.
@@ -157,9 +162,10 @@ class HostPool:
         budget: HostBudget | None = None,
         *,
         trim: Callable[[], None] = lambda: None,
+        is_capturing: Callable[[], bool] = bool,
     ) -> None:
         self.reserved_bytes = self.num_allocations = 0
-        self._allocate, self._trim = allocate, trim
+        self._allocate, self._trim, self._is_capturing = allocate, trim, is_capturing
         self._budget = budget or HostBudget()
         self._slabs: dict[int, Slab] = {}  # by address, rising
         self._end = 0
@@ -333,18 +339,23 @@ class HostPool:
                 if end < use.end:
                     rest.append(use._replace(start=end))
             self._pending = rest
-        return tuple(event for event in events.values() if not event.query())
+        return tuple(self._unfinished(events.values()))
+
+    def _unfinished(self, events: Iterable[Event]) -> list[Event]:
+        """Those that a copy may still have to reach."""
+        is_capturing = self._is_capturing()
+        return [event for event in events if is_capturing or not event.query()]
 
     def _break_up(self) -> None:
         """Merge the waiting bytes of all sizes into free ranges."""
         done = 0
-        while done < len(self._pending) and self._pending[done].event.query():
+        while done < len(self._pending) and not self._unfinished([self._pending[done].event]):
             done += 1  # copies end in about the order they were queued
         del self._pending[:done]
         for same in self._idle.values():
             for host in same:
                 del self._carved[host.number]
-                events = [event for event in host.waits_for if not event.query()]
+                events = self._unfinished(host.waits_for)
                 for start, end in host.spans:
                     self._free.add(start, end - start)
                     self._pending += [PendingUse(start, end, event) for event in events]

@@ -7,6 +7,7 @@ import torch
 from pp_offload._common.checks import said
 from pp_offload.backends.accelerator import AcceleratorBackend
 from pp_offload.backends.base import Allocated, Backend, Event, Stream, TimedEvent
+from pp_offload.backends.captures import captured, those_captured
 from pp_offload.backends.cpu import CpuBackend
 from pp_offload.backends.graph_capture import GraphSafeBackend, bare, known_to
 
@@ -21,9 +22,11 @@ __all__ = [
     "TimedEvent",
     "backend_or_default",
     "bare",
+    "captured",
     "check_backend",
     "default_backend",
     "known_to",
+    "those_captured",
 ]
 
 
@@ -64,5 +67,4 @@ def default_backend(device: torch.device | None = None) -> Backend:
     is_host = device.type == "cpu" if device is not None else not torch.accelerator.is_available()
     if is_host:
         return CpuBackend()
-    accelerator = AcceleratorBackend(device)
-    return GraphSafeBackend(accelerator) if accelerator.has_graphs else accelerator
+    return AcceleratorBackend(device)

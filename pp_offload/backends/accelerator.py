@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from operator import methodcaller
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind
+from pp_offload._common.torch_private import (
+    accelerator_device,
+    accelerator_stream,
+    set_accelerator_device,
+    set_accelerator_stream,
+)
 from pp_offload.backends.base import Allocated, Stream, TimedEvent
+from pp_offload.backends.captures import no_memory_in_captures
+from pp_offload.errors import NotWhileCapturingError
 
 ALLOCATED = "allocated_bytes.all"
 """As torch calls it."""
@@ -22,6 +32,9 @@ ALLOCATED = "allocated_bytes.all"
 
 class AcceleratorBackend:
     """An accelerator device, with one stream for each copy direction.
+
+    Streams and events are the device's own, and asking for the live stream, or whether a graph is
+    captured, runs no Python code of ours. Both are asked for each saved tensor.
 
     Args:
         device: Which one. One without a number, such as ``torch.device("cuda")``, is the current
@@ -39,12 +52,16 @@ class AcceleratorBackend:
         self.device = _with_number(device)
         self.name = str(self.device)
         self.is_host = False
-        self._index = self.device.index  # a tenth of the time that asking by device takes
+        self.current_stream = cast(  # by index: a tenth of the time that asking by device takes
+            "Callable[[], Stream]", partial(accelerator_stream, self.device.index)
+        )
+        """The live stream of the calling thread; inside backward, that of the running node."""
+
         self.d2h = cast(Stream, torch.Stream(device=self.device))
         self.h2d = cast(Stream, torch.Stream(device=self.device))
         module = torch.get_device_module(self.device)
-        self._ask: Callable[[], bool] | None
-        self._ask = getattr(module, "is_current_stream_capturing", None)
+        self._ask: Callable[[], bool]
+        self._ask = getattr(module, "is_current_stream_capturing", _NEVER)
         self._capture = 0
         self._capturing: Stream | None = None
         """Where the capture was seen first that is known to go on."""
@@ -52,12 +69,10 @@ class AcceleratorBackend:
     @property
     def has_graphs(self) -> bool:
         """Whether this device can capture graphs."""
-        return self._ask is not None
+        return self._ask is not _NEVER
 
-    @property
-    def is_capturing(self) -> bool:
-        """Whether what is queued now becomes part of a graph instead of being run."""
-        return self._ask is not None and self._ask()
+    is_capturing = property(methodcaller("_ask"))
+    """Whether what is queued now becomes part of a graph instead of being run."""
 
     def capture_id(self) -> int:
         """The number of the present capture, counted as they are seen; 0 outside.
@@ -70,25 +85,23 @@ class AcceleratorBackend:
                 self._capture += 1
             return self._capture
         # Another thread, or a stream that is not part of it, says nothing of a capture.
-        if self._capturing is not None and not self._captures_on(self._capturing):
+        if self._capturing is not None and not self.captures_on(self._capturing):
             self._capturing = None
         return 0
 
-    def _captures_on(self, stream: Stream) -> bool:
-        """Whether a stream is capturing that need not be the current one."""
-        before = self._make_current(stream)
+    def captures_on(self, stream: Stream) -> bool:
+        """Whether a stream, which need not be the current one, is part of a capture."""
+        before, device = self.current_stream(), accelerator_device()
+        set_accelerator_stream(stream)
         try:
-            return self.is_capturing
+            return self._ask()
         finally:
-            self._go_back(before)
+            set_accelerator_stream(before)
+            set_accelerator_device(device)
 
     def joined(self) -> None:
         """The copy streams were joined: what follows may be numbered as another capture."""
         self._capturing = None
-
-    def current_stream(self) -> Stream:
-        """The live stream of the calling thread; inside backward, that of the running node."""
-        return cast(Stream, torch.accelerator.current_stream(self._index))
 
     def timed_event(self, stream: Stream) -> TimedEvent:
         """A new event that knows its time."""
@@ -127,34 +140,27 @@ class AcceleratorBackend:
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:
         """Queue the copies; host memory must be pinned for them to be asynchronous."""
-        assert isinstance(stream, torch.Stream)
-        before = self._make_current(cast(Stream, stream))
+        # Not ``with stream``: the stream itself keeps the one to go back to, so two threads inside
+        # at once would leave with each other's.
+        before, device = self.current_stream(), accelerator_device()
+        set_accelerator_stream(stream)  # makes its device the current one, too
         try:
             with torch.no_grad():
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
         finally:
-            self._go_back(before)
-
-    def _make_current(self, stream: Stream) -> tuple[torch.Stream, int]:
-        """Have this thread go on on ``stream``; returns what :meth:`_go_back` needs.
-
-        Not ``with stream``: the stream itself keeps the one to go back to, so two threads inside
-        at once would leave with each other's.
-        """
-        before = torch.accelerator.current_stream(self._index)
-        device = torch.accelerator.current_device_index()
-        # makes its device the current one, too
-        torch.accelerator.set_stream(cast(torch.Stream, stream))
-        return before, device
-
-    def _go_back(self, before: tuple[torch.Stream, int]) -> None:
-        stream, device = before
-        torch.accelerator.set_stream(stream)
-        torch.accelerator.set_device_index(device)  # the program's, which may be another
+            set_accelerator_stream(before)
+            set_accelerator_device(device)  # the program's, which may be another
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Pinned memory."""
+        """Pinned memory; while a graph is captured there is only what was there before.
+
+        Raises:
+            MemoryError: The host cannot give ``nbytes``.
+            NotWhileCapturingError: A graph is captured.
+        """
+        if self.is_capturing:
+            raise NotWhileCapturingError(no_memory_in_captures(nbytes))
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as failure:
@@ -171,9 +177,13 @@ class AcceleratorBackend:
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Block until both copy streams are empty."""
-        for stream in (self.d2h, self.h2d):
+        """Block until both copy streams are empty; not in a capture, where they are."""
+        for stream in () if self.is_capturing else (self.d2h, self.h2d):
             stream.record_event().synchronize()
+
+
+_NEVER: Callable[[], bool] = bool
+"""Of a device without graphs: ``bool()`` is False."""
 
 
 def _with_number(device: torch.device | None) -> torch.device:

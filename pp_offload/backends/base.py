@@ -126,7 +126,7 @@ class Backend(Protocol):
         """A flat ``uint8`` host tensor that :meth:`copy` can use asynchronously.
 
         Raises:
-            MemoryError: The host cannot give ``nbytes``.
+            MemoryError: The host cannot give ``nbytes``, or a graph is captured.
         """
         ...
 

@@ -182,10 +182,8 @@ class CpuBackend:
         check_count("inline_bytes", inline_bytes)
         self._inline_bytes = inline_bytes
 
-    @property
-    def is_capturing(self) -> bool:
-        """A CPU has no graphs."""
-        return False
+    is_capturing = False
+    """A CPU has no graphs."""
 
     def joined(self) -> None:
         """A CPU has no graphs."""

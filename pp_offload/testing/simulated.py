@@ -20,7 +20,9 @@ from torch import Tensor
 
 from pp_offload._common.checks import said
 from pp_offload.backends.base import Allocated, Stream
+from pp_offload.backends.captures import no_memory_in_captures
 from pp_offload.backends.live_stream import HasLiveStream
+from pp_offload.errors import NotWhileCapturingError
 from pp_offload.testing.copies import POISON, QueuedCopy, WeakTensor, unwatched
 from pp_offload.testing.operators import Watch
 from pp_offload.testing.streams import (
@@ -79,6 +81,11 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
     def capture_id(self) -> int:
         """Which capture is entered; 0 outside."""
         return self._timeline.capture
+
+    def captures_on(self, stream: Stream) -> bool:
+        """Whether a stream is part of the capture that is entered."""
+        assert isinstance(stream, SimulatedStream)
+        return stream.capture != 0
 
     def joined(self) -> None:
         """Nothing to do: captures are known by number here."""
@@ -140,9 +147,14 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         self._timeline.queue_copies(stream, copies)
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Garbage bytes."""
+        """Garbage bytes.
+
+        Raises:
+            NotWhileCapturingError: A graph is captured.
+        """
         self._timeline.enter()
-        self._timeline.forbid_in_capture("host memory is allocated")
+        if self.is_capturing:
+            raise NotWhileCapturingError(no_memory_in_captures(nbytes))
         self.num_host_allocations += 1
         with self._inside():
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu").fill_(POISON)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 
 from pp_offload._common.workers import is_worker
 from pp_offload.backends.base import Event
+from pp_offload.backends.captures import CapturedEvent
 from pp_offload.errors import CaptureError
 from pp_offload.testing.copies import QueuedCopy
 from pp_offload.testing.happens_before import RaceDetector, StreamClock, VectorClock
@@ -99,6 +100,8 @@ class SimulatedStream:
 
     def wait_event(self, event: Event) -> None:
         """Order all later work of this stream after ``event``; compute makes its copies run."""
+        if isinstance(event, CapturedEvent):
+            return  # never recorded, as for PyTorch's own streams
         assert isinstance(event, SimulatedEvent)
         with self.timeline.lock:
             self.timeline.enter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ import pytest
 import torch
 from processes import HANG_S
 
-from pp_offload.backends import AcceleratorBackend
+from pp_offload.backends import AcceleratorBackend, accelerator
 
 
 class Current(threading.local):
@@ -31,7 +32,7 @@ class Meeting(torch.Tensor):
 
     def copy_(self, *args: object, **kwargs: object) -> torch.Tensor:  # type: ignore[override]
         Meeting.barrier.wait()
-        Meeting.inside.append(torch.accelerator.current_stream(None))
+        Meeting.inside.append(accelerator.accelerator_stream(0))
         return self
 
 
@@ -39,27 +40,23 @@ class Meeting(torch.Tensor):
 def current(monkeypatch: pytest.MonkeyPatch) -> Current:
     """In place of what PyTorch keeps."""
     current = Current()
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current.stream)
-    monkeypatch.setattr(
-        torch.accelerator, "set_stream", lambda stream: setattr(current, "stream", stream)
-    )
-    keep_devices(monkeypatch, current)
+    functions: dict[str, Callable[..., object]] = {
+        "accelerator_stream": lambda index: current.stream,
+        "set_accelerator_stream": lambda stream: setattr(current, "stream", stream),
+        "accelerator_device": lambda: current.device,
+        "set_accelerator_device": lambda index: setattr(current, "device", index),
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(accelerator, name, function)
     return current
-
-
-def keep_devices(monkeypatch: pytest.MonkeyPatch, current: Current) -> None:
-    """Have the current device be part of it."""
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current.device)
-    monkeypatch.setattr(
-        torch.accelerator, "set_device_index", lambda index: setattr(current, "device", index)
-    )
 
 
 def backend_without_a_device() -> AcceleratorBackend:
     """All that a copy asks of it."""
     backend = AcceleratorBackend.__new__(AcceleratorBackend)
     backend.device = torch.device("cpu")
-    backend._index = None
+    backend.current_stream = partial(lambda index: accelerator.accelerator_stream(index), 0)
+    backend._ask = bool
     return backend
 
 
@@ -94,23 +91,21 @@ def test_a_copy_that_fails_leaves_the_stream(current: Current) -> None:
     assert current.stream is mine
 
 
-def test_a_stream_is_asked_for_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking by device takes ten times as long, and it is asked twice for each tensor."""
-    asked: list[object] = []
-    stream = torch.Stream(device="cpu")
-
-    def current_stream(device: object) -> torch.Stream:
-        asked.append(device)
-        return stream
-
-    monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)
-    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
-    keep_devices(monkeypatch, Current())
-    backend = AcceleratorBackend(torch.device("cpu", 0))
-    asked.clear()
-    assert backend.current_stream() is stream
-    backend.copy(backend.d2h, [torch.zeros(1)], [torch.ones(1)], "group")
-    assert asked == [0, 0]
+def test_the_live_stream_is_asked_for_by_index_and_without_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asking by device takes ten times as long, and each saved tensor asks twice."""
+    monkeypatch.setattr(accelerator, "accelerator_stream", int)
+    backend = AcceleratorBackend(torch.device("cpu", 3))
+    assert backend.current_stream() == 3
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    try:
+        backend.current_stream()
+        backend.is_capturing  # noqa: B018
+    finally:
+        sys.setprofile(None)
+    assert "call" not in calls
 
 
 class Graphs:

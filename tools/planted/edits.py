@@ -127,8 +127,8 @@ EDITS: dict[str, Edit] = {
     "a changed payload comes with its neighbour": Edit(
         MOVER,
         "Mover.deliver",
-        "None if batch.changed else self._use(batch, index)",
-        "self._use(batch, index)",
+        "is_there and not batch.changed and",
+        "is_there and",
         "it came in the copy of one that was not changed",
         PAYLOADS,
     ),
@@ -222,7 +222,7 @@ EDITS: dict[str, Edit] = {
     ),
     "used bytes fill the window": Edit(
         MOVER,
-        "Mover._use",
+        "Mover.deliver",
         "self.arrived.unused_bytes -= back.sizes[index]",
         "pass",
         "nothing more is prefetched, and accounts are wrong",
