@@ -200,7 +200,8 @@ def test_what_comes_next_is_there(offload: OffloadActivations) -> None:
         (x,) = batches(1, step=step)
         forward(model, x.to(device_of(offload)), offload).backward()
     statistics = offload.statistics()
-    assert statistics.prefetched_reloads > 4 * statistics.on_demand_reloads
+    came_ahead = statistics.prefetched_reloads + statistics.taken_back
+    assert came_ahead > 4 * statistics.on_demand_reloads
 
 
 @pytest.mark.parametrize("stash", [1, 2, 5, 100])

@@ -215,7 +215,8 @@ class Transfer:
     def release_idle(self) -> None:
         """Give memory back to the system that nobody needs."""
         if not self.backend.is_capturing:
-            self.mover.synchronize()
+            with suppress(Exception):  # a copy that failed is over
+                self.mover.synchronize()
             with self.lock:
                 for pool in self.mover.tier.pools:
                     pool.trim()

@@ -75,4 +75,4 @@ def test_input_without_grad(manager: PipelineOffloadManager, kind: str, in_fligh
         if step == 1:
             steady = manager.statistics().on_demand_reloads
     assert manager.statistics().on_demand_reloads == steady
-    assert manager.statistics().prefetched_reloads > 0
+    assert manager.statistics().prefetched_reloads + manager.statistics().taken_back > 0

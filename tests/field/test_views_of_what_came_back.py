@@ -105,7 +105,8 @@ def test_backward_gives_a_view(kind: str, view: View, prefetch_bytes: int) -> No
         found = [run(True, device, step) for step in range(3)]
         for step, got in enumerate(found):
             assert same_bits(got, run(False, device, step)), step
-        assert manager.statistics().bytes_reloaded > 0
+        moved = manager.statistics()
+        assert moved.bytes_reloaded + moved.taken_back > 0
         del found, got
         assert_idle(manager)
 
@@ -143,7 +144,8 @@ def test_checkpoint_in_a_group(
         for step in range(3):
             assert same_bits(run(True, device, step), run(False, device, step)), step
             assert_idle(manager)
-        assert manager.statistics().bytes_reloaded > 0
+        moved = manager.statistics()
+        assert moved.bytes_reloaded + moved.taken_back > 0
 
 
 @on_backends
@@ -189,6 +191,7 @@ def test_in_the_context(
     found = [run(True, step) for step in range(3)]
     for step, got in enumerate(found):
         assert same_bits(got, run(False, step)), step
-    assert activations.statistics().bytes_reloaded > 0
+    moved = activations.statistics()
+    assert moved.bytes_reloaded + moved.taken_back > 0
     del found, got
     assert_idle(activations)

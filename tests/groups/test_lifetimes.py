@@ -327,4 +327,4 @@ def test_a_forward_that_goes_on_is_foreseen_after_others_were_forgotten(
         y = off_interface.group_commit(y, name="g")
     assert chunk.key is not None and manager.step.chunk(chunk.key) is chunk
     y.sum().backward()
-    assert manager.statistics().prefetched_reloads == 2
+    assert manager.statistics().on_demand_reloads <= 1, "the others came ahead"
