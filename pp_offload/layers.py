@@ -27,8 +27,8 @@ from pp_offload._common.checks import check_flag, check_kind, count_problem, nea
 from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.offloaded_layers import OffloadedLayers, install, waits
 from pp_offload._slices.places import Places
+from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.waiting import waiting_parameters
-from pp_offload._transfer.plain_copies import PlainCopies
 from pp_offload.backends import Backend, check_backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError

@@ -42,14 +42,13 @@ from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.gradients import GradientPath, gated, on_device
 from pp_offload._slices.layers import RecomputedLayers, SliceLayers
 from pp_offload._slices.microbatches import join, split
+from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.saved_parameters import SlicedRun
 from pp_offload._slices.sharded import sharded_problem
 from pp_offload._slices.slices import partition
 from pp_offload._slices.spans import Span, overlapping
 from pp_offload._slices.stand_ins import StandIns
 from pp_offload._slices.to_host import move_to_host
-from pp_offload._transfer.plain_copies import PlainCopies
-from pp_offload._transfer.statistics import collect
 from pp_offload.backends import Backend, check_backend, default_backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
@@ -172,9 +171,7 @@ class OffloadModel(nn.Module):
 
         What ``checkpoint_activation`` moves is not included.
         """
-        copies = self._cache.copies
-        copies.poll()
-        return collect(copies.transfer)
+        return self._cache.copies.statistics()
 
     @property
     def parameter_bytes_on_device(self) -> int:
@@ -280,7 +277,7 @@ class OffloadModel(nn.Module):
     def _check_places(self) -> None:
         if problem := sharded_problem(self):
             raise OffloadError(problem)
-        device = self._cache.copies.transfer.backend.device
+        device = self._cache.copies.backend.device
         wrong = [
             f"parameter {name!r} is on {tensor.device}, expected {HOST}"
             for name, tensor in self.named_parameters()

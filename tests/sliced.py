@@ -192,7 +192,7 @@ def pair(
 def device_of(model: nn.Module) -> torch.device:
     """Where it computes."""
     if isinstance(model, OffloadModel):
-        return model._cache.copies.transfer.backend.device
+        return model._cache.copies.backend.device
     return next(model.parameters()).device
 
 

@@ -64,6 +64,7 @@ ORDERS_COPIES = {
     "_core.mover",
     "_megatron.graph_state",
     "_core.stopwatch",
+    "_slices.plain_copies",
     "_transfer.copies",
     "_transfer.in_flight",
     "_transfer.pending_reloads",

@@ -1010,13 +1010,13 @@ def test_sparse_gradients_are_an_error(backend) -> None:
             y.sum().backward()
 
 
-def test_all_that_a_slice_has_is_in_one_allocation() -> None:
+def test_parameters_and_gradients_are_in_one_allocation_and_apart() -> None:
     """In memory of the backend, where the device is not the host."""
     backend = SimulatedBackend("late")
     with backend.activate():
         model = OffloadModel(sliced.across(), "cpu", backend=backend)
         assert backend.num_host_allocations == model.statistics().host_allocations == 1
-        assert model.statistics().live_tensors == 3 and model.statistics().host_bytes_in_use > 0
+        assert model.statistics().live_tensors == len([*model.parameters()])
         (x,) = inputs_for(model, 1)
         model(x).sum().backward()
         assert backend.num_host_allocations == model.statistics().host_allocations
@@ -1044,7 +1044,7 @@ def test_gradients_ask_the_system_in_the_first_step_alone(kind: str, keeps: bool
         model.zero_grad(set_to_none=True)
         autograd_lets_go()
         gc.collect()
-        model._cache.copies.transfer.backend.synchronize()
+        model._cache.copies.backend.synchronize()
         model._cache.copies.poll()
         assert model.statistics().host_bytes_in_use == placed.host_bytes_in_use
 
@@ -1114,7 +1114,7 @@ def test_an_input_that_lives_on_does_not_keep_the_engine() -> None:
         h = inputs_for(model, 1)[0].requires_grad_() * 2
         for _ in range(3):
             model(h).sum().backward(retain_graph=True)
-        engine = weakref.ref(model._cache.copies.transfer)
+        engine = weakref.ref(model._cache.copies)
         del model
         gc.collect()
         assert engine() is None
@@ -1166,11 +1166,14 @@ def test_one_thread_at_a_time(again: bool) -> None:
 
 
 def test_gradients_over_the_budget_are_in_ordinary_memory(caplog) -> None:
-    """Parameters fill slabs of their own."""
-    layers, slab = partial(slices_of, 128), 2 * 128 * 128 * 4
-    with pair(layers, "late", config=OffloadConfig(host_budget_bytes=1)) as (plain, model):
+    """Parameters are in memory of the backend."""
+    with pair(partial(slices_of, 128), "late", config=OffloadConfig(host_budget_bytes=1)) as (
+        plain,
+        model,
+    ):
         placed = model.statistics()
-        assert placed.host_bytes_reserved == 3 * slab, "parameters have to be there"
+        parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        assert placed.host_bytes_reserved >= placed.host_bytes_in_use == parameter_bytes
         for one in (plain, model):
             one(torch.ones(2, 128)).sum().backward()
         expected = [parameter.grad for parameter in plain.parameters()]
@@ -1185,7 +1188,7 @@ def test_gradients_over_the_budget_are_in_ordinary_memory(caplog) -> None:
 def test_verify_finds_what_comes_wrong(kind: str, which: str, monkeypatch) -> None:
     with pair(mlp, kind, config=OffloadConfig(verify=True)) as (plain, model):
         assert same_bits(train(model, one_by_one, sgd), train(plain, one_by_one, sgd))
-        backend, wrong = model._cache.copies.transfer.backend, []
+        backend, wrong = model._cache.copies.backend, []
         copy_right = backend.copy
 
         def copy_wrong(stream: Any, targets: list[Tensor], sources: Any, label: str) -> None:

@@ -184,7 +184,7 @@ class HostPool:
         Args:
             sizes: Bytes of each payload. A payload is contiguous; two may lie in two slabs.
             owner: Any object that weak references can refer to.
-            force: Go over the budget if need be.
+            force: Take it even over the budget, and then no more than is missing.
 
         Raises:
             MemoryError: It would be over the budget, or the system has no more. Nothing changed.
@@ -213,6 +213,12 @@ class HostPool:
         """The most bytes in use at once since :meth:`trim`."""
         self._collect()
         return self._peak_bytes
+
+    @property
+    def num_payloads(self) -> int:
+        """Payloads whose owner lives. Exact at the call."""
+        self._collect()
+        return sum(len(host.sizes) for host in self._carved.values() if host.lease is not None)
 
     def settle(self) -> None:
         """Between steps: replace the slabs by fewer that hold the peak closely.
@@ -364,13 +370,16 @@ class HostPool:
 
     def _grow(self, room: int, missing: int, force: bool) -> None:
         """Add a slab of at least ``room`` bytes, for ``missing`` bytes if they fit together."""
+        force = force and room > self._budget.left_bytes
         size = max(floor_power(missing), ceil_power(room) if floor_power(missing) < room else 0)
         size = max(size, MIN_SLAB_BYTES, floor_power(self.reserved_bytes // GROWTH_FRACTION))
+        if force:  # over the budget, no more than is missing
+            size = room = missing
         while True:
             try:
-                return self._add_slab(size, force=force and size == room)
+                return self._add_slab(size, force=force)
             except MemoryError as failure:
-                if size == room and not self._has_fallen_back(room, failure):
+                if size == room and not self._has_fallen_back(room, failure, force):
                     raise
                 size = max(size // 2, room)
 
@@ -394,9 +403,9 @@ class HostPool:
         self._end += nbytes + ALIGNMENT  # a gap, or ranges of two slabs would be merged
         self.reserved_bytes += nbytes
 
-    def _has_fallen_back(self, nbytes: int, failure: MemoryError) -> bool:
+    def _has_fallen_back(self, nbytes: int, failure: MemoryError, force: bool) -> bool:
         """Take ordinary memory from now on, if it is pinned memory that is missing."""
-        is_over = nbytes > self._budget.left_bytes
+        is_over = not force and nbytes > self._budget.left_bytes
         if is_over or self._allocate is pageable or isinstance(failure, NotWhileCapturingError):
             return False
         self._allocate = pageable

@@ -1,10 +1,9 @@
-"""Host tensors that are used together, in one allocation.
+"""Host tensors for a program, which are free again when it has none of them any more.
 
-A tier gives slabs that are powers of two, so many small tensors are better asked for at once. But
-each has a storage of its own: ``torch.save`` and ``copy.deepcopy`` take a tensor's storage as a
+Each has a storage of its own: ``torch.save`` and ``copy.deepcopy`` take a tensor's storage as a
 whole, and of views of a common one each would take along all the others.
 
-    tensors = host_tensors(likes, lambda nbytes: as_tensor(tier.allocate(nbytes)))
+    tensors = host_tensors(likes, pool)
 """
 
 from __future__ import annotations
@@ -14,43 +13,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pp_offload._memory.slabs import Allocate
-
-ALIGNMENT = 512
-"""Alignment of each tensor in the allocation, in bytes."""
+from pp_offload._memory.host_pool import HostBytes, HostPool
+from pp_offload._memory.slabs import owned_by
 
 
-def host_tensors(likes: Sequence[Tensor], allocate: Allocate) -> list[Tensor]:
+class Owner:
+    """Whoever has this has its host memory."""
+
+    __slots__ = ("__weakref__", "host")
+
+    host: HostBytes
+    """Here, so that the budget counts it also when the pool is gone."""
+
+
+def host_tensors(likes: Sequence[Tensor], pool: HostPool, *, force: bool = False) -> list[Tensor]:
     """Host tensors of the shapes, dtypes and dense layouts of ``likes``; they hold no data.
 
     Args:
         likes: Tensors on any device.
-        allocate: Gives flat ``uint8`` host memory of at least one byte, which is free again when
-            nobody has a view of it.
+        pool: Has the memory. No copy may use what it has free.
+        force: Take it even over the budget.
 
     Returns:
-        Each with a storage of its own. All of the memory is there as long as one of them.
+        Each with a storage of its own. All of the memory is taken as long as one of them lives.
 
     Raises:
-        MemoryError: ``allocate`` has no more.
+        MemoryError: The pool has no room.
     """
-    begins, end = [], 0
-    for like in likes:
-        begins.append(end)
-        end += -(-like.nbytes // ALIGNMENT) * ALIGNMENT
-    memory = allocate(max(end, 1))
-    return [
-        _shaped(like, _apart(memory[at : at + like.nbytes]))
-        for at, like in zip(begins, likes, strict=True)
-    ]
+    owner = Owner()
+    owner.host = host = pool.take([like.nbytes for like in likes], owner, force=force)
+    return [_on(view, like, owner) for view, like in zip(host.views, likes, strict=True)]
 
 
-def _apart(piece: Tensor) -> Tensor:
-    """The same bytes as a storage of their own, which keeps the whole allocation alive."""
-    return torch.frombuffer(piece.numpy(), dtype=torch.uint8) if piece.numel() else piece.clone()
-
-
-def _shaped(like: Tensor, piece: Tensor) -> Tensor:
-    """A tensor like this one, on the bytes of ``piece``."""
+def _on(view: Tensor, like: Tensor, owner: Owner) -> Tensor:
+    """A tensor like this one, on the bytes of ``view``."""
+    memory = owned_by(owner, view) if view.numel() else view.clone()
     strides = torch.empty_like(like, device="meta").stride()
-    return piece.view(like.dtype).as_strided(like.shape, strides)
+    return memory.view(like.dtype).as_strided(like.shape, strides)

@@ -26,8 +26,8 @@ from torch.nn import Parameter
 
 from pp_offload._common.torch_private import queue_callback
 from pp_offload._memory.loans import Loans
+from pp_offload._slices.plain_copies import PendingCopy, PlainCopies
 from pp_offload._slices.running import Running
-from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
 from pp_offload.errors import OffloadError
 
 
@@ -266,7 +266,7 @@ class SliceCache:
 
     def _is_home(self, loaded: Loaded) -> bool:
         """Whether its memory belongs to the live compute stream."""
-        return loaded.pending.stream == self.copies.transfer.backend.current_stream()
+        return loaded.pending.stream == self.copies.backend.current_stream()
 
 
 class EndOfBackward:

@@ -60,7 +60,7 @@ from pp_offload._common.torch_private import (
     tree_leaves,
     tree_map,
 )
-from pp_offload._transfer.plain_copies import PendingCopy, PlainCopies
+from pp_offload._slices.plain_copies import PendingCopy, PlainCopies
 from pp_offload.errors import OffloadError
 
 Gradients = tuple[Tensor | None, ...]

@@ -20,11 +20,10 @@ from pp_offload._slices.cache import SliceCache
 from pp_offload._slices.layer_order import LayerOrder
 from pp_offload._slices.layer_stream import Around, LayerStream
 from pp_offload._slices.places import HOST, Places
+from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload._slices.stays import StaysOnHost
 from pp_offload._slices.streamed_forward import StreamedForward
 from pp_offload._slices.to_host import move_to_host
-from pp_offload._transfer.plain_copies import PlainCopies
-from pp_offload._transfer.statistics import collect
 
 
 class OffloadedLayers:
@@ -51,9 +50,7 @@ class OffloadedLayers:
 
     def statistics(self) -> OffloadStatistics:
         """What was moved: parameters count as reloaded, gradients as offloaded."""
-        copies = self._stream.cache.copies
-        copies.poll()
-        return collect(copies.transfer)
+        return self._stream.cache.copies.statistics()
 
     @property
     def parameter_bytes_on_device(self) -> int:
@@ -129,7 +126,7 @@ def _restore(layer: Module) -> None:
 
 def _move(model: Module, places: Iterable[Places], copies: PlainCopies) -> None:
     """What waits to the host, each layer into one allocation; all else to the device."""
-    backend = copies.transfer.backend
+    backend = copies.backend
     placed: set[int] = set()
     for one in places:
         new = [p for p in one.parameters() if id(p) not in placed]
@@ -149,7 +146,7 @@ def _move(model: Module, places: Iterable[Places], copies: PlainCopies) -> None:
 
 def _on_host(parameters: Sequence[Parameter], copies: PlainCopies) -> Sequence[Tensor]:
     """Copies in memory from which a device can copy beside compute."""
-    if copies.transfer.backend.is_host or not parameters:
+    if copies.backend.is_host or not parameters:
         return [one.detach().to(HOST) for one in parameters]
     host = copies.host_tensors(parameters)
     for copy, parameter in zip(host, parameters, strict=True):

@@ -33,7 +33,7 @@ from pp_offload._core.saved import Saved
 from pp_offload._core.stopwatch import Laps
 from pp_offload._core.wiring import NoOrder, Wiring
 from pp_offload._memory.host_pool import MIN_SLAB_BYTES
-from pp_offload._transfer.plain_copies import PlainCopies
+from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload.backends import AcceleratorBackend
 
 N = MIN_SLAB_BYTES // 4

@@ -24,7 +24,7 @@ MOVER, ARRIVED = "_core/mover:Mover", "_core/mover:Arrived"
 IN_FLIGHT, STREAMS = "_core/in_flight:InFlight", "_core/in_flight:ComputeStreams"
 CHUNK, POOL = "_core/chunk:Chunk", "_memory/host_pool:HostPool"
 DISK, FILE = "_core/disk", "_memory/disk_file:DiskFile"
-PLAIN = "_transfer/plain_copies:PlainCopies"
+PLAIN = "_slices/plain_copies:PlainCopies"
 
 Case = tuple[Any, ...]
 """A program behind what tells whether it went well, and faults: ``Callable``, then ``Fault``s."""
@@ -274,7 +274,7 @@ ORDERING = (
     *sorted(f"_core/{path.stem}" for path in (PACKAGE / "_core").glob("*.py")),
     "_memory/host_pool",
     "_memory/disk_file",
-    "_transfer/plain_copies",
+    "_slices/plain_copies",
 )
 WAITING = ("wait_event", "synchronize", "wait", "wait_for_all", "query")
 

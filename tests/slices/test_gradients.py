@@ -10,7 +10,7 @@ import torch
 
 from pp_offload import OffloadConfig
 from pp_offload._slices.gradients import GradientPath
-from pp_offload._transfer.plain_copies import PlainCopies
+from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload.testing import SimulatedBackend
 
 

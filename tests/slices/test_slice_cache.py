@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from pp_offload import OffloadConfig
 from pp_offload._slices.cache import Slice, SliceCache
-from pp_offload._transfer.plain_copies import PlainCopies
+from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload.testing import SimulatedBackend
 
 
@@ -41,7 +41,7 @@ def test_what_was_foreseen_is_used(backend) -> None:
                 cache.prefetch(following)
                 cache.prefetch(following)
             assert cache.nbytes == (16 if following is None else 32)
-        assert cache.copies.transfer.counters.bytes_reloaded == 3 * 16
+        assert cache.copies.statistics().bytes_reloaded == 3 * 16
         assert cache.peak_bytes == 32
         cache.drop()
         assert cache.nbytes == 0
@@ -91,7 +91,7 @@ def test_only_what_belongs_to_a_graph_is_forgotten(backend) -> None:
         assert cache.nbytes == 16, "another forward has taken it over"
         forget(cache, [same])
         assert cache.nbytes == 0
-        assert cache.copies.transfer.counters.bytes_reloaded == 2 * 16
+        assert cache.copies.statistics().bytes_reloaded == 2 * 16
 
 
 def test_a_slice_on_one_stream_is_brought_again_for_another() -> None:
@@ -120,7 +120,7 @@ def test_no_more_are_on_the_device_than_it_was_told(backend, num_resident: int) 
             cache.prefetch(*slices[number + 1 :])
             assert cache.nbytes == 16 * min(num_resident, 6 - number)
         assert cache.peak_bytes == 16 * num_resident
-        assert cache.copies.transfer.counters.bytes_reloaded == 6 * 16
+        assert cache.copies.statistics().bytes_reloaded == 6 * 16
 
 
 def test_what_was_foreseen_wrongly_is_given_up(backend) -> None:
@@ -130,7 +130,7 @@ def test_what_was_foreseen_wrongly_is_given_up(backend) -> None:
         cache.use(first)
         cache.prefetch(second, third)
         cache.prefetch(third, fourth)
-        assert cache.copies.transfer.counters.bytes_reloaded == 4 * 16
+        assert cache.copies.statistics().bytes_reloaded == 4 * 16
         assert values(cache, second) == [1.0] * 4, "nothing of the others is left"
         assert cache.nbytes == 16
         cache.prefetch(first)

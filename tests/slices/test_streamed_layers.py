@@ -606,7 +606,7 @@ def test_more_may_be_resident_than_there_are(backend) -> None:
 def test_a_closed_handle_holds_no_parameters() -> None:
     model = stack()
     handle = offload_layers(model, "layers", device="cpu")
-    train(model, handle._stream.cache.copies.transfer.backend)
+    train(model, handle._stream.cache.copies.backend)
     handle.close()
     parameters = [weakref.ref(one) for one in model.parameters()]
     del model
