@@ -26,7 +26,7 @@ from pp_offload import (
     offload_layers,
     use_backend,
 )
-from pp_offload._memory.slabs import pageable
+from pp_offload._memory.host_pool import pageable
 from pp_offload.backends import (
     AcceleratorBackend,
     Backend,
