@@ -10,8 +10,8 @@ on_tracks(notes.found)   # those at the same time on tracks of their own
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from pp_offload._memory.disk import DiskFile
 from pp_offload._transfer.engine import TransferEngine
 from pp_offload.trace.events import DISK
 from pp_offload.trace.notes import DiskNote, Room
@@ -32,22 +32,29 @@ class DiskNotes:
         self.found: list[DiskNote] = []
         self._room = room
         disks = [getattr(tier, "disk", None) for tier in transfer.tiers]
-        self._files = [disk for disk in disks if isinstance(disk, DiskFile)]
+        self._files: list[Any] = [disk for disk in disks if told_by(disk) is not None]
 
     def hear(self) -> None:
         """From now on."""
         for file in self._files:
-            file.heard = (*file.heard, self._note)
+            name = told_by(file) or ""
+            setattr(file, name, (*getattr(file, name), self._note))
 
     def stop_hearing(self) -> None:
         """Twice is fine. What runs is not noted any more, either."""
         for file in self._files:
-            file.heard = tuple(one for one in file.heard if one != self._note)
+            name = told_by(file) or ""
+            setattr(file, name, tuple(tell for tell in getattr(file, name) if tell != self._note))
         self._files = []
 
     def _note(self, name: str, nbytes: int, begin_s: float, end_s: float) -> None:
         if self._files and self._room.takes(1):
             self.found.append(DiskNote(name, nbytes, begin_s, end_s))
+
+
+def told_by(file: object) -> str | None:
+    """Where a file has those whom it tells: the core's, or until the switch the old engine's."""
+    return next((name for name in ("listeners", "heard") if hasattr(file, name)), None)
 
 
 def on_tracks(notes: Iterable[DiskNote]) -> Iterator[tuple[str, DiskNote]]:

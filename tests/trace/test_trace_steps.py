@@ -30,7 +30,7 @@ from pp_offload.backends import Backend, CpuBackend
 from pp_offload.errors import NotWhileCapturingError, OffloadError
 from pp_offload.trace import Timeline, Trace, read
 from pp_offload.trace.copy_notes import CopyNotes, Lanes
-from pp_offload.trace.disk_notes import on_tracks
+from pp_offload.trace.disk_notes import on_tracks, told_by
 from pp_offload.trace.notes import DiskNote, Room
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
@@ -116,8 +116,8 @@ def test_what_a_disk_does(make: Any, tiers: tuple[str, ...], tmp_path: Path) -> 
         files = [tier.disk for tier in manager.wiring.transfer.tiers if tier.name == "disk"]
         with Trace(tmp_path / "out.json") as trace:
             train(2, width=64, after=partial(settled, manager))  # else memory may still have it
-            assert all(file.heard for file in files)
-        assert not any(file.heard for file in files)
+            assert all(getattr(file, told_by(file) or "") for file in files)
+        assert not any(getattr(file, told_by(file) or "") for file in files)
         statistics = manager.statistics()
     check_schema(tmp_path / "out.json", 1)
     assert trace.timeline is not None
