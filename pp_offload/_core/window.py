@@ -151,8 +151,9 @@ class Window(Refill):
     def _queue(self, wanted: list[Wanted]) -> bool:
         """Whether there is host memory to read all of it to, where it is on disk."""
         num_left = self._mover.reload(wanted) if wanted else 0
-        num = sum([len(indices) for _, indices in wanted])
-        self._mover.counts.prefetched_reloads += num - num_left
+        self._mover.counts.prefetched_reloads -= num_left
+        for _, indices in wanted:
+            self._mover.counts.prefetched_reloads += len(indices)
         return not num_left
 
     def fitting(self, batch: Batch, indices: list[int]) -> list[int]:
