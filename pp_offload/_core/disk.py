@@ -135,13 +135,13 @@ class DiskPlace:
     Attributes:
         writes: Of all payloads together, or of each where the device is the host; none once the
             disk has refused them.
-        is_refused: Whether it has, and the bytes are in the sources alone.
+        has_failed: Whether it has.
     """
 
     __slots__ = (
         "__weakref__",
         "is_direct",
-        "is_refused",
+        "has_failed",
         "passage",
         "sizes",
         "specs",
@@ -159,7 +159,7 @@ class DiskPlace:
         self.tier, self.sizes, self.specs, self.passage = tier, sizes, specs, passage
         self.is_direct = passage is None
         self.writes: Sequence[Written] = ()
-        self.is_refused = False
+        self.has_failed = False
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -180,6 +180,11 @@ class DiskPlace:
     def last_use(self, event: Event) -> None:
         if self.passage is not None:
             self.passage.host.last_use = event
+
+    @property
+    def is_refused(self) -> bool:
+        """Once the writes have ended: whether the bytes are in the sources alone."""
+        return self.is_direct and (self.has_failed or self.failure() is not None)
 
     def keep(self) -> None:
         """See :meth:`Place.keep`. No capture gets this far: it neither writes here nor reads."""
@@ -212,7 +217,7 @@ class DiskPlace:
         if self.failure() is None:
             self.passage = None
         else:
-            self.writes, self.is_refused = (), self.is_direct
+            self.writes, self.has_failed = (), True
 
     def passage_back(self, *, force: bool) -> Passage | None:
         """Host memory to read to; None where the device is the host."""

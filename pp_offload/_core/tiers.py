@@ -29,9 +29,6 @@ class Place(Protocol):
     last_use: Any
     """The event of the copy that used the memory last; whoever gets it next waits for that."""
 
-    is_refused: bool
-    """Whether the bytes never came here, and are in the sources alone."""
-
     def keep(self) -> None:
         """Never be free again: a captured graph copies to or from here whenever it is launched."""
         ...
@@ -39,6 +36,11 @@ class Place(Protocol):
     @property
     def tensors(self) -> Sequence[Tensor]:
         """One for each payload, of its shape and dtype; none where the bytes are on disk alone."""
+        ...
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the bytes never came here, and are in the sources alone."""
         ...
 
     @property

@@ -1,0 +1,232 @@
+"""The disk tier: bytes come back as they left, or an error says why not, whatever the disk does."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.nets import Net, inputs, train
+from helpers.sessions import (
+    assert_idle,
+    assert_same,
+    begin_step,
+    check,
+    drawn,
+    gradients,
+    group,
+    session,
+    settle,
+)
+from torch import Tensor
+
+from pp_offload import DiskTierError, PipelineOffloadManager
+from pp_offload._memory.disk_file import DiskFile
+
+KINDS = ("late", "eager", "random:1", "cpu", "threads")
+kinds = pytest.mark.parametrize("kind", KINDS)
+on_the_core = pytest.mark.skipif(
+    os.environ.get("PP_OFFLOAD_CORE") != "1", reason="the old engine has another file"
+)
+
+
+def program(is_on: bool) -> list[Tensor]:
+    """Four microbatches, three in flight."""
+    return train(Net(), inputs(4), is_on, ahead=3)
+
+
+def wait_until_written(manager: PipelineOffloadManager) -> None:
+    """All bytes are on disk alone."""
+    settle(manager)
+    while manager.statistics().bytes_in_flight or manager.statistics().host_bytes_in_use:
+        pass  # threads write
+
+
+def fail(number: int) -> Callable[..., int]:
+    """A system call that fails."""
+
+    def step(*args: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return step
+
+
+@kinds
+@pytest.mark.parametrize("window", [0, 300, "auto"])
+@pytest.mark.parametrize("bound", [0, 3000, "auto"])
+def test_steps_are_equal(kind: str, window: int | str, bound: int | str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"prefetch_bytes": window, "max_in_flight_bytes": bound}
+    check(program, kind, tiers=("disk",), disk_dir=tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+@on_the_core
+@kinds
+def test_the_disk_takes_what_is_over_the_host_budget(kind: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tiers": ("host", "disk"), "host_budget_bytes": 2**16}
+    xs = [drawn(512, 8, seed=seed) for seed in range(5)]
+
+    def large(is_on: bool) -> list[Tensor]:
+        results = []
+        for x in xs:
+            leaf = x.clone().requires_grad_()
+            results.append((leaf, group(leaf * 2, torch.sin, is_on)))
+        for _, y in reversed(results):
+            y.sum().backward()
+        return gradients(*[leaf for leaf, _ in results])
+
+    with session(kind, disk_dir=tmp_path, max_in_flight_bytes=0, **options) as manager:
+        begin_step()
+        assert_same(large(True), large(False))
+        statistics = manager.statistics()
+        assert 0 < statistics.host_bytes_peak <= 2**16
+        assert statistics.disk_bytes_read > 0
+        assert_idle(manager)
+
+
+@pytest.mark.parametrize("kind", ["late", "eager", "random:1"])
+def test_what_passes_through_is_bounded(kind: str, tmp_path: Path) -> None:
+    """The commit waits for the disk rather than keep a group, or take more host memory."""
+    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path}
+    with session(kind, max_in_flight_bytes=4096, **options) as manager:
+        begin_step()
+        ys = [group(drawn(64, 8).requires_grad_() * 2, torch.sin) for _ in range(8)]
+        assert manager.statistics().bytes_offloaded == 8 * 2048
+        for y in ys:
+            y.sum().backward()
+        assert manager.statistics().host_bytes_peak <= 4096
+
+
+class Gate:
+    """Writes wait until it is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate = threading.Event()
+        write = DiskFile._pwrite
+
+        def wait(*args: Any) -> int:
+            assert self.gate.wait(60)
+            return write(*args)
+
+        monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(wait))
+
+
+@on_the_core
+@kinds
+def test_what_is_being_written_comes_back_at_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    try:
+        with session(kind, tiers=("disk",), disk_dir=tmp_path) as manager:
+            begin_step()
+            assert_same(program(True), program(False))
+            assert manager.statistics().disk_bytes_read == 0
+    finally:
+        gate.gate.set()
+
+
+@on_the_core
+def test_host_memory_is_kept_until_it_is_copied_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some groups come from host memory that was just written; to read others, room is needed."""
+    with session("eager", tiers=("disk",), disk_dir=tmp_path) as manager:
+        begin_step()
+        x = drawn(8, 8).requires_grad_()
+        h = group(group(x, torch.sin, name="first"), torch.cos, name="second")
+        wait_until_written(manager)
+        gate = Gate(monkeypatch)
+        y = group(group(h, torch.sin, name="third"), torch.cos, name="fourth")
+        settle(manager)
+        places = [ref() for ref in manager.wiring.transfer.tiers[0].writing]
+        gate.gate.set()
+        for place in places:
+            place.written().synchronize()  # and nothing has asked the engine since
+        y.sum().backward()
+        plain = x.detach().requires_grad_()
+        plain.sin().cos().sin().cos().sum().backward()
+        assert_same(gradients(x), gradients(plain))
+
+
+@on_the_core
+@kinds
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_full_disk_keeps_tensors_and_warns_once(
+    kind: str,
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = program(False)
+    with session(kind, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=0) as manager:
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "pp_offload"):
+            patch.setattr(DiskFile, "_pwrite", staticmethod(fail(number)))
+            for _ in range(3):
+                begin_step()
+                assert_same(program(True), expected)
+        texts = [one.getMessage() for one in caplog.records]
+        assert sum("could not be written" in text for text in texts) == 1
+        assert str(tmp_path) in texts[0] and os.strerror(number) in texts[0]
+        assert len(texts) <= 2, "one of the disk, one of the first group that stays"
+        assert manager.statistics().disk_bytes_in_use == 0
+        before = manager.statistics().disk_bytes_written
+        begin_step()  # which tries again
+        assert_same(program(True), expected)
+        assert manager.statistics().disk_bytes_written > before
+        assert_idle(manager)
+
+
+@on_the_core
+@kinds
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["on demand", "ahead"])
+def test_what_cannot_be_read_raises_and_is_read_again(
+    kind: str, is_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path}
+    window = 10**6 if is_ahead else 0
+    with session(kind, max_in_flight_bytes=0, prefetch_bytes=window, **options) as manager:
+        begin_step()
+        x = drawn(8, 8).requires_grad_()
+        y = group(group(x, torch.sin, name="first"), torch.cos, name="second").sum()
+        wait_until_written(manager)
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskFile, "_pread", staticmethod(fail(errno.EIO)))
+            for _ in range(2):
+                with pytest.raises(DiskTierError, match="Input/output"):
+                    torch.autograd.grad(y, x, retain_graph=True)
+        (got,) = torch.autograd.grad(y, x)
+        plain = x.detach().requires_grad_()
+        assert_same([got], torch.autograd.grad(plain.sin().cos().sum(), plain))
+        del y
+        assert_idle(manager)
+
+
+@on_the_core
+@kinds
+def test_a_flipped_bit_is_never_a_gradient(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = DiskFile._pwrite
+
+    def flip(fd: int, parts: list[memoryview], offset: int) -> int:
+        changed = bytearray(b"".join(parts))
+        changed[len(changed) // 2] ^= 1
+        return write(fd, [memoryview(changed)], offset)
+
+    with session(kind, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=0) as manager:
+        begin_step()
+        x = drawn(8, 8).requires_grad_()
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskFile, "_pwrite", staticmethod(flip))
+            y = group(x, torch.sin).sum()
+            wait_until_written(manager)
+        with pytest.raises(DiskTierError, match="checksum"):
+            y.backward()
