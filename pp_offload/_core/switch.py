@@ -1,8 +1,7 @@
 """Puts the new core in the place of the old engine, until that is deleted.
 
 ``PP_OFFLOAD_CORE=1`` runs everything on the core, so that both can be tested by the same programs.
-It is no option for users: the core has no disk tier, times no copies, and is not seen by traces and
-plans yet.
+It is no option for users: plans are still made with the other.
 """
 
 from __future__ import annotations
