@@ -720,7 +720,7 @@ def copies_of() -> PlainCopies:
 def plain_computed_late(on: Program) -> bool:
     copies, given = copies_of(), some(N)
     x = given.to("emulated")
-    with on.late(compute(), copies.transfer.backend.d2h):
+    with on.late(compute(), copies.backend.d2h):
         pending = copies.copy_to_host([x * 2], "g")
     return copies.synchronize(pending)[0].equal(given * 2)
 
@@ -728,7 +728,7 @@ def plain_computed_late(on: Program) -> bool:
 def plain_source_let_go(on: Program) -> bool:
     copies, given = copies_of(), some(N)
     x = given.to("emulated")
-    with on.late(copies.transfer.backend.d2h, compute()):
+    with on.late(copies.backend.d2h, compute()):
         pending = copies.copy_to_host([x], "g")
         del x
         use_of_memory()
@@ -740,7 +740,7 @@ def plain_brought_into_memory_in_use(on: Program) -> bool:
     on.without_cached_memory()
     x = given.to("emulated")
     address = x.data_ptr()
-    with on.late(compute(), copies.transfer.backend.h2d):
+    with on.late(compute(), copies.backend.h2d):
         result = x * 2
         del x
         pending = copies.copy_to_device([source], "g")
@@ -752,7 +752,7 @@ def plain_brought_into_memory_in_use(on: Program) -> bool:
 def plain_target_nobody_wants(on: Program) -> bool:
     copies, source = copies_of(), some(N).pin_memory()
     on.without_cached_memory()
-    with on.late(copies.transfer.backend.h2d, compute()):
+    with on.late(copies.backend.h2d, compute()):
         copies.copy_to_device([source], "g")
         copies.poll()
         result = use_of_memory()
@@ -761,7 +761,7 @@ def plain_target_nobody_wants(on: Program) -> bool:
 
 def plain_copies_gone(on: Program) -> bool:
     copies, source = copies_of(), some(N).pin_memory()
-    h2d = copies.transfer.backend.h2d
+    h2d = copies.backend.h2d
     on.without_cached_memory()
     with on.late(h2d, compute()) as gate:
         copies.copy_to_device([source], "g")
@@ -774,7 +774,7 @@ def plain_copies_gone(on: Program) -> bool:
 def plain_read_by_the_host(on: Program) -> bool:
     copies, given = copies_of(), some(N)
     x = given.to("emulated")
-    with on.late(copies.transfer.backend.d2h) as gate:
+    with on.late(copies.backend.d2h) as gate:
         pending = copies.copy_to_host([x], "g")
         on.before_the_host_waits(gate)
         return copies.synchronize(pending)[0].equal(given)

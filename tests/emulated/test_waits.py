@@ -214,28 +214,28 @@ CASES: dict[str, Case] = {
     ),
     "plain: d2h waits for compute": (
         programs.plain_computed_late,
-        Fault(f"{PLAIN}.copy_to_host", "wait(backend.d2h, record(stream))"),
+        Fault(f"{PLAIN}.copy_to_host", "backend.d2h.wait_event(stream.record_event())"),
     ),
     "plain: sources are kept until they are copied": (
         programs.plain_source_let_go,
         Fault(
             f"{PLAIN}.copy_to_host",
-            "self.transfer.copies.in_flight.begin(dense,",
-            "self.transfer.copies.in_flight.begin([],",
+            "UnderWay(backend.d2h, dense, targets)",
+            "UnderWay(backend.d2h, (), targets)",
         ),
     ),
     "plain: h2d waits for compute": (
         programs.plain_brought_into_memory_in_use,
-        Fault(f"{PLAIN}.copy_to_device", "wait(backend.h2d, record(stream))"),
+        Fault(f"{PLAIN}.copy_to_device", "backend.h2d.wait_event(stream.record_event())"),
     ),
     "plain: a target nobody wants is kept until it is written": (
         programs.plain_target_nobody_wants,
         Fault(f"{PLAIN}.copy_to_device", "[*sources, *targets]", "sources"),
-        Fault(f"{PLAIN}.poll", "if not one[0].query()", "if False"),
+        Fault(f"{PLAIN}.poll", "if not ends.end().query()", "if False"),
     ),
     "plain: copies that go are waited for": (
         programs.plain_copies_gone,
-        Fault(f"{PLAIN}.__del__", "event.synchronize()"),
+        Fault(f"{PLAIN}.__del__", "ends.end().synchronize()"),
     ),
     "plain: the host waits before it reads": (
         programs.plain_read_by_the_host,
@@ -261,6 +261,7 @@ BY_OTHERS = {
     "_memory/disk_file:wait_for_all": PASSES_ON,
     f"{FILE}.read_into": "the core has bytes read that it knows to be written",
     "_core/stopwatch:Laps.are_over": "times are read behind it, and no bytes",
+    f"{PLAIN}._keep_bounded": "only passes it on, to the streams of the core",
     f"{POOL}._has_copies": "else more slabs would be made while those that copies use stay",
 }
 """One wait each that can be left out on an accelerator without harm, and why.
