@@ -91,7 +91,7 @@ def side_stream(engine: Engine) -> torch.Stream:
 
 def saved_by(engine: Engine, *tensors: Tensor, on: Any = None) -> list[Saved]:
     """Tensors that a group saved on a stream, the live one or ``on``; it is committed here."""
-    group = Group("g", engine, 1)
+    group = Group("g", engine=engine, min_numel=1)
     engine.follow(engine.current_stream())
     with on or nullcontext():
         saved = [group.pack(tensor) for tensor in tensors]

@@ -50,7 +50,7 @@ class Line:
 
     def group(self, name: str, forward: Callable[..., Any], *args: Any, keep: bool = False) -> Any:
         """Run a part of the forward as a group."""
-        group = Group(name, self.engine, self.min_numel)
+        group = Group(name, engine=self.engine, min_numel=self.min_numel)
         self.engine.follow(self.engine.current_stream())
         self._open.append(group)
         push_hooks(group.pack, unpack)
