@@ -713,8 +713,9 @@ def read_for_memory_in_use(on: Program) -> bool:
 # Copies that the host waits for
 
 
-def copies_of() -> PlainCopies:
-    return PlainCopies(AcceleratorBackend(), OffloadConfig())
+def copies_of(**options: Any) -> PlainCopies:
+    gc.collect()
+    return PlainCopies(AcceleratorBackend(), OffloadConfig(**options))
 
 
 def plain_computed_late(on: Program) -> bool:
@@ -726,7 +727,15 @@ def plain_computed_late(on: Program) -> bool:
 
 
 def plain_source_let_go(on: Program) -> bool:
-    copies, given = copies_of(), some(N)
+    return plain_source(on, copies_of())
+
+
+def plain_too_much_in_flight(on: Program) -> bool:
+    return plain_source(on, copies_of(max_in_flight_bytes=0))
+
+
+def plain_source(on: Program, copies: PlainCopies) -> bool:
+    given = some(N)
     x = given.to("emulated")
     with on.late(copies.backend.d2h, compute()):
         pending = copies.copy_to_host([x], "g")

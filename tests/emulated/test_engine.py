@@ -37,11 +37,13 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 
 @contextmanager
-def manager_of(directory: Path, options: dict[str, object]) -> Iterator[PipelineOffloadManager]:
+def manager_of(
+    directory: Path, options: dict[str, object], backend: AcceleratorBackend | None = None
+) -> Iterator[PipelineOffloadManager]:
     if "tiers" in options:
         options = {**options, "disk_dir": directory}
     config = OffloadConfig(min_offloaded_tensor_size=1, **options)  # type: ignore[arg-type]
-    with use_backend(AcceleratorBackend(), config=config) as manager:
+    with use_backend(backend or AcceleratorBackend(), config=config) as manager:
         yield manager
 
 

@@ -82,9 +82,10 @@ def test_compute_on_a_copy_stream_has_the_same_bits(
     emulated: ModuleType, stream: str, options: str, tmp_path: Path
 ) -> None:
     emulated.set_delays(**DELAYS["late copies"])
-    with manager_of(tmp_path, OPTIONS[options]) as manager:
+    backend = AcceleratorBackend()
+    with manager_of(tmp_path, OPTIONS[options], backend):
         before = compute()
-        torch.accelerator.set_stream(getattr(manager.backend, stream))
+        torch.accelerator.set_stream(getattr(backend, stream))
         try:
             assert steps_are_equal(2)
         finally:

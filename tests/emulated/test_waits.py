@@ -64,7 +64,7 @@ CASES: dict[str, Case] = {
         programs.too_much_in_flight,
         Fault(
             f"{MOVER}._wait_for_oldest",
-            "self._wait(self.in_flight.streams.wait, leaving.offloaded)",
+            "self._wait(streams.wait, leaving.offloaded)",
         ),
         Fault(f"{STREAMS}.wait", "stream.wait_event(event)"),
     ),
@@ -108,18 +108,18 @@ CASES: dict[str, Case] = {
     ),
     "d2h waits for those of the memory it is carved of": (
         programs.part_of_a_buffer_read_for_another_stream,
-        Fault(f"{POOL}._break_up", "if not event.query()]", "if False]"),
-        Fault(f"{POOL}._claim", "if not event.query()", "if False"),
+        Fault(f"{POOL}._break_up", "self._unfinished(host.waits_for)", "[]"),
+        Fault(f"{POOL}._claim", "self._unfinished(events.values())", "()"),
+        Fault(f"{POOL}._unfinished", "not event.query()", "False"),
     ),
     "also of a slab that is not given back": (
         programs.slab_read_for_another_stream,
-        Fault(f"{POOL}._break_up", "self._pending[done].event.query()", "True"),
+        Fault(f"{POOL}._break_up", "not self._unfinished([self._pending[done].event])", "True"),
         Fault(f"{POOL}._drop_slabs", "if not use.event.query()", "if False"),
     ),
     "h2d waits for the offload": (
         programs.brought_before_it_left,
         Fault(f"{MOVER}._copy_back", "h2d.wait_event(batch.offloaded)"),
-        Fault(f"{MOVER}._copy_back", "not batch.offloaded.query()", "False"),
     ),
     "h2d waits for compute": (
         programs.brought_into_memory_in_use,
@@ -138,8 +138,8 @@ CASES: dict[str, Case] = {
     "a target nobody wants is kept until it is written": (
         programs.target_nobody_wants,
         Fault(f"{ARRIVED}.expect", "self._backs.add(back)"),
-        Fault(f"{ARRIVED}.poll", "self._abandon(tensor, reload)"),
-        Fault(f"{ARRIVED}._abandon", "if not reload.event.query():", "if False:"),
+        Fault(f"{ARRIVED}.let_go", "self._abandon(tensor, reload)"),
+        Fault(f"{ARRIVED}._abandon", "self.abandoned.append((tensor, reload.event))"),
         Fault(f"{ARRIVED}.poll", "self.abandoned[0][1].query()", "True"),
     ),
     "so is one that came for another stream": (
@@ -218,11 +218,13 @@ CASES: dict[str, Case] = {
     ),
     "plain: sources are kept until they are copied": (
         programs.plain_source_let_go,
-        Fault(
-            f"{PLAIN}.copy_to_host",
-            "UnderWay(backend.d2h, dense, targets)",
-            "UnderWay(backend.d2h, (), targets)",
-        ),
+        Fault(f"{PLAIN}.copy_to_host", "UnderWay(backend.d2h, dense,", "UnderWay(backend.d2h, [],"),
+        Fault(f"{PLAIN}._copy", "self._under_way.append(ends)"),
+    ),
+    "plain: compute waits where too much is in flight": (
+        programs.plain_too_much_in_flight,
+        Fault(f"{PLAIN}._keep_bounded", "self._streams.wait(left[0].end())"),
+        Fault(f"{PLAIN}.copy_to_host", "self._streams.follow(stream)"),
     ),
     "plain: h2d waits for compute": (
         programs.plain_brought_into_memory_in_use,
@@ -231,7 +233,7 @@ CASES: dict[str, Case] = {
     "plain: a target nobody wants is kept until it is written": (
         programs.plain_target_nobody_wants,
         Fault(f"{PLAIN}.copy_to_device", "[*sources, *targets]", "sources"),
-        Fault(f"{PLAIN}.poll", "if not ends.end().query()", "if False"),
+        Fault(f"{PLAIN}.poll", "not ends.end().query()", "False"),
     ),
     "plain: copies that go are waited for": (
         programs.plain_copies_gone,
@@ -261,7 +263,6 @@ BY_OTHERS = {
     "_memory/disk_file:wait_for_all": PASSES_ON,
     f"{FILE}.read_into": "the core has bytes read that it knows to be written",
     "_core/stopwatch:Laps.are_over": "times are read behind it, and no bytes",
-    f"{PLAIN}._keep_bounded": "only passes it on, to the streams of the core",
     f"{POOL}._has_copies": "else more slabs would be made while those that copies use stay",
 }
 """One wait each that can be left out on an accelerator without harm, and why.
