@@ -26,8 +26,9 @@ pytestmark = pytest.mark.emulated
 class Training:
     """Steps with bounds left to the engine, and the same steps without offload."""
 
-    def __init__(self, manager: PipelineOffloadManager) -> None:
+    def __init__(self, manager: PipelineOffloadManager, backend: AcceleratorBackend) -> None:
         self.manager = manager
+        self.d2h = cast(torch.Stream, backend.d2h)
         self._on = make_model(width=WIDTH, device="emulated")
         self._off = make_model(width=WIDTH, groups=(), device="emulated")
         self._num = 0
@@ -65,8 +66,9 @@ def least(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def training(emulated: ModuleType) -> Iterator[Training]:
     config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(AcceleratorBackend(), config=config) as manager:
-        yield Training(manager)
+    backend = AcceleratorBackend()
+    with use_backend(backend, config=config) as manager:
+        yield Training(manager, backend)
 
 
 @pytest.mark.parametrize("delays", DELAYS)
@@ -95,16 +97,15 @@ def test_the_begin_of_a_step_does_not_wait_for_times(
 ) -> None:
     """While the copies of a step stand still, the next one begins, with the bounds it had."""
     assert training.same_without(training.step())
-    d2h = cast(torch.Stream, training.manager.backend.d2h)
     before = training.bounds()
     training.end_step()
     chosen = training.bounds()
     assert chosen != before, "the first step's times were known"
-    with emulated.hold(d2h) as gate:
+    with emulated.hold(training.d2h) as gate:
         found = training.step()
         for _ in range(3):
             off_interface.reset()
-            assert training.bounds() == chosen and not d2h.query()
+            assert training.bounds() == chosen and not training.d2h.query()
         gate.release()
     assert training.same_without(found)
     stalled_ms = training.manager.statistics().stalled_ms
@@ -140,8 +141,9 @@ def test_a_step_without_backward_chooses_nothing(training: Training) -> None:
 def test_a_budget_that_is_too_small_changes_no_bits(emulated: ModuleType, budget: int) -> None:
     emulated.set_delays(d2h_us=1000, h2d_us=1000)
     config = OffloadConfig(min_offloaded_tensor_size=1, device_budget_bytes=budget)
-    with use_backend(AcceleratorBackend(), config=config) as manager:
-        training = Training(manager)
+    backend = AcceleratorBackend()
+    with use_backend(backend, config=config) as manager:
+        training = Training(manager, backend)
         for _ in range(4):
             assert training.same_without(training.step())
             assert sum(training.bounds()) <= max(1, budget)
