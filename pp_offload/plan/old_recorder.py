@@ -86,10 +86,13 @@ class OldEachUse(SplitBackward):
 
 def recorder_of(backend: VirtualBackend) -> Recorder:
     """That of the engine in use."""
-    is_core = "_core" in SplitBackward.__module__
-    return Recorder(backend) if is_core else OldRecorder(backend)
+    return Recorder(backend) if _is_core() else OldRecorder(backend)
 
 
 def watched(wiring: Any) -> Any:
     """Who the engine tells what it does."""
-    return getattr(wiring, "observers", None) or wiring.transfer.listeners
+    return wiring.observers if _is_core() else wiring.transfer.listeners
+
+
+def _is_core() -> bool:
+    return "_core" in SplitBackward.__module__
