@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, offload_modules
+from pp_offload._transfer.ticket import Ticket
 
 pytestmark = pytest.mark.field("F47")
 
@@ -79,14 +79,15 @@ def storages(model: nn.Module) -> set[int]:
 @pytest.fixture
 def moved(manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Addresses of the storages of all saved tensors whose bytes went to the host."""
-    engine, seen = manager.wiring.engine, []
-    send = engine.send
+    transfer, seen = manager.wiring.transfer, []
+    offload = transfer.offload
 
-    def spy(group: Any, payloads: Any) -> None:
-        seen.extend(tensor.untyped_storage().data_ptr() for tensor in payloads.tensors)
-        send(group, payloads)
+    def spy(tickets: Sequence[Ticket]) -> int:
+        held = (member.held for ticket in tickets for member in ticket.members)
+        seen.extend(s.untyped_storage().data_ptr() for s in held if isinstance(s, Tensor))
+        return offload(tickets)
 
-    monkeypatch.setattr(engine, "send", spy)
+    monkeypatch.setattr(transfer, "offload", spy)
     yield seen
 
 
