@@ -319,7 +319,8 @@ class Bench:
         moved: Any = [(SimpleNamespace(label=label), [0])]
         both = self._host, self._device
         targets, sources = both if stream is self.backend.d2h else both[::-1]
-        return timed_copy(self.observers, self.backend, stream, targets, sources, moved)
+        record = stream.record_event
+        return timed_copy(self.observers, self.backend, stream, record, targets, sources, moved)
 
     def wait(self, event: Any) -> None:
         timed_wait(self.observers, self.backend, self.backend.compute.wait_event, event)
