@@ -75,7 +75,10 @@ class Disk(Protocol):
     def read_into(
         self, write: Any, payloads: Sequence[Tensor], after: Sequence[Event] = ()
     ) -> Event:
-        """Begin to read what was written; to wait for the event raises a TierError if it failed."""
+        """Begin to read what was written, which may go meanwhile.
+
+        To wait for the event raises a DiskTierError if the read failed.
+        """
         ...
 
     def close(self) -> None:
@@ -118,9 +121,6 @@ class Read(NamedTuple):
 
     passage: Passage | None
     """None where it is read into the device memory itself."""
-
-    writes: Sequence[Written]
-    """Kept, or other bytes could be written over these."""
 
 
 class DiskPlace:

@@ -350,9 +350,7 @@ class Mover:
         targets = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
         event = place.read(passage, indices, targets)
         reload = Reload(live)
-        reload.read = read = Read(
-            back, indices, reload, event, live.record_event(), passage, place.writes
-        )
+        reload.read = read = Read(back, indices, reload, event, live.record_event(), passage)
         for index, target in zip(indices, targets, strict=True):
             self.arrived.put(back, index, target, reload, batch.uses[index])
             self.arrived.unused_bytes += target.nbytes

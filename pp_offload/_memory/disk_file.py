@@ -101,10 +101,11 @@ class DiskEvent:
 class Extent:
     """A range of the file. It is free when neither a :class:`DiskWrite` nor a thread has it."""
 
-    __slots__ = ("__weakref__", "checksum", "failure", "nbytes", "start")
+    __slots__ = ("__weakref__", "checksum", "failure", "is_read", "nbytes", "start")
 
     def __init__(self, start: int, nbytes: int) -> None:
         self.start, self.nbytes = start, nbytes
+        self.is_read = False  # or a read is queued, and wants what is still to be written
         self.checksum: int | None = None  # None until it is written
         self.failure: DiskTierError | None = None
 
@@ -188,6 +189,8 @@ class DiskFile:
         self._in_use_bytes = 0
         self._lent: dict[int, tuple[weakref.ref[Extent], int, int]] = {}  # start and bytes
         self._returned: deque[weakref.ref[Extent]] = deque()
+        self._needed: dict[int, tuple[weakref.ref[DiskWrite], int]] = {}
+        self._dropped: deque[weakref.ref[DiskWrite]] = deque()
 
     def write(self, payloads: Sequence[Tensor], after: Sequence[Event] = ()) -> DiskWrite:
         """Queue a write. That the file system has room is known only when it has ended.
@@ -214,7 +217,7 @@ class DiskFile:
                 extent.failure = self._error(extent, failure)
 
         piece = self._threads.piece(self._told("write", extent.nbytes, run))
-        write = DiskWrite(piece, extent)
+        write = self._in_use(DiskWrite(piece, extent))
         owners.append(weakref.ref(write))
         self._threads.queue(piece)
         self.written_bytes += extent.nbytes
@@ -226,7 +229,7 @@ class DiskFile:
         """Queue a read of all that ``write`` wrote.
 
         Args:
-            write: What :meth:`write` returned.
+            write: What :meth:`write` returned. What is on disk is read though it goes meanwhile.
             payloads: Flat contiguous ``uint8`` host tensors, of as many bytes together; their
                 values are undefined until the event has ended, and if it failed.
             after: Earlier uses of ``payloads``, which the thread waits for first.
@@ -236,7 +239,8 @@ class DiskFile:
             ClosedError: The file is closed.
             ForkedError: It is that of another process.
         """
-        file, extent = self._open_file(), write.extent
+        file, extent, written = self._open_file(), write.extent, write.event
+        extent.is_read = True
         views = [as_array(payload).data for payload in payloads]
         nbytes = sum(map(len, views))
         if nbytes != extent.nbytes:
@@ -245,7 +249,7 @@ class DiskFile:
         def run() -> DiskTierError | None:
             try:
                 # Threads take work in the order it is queued, so the write is at least under way.
-                write.synchronize()
+                written.synchronize()
                 for event in after:
                     with suppress(Exception):  # an earlier use that failed has ended as well
                         wait_for_all([event])
@@ -262,7 +266,7 @@ class DiskFile:
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes in extents that a :class:`DiskWrite` or a thread has. Exact at the call."""
+        """Bytes that a :class:`DiskWrite` has. Exact at the call."""
         self._collect()
         return self._in_use_bytes
 
@@ -286,15 +290,22 @@ class DiskFile:
         extent = Extent(start, nbytes)
         lease = weakref.ref(extent, self._returned.append)  # C: see HostPool
         self._lent[id(lease)] = lease, start, nbytes
+        return extent
+
+    def _in_use(self, write: DiskWrite) -> DiskWrite:
+        """``write``, whose bytes are in use until it is garbage, though a thread goes on."""
+        ref, nbytes = weakref.ref(write, self._dropped.append), write.extent.nbytes
+        self._needed[id(ref)] = ref, nbytes
         self._in_use_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._in_use_bytes)
-        return extent
+        return write
 
     def _collect(self) -> None:
         while self._returned:
             _, start, nbytes = self._lent.pop(id(self._returned.popleft()))
             self._free.add(start, room_for(nbytes))
-            self._in_use_bytes -= nbytes
+        while self._dropped:
+            self._in_use_bytes -= self._needed.pop(id(self._dropped.popleft()))[1]
 
     def _told(self, kind: str, nbytes: int, run: Callable[[], object]) -> Callable[[], object]:
         """``run``, of which the listeners are told."""
@@ -320,7 +331,8 @@ class DiskFile:
         """Write or read all of ``views``, while they have an owner; returns their checksum."""
         total, offset = new_checksum(), extent.start
         for block in blocks(views):
-            if owners and (owners[0]() is None or self._file is None):
+            is_wanted = extent.is_read or any(owner() is not None for owner in owners)
+            if owners and not (is_wanted and self._file is not None):
                 raise ClosedError("nobody needs it any more")
             rest = block
             while rest:  # a system call may do only a part

@@ -176,7 +176,7 @@ class VirtualFile(disk_file.DiskFile):
         nbytes = sum([payload.numel() for payload in payloads])
         self.written_bytes += nbytes
         piece = self._work("write", nbytes, after)
-        return disk_file.DiskWrite(piece, self._extent(nbytes))
+        return self._in_use(disk_file.DiskWrite(piece, self._extent(nbytes)))
 
     def read_into(
         self,

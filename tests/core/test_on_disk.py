@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import threading
@@ -104,17 +105,32 @@ def test_what_passes_through_is_bounded(kind: str, tmp_path: Path) -> None:
 
 
 class Gate:
-    """Writes wait until it is open."""
+    """System calls that wait until it is open.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    Args:
+        monkeypatch: Puts it there.
+        step: Which ones, such as ``_pwrite``.
+        num_open: So many do not wait.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, step: str = "_pwrite", num_open: int = 0
+    ) -> None:
         self.gate = threading.Event()
-        write = DiskFile._pwrite
+        call, numbers = getattr(DiskFile, step), itertools.count()
 
         def wait(*args: Any) -> int:
-            assert self.gate.wait(60)
-            return write(*args)
+            assert next(numbers) < num_open or self.gate.wait(60)
+            done: int = call(*args)
+            return done
 
-        monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(wait))
+        monkeypatch.setattr(DiskFile, step, staticmethod(wait))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        self.gate.set()
 
 
 @on_the_core
@@ -122,14 +138,28 @@ class Gate:
 def test_what_is_being_written_comes_back_at_once(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
-    try:
-        with session(kind, tiers=("disk",), disk_dir=tmp_path) as manager:
-            begin_step()
-            assert_same(program(True), program(False))
-            assert manager.statistics().disk_bytes_read == 0
-    finally:
-        gate.gate.set()
+    with Gate(monkeypatch), session(kind, tiers=("disk",), disk_dir=tmp_path) as manager:
+        begin_step()
+        assert_same(program(True), program(False))
+        assert manager.statistics().disk_bytes_read == 0
+        assert manager.statistics().disk_bytes_in_use == 0, "though threads still write"
+
+
+@on_the_core
+@kinds
+def test_what_is_being_read_is_not_in_use_once_nobody_needs_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with session(kind, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=0) as manager:
+        begin_step()
+        x = drawn(8, 8).requires_grad_()
+        h = group(x, torch.sin, name="first")
+        y = group(h, torch.cos, name="second").sum()
+        wait_until_written(manager)
+        with Gate(monkeypatch, "_pread", num_open=1):  # what is read ahead stays under way
+            torch.autograd.grad(y, h)
+            del h, y
+            assert manager.statistics().disk_bytes_in_use == 0
 
 
 @on_the_core
