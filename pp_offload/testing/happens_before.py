@@ -24,11 +24,14 @@ from pp_offload.errors import RaceError
 
 
 class VectorClock(dict[str, int]):
-    """How far each stream is known to have come; missing means not at all."""
+    """How far each stream is known to have come; missing means not at all.
+
+    Loops go over a copy: an engine that is collected meanwhile waits, and a clock learns.
+    """
 
     def merge(self, other: VectorClock) -> None:
         """Know all that ``other`` knows, too."""
-        for name, tick in other.items():
+        for name, tick in dict(other).items():
             if self.get(name, 0) < tick:
                 self[name] = tick
 
@@ -40,7 +43,7 @@ class VectorClock(dict[str, int]):
 
     def covers(self, other: VectorClock) -> bool:
         """Whether everything ``other`` knows is known here."""
-        return all(self.get(name, 0) >= tick for name, tick in other.items())
+        return all(self.get(name, 0) >= tick for name, tick in dict(other).items())
 
 
 class Extent(NamedTuple):

@@ -60,7 +60,7 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
     @property
     def pending(self) -> int:
         """How many copies have not run yet."""
-        return sum(1 for _ in self._timeline.queued_copies())
+        return len(self._timeline.queued_copies())
 
     @property
     def device_bytes(self) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from pp_offload._common.workers import is_worker
 from pp_offload.backends.base import Event
@@ -274,10 +274,13 @@ class Timeline:
             for stream in self.streams.values():
                 stream.last_event().finish()
 
-    def queued_copies(self) -> Iterator[QueuedCopy]:
+    def queued_copies(self) -> list[QueuedCopy]:
         """The copies that have not run yet."""
+        queued: list[QueuedCopy] = []
         for stream in self.streams.values():
-            yield from (work for work in stream.queue if isinstance(work, QueuedCopy))
+            # A copy of it, for an engine that is collected here runs what is queued.
+            queued += [work for work in tuple(stream.queue) if isinstance(work, QueuedCopy)]
+        return queued
 
 
 def _capture(number: int) -> str:

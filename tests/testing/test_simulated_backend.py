@@ -514,3 +514,36 @@ def test_a_race_that_somebody_caught_holds_nobody() -> None:
         assert calls()() is None
     finally:
         gc.enable()
+
+
+class Engine:
+    """Garbage, at the end of which copies have to be over."""
+
+    def __init__(self, backend: SimulatedBackend) -> None:
+        self.backend, self.itself = backend, self
+
+    def __del__(self) -> None:
+        self.backend.synchronize()
+
+
+def test_an_engine_may_be_collected_while_another_queues_copies() -> None:
+    """Wherever that is: the collector runs after so many allocations."""
+    thresholds = gc.get_threshold()
+    for num_allocations in range(1, 80):
+        backend = SimulatedBackend("late")
+        sources = [torch.full((4,), float(number)) for number in range(4)]
+        hosts = [host_like(backend, source) for source in sources]
+        for source, host in zip(sources[:3], hosts[:3], strict=True):
+            offload(backend, source, host)
+        gc.collect()
+        gc.disable()
+        Engine(backend)
+        try:
+            gc.set_threshold(gc.get_count()[0] + num_allocations)
+            gc.enable()
+            offload(backend, sources[3], hosts[3])
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.enable()
+        backend.synchronize()
+        assert all(map(torch.equal, hosts, sources))
