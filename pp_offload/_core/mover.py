@@ -302,12 +302,15 @@ class Mover:
                 self._copy_back(reload, wanted, targets, sources)
             return 0
         if targets:
-            read = [batch for batch, _, _ in on_disk]
-            on_host = [one for one in wanted if one[0] not in read]
+            away = [batch for batch, _, _ in on_disk]
+            on_host = [pair for pair in wanted if pair[0] not in away]
             self._copy_back(reload, on_host, targets, sources)
         # Last, for it lets go of host memory that is on disk by now, and was a source above.
-        left = [one for one in on_disk if not self._read(*one, live, force=force)]
-        return sum([len(indices) for _, _, indices in left])
+        num_left = 0
+        for batch, place, indices in on_disk:
+            if not self._read(batch, place, indices, live, force=force):
+                num_left += len(indices)
+        return num_left
 
     def _copy_back(
         self,
@@ -376,9 +379,8 @@ class Mover:
             for index in indices:
                 self.arrived.put_away(back, index)
             raise
-        if (
-            read.passage is None or batch is None or not indices
-        ):  # in device memory already, or for nobody
+        if read.passage is None or batch is None or not indices:
+            # It is in device memory already, or for nobody.
             reload.is_there = True
             return
         h2d, host = self.backend.h2d, read.passage.host

@@ -117,8 +117,8 @@ class OffloadStatistics:
         Args:
             prefix: Before each name, such as ``"offload/"``.
         """
-        found = {prefix + one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: number for name, number in found.items() if number is not None}
+        numbers = {prefix + field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: number for name, number in numbers.items() if number is not None}
 
 
 def collect(transfer: Any) -> OffloadStatistics:

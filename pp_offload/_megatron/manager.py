@@ -159,7 +159,9 @@ class SharedNames:
         refs = None if tensors is None else [weakref.ref(tensor) for tensor in tensors]
 
         def commit() -> None:
-            live = None if refs is None else [one for ref in refs if (one := ref()) is not None]
+            live = (
+                None if refs is None else [tensor for ref in refs if (tensor := ref()) is not None]
+            )
             hook(*names, live)
 
         self.wiring.delayed.append(commit)

@@ -227,7 +227,7 @@ class PlainCopies:
         return pending.tensors
 
     def _checksums(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        return tuple(checksum_of(as_dense(one)) for one in tensors) if self._verify else ()
+        return tuple(checksum_of(as_dense(tensor)) for tensor in tensors) if self._verify else ()
 
     def poll(self) -> None:
         """Let go of what finished copies kept alive. Never blocks."""

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pp_offload._core.observer import Lap, Observer, Observers
+from pp_offload._core.observer import Observer, Observers
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.stopwatch import direction, named
-from pp_offload._transfer import stopwatch as old
 from pp_offload._transfer.listeners import Listener
 
 
@@ -22,8 +21,8 @@ def observers_of(wiring: Any) -> Observers:
     """Who watches the engine of a wiring."""
     if not hasattr(wiring, "observers"):
         wiring.observers = OldObservers(wiring.transfer)
-    found: Observers = wiring.observers
-    return found
+    observers: Observers = wiring.observers
+    return observers
 
 
 class OldObservers(Observers):
@@ -70,7 +69,7 @@ class _Adapter(Listener):
         self._payloads[threading.get_ident()].beside_bytes = max(0, more)
 
     def kept(self, saved: Any) -> None:
-        tensors = [one.held for one in saved if isinstance(one.held, Tensor)]
+        tensors = [each.held for each in saved if isinstance(each.held, Tensor)]
         self._payloads[threading.get_ident()].tensors = tensors
 
     def group_closed(self, group: Any) -> None:
@@ -100,12 +99,12 @@ class _Adapter(Listener):
         return batch
 
 
-class _Laps(old.Laps):
+class _Laps:
     def __init__(self, adapter: _Adapter) -> None:
         self._adapter = adapter
 
     @property
-    def is_cut(self) -> bool:  # type: ignore[override]
+    def is_cut(self) -> bool:
         return False
 
     @is_cut.setter
@@ -119,8 +118,8 @@ class _Laps(old.Laps):
     def copied(self, lap: Any, tickets: Sequence[Any], event: Any, *, to_host: bool) -> None:
         moved = [(self._adapter.batch(ticket), [0]) for ticket in tickets]
         for tell in self._adapter.observers.copied:
-            tell(Lap(*lap), moved, event, to_host=to_host)
+            tell(lap, moved, event, to_host=to_host)
 
     def waited(self, lap: Any, event: Any) -> None:
         for tell in self._adapter.observers.waited:
-            tell(Lap(*lap), event)
+            tell(lap, event)

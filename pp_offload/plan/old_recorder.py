@@ -52,8 +52,8 @@ class OldRecorder(Recorder, Listener):
 
     def _version_of(self, source: Any, ticket: Ticket) -> int | None:
         before = self._saved[source]
-        for number, one in enumerate(before):
-            if one.is_that_of(ticket.members):
+        for number, other in enumerate(before):
+            if other.is_that_of(ticket.members):
                 return number
         saved = AsSaved.of(ticket.members)
         if saved is None:

@@ -51,7 +51,7 @@ def test_a_method_has_their_kind_and_parameters(owner: str, name: str) -> None:
     found = parameters(member)
     if f"{owner}.{name}" in main.OURS_TAKES_MORE:
         assert without_defaults(found)[: len(expected)] == without_defaults(expected)
-        assert all("=" in one for one in found if one != "self")
+        assert all("=" in name for name in found if name != "self")
     else:
         assert found == expected
 

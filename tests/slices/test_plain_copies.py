@@ -162,13 +162,17 @@ def test_host_tensors_are_like_others_and_apart() -> None:
 
     tensors = host_tensors(likes, HostPool(allocate))
     assert len(taken) == 1
-    for number, (one, like) in enumerate(zip(tensors, likes, strict=True)):
-        assert (one.shape, one.dtype, one.stride()) == (like.shape, like.dtype, like.stride())
-        assert one.untyped_storage().nbytes() == like.nbytes
-        assert not one.numel() or one.data_ptr() % ALIGNMENT == 0
-        one.fill_(number)
-    assert all(bool(one.eq(number).all()) for number, one in enumerate(tensors))
-    assert [one.shape for one in host_tensors([torch.empty(0)], HostPool(allocate))] == [(0,)]
+    for number, (tensor, like) in enumerate(zip(tensors, likes, strict=True)):
+        assert (tensor.shape, tensor.dtype, tensor.stride()) == (
+            like.shape,
+            like.dtype,
+            like.stride(),
+        )
+        assert tensor.untyped_storage().nbytes() == like.nbytes
+        assert not tensor.numel() or tensor.data_ptr() % ALIGNMENT == 0
+        tensor.fill_(number)
+    assert all(bool(tensor.eq(number).all()) for number, tensor in enumerate(tensors))
+    assert [tensor.shape for tensor in host_tensors([torch.empty(0)], HostPool(allocate))] == [(0,)]
 
 
 def test_what_has_to_be_there_is_counted_and_had_over_the_budget() -> None:

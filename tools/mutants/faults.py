@@ -1726,7 +1726,7 @@ MUTANTS = [
     ),
     Mutant(
         "times are read before they are known",
-        "pp_offload/_transfer/stopwatch.py",
+        "pp_offload/_core/stopwatch.py",
         "return all([event.query() for event in (self.end, *last)])",
         "return True",
         "events without a time are asked for it",
