@@ -60,7 +60,7 @@ class NewTier(Tier):
 
     def write(self, buffers: list[Tensor]) -> None:
         self.writes = [self.file.write([data]) for data in buffers]
-        assert not any(write.synchronize() or write.failed for write in self.writes)
+        assert not any(write.synchronize() or write.failure for write in self.writes)
 
     def read(self, buffers: list[Tensor]) -> None:
         pairs = zip(self.writes, buffers, strict=True)

@@ -1,7 +1,7 @@
 """Puts the new core in the place of the old engine, until that is deleted.
 
 ``PP_OFFLOAD_CORE=1`` runs everything on the core, so that both can be tested by the same programs.
-It is no option for users: plans are still made with the other.
+It is no option for users: plans are still made of what the old engine does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Disk space for batches: one unnamed file, ranges dealt out by first fit, threads that copy.
 
     write = file.write(payloads, after=[offloaded])  # payloads must not change until it has ended
-    write.query(), write.failed                      # if it failed, keep the payloads
+    write.query(), write.failure                     # if it failed, keep the payloads
     read = file.read_into(write, payloads)           # runs after the write
     read.synchronize()                               # raises DiskTierError if it failed
     del write                                        # its range is free; what is unwritten stays so
@@ -128,11 +128,6 @@ class DiskWrite(DiskEvent):
     def event(self) -> DiskEvent:
         """The end of the write, which keeps no bytes."""
         return DiskEvent(self.piece)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the write has ended and the bytes are not on disk."""
-        return self.extent.failure is not None
 
 
 class OpenFile:

@@ -58,7 +58,7 @@ def test_payloads_come_back(tmp_path: Path, sizes: list[int]) -> None:
     file = DiskFile(tmp_path)
     payloads = [some_bytes(size, seed) for seed, size in enumerate(sizes)]
     write = written(file, *payloads)
-    assert write.query() and not write.failed and write.failure is None
+    assert write.query() and write.failure is None
     for _ in range(2):
         targets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         file.read_into(write, targets).synchronize()
@@ -104,7 +104,7 @@ def test_the_threads_wait_for_earlier_copies(tmp_path: Path) -> None:
     data, copy = torch.zeros(10, dtype=torch.uint8), Copy()
     write = file.write([data], after=[copy])
     time.sleep(0.02)
-    assert not write.query() and not write.failed
+    assert not write.query() and write.failure is None
     data.fill_(9)
     copy.has_ended.set()
     other, late = torch.zeros(10, dtype=torch.uint8), Copy()
@@ -123,7 +123,7 @@ def test_a_copy_that_failed_is_not_written(tmp_path: Path) -> None:
     copy.has_ended.set()
     write = DiskFile(tmp_path).write([some_bytes(10)], after=[copy])
     write.synchronize()
-    assert write.failed and "the copy failed" in str(write.failure)
+    assert write.failure is not None and "the copy failed" in str(write.failure)
 
 
 @settings(max_examples=40, deadline=None)
@@ -201,7 +201,7 @@ def test_a_write_that_fails_is_noted_and_the_next_may_work(
     file._pwrite = failing(number, after)
     write = file.write([some_bytes(10_000)])
     write.synchronize()  # it does not raise: the caller still has the bytes
-    assert write.failed
+    assert write.failure is not None
     for part in (str(tmp_path), "offset 0", os.strerror(number), "set disk_dir"):
         assert part in str(write.failure)
     with pytest.raises(DiskTierError, match=os.strerror(number)):
@@ -221,7 +221,7 @@ def test_short_writes_and_reads_go_on_where_they_ended(tmp_path: Path) -> None:
 def test_a_write_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
     file = DiskFile(tmp_path)
     file._pwrite = lambda fd, parts, at: 0
-    assert written(file, some_bytes(100)).failed
+    assert written(file, some_bytes(100)).failure is not None
 
 
 def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_closed_file_gives_up_queued_writes_and_takes_nothing(tmp_path: Path) 
     file.close()
     file.close()
     read_before.synchronize()
-    assert queued.failed and target is None
+    assert queued.failure is not None and target is None
     for do in (lambda: file.write([some_bytes(1)]), lambda: read(file, write)):
         with pytest.raises(ClosedError):
             do()
@@ -302,7 +302,7 @@ def test_a_full_file_system_is_noted_and_what_was_written_stays(tmp_path: Path) 
         writes = [file.write([payload]) for payload in data]
         for write in writes:
             write.synchronize()
-        print([write.failed for write in writes])
+        print([write.failure is not None for write in writes])
         print(writes[1].failure)
         target = torch.empty(600_000, dtype=torch.uint8)
         file.read_into(writes[0], [target]).synchronize()
