@@ -14,6 +14,8 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, RaceError, use_backend
 from pp_offload.testing import SimulatedBackend
 
+ROOT = Path(__file__).parents[1]
+
 SOURCE = """
 class Box:
     def is_new(self, version):
@@ -55,10 +57,15 @@ def test_an_edit_that_does_not_apply_says_so(edit: Edit, says: str) -> None:
         edited(edit, SOURCE)
 
 
+@pytest.mark.parametrize("name", EDITS)
+def test_every_edit_applies(name: str) -> None:
+    edit = EDITS[name]
+    edited(edit, (ROOT / f"{edit.module.replace('.', '/')}.py").read_text())
+
+
 def test_every_fault_says_what_goes_wrong_and_where_it_is_caught() -> None:
-    root = Path(__file__).parents[1]
     for fault in [*SEAM.values(), *EDITS.values()]:
-        assert fault.why and all((root / test).exists() for test in fault.tests)
+        assert fault.why and all((ROOT / test).exists() for test in fault.tests)
 
 
 def test_a_fault_of_a_device_is_an_error() -> None:

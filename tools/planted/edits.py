@@ -118,7 +118,7 @@ EDITS: dict[str, Edit] = {
     ),
     "a changed source is taken back": Edit(
         MOVER,
-        "Mover._take_back",
+        "Mover.take_back",
         "batch.changed |= leaving.changed()",
         "pass",
         "the change is in the gradients",
@@ -127,8 +127,8 @@ EDITS: dict[str, Edit] = {
     "a changed payload comes with its neighbour": Edit(
         MOVER,
         "Mover.deliver",
-        "is_there and not batch.changed and",
-        "is_there and",
+        "not batch.changed",
+        "True",
         "it came in the copy of one that was not changed",
         PAYLOADS,
     ),
@@ -191,15 +191,15 @@ EDITS: dict[str, Edit] = {
     "a part shares what its wrapper left": Edit(
         SHARED,
         "SharedCopies.add",
-        "any(member.wrapper is not None for member in members)",
+        "member.wrapper is not None",
         "False",
         "the wrapper was changed, which its part has not counted",
         SHARING,
     ),
     "uses by other groups are not counted": Edit(
-        SHARED,
-        "SharedCopies.share",
-        "back.left[copy.position] += len(members)",
+        BATCH,
+        "Batch.use_again",
+        "back.left[index] += num",
         "pass",
         "the payload is dropped after the first group and comes twice",
         SHARING,
@@ -207,7 +207,7 @@ EDITS: dict[str, Edit] = {
     "a shared copy has one shape for all": Edit(
         SHARED,
         "restored_from",
-        "host.shape != tensor.shape or host.dtype != tensor.dtype or not tensor.is_contiguous()",
+        "shape != tensor.shape or dtype != tensor.dtype or not tensor.is_contiguous()",
         "False",
         "a group gets back the view that another saved",
         SHARING,
@@ -230,7 +230,7 @@ EDITS: dict[str, Edit] = {
     ),
     "reloads do not count in the window": Edit(
         MOVER,
-        "Mover.reload",
+        "Mover._copy_back",
         "self.arrived.unused_bytes += nbytes",
         "pass",
         "everything comes back at once, and accounts are wrong",
@@ -254,7 +254,7 @@ EDITS: dict[str, Edit] = {
     ),
     "h2d does not wait for the offload": Edit(
         MOVER,
-        "Mover.reload",
+        "Mover._copy_back",
         "h2d.wait_event(batch.offloaded)",
         "pass",
         "a host buffer is read before it was written",
@@ -271,7 +271,7 @@ EDITS: dict[str, Edit] = {
     "sources above the bound go without a wait": Edit(
         MOVER,
         "Mover._wait_for_oldest",
-        "self._wait(self.in_flight.streams.wait, leaving.offloaded)",
+        "self._wait(streams.wait, leaving.offloaded)",
         "pass",
         "their memory is used again while the copy reads it",
         ORDER,
@@ -287,8 +287,8 @@ EDITS: dict[str, Edit] = {
     "unused memory is dropped under its copy": Edit(
         MOVER,
         "Arrived._abandon",
-        "not reload.event.query()",
-        "False",
+        "self.abandoned.append((tensor, reload.event))",
+        "pass",
         "it is used again while the copy writes it",
         ORDER,
     ),
@@ -318,7 +318,7 @@ EDITS: dict[str, Edit] = {
     ),
     "a reload is no use of host memory": Edit(
         MOVER,
-        "Mover.reload",
+        "Mover._copy_back",
         "batch.place.last_use = event",
         "pass",
         "the next owner writes while it reads",
@@ -335,7 +335,7 @@ EDITS: dict[str, Edit] = {
     "only the live stream waits at the bound": Edit(
         MOVER,
         "Mover._wait_for_oldest",
-        "self._wait(self.in_flight.streams.wait, leaving.offloaded)",
+        "self._wait(streams.wait, leaving.offloaded)",
         "self.current_stream().wait_event(leaving.offloaded)",
         "the source belongs to another stream, which uses it again",
         ORDER,
