@@ -39,9 +39,6 @@ with patch("torch._utils._get_available_device_type", lambda: "cpu"):  # or torc
 
 logging.getLogger("root").setLevel(logging.WARNING)  # which torchtitan writes to
 
-GROUPS = {False: {"mlp": "layers.*.feed_forward"}, True: {"layer": "layers.*"}}
-"""By whether blocks are compiled: a group inside a compiled block would do nothing."""
-
 CHECKPOINTS = {"none": ("none", "2"), "full": ("full", "2"), "layer": ("selective", "2")} | {
     "op": ("selective", "op")
 }
@@ -61,6 +58,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--checkpoint", choices=CHECKPOINTS, default="layer")
     add("--compile", action="store_true", help="compile each block, as torchtitan does")
     return parser.parse_args(arguments)
+
+
+def choose_groups(options: argparse.Namespace) -> dict[str, str]:
+    """Blocks where each is compiled or in a checkpoint: a group inside of either does nothing."""
+    if options.compile or options.checkpoint in ("full", "op"):
+        return {"layer": "layers.*"}
+    return {"mlp": "layers.*.feed_forward"}
 
 
 def job(options: argparse.Namespace) -> JobConfig:
@@ -127,7 +131,7 @@ def work(options: argparse.Namespace) -> int:
     spec = get_train_spec()
     without = train(spec, options)
     config = OffloadConfig(min_offloaded_tensor_size=1024)
-    with_it = train(with_offload(spec, GROUPS[options.compile], config), options)
+    with_it = train(with_offload(spec, choose_groups(options), config), options)
     is_equal = len(without) == len(with_it) and all(map(torch.equal, without, with_it))
     manager = PipelineOffloadManager.get_instance()
     manager.reset()

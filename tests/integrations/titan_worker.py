@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from ranks import run_cases
-from train_torchtitan import GROUPS, get_train_spec, parse_arguments, train
+from train_torchtitan import choose_groups, get_train_spec, parse_arguments, train
 
 from pp_offload import OffloadConfig, PipelineOffloadManager
 from pp_offload.integrations.torchtitan import with_offload
@@ -19,7 +19,7 @@ def compare(case: str) -> dict[str, Any]:
     options.compile = bool(more)
     without = train(get_train_spec(), options)
     offloading = with_offload(
-        get_train_spec(), GROUPS[options.compile], OffloadConfig(min_offloaded_tensor_size=1024)
+        get_train_spec(), choose_groups(options), OffloadConfig(min_offloaded_tensor_size=1024)
     )
     got = train(offloading, options)
     manager = PipelineOffloadManager.get_instance()
