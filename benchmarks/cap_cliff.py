@@ -99,7 +99,7 @@ def measure(steps: Steps, cap: Cap, rounds: int) -> dict[str, Any]:
             ours.append(ours_ms)
             none.append(none_ms)
             is_equal &= same_bits([expected], [found])
-        cap_bytes = manager.wiring.transfer.copies.in_flight.bound.nbytes
+        cap_bytes = manager.offloader.engine.mover.in_flight.bound.nbytes
     return {
         "forward_ms": min(ours),
         "none_ms": min(none),

@@ -68,8 +68,8 @@ def beyond(after: Counts, before: Counts) -> Counts:
 
 
 def bounds_of(manager: Any) -> Bounds:
-    wiring = manager.wiring
-    return wiring.transfer.copies.in_flight.bound.nbytes, wiring.prefetcher.window.nbytes
+    offloader = manager.offloader
+    return offloader.engine.mover.in_flight.bound.nbytes, offloader.engine.window.bound.nbytes
 
 
 @dataclass

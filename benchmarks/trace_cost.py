@@ -70,7 +70,7 @@ class Steps:
 
     def timed(self, *, is_traced: bool) -> tuple[float, float]:
         """Seconds of the wall clock, and of this thread."""
-        recorder = Recorder(self._manager.wiring, Room(10**6))
+        recorder = Recorder(self._manager.offloader, Room(10**6))
         synchronize(self._device)
         if is_traced:
             recorder.begin()

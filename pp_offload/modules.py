@@ -117,7 +117,7 @@ def offload_modules(
     ]
     if missing and not missing_ok:
         raise ValueError(_no_match(model, missing))
-    PipelineOffloadManager.get_instance().wiring.eligibility.kept.add_module(model)
+    PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept.add_module(model)
     return mark_modules({"": model}, groups)
 
 
@@ -237,7 +237,7 @@ def _is_fully_sharded(module: Module) -> bool:
 
 
 def _keep_parameters(module: Module, args: object) -> None:
-    kept = PipelineOffloadManager.get_instance().wiring.eligibility.kept
+    kept = PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept
     for parameter in module.parameters():
         kept.add(parameter)
 
@@ -331,7 +331,7 @@ class _Forward:
 
 def _keep_buffers(module: Module) -> None:
     """A copied or moved model has buffers nobody has seen."""
-    kept = PipelineOffloadManager.get_instance().wiring.eligibility.kept
+    kept = PipelineOffloadManager.get_instance().offloader.engine.eligibility.kept
     for buffer in module.buffers():
         kept.add(buffer)
 

@@ -109,9 +109,7 @@ class AttachedSchedule:
         manager.plan_check.check(manager.config, _rank_of(self._stages), **told)
         if self._order.split:
             is_keeping = manager.config.split_backward == "keep"
-            self._split = SplitBackward(
-                manager.wiring.transfer, self._order.split, is_keeping=is_keeping
-            )
+            self._split = SplitBackward(manager.step, self._order.split, is_keeping=is_keeping)
         manager.num_attached += 1
         self._is_attached = True
         for vp_stage, stage in enumerate(self._stages):
@@ -140,7 +138,7 @@ class AttachedSchedule:
             self._is_attached = False
             self.manager.num_attached -= 1
             self.manager.step.queue.know_order(())
-            self.manager.wiring.offloader.split = None
+            self.manager.offloader.split = None
             self.manager.release_idle_memory()
 
     def __enter__(self) -> AttachedSchedule:
@@ -171,7 +169,7 @@ class AttachedSchedule:
 
     def _keep_modules(self) -> None:
         for stage, watched in zip(self._stages, self._watched, strict=True):
-            watched.keep(stage.submod, self.manager.wiring.eligibility.kept)
+            watched.keep(stage.submod, self.manager.offloader.engine.eligibility.kept)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         inner, own = getattr(owner, name), owner.__dict__.get(name)
@@ -235,7 +233,7 @@ class AttachedSchedule:
         manager = self.manager
         self._keep_modules()
         manager.reset()
-        manager.wiring.offloader.split = self._split
+        manager.offloader.split = self._split
         manager.step.pipeline_rank = _rank_of(self._stages)
         if self._order.keys or manager.step.queue.is_told:
             manager.step.queue.know_order(self._order.keys, is_told=bool(self._order.keys))

@@ -210,7 +210,7 @@ def compare(case: str) -> dict[str, Any]:
     for backend in (CpuBackend(), SimulatedBackend("late")):
         leaving = Leaving()
         with use_backend(backend, config=CONFIG) as manager:
-            manager.wiring.transfer.listeners.add(leaving)
+            manager.offloader.transfer.listeners.add(leaving)
             got = CASES[name](True, *options)
             statistics = manager.statistics()
         equal = len(got) == len(expected) and all(map(torch.equal, got, expected))

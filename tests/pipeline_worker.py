@@ -117,7 +117,7 @@ def train(
     facts: dict[str, Any] = {"on_demand": [], "in_use": [], "live": []}
     seen: list[Tensor] = []
     rank = dist.get_rank()
-    peak = None if handle is None else MostUnused(handle.manager.wiring.transfer)
+    peak = None if handle is None else MostUnused(handle.manager.offloader.transfer)
     for step in range(3):
         torch.manual_seed(step)
         x, target = torch.randn(2 * microbatches, WIDTH), torch.randn(2 * microbatches, WIDTH)
@@ -149,7 +149,7 @@ def train(
         PipelineOffloadManager.get_instance().reset()
         facts["table"] = summary_table()
         facts["unused"] = peak.nbytes
-        facts["window"] = handle.manager.wiring.prefetcher.window.nbytes
+        facts["window"] = handle.manager.offloader.engine.window.bound.nbytes
         handle.detach()
     return seen, facts
 

@@ -72,7 +72,7 @@ class Context(Product):
         return self.offload.statistics()
 
     def listen(self, listener: Listener) -> None:
-        self.offload.stash._wiring.transfer.listeners.add(listener)
+        self.offload.stash._offloader.transfer.listeners.add(listener)
 
 
 class Groups(Product):
@@ -96,7 +96,7 @@ class Groups(Product):
         return self.manager.statistics()
 
     def listen(self, listener: Listener) -> None:
-        self.manager.wiring.transfer.listeners.add(listener)
+        self.manager.offloader.transfer.listeners.add(listener)
 
 
 class Marked(nn.Module):
@@ -141,7 +141,7 @@ class Checkpoints(Product):
         return self.stash.statistics()
 
     def listen(self, listener: Listener) -> None:
-        self.stash._wiring.transfer.listeners.add(listener)
+        self.stash._offloader.transfer.listeners.add(listener)
 
 
 class Parameters(Product):

@@ -33,7 +33,7 @@ def offload(request: pytest.FixtureRequest):
 
 
 def device_of(offload: OffloadActivations) -> torch.device:
-    return offload.stash._wiring.transfer.backend.device
+    return offload.stash._offloader.backend.device
 
 
 def pair(offload: OffloadActivations) -> list[nn.Module]:

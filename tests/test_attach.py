@@ -259,8 +259,8 @@ def test_an_interrupted_part_of_a_backward_ends(
     """What backward uses later is none of it, and the next step is right."""
     key = ChunkKey(0, 0)
     x = torch.ones(30, device=manager.backend.device, requires_grad=True)
-    split = SplitBackward(manager.wiring.transfer, frozenset([key]), is_keeping=True)
-    manager.wiring.offloader.split = split
+    split = SplitBackward(manager.offloader.transfer, frozenset([key]), is_keeping=True)
+    manager.offloader.split = split
     for ends in (False, True):
         off_interface.reset()
         off_interface.init_chunk_handler(None, None, 1)
@@ -367,7 +367,7 @@ def test_tensors_marked_before_a_new_config_stay_marked(schedule: Any) -> None:
     marked = torch.ones(30).to(device)
     PipelineOffloadManager.get_instance().mark_not_offloadable(marked)
     with attach(schedule, None, OffloadConfig(min_offloaded_tensor_size=1)) as handle:
-        assert not handle.manager.wiring.eligibility.admits(marked, 1)
+        assert not handle.manager.offloader.engine.eligibility.admits(marked, 1)
 
 
 def test_attaching_that_fails_leaves_the_manager_as_it_was(schedule: Any) -> None:

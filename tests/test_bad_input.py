@@ -53,7 +53,7 @@ from pp_offload import (
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._activations.exclusions import exclude
 from pp_offload._memory.disk import DiskFile
-from pp_offload._transfer.saved_tensor import Resident
+from pp_offload._core.saved import Resident
 from pp_offload.testing import SimulatedBackend
 
 
@@ -477,7 +477,7 @@ def refused(
     chunk, config, enabled = (
         manager.cur_forward_chunk(),
         manager.config,
-        manager.wiring.is_enabled,
+        manager.offloader.engine.is_enabled,
     )
     with pytest.raises(kind) as error:
         call()
@@ -486,8 +486,8 @@ def refused(
     assert PipelineOffloadManager.get_instance() is manager
     assert manager.cur_forward_chunk() is chunk
     assert manager.config is config
-    assert manager.wiring.is_enabled == enabled
-    assert not manager.wiring.delayed
+    assert manager.offloader.engine.is_enabled == enabled
+    assert not manager.offloader.delayed
 
 
 @ONE_BACKEND
@@ -593,7 +593,7 @@ def test_what_stands_for_on_and_off(manager: PipelineOffloadManager, on: Any, of
     with off_interface(on, y, "mlp") as inside:
         z = inside.exp()
     off_interface.group_commit(z, "mlp", None, on)
-    assert len(manager.wiring.delayed) == 1
+    assert len(manager.offloader.delayed) == 1
     manager.flush_delayed_groups()
     z.sum().backward()
     assert manager.statistics().bytes_offloaded == z.nbytes
@@ -983,7 +983,7 @@ def test_a_closed_tier(manager: PipelineOffloadManager) -> None:
         open_chunk(own)
         with off_interface(True, ones(own), "mlp") as x:
             y = x.exp()
-        own.wiring.transfer.close()
+        own.offloader.transfer.close()
         with pytest.raises(ClosedError) as error:
             off_interface.group_commit(y, "mlp")
         check(error.value, "host tier is closed", "make a new manager")
@@ -999,7 +999,7 @@ def test_tensors_offloaded_before_the_tier_closed_come_back(
         with off_interface(True, leaf, "mlp") as x:
             y = x.exp()
         y = off_interface.group_commit(y, "mlp")
-        own.wiring.transfer.close()
+        own.offloader.transfer.close()
         y.sum().backward()
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, leaf.detach().exp())

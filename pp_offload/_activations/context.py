@@ -30,6 +30,7 @@ from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem, said
+from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
 from pp_offload._hooks.regions import (
@@ -39,7 +40,6 @@ from pp_offload._hooks.regions import (
     warn_of_region,
 )
 from pp_offload._hooks.untraced import Untraced
-from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError

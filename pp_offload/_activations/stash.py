@@ -22,16 +22,15 @@ from torch.nn import Module
 
 from pp_offload._common.processes import current
 from pp_offload._common.torch_private import records_operators, sequence_number
+from pp_offload._core.group import Group, GroupState
+from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.group import Group, GroupState
-from pp_offload._groups.wiring import Wiring
+from pp_offload._groups.offloader import Offloader
 from pp_offload._hooks.regions import is_in_backward
 from pp_offload._memory.host_pool import pageable
 from pp_offload._steps.chunk_queue import ChunkQueue
 from pp_offload._steps.step import StepRecord
-from pp_offload._transfer.saved_tensor import Packed, Resident
-from pp_offload._transfer.statistics import collect
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, config_or_default
 
@@ -78,8 +77,8 @@ class ActivationStash:
         self.max_tensors = max_tensors
         self.backend, config = backend_or_default(backend), config_or_default(config)
         allocate = None if use_pin_memory else pageable
-        self._make = partial(Wiring.made, self.backend, config, allocate=allocate)
-        self._inherited: Wiring | None = None
+        self._make = partial(Offloader, self.backend, config, allocate=allocate)
+        self._inherited: Offloader | None = None
         self._has_warned = False
         self._start()
 
@@ -87,35 +86,35 @@ class ActivationStash:
         self._owner = current()
         self._forward = _Forward()
         self._step = StepRecord(ChunkQueue())
-        self._wiring = self._make(self._step)
+        self._offloader = self._make(self._step)
 
     def _start_in_child(self) -> None:
         """A forked process has an engine of its own: see :mod:`pp_offload._megatron.manager`."""
-        self._inherited = old = self._wiring  # kept, or its end would wait for its copies
+        self._inherited = old = self._offloader  # kept, or its end would wait for its copies
         self._start()
-        self._wiring.eligibility.kept = old.eligibility.kept
+        self._offloader.go_on_as(old.engine)
 
     def begin(self) -> None:
         """Begin the forward of a microbatch, and offload what the last one left here."""
         if self._owner != current():
             self._start_in_child()
-        self._wiring.renew_if_torn()
+        self._offloader.renew_if_torn()
         self.send()
-        with self._wiring.lock:
+        with self._offloader.lock:
             self._step.forget_finished()
             # Between two forwards an optimizer may have changed what both save, and fused ones
             # count no change.
-            self._wiring.offloader.copies.clear()
-        self._wiring.transfer.compact()
-        self._wiring.offloader.check_freed()
+            self._offloader.engine.shared.clear()
+        self._offloader.settle()
+        self._offloader.engine.check_freed()
         self._warn_of_elsewhere()
-        self._forward.chunk = Chunk(0, self._wiring)
+        self._forward.chunk = Chunk(0, self._offloader)
 
     def _warn_of_elsewhere(self) -> None:
         """Once, if nothing ever left, for tensors are on another device than the engine's."""
-        wiring = self._wiring
-        said = wiring.eligibility.elsewhere_said()
-        if said and not self._has_warned and not wiring.transfer.counters.bytes_offloaded:
+        offloader = self._offloader
+        said = offloader.engine.eligibility.elsewhere_said()
+        if said and not self._has_warned and not offloader.engine.mover.counts.bytes_offloaded:
             self._has_warned = True
             logger.warning("'%s' offloaded nothing: %s", self.name, said)
 
@@ -133,15 +132,15 @@ class ActivationStash:
 
     def keep_module(self, model: Module) -> None:
         """Leave parameters and buffers where they are, whichever view of them is saved."""
-        self._wiring.eligibility.kept.add_module(model)
+        self._offloader.engine.eligibility.kept.add_module(model)
 
     def keep(self, tensor: Tensor) -> None:
         """Leave ``tensor`` and its views where they are."""
-        self._wiring.eligibility.kept.add(tensor)
+        self._offloader.engine.eligibility.kept.add(tensor)
 
     def statistics(self) -> OffloadStatistics:
         """What was moved and what is in use, exact at the call."""
-        return collect(self._wiring.transfer)
+        return self._offloader.statistics()
 
     def pack(self, tensor: Tensor) -> Packed:
         """Save ``tensor``; it leaves with the others."""

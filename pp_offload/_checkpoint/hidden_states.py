@@ -31,7 +31,7 @@ from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
 from pp_offload._common.checks import check_kind
 from pp_offload._common.torch_private import CheckpointWrapper
-from pp_offload._transfer.saved_tensor import Packed, Resident
+from pp_offload._core.saved import Packed, Resident
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 

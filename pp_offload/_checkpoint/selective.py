@@ -45,9 +45,9 @@ from pp_offload._common.torch_private import (
     tree_leaves,
     tree_map_only,
 )
+from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.subclasses import plain_tensors
 from pp_offload._memory.storages import has_storage
-from pp_offload._transfer.saved_tensor import Packed, Resident
 
 
 class Choice(enum.Enum):

@@ -30,6 +30,10 @@ class Delivers(Protocol):
         """A payload on the device, ready for the live compute stream."""
         ...
 
+    def expect_uses(self, batch: Batch, uses: Sequence[int]) -> None:
+        """A part of a backward will use each payload so often. The lock is held."""
+        ...
+
 
 class Reload:
     """Payloads that came in one copy.

@@ -554,6 +554,10 @@ class Mover:
                 self.counts.num_taken_back += 1
         return True
 
+    def expect_uses(self, batch: Batch, uses: Sequence[int]) -> None:
+        """A part of a backward will use each payload so often. The lock is held."""
+        self.arrived.expect_uses(batch.back, uses)
+
     def join(self) -> None:
         """Have compute wait for all copies queued so far, as the end of a capture wants."""
         live = self.current_stream()

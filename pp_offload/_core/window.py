@@ -90,6 +90,18 @@ class Window(Refill):
         self._full_at = -1
         self.below_bytes = 0 if group is None else self._few_bytes
 
+    def resume(self, group: Group | None) -> None:
+        """Backward is at ``group`` again, or at none: the step is over."""
+        with self._mover.lock:
+            self.begin_at(group)
+            self.fill()
+
+    def choose(self, nbytes: int) -> None:
+        """The window has so many bytes from now on, if the options leave that to the engine."""
+        with self._mover.lock:
+            self.bound.choose(nbytes)
+            self.resize()
+
     def expect(self, nbytes: int) -> None:
         """A group of ``nbytes`` left, and will come back."""
         if nbytes > self._largest:

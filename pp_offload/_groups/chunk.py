@@ -1,10 +1,7 @@
 """One microbatch on one model chunk: its groups, from forward to backward.
 
-Its collaborators come in the constructor, bundled as :class:`Wiring`. Hooks are pushed by whoever
-has it: the context of a group, or a stash.
-
     group = chunk.start("mlp")          # tensors saved from here on belong to the group
-    packed = chunk.pack(group, tensor)  # pack hook
+    packed = group.pack(tensor)         # pack hook
     chunk.commit("mlp")                 # copies are queued
     packed.unpack()                     # unpack hook; backward has reached the group
 
@@ -20,23 +17,20 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from pp_offload._common.checks import check_group_name, check_switch, checked_tensors
 from pp_offload._common.torch_private import is_transformed, records_operators
-from pp_offload._core.subclasses import is_wrapper
-from pp_offload._groups.group import Group, GroupState
-from pp_offload._groups.prefetch import Visit
-from pp_offload._groups.wiring import Wiring
+from pp_offload._core.group import Group, GroupState
+from pp_offload._core.payloads import Payloads
+from pp_offload._core.saved import Packed
+from pp_offload._groups.offloader import Offloader
 from pp_offload._hooks.regions import is_in_region, warn_of_region
 from pp_offload._policy.plan import ChunkKey, ChunkRecord, ChunkShape, GroupKey
-from pp_offload._transfer.saved_tensor import Packed, Resident, SavedWrapper
-from pp_offload._transfer.ticket import SavedActivation, Ticket, give_back
 from pp_offload.errors import GroupStateError
 
 
@@ -45,7 +39,7 @@ class Chunk:
 
     Args:
         min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
-        wiring: What it shares with other chunks.
+        offloader: What it shares with other chunks.
         vp_stage: Virtual pipeline stage it runs.
         microbatch: Its number in the step; counted when None.
 
@@ -64,13 +58,13 @@ class Chunk:
     def __init__(
         self,
         min_offloaded_tensor_size: int,
-        wiring: Wiring,
+        offloader: Offloader,
         *,
         vp_stage: int = 0,
         microbatch: int | None = None,
     ) -> None:
         self.min_offloaded_tensor_size = min_offloaded_tensor_size
-        self.wiring = wiring
+        self.offloader = offloader
         self.vp_stage = vp_stage
         self.microbatch = microbatch
         self.key: ChunkKey | None = None
@@ -78,9 +72,8 @@ class Chunk:
         self.open_groups: list[Group] = []
         self.thread = threading.current_thread()
         self.left_out: list[tuple[str, int]] = []
-        transfer = wiring.transfer
-        with transfer.lock:  # what is computed here and not saved, a later forward may save
-            transfer.copies.in_flight.follow(wiring.current_stream())
+        # What is computed here and not saved, a later forward may save.
+        offloader.engine.follow(offloader.engine.current_stream())
 
     # Forward
 
@@ -96,37 +89,24 @@ class Chunk:
             check_group_name("start", name)
         if threading.get_ident() != self.thread.ident:
             raise self._other_thread("start", name)
-        wiring = self.wiring
-        transfer = wiring.transfer
-        with transfer.lock:
-            transfer.copies.in_flight.follow(wiring.current_stream())
+        offloader = self.offloader
+        engine = offloader.engine
+        with engine.mover.lock:
+            engine.follow(engine.current_stream())
             if self.key is None:
-                self.key = wiring.step.add(self, wiring.offloader.split)
-            group = self.group_type(name)  # keywords would make a dict for each group
+                self.key = offloader.step.add(self, offloader.split)
+            smallest = self.min_offloaded_tensor_size
+            group = self.group_type(name, engine=engine, min_numel=smallest)
             if self.key is not None:
                 group.key = GroupKey(self.key, len(self.groups))
-            group.bring = wiring.prefetcher.on_use
             self.groups.append(group)
             self.open_groups.append(group)
-            for heard in transfer.listeners.group_opened:
-                heard(group)
+            for tell in engine.observers.opened:
+                tell(group)
         return group
 
-    def pack(self, group: Group, tensor: Tensor) -> Packed:
-        """Save ``tensor`` in ``group``; of a wrapper, the tensors inside it."""
-        wiring = self.wiring
-        if group.state is not GroupState.OPEN or not wiring.is_enabled:
-            return Resident(tensor)
-        if wiring.eligibility.admits(tensor, self.min_offloaded_tensor_size):
-            saved = SavedActivation(tensor, group, wiring.current_stream())
-            group.saved_refs.append(weakref.ref(saved))
-            return saved
-        kind = type(tensor)
-        if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
-            wrapped = SavedWrapper(tensor, group.name, partial(self.pack, group))
-            if not wrapped.is_resident:
-                return wrapped
-        return Resident(tensor)
+    pack: Callable[[Group, Tensor], Packed] = staticmethod(Group.pack)
+    """Saves a tensor in a group. Not a method of its own, which each saved tensor would call."""
 
     def commit(
         self,
@@ -140,7 +120,7 @@ class Chunk:
         Args:
             name: What the group was started with.
             forced_released_tensors: Emptied after the copy, where nobody else needs them.
-            delay: Only note the commit, for :meth:`Wiring.commit_delayed`.
+            delay: Only note the commit, for :meth:`Offloader.commit_delayed`.
 
         Raises:
             GroupStateError: No open group has this name, or the chunk belongs to another thread.
@@ -163,7 +143,7 @@ class Chunk:
             self.open_groups.remove(group)
         if delay:
             refs = [weakref.ref(tensor) for tensor in released or ()]
-            self.wiring.delayed.append(partial(self._close_delayed, group, refs))
+            self.offloader.delayed.append(partial(self._close_delayed, group, refs))
         else:
             self.close(group, released)
         return group
@@ -175,14 +155,14 @@ class Chunk:
         is_inside = is_in_region()
         if is_inside:
             warn_of_region(f"group '{name}'")
-        elif self.wiring.is_enabled:
+        elif self.offloader.engine.is_enabled:
             return False
         self.left_out.append((name, len(self.groups)))
         return True
 
     def was_left_out(self, name: str) -> bool:
         """Whether the group of this name that started last was left out. That is forgotten."""
-        numbers = [number for one, number in self.left_out if one == name]
+        numbers = [number for other, number in self.left_out if other == name]
         if not numbers:
             return False
         for group in self.groups[numbers[-1] :]:
@@ -194,19 +174,20 @@ class Chunk:
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
         """Offload a group that is open no more, or keep it; then release what the user named."""
         if is_transformed() or records_operators():  # see NOTE [ Recorded operators ]
-            self._keep(group)
+            self.offloader.engine.keep(group)
         else:
-            tickets = self.wiring.offloader.tickets(group)
-            if self.may_leave(group):
-                self._send(group, tickets)
-            else:
-                give_back(tickets)
-                self._keep(group)
-        for heard in self.wiring.transfer.listeners.group_closed:
-            heard(group)
+            self._offload(group)  # whose local variables would hold what is released now
         if released and group.state is GroupState.OFFLOADED:
-            wiring = self.wiring
-            wiring.transfer.after_copies(wiring.release.of(released))
+            offloader = self.offloader
+            offloader.engine.mover.after_copies(offloader.release.of(released))
+
+    def _offload(self, group: Group) -> None:
+        engine = self.offloader.engine
+        payloads = engine.payloads(group)
+        if self.may_leave(group) and payloads.tensors:
+            self._send(group, payloads)
+        else:
+            engine.keep(group, payloads)
 
     def _close_delayed(self, group: Group, released: Sequence[weakref.ref[Tensor]]) -> None:
         """Close a group whose commit was delayed, which kept no tensor alive: some may be gone."""
@@ -214,7 +195,7 @@ class Chunk:
 
     def _would_leave(self, group: Group) -> bool:
         """Whether an open group would leave the device if it was committed now."""
-        give_back(self.wiring.offloader.tickets(group))  # which are counted
+        self.offloader.engine.payloads(group)  # which are counted
         return self.may_leave(group)
 
     def may_leave(self, group: Group) -> bool:
@@ -224,37 +205,28 @@ class Chunk:
         is the last of its name in a chunk that certainly runs backward next. But also then if it is
         larger than what a limit has room for.
         """
-        wiring, key = self.wiring, group.key
-        if not wiring.is_enabled or group.is_used:
+        offloader, key = self.offloader, group.key
+        if not offloader.engine.is_enabled or group.is_used:
             return False
         if key is None:
             return True
-        plan, nbytes = wiring.plan, group.counts.nbytes
+        plan, nbytes = offloader.plan, group.counts.nbytes
         stays = plan.keeps(key, group.name, nbytes) or (
-            plan.is_last_of_its_name(key, group.name) and wiring.step.is_next(self)
+            plan.is_last_of_its_name(key, group.name) and offloader.step.is_next(self)
         )
         return not stays or plan.has_no_room(key, nbytes)
 
     def send(self, group: Group) -> None:
         """Queue the copies of a group being committed. With no room on the host it is kept."""
-        self._send(group, self.wiring.offloader.tickets(group))
-        for heard in self.wiring.transfer.listeners.group_closed:
-            heard(group)
+        self._send(group, self.offloader.engine.payloads(group))
 
-    def _send(self, group: Group, tickets: list[Ticket]) -> None:
-        wiring = self.wiring
-        wiring.step.change()
-        wiring.prefetcher.expect(group.counts.nbytes)
-        try:
-            wiring.offloader.move(group, tickets)
-        except MemoryError as failure:
-            wiring.offloader.warn(group, failure)
-            self._keep(group)
-
-    def _keep(self, group: Group) -> None:
-        for heard in self.wiring.transfer.listeners.kept:
-            heard(group.saved())
-        group.move_to(GroupState.KEPT)
+    def _send(self, group: Group, payloads: Payloads) -> None:
+        self.offloader.step.change()
+        self.offloader.engine.send(group, payloads)
+        split = self.offloader.split
+        if split is not None:
+            with self.offloader.lock:
+                split.follow(group)
 
     def _other_thread(self, action: str, name: str) -> GroupStateError:
         return GroupStateError(
@@ -282,7 +254,7 @@ class Chunk:
         """Whether it has no group, or none of this name."""
         return not any(name in (None, group.name) for group in self.groups)
 
-    def visits(self) -> Iterator[Visit]:
+    def visits(self) -> Iterator[Group]:
         """Its groups in the order in which backward visits them."""
         return reversed(self.groups)
 
@@ -300,7 +272,7 @@ class Chunk:
 
     def is_finished(self, name: str | None = None) -> bool:
         """Whether backward has reached every group (of this name) that saved something."""
-        left = [one for one in self.groups if not one.is_used and one.counts.num_tensors]
+        left = [g for g in self.groups if not g.is_used and g.counts.num_tensors]
         return not any(name in (None, group.name) for group in left)
 
     def record(self, key: ChunkKey) -> ChunkRecord:

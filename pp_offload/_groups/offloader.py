@@ -1,106 +1,145 @@
-"""How a group leaves: its saved tensors become tickets, and what no other group has sent is copied.
+"""What the chunks of a manager, or of a stash, share: the engine of now, and what it is to do.
 
-tickets = offloader.tickets(group)  # counted, and still on the device
-offloader.move(group, tickets)      # their copies are queued
+    offloader = Offloader(backend, config, step)
+    chunk = Chunk(min_offloaded_tensor_size, offloader)
+
+NOTE [ Epochs ]
+    An exception that comes through the engine's own code may have come between two lines that
+    belong together. So it ends the engine's epoch: what begins next, a step, a forward or a
+    context, begins with a fresh engine. Living graphs keep the old one, whose tensors and events
+    they refer to themselves.
 """
 
 from __future__ import annotations
 
-import logging
-from operator import attrgetter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 
-from pp_offload._groups.group import Group, GroupState
+from pp_offload._core.engine import Engine
+from pp_offload._core.observer import Observers
+from pp_offload._core.statistics import OffloadStatistics, collect
+from pp_offload._core.tier_chain import make_tier
+from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._groups.split_backward import SplitBackward
-from pp_offload._transfer.deduplication import CopyIndex
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.payload import tickets_for
-from pp_offload._transfer.ticket import Mover, Ticket, give_back, hand_over
-from pp_offload._transfer.verify import Verifier
-
-logger = logging.getLogger(__name__)
+from pp_offload._groups.step import Step
+from pp_offload._memory.slabs import Allocate
+from pp_offload._policy.bounds import left_of_budget
+from pp_offload._policy.plan import Plan
+from pp_offload.backends import Backend, default_backend
+from pp_offload.config import AUTO, OffloadConfig
 
 
 class Offloader:
-    """Offloads the groups of a manager or a stash.
+    """What chunks share.
 
     Args:
-        transfer: Moves tickets.
-        verifier: Looks at what leaves and comes back; None without ``verify``.
+        backend: Device to work on.
+        config: The options; those about the plan are not used here.
+        step: Knows what backward visits next.
+        allocate: Gives so many bytes of host memory; None for the backend's own.
 
     Attributes:
-        copies: The host copies made in this step, which groups share.
+        engine: Offloads groups, in this epoch.
+        release: Empties what users name, after its copy.
+        plan: Which groups stay.
+        observers: Hear what the engines do.
+        delayed: Commits to be done later, in forward order.
         split: Set by a schedule whose backwards come in two parts.
     """
 
-    def __init__(self, transfer: TransferEngine, verifier: Verifier | None = None) -> None:
-        self.copies = CopyIndex()
+    def __init__(
+        self,
+        backend: Backend,
+        config: OffloadConfig,
+        step: Step,
+        allocate: Allocate | None = None,
+    ) -> None:
+        self.backend, self.config, self.step = backend, config, step
+        self._allocate = allocate or backend.allocate_host
+        self.plan = Plan()
+        self.observers = Observers()
+        self.delayed: list[Callable[[], None]] = []
         self.split: SplitBackward | None = None
-        self._transfer = transfer
-        self._verifier = verifier
-        if verifier is not None:
-            transfer.listeners.add(verifier)
-        self._has_warned = False
+        self._begin_epoch()
+        left = left_of_budget(config)
+        if left is not None:
+            num_auto = (config.max_in_flight_bytes, config.prefetch_bytes).count(AUTO)
+            most = left // max(1, num_auto)
+            self.engine.mover.in_flight.bound.limit(max(1, most))  # 0 would wait for each copy
+            self.engine.window.bound.limit(most)
+            self.engine.window.resize()
 
-    def tickets(self, group: Group) -> list[Ticket]:
-        """Tickets for what may leave of ``group``, which counts them; a second time, anew."""
-        mover: Mover = self.split or self._transfer
-        tickets = tickets_for(group.saved(), mover, group.name)
-        counts = group.counts
-        counts.num_tensors = len(tickets)
-        counts.nbytes = sum(map(attrgetter("nbytes"), tickets))
-        return tickets
+    def _begin_epoch(self) -> None:
+        """A fresh engine, with memory of its own."""
+        tier = make_tier(self.backend, self.config, self._allocate)
+        self.engine = Engine(self.backend, tier, self.step, self.config, self.observers)
+        self.release = ForcedRelease(self.engine.eligibility)
 
-    def move(self, group: Group, tickets: list[Ticket]) -> None:
-        """Queue the copies of a group's tickets, and close it.
+    def renew_if_torn(self) -> None:
+        """Begin a new epoch, if an exception came through the code of this one's engine.
 
-        Raises:
-            MemoryError: There is no room for all of them off the device. The group is open as
-                before, and what was copied already is of no use.
+        Copies of the old engine may still use memory that goes with it, and which were queued is
+        not known; so the host waits for all.
         """
-        transfer, copies = self._transfer, self.copies
-        # A captured copy holds its bytes only after a launch of the graph, so it is not shared.
-        is_capturing = transfer.backend.is_capturing
-        try:
-            if transfer.listeners.leaving and not is_capturing:
-                with transfer.copies.reading(tickets):
-                    for heard in transfer.listeners.leaving:
-                        heard(tickets)
-            with transfer.lock:
-                new = tickets if is_capturing else copies.share(tickets)
-            if new:  # this may wait, so the lock is not held
-                group.counts.copied_bytes += transfer.offload(new)
-            for heard in () if is_capturing else transfer.listeners.left:
-                heard(tickets)
-            with transfer.lock:
-                if not is_capturing:
-                    copies.add(new)
-                hand_over(tickets)
-                group.follow(tickets)
-                if self.split is not None and group.key is not None:
-                    self.split.follow(group.key, tickets)
-                group.move_to(GroupState.OFFLOADED)
-        except BaseException:
-            with transfer.lock:
-                transfer.copies.give_up(tickets)  # with a block it shares, one may have come
-                give_back(tickets)
-            raise
+        old = self.engine
+        if not old.is_torn or self.backend.is_capturing:
+            return
+        with suppress(Exception):  # a copy that failed is over
+            self.backend.synchronize()
+        self._begin_epoch()
+        new = self.engine
+        self.go_on_as(old)
+        new.mover.in_flight.bound, new.window.bound = old.mover.in_flight.bound, old.window.bound
+        new.mover.counts, new.mover.in_graphs = old.mover.counts, old.mover.in_graphs
+        new.window.resize()
 
-    def warn(self, group: Group, failure: MemoryError) -> None:
-        """Log that a group finds no room off the device; the first time, as a warning."""
-        logger.log(
-            logging.DEBUG if self._has_warned else logging.WARNING,
-            "group '%s' stays on the device, for its %d bytes find no room off it (%s); other "
-            "groups may follow, without another warning",
-            group.name,
-            group.counts.nbytes,
-            str(failure),  # NOTE [ Failures in the log ]
-        )
-        self._has_warned = True
+    def go_on_as(self, old: Engine) -> None:
+        """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
+        self.engine.eligibility.kept = old.eligibility.kept
+        self.engine.is_enabled = old.is_enabled
 
-    def check_freed(self) -> list[str]:
-        """With ``verify=True``, see :meth:`Verifier.check_freed`; waits for all copies first."""
-        if self._verifier is None:
-            return []
-        self._transfer.backend.synchronize()
-        self._transfer.poll()
-        return self._verifier.check_freed()
+    @classmethod
+    def alone(cls) -> Offloader:
+        """For a chunk without a manager: with no order known, a group comes alone."""
+        return cls(default_backend(), OffloadConfig(), Step())
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held for bookkeeping: NOTE [ One lock ]."""
+        return self.engine.mover.lock
+
+    def commit_delayed(self) -> None:
+        """Do the commits that were delayed, in forward order."""
+        while self.delayed:
+            self.delayed.pop(0)()
+
+    def settle(self) -> None:
+        """Between steps: let go of what is over, and put the host memory in order."""
+        if not self.backend.is_capturing:
+            with self.lock:
+                self.engine.mover.poll()
+                tier = self.engine.mover.tier
+                tier.retry()
+                for pool in tier.pools:
+                    pool.settle()
+
+    def trim(self) -> None:
+        """Give host memory back to the system that no living graph needs."""
+        if not self.backend.is_capturing:
+            with suppress(Exception):  # a copy that failed is over
+                self.engine.mover.synchronize()
+            with self.lock:
+                for pool in self.engine.mover.tier.pools:
+                    pool.trim()
+
+    def retire(self) -> None:
+        """No more bytes will come: keep only what living saved tensors need."""
+        self.trim()
+        with self.lock:
+            disk = self.engine.mover.tier.disk
+            if disk is not None and not disk.in_use_bytes:
+                disk.close()
+
+    def statistics(self) -> OffloadStatistics:
+        """Numbers about it, exact at the call."""
+        return collect(self.engine.mover)

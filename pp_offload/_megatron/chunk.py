@@ -15,16 +15,15 @@ from typing import cast
 from torch import Tensor
 
 from pp_offload._common.checks import check_count, check_kind
+from pp_offload._core.group import Group
+from pp_offload._core.saved import Packed, Resident, Saved, Wrapped
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.group import Group
-from pp_offload._groups.wiring import Wiring
+from pp_offload._groups.offloader import Offloader
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._memory.pool import GPUTensorPool
-from pp_offload._transfer.saved_tensor import Packed, Resident, SavedWrapper
-from pp_offload._transfer.ticket import SavedActivation
 from pp_offload.errors import GroupStateError
 
-PACKED = (SavedActivation, Resident, SavedWrapper)
+PACKED = (Saved, Resident, Wrapped)
 """What stands for a saved tensor."""
 
 
@@ -34,7 +33,7 @@ class ChunkOffloadHandler(Chunk):
     Args:
         min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
         cpu_tensor_pool: For callers that manage host tensors themselves; the engine does not.
-        wiring: What it shares with other chunks; its own when not given.
+        offloader: What it shares with other chunks; its own when not given.
         vp_stage: Virtual pipeline stage it runs.
         microbatch: Its number in the step; counted when None.
 
@@ -50,22 +49,22 @@ class ChunkOffloadHandler(Chunk):
         min_offloaded_tensor_size: int,
         cpu_tensor_pool: GPUTensorPool | None,
         *,
-        wiring: Wiring | None = None,
+        offloader: Offloader | None = None,
         vp_stage: int = 0,
         microbatch: int | None = None,
     ) -> None:
         smallest = min_offloaded_tensor_size
         check_count("min_offloaded_tensor_size", smallest)
         check_count("vp_stage", vp_stage)
-        wiring = wiring or Wiring.alone()
-        super().__init__(smallest, wiring, vp_stage=vp_stage, microbatch=microbatch)
+        offloader = offloader or Offloader.alone()
+        super().__init__(smallest, offloader, vp_stage=vp_stage, microbatch=microbatch)
         self.cpu_tensor_pool = cpu_tensor_pool
 
     # Single tensors
 
     def offload(
         self, src_tensor: Tensor, pin_memory: bool = True, use_cpu_pool: bool = True
-    ) -> SavedActivation | Resident:
+    ) -> Saved | Resident:
         """Copy one tensor to the host. One that is no dense memory on the device stays.
 
         Args:
@@ -77,11 +76,11 @@ class ChunkOffloadHandler(Chunk):
             An opaque state for :meth:`reload`; the host bytes live as long as it does.
         """
         check_kind("src_tensor", src_tensor, Tensor, "a tensor")
-        if not self.wiring.eligibility.can_move(src_tensor):
+        if not self.offloader.engine.eligibility.can_move(src_tensor):
             return Resident(src_tensor)
-        return self.wiring.offload_alone(src_tensor)
+        return self.offloader.engine.offload(src_tensor)
 
-    def reload(self, state: SavedActivation | Resident, non_blocking: bool | None = None) -> Tensor:
+    def reload(self, state: Saved | Resident, non_blocking: bool | None = None) -> Tensor:
         """The tensor :meth:`offload` took, on the device, ready for the current stream.
 
         Args:
@@ -95,7 +94,7 @@ class ChunkOffloadHandler(Chunk):
 
     def tensor_need_offloading_checker(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` may be offloaded."""
-        return self.wiring.eligibility.admits(tensor, self.min_offloaded_tensor_size)
+        return self.offloader.engine.eligibility.admits(tensor, self.min_offloaded_tensor_size)
 
     def tensor_push(self, tensor: Tensor) -> Packed:
         """Save ``tensor`` in the group started last; outside any open group it stays."""
@@ -161,7 +160,7 @@ class ChunkOffloadHandler(Chunk):
 
     def bulk_reload(self) -> None:
         """Reload ahead as far as the window allows."""
-        self.wiring.prefetcher.fill()
+        self.offloader.engine.window.fill()
 
     def bulk_reload_group(self) -> None:
         """Reload the next group to run backward."""
@@ -171,7 +170,7 @@ class ChunkOffloadHandler(Chunk):
         """Reload the groups backward uses first, before it begins."""
         group = self._next_in_backward(None)
         if group is not None:
-            self.wiring.prefetcher.approach(group)
+            self.offloader.engine.window.resume(group)
 
     def _reach_next(self, name: str | None) -> None:
         group = self._next_in_backward(name)

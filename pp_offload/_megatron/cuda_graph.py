@@ -59,9 +59,9 @@ def _check_event(event: object) -> None:
 
 def record_and_join(event: Any) -> None:
     """Record ``event`` on the current stream, which then waits for all copies queued so far."""
-    transfer = PipelineOffloadManager.get_instance().wiring.transfer
-    event.record(bare(transfer.backend.current_stream()))
-    transfer.copies.join()
+    offloader = PipelineOffloadManager.get_instance().offloader
+    event.record(bare(offloader.backend.current_stream()))
+    offloader.engine.mover.join()
 
 
 def graph_stream(manager: PipelineOffloadManager) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pp_offload._common.checks import check_count
-from pp_offload._groups.group import Group, GroupState
-from pp_offload._transfer.copies import record, wait
+from pp_offload._core.group import Group, GroupState
 from pp_offload.backends import Event, Stream
 from pp_offload.errors import GroupStateError
 
@@ -56,19 +55,21 @@ class OffloadTensorGroup(Group):
 
     def record_offload_event(self, stream: Stream) -> None:
         """Note the point of ``stream`` behind which the copies to the host are done."""
-        self._offload_event = record(stream)
+        self._offload_event = stream.record_event()
 
     def wait_offload_event(self, stream: Stream) -> None:
         """Make ``stream`` wait for the copies to the host. Without an event there is no wait."""
-        wait(stream, self._offload_event)
+        if self._offload_event is not None:
+            stream.wait_event(self._offload_event)
 
     def record_reload_event(self, stream: Stream) -> None:
         """Note the point of ``stream`` behind which the tensors are back."""
-        self._reload_event = record(stream)
+        self._reload_event = stream.record_event()
 
     def wait_reload_event(self, stream: Stream) -> None:
         """Make ``stream`` wait for the tensors to be back. Without an event there is no wait."""
-        wait(stream, self._reload_event)
+        if self._reload_event is not None:
+            stream.wait_event(self._reload_event)
 
     def update_offload_info(self, tensor: Tensor) -> None:
         """Count ``tensor`` among what offloading this group moves."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import check_switch
+from pp_offload._core.group import Group
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.group import Group
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, saving
 from pp_offload._hooks.regions import is_recomputing
 from pp_offload._hooks.untraced import Untraced

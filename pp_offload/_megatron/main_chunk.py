@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.checks import check_count, check_kind, check_switch
-from pp_offload._groups.group import Group, GroupState
-from pp_offload._groups.wiring import Wiring
+from pp_offload._core.group import Group, GroupState
+from pp_offload._core.saved import Packed, Resident
+from pp_offload._groups.offloader import Offloader
 from pp_offload._megatron import chunk as introduced
 from pp_offload._megatron.graph_state import GraphState
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._memory.pool import GPUTensorPool
-from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload.errors import GroupStateError
 
 FLAGS = ("_TE_do_not_offload", "_do_not_offload")
@@ -61,7 +61,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
             way to the host without compute having waited for them. 0: compute waits for each.
             None: only ``OffloadConfig(max_in_flight_bytes=...)`` counts, as it does beside any
             number. Groups of other microbatches are counted on their own.
-        wiring: What it shares with other chunks; its own when not given.
+        offloader: What it shares with other chunks; its own when not given.
         vp_stage: Virtual pipeline stage it runs.
         microbatch: Its number in the step; counted when None.
         graphs: Whether a graph is launched; a commit is delayed only then.
@@ -75,7 +75,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         cpu_tensor_pool: GPUTensorPool | None,
         max_inflight_offloads: int | None = None,
         *,
-        wiring: Wiring | None = None,
+        offloader: Offloader | None = None,
         vp_stage: int = 0,
         microbatch: int | None = None,
         graphs: GraphState | None = None,
@@ -84,7 +84,9 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
             expected = "offloads of a name; None for no limit"
             check_count("max_inflight_offloads", max_inflight_offloads, unit=expected)
         smallest, pool = min_offloaded_tensor_size, cpu_tensor_pool
-        super().__init__(smallest, pool, wiring=wiring, vp_stage=vp_stage, microbatch=microbatch)
+        super().__init__(
+            smallest, pool, offloader=offloader, vp_stage=vp_stage, microbatch=microbatch
+        )
         self.max_inflight_offloads = max_inflight_offloads
         self.graphs = graphs or GraphState()
         self._on_their_way: dict[str, deque[Any]] = defaultdict(deque)
@@ -92,7 +94,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
     def pack(self, group: Group, tensor: Tensor) -> Packed:
         """Save ``tensor`` in ``group``; one that is flagged stays, and so does its storage."""
         if is_flagged(tensor):
-            self.wiring.eligibility.kept.add(tensor)
+            self.offloader.engine.eligibility.kept.add(tensor)
             return Resident(tensor)
         return super().pack(group, tensor)
 
@@ -120,23 +122,23 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         """Offload a group that is open no more, or keep it; compute may wait for earlier ones."""
         for tensor in released or ():
             if is_flagged(tensor):
-                self.wiring.eligibility.kept.add(tensor)
+                self.offloader.engine.eligibility.kept.add(tensor)
         super().close(group, released)
         if group.state is GroupState.OFFLOADED and self.max_inflight_offloads is not None:
             self._limit(group.name, self.max_inflight_offloads)
 
     def _limit(self, name: str, most: int) -> None:
         """Have compute wait for groups of this name, with the one sent last, down to ``most``."""
-        transfer = self.wiring.transfer
-        with transfer.lock:  # a backward of another thread takes out copies that are over
-            queue = transfer.copies.in_flight.queue
+        mover = self.offloader.engine.mover
+        with mover.lock:  # a backward of another thread takes out copies that are over
+            queue = mover.in_flight.queue
             last = queue[-1] if queue else None
         if last is None:
             return
         on_their_way = self._on_their_way[name]
         on_their_way.append(last)
         while len(on_their_way) > most:
-            transfer.wait_up_to(on_their_way.popleft())
+            mover.wait_up_to(on_their_way.popleft())
 
     def on_group_commit_forward(  # type: ignore[override]
         self, name: str, forced_released_tensors: Sequence[Tensor] | None
@@ -176,7 +178,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
     @property
     def do_offload(self) -> bool:
         """Whether offload is enabled."""
-        return self.wiring.is_enabled
+        return self.offloader.engine.is_enabled
 
     def find_group_with_name(  # type: ignore[override]
         self, groups: Sequence[OffloadTensorGroup], name: str, start_index: int = 0

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind, checked_tensors, said
+from pp_offload._core.saved import Packed, Resident
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
 from pp_offload._hooks.regions import is_in_backward, is_left_to_checkpoint
 from pp_offload._hooks.untraced import Untraced
@@ -26,7 +27,6 @@ from pp_offload._megatron.graph_state import GraphState
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._steps.manager import Forward, Manager
 from pp_offload._steps.step import StepRecord
-from pp_offload._transfer.saved_tensor import Packed, Resident
 from pp_offload.backends import Backend, Stream, bare
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError
@@ -45,7 +45,7 @@ class SharedNames:
     backend: Backend
     forward: Forward
     step: StepRecord
-    wiring: Any
+    offloader: Any
     switch: Callable[[bool], None]
     _contexts: _Contexts
     _pool: GPUTensorPool
@@ -142,13 +142,13 @@ class SharedNames:
             TypeError: It is no tensor.
         """
         check_kind("tensor", tensor, Tensor, "a tensor", "mark each tensor on its own")
-        self.wiring.eligibility.kept.add(tensor)
+        self.offloader.engine.eligibility.kept.add(tensor)
 
     # Delayed groups
 
     def flush_delayed_groups(self) -> None:
         """Do the queued commits, in forward order."""
-        self.wiring.commit_delayed()
+        self.offloader.commit_delayed()
 
     def _delay(self, hook: Any, names: tuple[str, ...], given: object) -> None:
         """Queue a commit, which keeps alive none of the tensors that were given for it."""
@@ -164,7 +164,7 @@ class SharedNames:
             )
             hook(*names, live)
 
-        self.wiring.delayed.append(commit)
+        self.offloader.delayed.append(commit)
 
     # Hooks
 
@@ -275,7 +275,7 @@ class PipelineOffloadManager(SharedNames, Manager):
 
     def release_idle_memory(self) -> None:
         """Give host memory back to the system that no saved tensor needs; waits for copies."""
-        self.wiring.transfer.release_idle()
+        self.offloader.trim()
 
     def _drop_step(self) -> None:
         self.graphs.is_in_replay = False  # what failed in a replay may never say that it ended

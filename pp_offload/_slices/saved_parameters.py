@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.torch_private import neg_view, top_hooks
+from pp_offload._core.saved import Resident, modified
 from pp_offload._core.tensors import Geometry, flat_bytes
 from pp_offload._hooks.regions import Chaining, is_in_backward
 from pp_offload._memory.storages import has_storage
 from pp_offload._slices.cache import Slice, SliceCache, stamp
-from pp_offload._transfer.saved_tensor import Resident
-from pp_offload._transfer.ticket import modified
 from pp_offload.errors import OffloadError
 
 

@@ -3,7 +3,7 @@
 The first complete steps tell, and after a change of the plan the next ones. Times are read when all
 that was timed has ended, when a later step begins; so nobody waits for them.
 
-    bounds = AutoBounds(wiring, config, room.unused_bytes)
+    bounds = AutoBounds(offloader, config, room.unused_bytes)
     bounds.begin_step()
     ...
     bounds.end_step(plan, is_complete=True)
@@ -18,7 +18,7 @@ from itertools import groupby
 
 from pp_offload._common.processes import rank_said
 from pp_offload._core.stopwatch import Laps, seconds
-from pp_offload._groups.wiring import Wiring
+from pp_offload._groups.offloader import Offloader
 from pp_offload._policy.bounds import (
     IN_FLIGHT_BYTES,
     SMALL_BYTES,
@@ -31,7 +31,6 @@ from pp_offload._policy.bounds import (
     within,
 )
 from pp_offload._policy.plan import GroupKey, Plan
-from pp_offload._steps.old_engine import observers_of
 from pp_offload._steps.step_times import ClockWithoutWaits, Mark, StepTimes, rate
 from pp_offload.config import OffloadConfig
 
@@ -56,20 +55,19 @@ class AutoBounds:
     """Times steps, and chooses.
 
     Args:
-        wiring: Has the cap on bytes in flight, the window, and who watches.
+        offloader: Has the cap on bytes in flight, the window, and who watches.
         config: Says what is to be chosen.
         unused_bytes: Of the device, that bounds may grow into; None where there is no end.
     """
 
     def __init__(
         self,
-        wiring: Wiring,
+        offloader: Offloader,
         config: OffloadConfig,
         unused_bytes: Callable[[], int | None],
     ) -> None:
-        self._transfer = wiring.transfer
-        self._prefetcher = wiring.prefetcher
-        self._observers = observers_of(wiring)
+        self._offloader = offloader
+        self._observers = offloader.observers
         self._config = config
         self._unused_bytes = unused_bytes
         self._num_left = NUM_TIMED if is_wanted(config) else 0
@@ -83,12 +81,12 @@ class AutoBounds:
 
         Not in a capture, where nothing can be asked of an event.
         """
-        if self._transfer.backend.is_capturing:
+        if self._offloader.backend.is_capturing:
             return
         try:
             if self._timed is not None:
                 self._read(*self._timed)
-            backend = self._transfer.backend
+            backend = self._offloader.backend
             laps = Laps.started(backend) if self._num_left and self._timed is None else None
             if laps is not None:
                 self._running = StepTimes(partial(laps.now, backend)), laps
@@ -98,7 +96,7 @@ class AutoBounds:
             self._timed = None
             self._num_left = max(0, self._num_left - 1)
             logger.debug("the bounds stay as they are, for a step was not timed: %s", str(failure))
-        self._sent = self._transfer.counters.bytes_offloaded
+        self._sent = self._offloader.engine.mover.counts.bytes_offloaded
 
     def end_step(self, plan: Plan, *, is_complete: bool) -> None:
         """The step is over.
@@ -109,7 +107,7 @@ class AutoBounds:
             is_complete: Whether the step says what others will be like.
         """
         running, self._running = self._running, None
-        sent = self._transfer.counters.bytes_offloaded - self._sent
+        sent = self._offloader.engine.mover.counts.bytes_offloaded - self._sent
         if running is not None:
             for observer in running:
                 self._observers.remove(observer)
@@ -139,7 +137,7 @@ class AutoBounds:
 
     def _choose(self, times: StepTimes, laps: Laps) -> None:
         stalled_s = seconds(laps.waits)
-        self._transfer.counters.stalled_ms = stalled_s * 1e3
+        self._offloader.engine.mover.counts.stalled_ms = stalled_s * 1e3
         if self._plan.bounds is not None:
             return
         least = least_bounds(times, laps, self._plan.kept)
@@ -161,13 +159,16 @@ class AutoBounds:
 
     def _take(self, bounds: tuple[int, int]) -> None:
         cap_bytes, ahead_bytes = bounds
-        self._transfer.copies.in_flight.bound.choose(cap_bytes)
-        self._prefetcher.choose(ahead_bytes)
+        self._offloader.engine.mover.in_flight.bound.choose(cap_bytes)
+        self._offloader.engine.window.choose(ahead_bytes)
 
     @property
     def now(self) -> tuple[int, int]:
         """The bounds as they are: on bytes in flight, and on what is ahead."""
-        return self._transfer.copies.in_flight.bound.nbytes, self._prefetcher.window.nbytes
+        return (
+            self._offloader.engine.mover.in_flight.bound.nbytes,
+            self._offloader.engine.window.bound.nbytes,
+        )
 
 
 def least_bounds(

@@ -21,8 +21,8 @@ import torch
 from pp_offload._common.checks import check_count, said
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.split_backward import BackwardPass
-from pp_offload._groups.wiring import Wiring
 from pp_offload._hooks.regions import is_in_region, is_recomputing, warn_of_region
 from pp_offload._policy.plan import ChunkKey, plan_of_options
 from pp_offload._steps.auto_bounds import AutoBounds
@@ -31,7 +31,6 @@ from pp_offload._steps.idle_groups import IdleGroups
 from pp_offload._steps.plan_options import PlanCheck, why_unplanned
 from pp_offload._steps.room import DeviceRoom
 from pp_offload._steps.step import StepRecord
-from pp_offload._transfer.statistics import collect
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, check_config, config_or_default
 from pp_offload.errors import GroupStateError, OffloadError
@@ -61,7 +60,7 @@ class Manager:
     Attributes:
         config: The options.
         step: What happened since the last :meth:`reset`.
-        wiring: What its chunks share.
+        offloader: What its chunks share.
         forward: The forward of the thread that asks.
         idle_groups: Which names are to have groups.
         plan_check: Warns once where a plan was made with other options.
@@ -77,22 +76,22 @@ class Manager:
     ) -> None:
         self.config = config_or_default(config)
         self.step = StepRecord(ChunkQueue())
-        self.wiring = Wiring.made(backend_or_default(backend), self.config, self.step)
+        self.offloader = Offloader(backend_or_default(backend), self.config, self.step)
         self.num_attached = 0
         self.idle_groups = IdleGroups()
         self._has_warned_of_no_reset = False
         self.forward = Forward()
         self.plan_check = PlanCheck()
-        self._room = DeviceRoom(self.wiring, self.config, self.step.in_flight)
-        self.bounds = AutoBounds(self.wiring, self.config, self._room.unused_bytes)
+        self._room = DeviceRoom(self.offloader, self.config, self.step.in_flight)
+        self.bounds = AutoBounds(self.offloader, self.config, self._room.unused_bytes)
         self.on_begin: tuple[Callable[[], None], ...] = ()
 
     def take_over(self, old: Manager) -> None:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
         self.idle_groups = old.idle_groups
         self.step.pipeline_rank = old.step.pipeline_rank
-        self.wiring.go_on_as(old.wiring)
-        self.idle_groups.was_disabled = not self.wiring.is_enabled
+        self.offloader.go_on_as(old.offloader.engine)
+        self.idle_groups.was_disabled = not self.offloader.engine.is_enabled
 
     def configure(self, config: OffloadConfig) -> None:
         """Go on with these options, between steps.
@@ -111,12 +110,12 @@ class Manager:
             )
         step = StepRecord(ChunkQueue())
         step.pipeline_rank = self.step.pipeline_rank
-        wiring = Wiring.made(self.backend, config, step)  # first: without a disk it raises
-        wiring.go_on_as(self.wiring)
-        room = DeviceRoom(wiring, config, step.in_flight)
-        bounds = AutoBounds(wiring, config, room.unused_bytes)
+        offloader = Offloader(self.backend, config, step)  # first: without a disk it raises
+        offloader.go_on_as(self.offloader.engine)
+        room = DeviceRoom(offloader, config, step.in_flight)
+        bounds = AutoBounds(offloader, config, room.unused_bytes)
         self.retire()
-        self.config, self.step, self.wiring = config, step, wiring
+        self.config, self.step, self.offloader = config, step, offloader
         self.plan_check = PlanCheck()
         self._room, self.bounds = room, bounds
         self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
@@ -129,14 +128,14 @@ class Manager:
     def retire(self) -> None:
         """Something else takes over: forget the step, and keep only what living graphs need."""
         self._drop_step()
-        self.wiring.transfer.retire()
+        self.offloader.retire()
 
     # What it is made of
 
     @property
     def backend(self) -> Backend:
         """The device it works on."""
-        return self.wiring.transfer.backend
+        return self.offloader.backend
 
     # Chunks
 
@@ -170,7 +169,7 @@ class Manager:
             check_count("microbatch", microbatch, unit="None counts them")
         if is_recomputing():
             return  # a model that begins its own chunks is run again by a checkpoint around it
-        self.wiring.renew_if_torn()
+        self.offloader.renew_if_torn()
         self.verify()
         self._follow_options()
         if self.step.num_chunks >= MANY_CHUNKS:
@@ -180,23 +179,23 @@ class Manager:
         self.step.vp_size = size
         make = make or self.make_chunk
         self.forward.chunk = make(
-            smallest, wiring=self.wiring, vp_stage=stage, microbatch=microbatch
+            smallest, offloader=self.offloader, vp_stage=stage, microbatch=microbatch
         )
 
     def _follow_options(self) -> None:
         """Go by the plan of the options, before a step has shown anything."""
         options = self.step.options or self.config
-        if options.offload_plan is None or not self.step.is_warmup or self.wiring.plan.planned:
+        if options.offload_plan is None or not self.step.is_warmup or self.offloader.plan.planned:
             return
-        with self.wiring.lock:
-            self.wiring.plan = plan_of_options(options, self.step.pipeline_rank)
-            self.bounds.follow(self.wiring.plan)
+        with self.offloader.lock:
+            self.offloader.plan = plan_of_options(options, self.step.pipeline_rank)
+            self.bounds.follow(self.offloader.plan)
 
     def _forget_finished(self) -> None:
         """Nobody calls reset(), so it seems: do not grow with every microbatch."""
-        with self.wiring.lock:
+        with self.offloader.lock:
             self.step.forget_finished()
-            self.wiring.offloader.copies.forget_dead()
+            self.offloader.engine.shared.forget_dead()
         if not self._has_warned_of_no_reset:
             self._has_warned_of_no_reset = True
             logger.warning(
@@ -210,7 +209,7 @@ class Manager:
 
         Reloads nothing yet: the loss and its inputs are still there, and memory is highest.
         """
-        with self.wiring.lock:
+        with self.offloader.lock:
             chunk = self.step.chunk(key)
             if chunk is not None:
                 self.step.begin_backward(chunk)
@@ -218,12 +217,12 @@ class Manager:
     @contextmanager
     def backward_pass(self, key: ChunkKey, part: BackwardPass) -> Iterator[None]:
         """To be entered around one part of a chunk's backward, where that comes in two."""
-        chunk, split = self.step.chunk(key), self.wiring.offloader.split
+        chunk, split = self.step.chunk(key), self.offloader.split
         if chunk is None or split is None:
             yield
             return
         try:
-            with self.wiring.lock:
+            with self.offloader.lock:
                 split.begin(key, part)
                 self._begin_pass(chunk, key, part)
             yield
@@ -231,10 +230,10 @@ class Manager:
             split.stop()
             raise
         else:
-            with self.wiring.lock:
+            with self.offloader.lock:
                 split.end()
         finally:
-            with self.wiring.lock:
+            with self.offloader.lock:
                 self.step.end_pass()
 
     def _begin_pass(self, chunk: Chunk, key: ChunkKey, part: BackwardPass) -> None:
@@ -242,7 +241,7 @@ class Manager:
             self.step.begin_backward(chunk)
         else:
             self.step.begin_weight_pass(chunk, key)
-            self.wiring.prefetcher.resume(chunk.groups[-1])
+            self.offloader.engine.window.resume(chunk.groups[-1])
 
     def end_chunk(self) -> None:
         """The forward of the current chunk is over; there is no current chunk."""
@@ -291,25 +290,25 @@ class Manager:
                 waits for its backward, and nothing has changed.
         """
         self._check_not_busy_elsewhere()
-        self.wiring.renew_if_torn()
+        self.offloader.renew_if_torn()
         try:
-            self.wiring.commit_delayed()
+            self.offloader.commit_delayed()
         except BaseException:
             self.abort()
             raise
-        with self.wiring.lock:
+        with self.offloader.lock:
             self._check_not_busy_elsewhere()  # again: nobody begins between this and the end
             forgotten = self.step.forgotten()
             is_complete = self.step.is_complete()
             self._room.end_step(self.step.shapes() if is_complete else None)
             if is_complete:
                 self.learn()
-            self.bounds.end_step(self.wiring.plan, is_complete=is_complete)
+            self.bounds.end_step(self.offloader.plan, is_complete=is_complete)
             self._look_for_idle_groups()
             self._end_step()
             self.bounds.begin_step()
             self._room.begin_step()
-        self.wiring.transfer.compact()
+        self.offloader.settle()
         self._tell_begin()
         if forgotten:
             raise GroupStateError(
@@ -319,7 +318,7 @@ class Manager:
 
     def _check_not_busy_elsewhere(self) -> None:
         """A step has one begin for all its threads: one of them must not end it for the others."""
-        with self.wiring.lock:
+        with self.offloader.lock:
             chunk = self.step.awaited_elsewhere()
         if chunk is not None:
             here = threading.current_thread()
@@ -334,41 +333,41 @@ class Manager:
     def abort(self) -> None:
         """Forget the step that runs. Tensors autograd still holds stay good."""
         self._drop_step()
-        with self.wiring.lock:
+        with self.offloader.lock:
             self._room.begin_step()  # a loop may begin its next step without reset()
 
     def _drop_step(self) -> None:
-        with self.wiring.lock:
-            self.bounds.end_step(self.wiring.plan, is_complete=False)
+        with self.offloader.lock:
+            self.bounds.end_step(self.offloader.plan, is_complete=False)
             self._room.end_step(None)
         self._end_step()
-        self.wiring.transfer.compact()
+        self.offloader.settle()
 
     def _end_step(self) -> None:
-        with self.wiring.lock:
-            self.wiring.delayed.clear()
-            self.wiring.offloader.copies.clear()
+        with self.offloader.lock:
+            self.offloader.delayed.clear()
+            self.offloader.engine.shared.clear()
             self.forward.chunk = None  # other threads have their own
             self.forward.is_evaluating = False
             self.step.clear()
-            self.wiring.prefetcher.reset()
-            if self.wiring.offloader.split is not None:
-                self.wiring.offloader.split.clear()
+            self.offloader.engine.window.resume(None)
+            if self.offloader.split is not None:
+                self.offloader.split.clear()
 
     def _look_for_idle_groups(self) -> None:
         step, smallest = self.step, self.step.smallest_numel
         is_silent = self.idle_groups.was_disabled or self.forward.is_evaluating
         is_silent = is_silent or not self.idle_groups.num_steps_left
         if smallest is not None and not is_silent:
-            elsewhere = self.wiring.eligibility.elsewhere_said()
+            elsewhere = self.offloader.engine.eligibility.elsewhere_said()
             self.idle_groups.check(step.group_uses(), smallest, elsewhere)
-        self.idle_groups.was_disabled = not self.wiring.is_enabled
+        self.idle_groups.was_disabled = not self.offloader.engine.is_enabled
         self.idle_groups.begin_step()
 
     def learn(self) -> None:
         """Derive the plan, and the step's summary, from a step that is complete."""
-        old = self.wiring.plan
-        self.wiring.plan = plan = self.step.make_plan(self.config, self._room.stay)
+        old = self.offloader.plan
+        self.offloader.plan = plan = self.step.make_plan(self.config, self._room.stay)
         if not self.step.is_warmup and plan != old and plan.stay == old.stay:
             logger.info(
                 "the step changed: it had %d chunks, the plan was for %d; the plan is derived anew "
@@ -390,7 +389,7 @@ class Manager:
 
     def statistics(self) -> OffloadStatistics:
         """What was moved and what is in use, exact at the call."""
-        return collect(self.wiring.transfer)
+        return self.offloader.statistics()
 
     def verify(self) -> list[str]:
         """With ``verify=True``: what the groups committed since the last call did not free.
@@ -401,11 +400,11 @@ class Manager:
             A message for each storage that is still on the device, with who holds it; each is
             logged once. Empty without ``verify``.
         """
-        return self.wiring.offloader.check_freed()
+        return self.offloader.engine.check_freed()
 
     def switch(self, is_on: bool) -> None:
         """From now on groups are offloaded, or stay on the device."""
-        self.wiring.is_enabled = is_on
+        self.offloader.engine.is_enabled = is_on
         self.idle_groups.was_disabled |= not is_on
 
 

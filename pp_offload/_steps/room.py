@@ -1,6 +1,6 @@
 """How many groups may stay below a limit of device memory, as steps show it.
 
-    room = DeviceRoom(wiring, config, step.in_flight)
+    room = DeviceRoom(offloader, config, step.in_flight)
     room.begin_step()
     ...
     room.end_step(step.shapes())
@@ -33,10 +33,9 @@ from pp_offload._common.processes import rank_said
 from pp_offload._core.group import Group
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
-from pp_offload._groups.wiring import Wiring
+from pp_offload._groups.offloader import Offloader
 from pp_offload._policy.fitting import Demand, InFlight, fitting
 from pp_offload._policy.plan import ChunkKey, ChunkShape, Place
-from pp_offload._steps.old_engine import observers_of
 from pp_offload.config import AUTO, OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -78,16 +77,16 @@ class DeviceRoom(Observer):
     """Watches steps, and fills what the limit leaves.
 
     Args:
-        wiring: Has the device, which is asked; how much moves at a time; and the plan.
+        offloader: Has the device, which is asked; how much moves at a time; and the plan.
         config: Has the limit. Nothing is watched unless its plan is ``"auto"``.
         in_flight: Counts the chunks of each stage whose backward is not over.
     """
 
     def __init__(
-        self, wiring: Wiring, config: OffloadConfig, in_flight: Callable[[], InFlight]
+        self, offloader: Offloader, config: OffloadConfig, in_flight: Callable[[], InFlight]
     ) -> None:
         self._stay: frozenset[Place] = frozenset()
-        self._wiring = wiring
+        self._offloader = offloader
         self._in_flight = in_flight
         self._is_wanted = config.plan == AUTO
         self._limit_bytes = config.device_limit_bytes
@@ -111,18 +110,18 @@ class DeviceRoom(Observer):
         """Watch a step."""
         if not self._is_wanted:
             return
-        if self._wiring.transfer.backend.allocated() is None:
+        if self._offloader.backend.allocated() is None:
             self._is_wanted = False
             logger.warning(
                 "%splan is %r, but %s does not tell what is allocated: all groups leave; name a "
                 "plan that was made before, or leave the option out",
                 rank_said(),
                 AUTO,
-                self._wiring.transfer.backend.name,
+                self._offloader.backend.name,
             )
             return
         self._seen = Seen()
-        observers_of(self._wiring).add(self)
+        self._offloader.observers.add(self)
 
     def opened(self, group: Group) -> None:
         """With the first one of a chunk, one more is in flight."""
@@ -132,7 +131,7 @@ class DeviceRoom(Observer):
             now = self._in_flight()
             seen.in_flight.add(now)
             if self._stay and not self._demand.covers(now):  # for so many there is no room
-                self._wiring.plan = self._wiring.plan.without_room()
+                self._offloader.plan = self._offloader.plan.without_room()
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         """A group that stays holds storages whole, also where it has saved parts of them."""
@@ -160,7 +159,7 @@ class DeviceRoom(Observer):
         seen, self._seen = self._seen, None
         if seen is None:
             return
-        observers_of(self._wiring).remove(self)
+        self._offloader.observers.remove(self)
         if chunks is None:
             return
         demand = self._demand.with_step(chunks, seen.beside, seen.in_flight)
@@ -173,17 +172,17 @@ class DeviceRoom(Observer):
 
     def _look(self, seen: Seen) -> None:
         """See NOTE [ What is needed whatever leaves ]."""
-        allocated = self._wiring.transfer.backend.allocated()
+        allocated = self._offloader.backend.allocated()
         if allocated is not None:
-            transfer = self._wiring.transfer
-            moving_bytes = transfer.copies.in_flight.nbytes + transfer.reloads.nbytes
+            mover = self._offloader.engine.mover
+            moving_bytes = mover.in_flight.nbytes + mover.arrived.unused_bytes
             seen.peak_bytes = max(seen.peak_bytes, allocated.peak_bytes)
             seen.allocated_bytes = max(seen.allocated_bytes, allocated.nbytes)
             seen.fixed_bytes = max(seen.fixed_bytes, allocated.nbytes - moving_bytes)
 
     def _judge(self, seen: Seen) -> None:
         """Fill what is left of the limit when bounds are chosen, and see to it that it is kept."""
-        allocated = self._wiring.transfer.backend.allocated()
+        allocated = self._offloader.backend.allocated()
         peak_bytes = max(seen.peak_bytes, 0 if allocated is None else allocated.peak_bytes)
         self._foreseen_bytes = peak_bytes
         if self._num_left >= NUM_CHECKED:
@@ -215,8 +214,8 @@ class DeviceRoom(Observer):
     def _moving_bytes(self) -> int:
         """What bounds let be on its way, both ways together. A group is not cut by one."""
         largest = max(self._demand.sizes.values(), default=0)
-        cap_bytes = self._wiring.transfer.copies.in_flight.bound.nbytes
-        return max(cap_bytes, largest) + max(self._wiring.prefetcher.window.nbytes, largest)
+        cap_bytes = self._offloader.engine.mover.in_flight.bound.nbytes
+        return max(cap_bytes, largest) + max(self._offloader.engine.window.bound.nbytes, largest)
 
     def _give_up(self, peak_bytes: int, limit_bytes: int) -> None:
         logger.warning(
@@ -234,13 +233,13 @@ class DeviceRoom(Observer):
 
     def _limit(self, peak_bytes: int) -> int:
         if self._limit_bytes is None:
-            unused_bytes = self._wiring.transfer.backend.unused_bytes() or 0
+            unused_bytes = self._offloader.backend.unused_bytes() or 0
             self._limit_bytes = peak_bytes + int(unused_bytes * SHARE_OF_UNUSED)
         return self._limit_bytes
 
     def unused_bytes(self) -> int | None:
         """What bounds may grow into, of the device and the limit; None where there is no end."""
-        unused_bytes = self._wiring.transfer.backend.unused_bytes()
+        unused_bytes = self._offloader.backend.unused_bytes()
         if self._limit_bytes is None or self._foreseen_bytes is None:
             return unused_bytes
         left_bytes = max(0, self._limit_bytes - self._foreseen_bytes)

@@ -10,10 +10,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
+from pp_offload._core.group import Group
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.group import Group
-from pp_offload._groups.prefetch import Step, Visit
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
+from pp_offload._groups.step import Step
 from pp_offload._policy.fitting import InFlight
 from pp_offload._policy.plan import (
     ChunkKey,
@@ -135,7 +135,7 @@ class StepRecord(Step):
         """The chunk of this step with this key, once its first group has started."""
         return self._forward.get(key)
 
-    def after(self, group: Group) -> Iterator[Visit]:
+    def after(self, group: Group) -> Iterator[Group]:
         """What is left of the chunk, such as its earlier groups, last first; then the queue."""
         chunk = self._chunk_of(group)
         if self.weight_pass is not None:

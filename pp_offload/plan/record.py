@@ -152,10 +152,10 @@ def _record_rank(
                 manager.idle_groups.stop()  # from now on stages run alone, without groups of others
                 gc.collect()
                 resident = backend.memory.live_bytes - made.state_bytes
-                watched(manager.wiring).add(recorder)
+                watched(manager.offloader).add(recorder)
                 with collector_off():
                     stages = _Recording(order, rank, mine, manager, recorder).tapes()
-                watched(manager.wiring).remove(recorder)
+                watched(manager.offloader).remove(recorder)
                 _check_copies(backend, manager)
             finally:
                 mine.close()
@@ -287,12 +287,12 @@ class _Recording:
     def _begin_step(self) -> None:
         """In which everything leaves, and nothing is brought ahead."""
         self._work.begin_step()
-        wiring = self._manager.wiring
-        wiring.plan = Plan()
-        split = wiring.offloader.split
+        offloader = self._manager.offloader
+        offloader.plan = Plan()
+        split = offloader.split
         chunks = frozenset[ChunkKey]() if split is None else split.chunks
         kind = OldEachUse if isinstance(self._recorder, OldRecorder) else _AllAnew
-        wiring.offloader.split = kind(wiring.transfer, chunks, is_keeping=False)
+        offloader.split = kind(offloader.transfer, chunks, is_keeping=False)
         self._recorder.forget()
 
     def _forward(self, run: Sequence[int], stage: int, microbatch: int, notes: _StageNotes) -> None:

@@ -1,7 +1,7 @@
 """Notes what a rank does, for tapes.
 
 recorder = Recorder(backend)             # before anything is allocated
-manager.wiring.observers.add(recorder)
+manager.offloader.observers.add(recorder)
 chunk = recorder.begin_chunk()
 ...                                      # a forward
 raw = recorder.taken()

@@ -153,7 +153,7 @@ class VirtualDisk(DiskFile):
         self._check_open()
         event = DiskEvent() if ended is None else ended
         queued = self._clock.queue(extent, writes=name == "write", ended=event, after=after)
-        for heard in self.heard:
+        for heard in self.listeners:
             heard(name, extent.nbytes, queued.begin_s, queued.end_s)
         return event
 

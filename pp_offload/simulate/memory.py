@@ -24,7 +24,6 @@ from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._steps.manager import Manager
-from pp_offload._steps.old_engine import observers_of
 from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
 
 ROUNDING_BYTES = 512
@@ -188,7 +187,7 @@ class DeviceMemory:
 
     def follow_groups(self, manager: Manager) -> None:
         """Name what groups keep on the device, of a manager whose options do not change."""
-        observers_of(manager.wiring).add(_KeptNames(self))
+        manager.offloader.observers.add(_KeptNames(self))
 
     def _name_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -1,6 +1,6 @@
 """Notes of what the threads of a disk tier do, by the host's clock.
 
-notes = DiskNotes(transfer, room)
+notes = DiskNotes(tier, room)
 notes.hear()
 ...
 notes.stop_hearing()
@@ -10,51 +10,42 @@ on_tracks(notes.found)   # those at the same time on tracks of their own
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from pp_offload._transfer.engine import TransferEngine
+from pp_offload._core.tiers import Tier
 from pp_offload.trace.events import DISK
 from pp_offload.trace.notes import DiskNote, Room
 
 
 class DiskNotes:
-    """Hears the files of an engine's tiers.
+    """Hears the file of a tier, if it has one.
 
     Args:
-        transfer: The engine.
+        tier: Where batches go.
         room: For notes.
 
     Attributes:
         found: What was written and read, in the order in which it ended.
     """
 
-    def __init__(self, transfer: TransferEngine, room: Room) -> None:
+    def __init__(self, tier: Tier, room: Room) -> None:
         self.found: list[DiskNote] = []
         self._room = room
-        disks = [getattr(tier, "disk", None) for tier in transfer.tiers]
-        self._files: list[Any] = [disk for disk in disks if told_by(disk) is not None]
+        self._disk = tier.disk
 
     def hear(self) -> None:
         """From now on."""
-        for file in self._files:
-            name = told_by(file) or ""
-            setattr(file, name, (*getattr(file, name), self._note))
+        if self._disk is not None:
+            self._disk.listeners = (*self._disk.listeners, self._note)
 
     def stop_hearing(self) -> None:
         """Twice is fine. What runs is not noted any more, either."""
-        for file in self._files:
-            name = told_by(file) or ""
-            setattr(file, name, tuple(tell for tell in getattr(file, name) if tell != self._note))
-        self._files = []
+        if self._disk is not None:
+            rest = [tell for tell in self._disk.listeners if tell != self._note]
+            self._disk.listeners, self._disk = tuple(rest), None
 
     def _note(self, name: str, nbytes: int, begin_s: float, end_s: float) -> None:
-        if self._files and self._room.takes(1):
+        if self._disk is not None and self._room.takes(1):
             self.found.append(DiskNote(name, nbytes, begin_s, end_s))
-
-
-def told_by(file: object) -> str | None:
-    """Where a file has those whom it tells: the core's, or until the switch the old engine's."""
-    return next((name for name in ("listeners", "heard") if hasattr(file, name)), None)
 
 
 def on_tracks(notes: Iterable[DiskNote]) -> Iterator[tuple[str, DiskNote]]:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pp_offload._groups.wiring import Wiring
+from pp_offload._groups.offloader import Offloader
 from pp_offload._steps.manager import Manager
 from pp_offload.errors import NotWhileCapturingError
 from pp_offload.trace.assembled import assembled
@@ -54,7 +54,7 @@ class RankTrace:
         self._known = known
         self._tell: Callable[[], None] = lambda: None
         self._step = -1
-        self._wiring: Wiring | None = None
+        self._offloader: Offloader | None = None
         self._recorder: Recorder | None = None
         self._numbers: list[int] = []
         self._is_cut = False
@@ -62,13 +62,13 @@ class RankTrace:
     def begin(self, tell: Callable[[], None]) -> None:
         """Follow the manager, and record at once if all steps are asked for."""
         self._tell = tell
-        self._wiring = self._manager.wiring
+        self._offloader = self._manager.offloader
         self._manager.on_begin = (*self._manager.on_begin, self._begin)
         if self._steps is None:
             self._record()
 
     def _record(self) -> None:
-        recorder = Recorder(self._manager.wiring, self._room)
+        recorder = Recorder(self._manager.offloader, self._room)
         if recorder.begin():
             self._recorder = recorder
 
@@ -76,7 +76,7 @@ class RankTrace:
         """A step begins, or the manager goes on with another engine; waiting is allowed."""
         if self.timeline is not None:
             return
-        if self._wiring is not self._manager.wiring:
+        if self._offloader is not self._manager.offloader:
             self._begin_anew()
             return
         self._step += 1
@@ -93,7 +93,7 @@ class RankTrace:
 
     def _begin_anew(self) -> None:
         """Go on with another engine: one that has recorded steps is left alone with them."""
-        self._wiring = self._manager.wiring
+        self._offloader = self._manager.offloader
         old, self._recorder = self._recorder, None
         if old is not None:
             old.stop()

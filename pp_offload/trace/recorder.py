@@ -1,6 +1,6 @@
 """Hears what one engine does, and notes when it does it on its device.
 
-    recorder = Recorder(wiring, Room(10**6))
+    recorder = Recorder(offloader, Room(10**6))
     recorder.begin()                 # the host waits for compute, once
     ...                              # it does not wait here
     recorder.end()                   # the host waits for all that was noted
@@ -22,8 +22,7 @@ from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
 from pp_offload._core.stopwatch import named, time_of
-from pp_offload._groups.wiring import Wiring
-from pp_offload._steps.old_engine import observers_of
+from pp_offload._groups.offloader import Offloader
 from pp_offload.backends import TimedEvent
 from pp_offload.trace.clock import VIRTUAL, Clock, is_virtual
 from pp_offload.trace.copy_notes import CopyNotes, Lanes
@@ -39,7 +38,7 @@ class Recorder(Observer):
     """Notes what an engine does, from :meth:`begin` to :meth:`end`.
 
     Args:
-        wiring: Of the engine.
+        offloader: Of the engine.
         room: For notes. When it is full, the recorder hears no more.
 
     Attributes:
@@ -52,19 +51,19 @@ class Recorder(Observer):
         drift_s: How much later the wall clock is at the end; None where there is none to compare.
     """
 
-    def __init__(self, wiring: Wiring, room: Room) -> None:
-        self.transfer = transfer = wiring.transfer
-        self._observers = observers_of(wiring)
+    def __init__(self, offloader: Offloader, room: Room) -> None:
+        self.offloader = offloader
+        self._observers = offloader.observers
         self.clock: Clock | None = None
         self.notes: CopyNotes | None = None
         self.marks: list[Mark] = []
         self.steps: list[StepNote] = []
         self.samples: list[Sampled] = []
         self.drift_s: float | None = None
-        self.disk = DiskNotes(transfer, room)
+        self.disk = DiskNotes(offloader.engine.mover.tier, room)
         self._room = room
-        self._lanes = Lanes(transfer.backend)
-        self._counters = Counters(transfer)
+        self._lanes = Lanes(offloader.backend)
+        self._counters = Counters(offloader)
         self._numbers = itertools.count()
         self._num_on_demand = 0
         self._is_hearing = False
@@ -77,7 +76,7 @@ class Recorder(Observer):
 
     def begin(self) -> bool:
         """Record from now on; False in a capture, where the time is not known."""
-        backend = self.transfer.backend
+        backend = self.offloader.backend
         begin = time_of(backend, backend.current_stream())
         if begin is None:
             return False
@@ -87,7 +86,7 @@ class Recorder(Observer):
         else:
             self.notes = CopyNotes(begin, self._room, self._lanes)
         self._lanes.here()  # the stream that is live now is the first
-        with self.transfer.lock:
+        with self.offloader.lock:
             self._observers.add(self.notes)
             self.disk.hear()
             self._observers.add(self)
@@ -111,7 +110,7 @@ class Recorder(Observer):
         self._count_on_demand()
 
     def _count_on_demand(self) -> None:
-        num, before = self.transfer.counters.on_demand_reloads, self._num_on_demand
+        num, before = self.offloader.engine.mover.counts.on_demand_reloads, self._num_on_demand
         self._num_on_demand = num
         if self.steps:
             self.steps[-1].on_demand_reloads = num - before
@@ -133,7 +132,7 @@ class Recorder(Observer):
     def stop(self) -> None:
         """Hear no more. Twice is fine."""
         if self.notes is not None:
-            with self.transfer.lock:
+            with self.offloader.lock:
                 self._observers.remove(self.notes)
                 self._observers.remove(self)
                 self._is_hearing = False
@@ -210,11 +209,11 @@ class Recorder(Observer):
 
     def _now(self) -> TimedEvent | None:
         """Behind all that the live compute stream was given; None in a capture."""
-        return None if self.notes is None else self.notes.now(self.transfer.backend)
+        return None if self.notes is None else self.notes.now(self.offloader.backend)
 
     def _now_after(self) -> TimedEvent | None:
         """The same when nobody listens any more."""
-        return time_of(self.transfer.backend, self.transfer.backend.current_stream())
+        return time_of(self.offloader.backend, self.offloader.backend.current_stream())
 
 
 def known_of(group: Group) -> Known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pp_offload._transfer.engine import TransferEngine
+from pp_offload._groups.offloader import Offloader
 from pp_offload.trace.events import DEVICE, HOST, IN_FLIGHT, RELOADED
 
 
@@ -10,24 +10,24 @@ class Counters:
     """Reads counters; nothing is let go of or waited for, as ``statistics()`` would.
 
     Args:
-        transfer: The engine.
+        offloader: Whose engine it is.
     """
 
-    def __init__(self, transfer: TransferEngine) -> None:
-        self._transfer = transfer
-        self._is_told = transfer.backend.allocated() is not None
+    def __init__(self, offloader: Offloader) -> None:
+        self._offloader = offloader
+        self._is_told = offloader.backend.allocated() is not None
         self._least_peak = 0
 
     def read(self) -> dict[str, int]:
         """Bytes by counter, as the host knows them now. Takes the lock for a moment."""
-        transfer = self._transfer
-        with transfer.lock:
+        mover = self._offloader.engine.mover
+        with mover.lock:
             found = {
-                HOST: sum([tier.host_bytes_in_use() for tier in transfer.tiers]),
-                IN_FLIGHT: transfer.copies.in_flight.nbytes,
-                RELOADED: transfer.reloads.nbytes,
+                HOST: mover.tier.host_bytes_in_use(),
+                IN_FLIGHT: mover.in_flight.nbytes,
+                RELOADED: mover.arrived.unused_bytes,
             }
-        allocated = transfer.backend.allocated() if self._is_told else None
+        allocated = self._offloader.backend.allocated() if self._is_told else None
         if allocated is not None:
             found[DEVICE] = allocated.nbytes
             self._least_peak = min(self._least_peak, allocated.peak_bytes)
@@ -39,7 +39,7 @@ class Counters:
         A device tells its peak since that was last reset, which others do. It is this step's where
         it has risen since any of the times at which counters were read.
         """
-        allocated = self._transfer.backend.allocated() if self._is_told else None
+        allocated = self._offloader.backend.allocated() if self._is_told else None
         if allocated is None:
             return None
         least, self._least_peak = self._least_peak, allocated.peak_bytes

@@ -132,8 +132,8 @@ def steps(config: OffloadConfig, num: int = 3) -> tuple[list[torch.Tensor], list
                 model(torch.ones(2, 8)).sum().backward()
             sent.append(manager.statistics().bytes_offloaded - before)
         off_interface.reset()
-        assert manager.wiring.plan.names
-        groups = [*next(iter(manager.wiring.plan.names.values()))]
+        assert manager.offloader.plan.names
+        groups = [*next(iter(manager.offloader.plan.names.values()))]
         assert len(groups) == len(set(groups)) or groups
     return [p.grad for p in model.parameters() if p.grad is not None], sent
 
@@ -232,7 +232,7 @@ def test_where_a_group_is_not_as_planned_bounds_are_of_the_engine() -> None:
             off_interface.init_chunk_handler(None, None, 1)
             make_model()(torch.ones(2, 8)).sum().backward()
         off_interface.reset()
-        assert manager.wiring.plan.bounds is None
+        assert manager.offloader.plan.bounds is None
 
 
 def test_groups_with_other_bytes_leave_and_are_told_of_once(

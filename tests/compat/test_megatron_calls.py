@@ -127,7 +127,7 @@ def test_so_many_offloads_of_a_name_are_in_flight(most: int | None, expected: in
     config = OffloadConfig(min_offloaded_tensor_size=1)
     with use_backend(SimulatedBackend("late"), config=config) as manager:
         off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, most)
-        queue = manager.wiring.transfer.copies.in_flight.queue
+        queue = manager.offloader.engine.mover.in_flight.queue
         y = torch.ones(9, requires_grad=True) * 1
         for name in ("a", "a", "a"):
             y = exp_in_a_group(y, name)
@@ -146,7 +146,7 @@ class EndsUnlocked(deque[object]):
 
     def __len__(self) -> int:
         num = super().__len__()
-        if not self._manager.wiring.lock._is_owned():  # type: ignore[attr-defined]
+        if not self._manager.offloader.lock._is_owned():  # type: ignore[attr-defined]
             self.clear()
         return num
 
@@ -159,7 +159,7 @@ def test_a_copy_may_end_while_it_is_counted(
     assert isinstance(chunk, ChunkOffloadHandler)
     ended = object()
     with monkeypatch.context() as patched:
-        in_flight = manager.wiring.transfer.copies.in_flight
+        in_flight = manager.offloader.engine.mover.in_flight
         patched.setattr(in_flight, "queue", EndsUnlocked(manager, ended))
         chunk._limit("a", 1)
     assert list(chunk._on_their_way["a"]) == [ended]
@@ -193,7 +193,7 @@ def test_options_of_the_plan_do_what_those_of_the_config_do(fraction: float, del
             model.options.update(options if is_given else {}, pp_rank=2)
             for seed in range(2):
                 step(model, batches(device, seed=seed))
-            kept.append((manager.wiring.plan.kept, manager.statistics().bytes_offloaded))
+            kept.append((manager.offloader.plan.kept, manager.statistics().bytes_offloaded))
     assert kept[0] == kept[1]
     assert kept[0][0]
 
@@ -291,7 +291,7 @@ def test_what_is_discarded_before_its_copy_is_an_error(
         if is_seen_early:
             with suppress(RaceError):  # the simulated device sees that its copy reads nothing
                 manager.backend.synchronize()
-            manager.wiring.transfer.poll()
+            manager.offloader.engine.mover.poll()
         with pytest.raises(OffloadError, match="'qkv_linear'.*(given up|its storage emptied)"):
             y.sum().backward()
         del others

@@ -98,10 +98,10 @@ def test_one_manager_has_two_faces() -> None:
         assert face is megatron.PipelineOffloadManager.get_instance()
         assert pp_offload.PipelineOffloadManager.get_instance() is manager
         face.disable_offload()
-        assert not manager.wiring.is_enabled
+        assert not manager.offloader.engine.is_enabled
         manager.configure(pp_offload.OffloadConfig(prefetch_bytes=4096))
         assert face.config is manager.config
-        assert face.wiring is manager.wiring
+        assert face.offloader is manager.offloader
         assert face.backend is manager.backend
     assert face.backend is pp_offload.PipelineOffloadManager.get_instance().backend, "of now"
 

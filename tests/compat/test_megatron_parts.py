@@ -141,12 +141,12 @@ def test_without_delay_the_commit_function_commits_at_once(face: PipelineOffload
     commit = megatron.FineGrainedOffloadingGroupCommitFunction
     y = commit.apply(x.exp(), chunk_of(face), "act", None, True)
     assert not chunk_of(face).open_groups
-    assert not face.wiring.delayed
+    assert not face.offloader.delayed
     off_interface.enter_replay()
     fine_grained_offloading_group_start(y, "act")
     commit.apply(y, chunk_of(face), "act", None, True)
     off_interface.exit_replay()
-    assert len(face.wiring.delayed) == 1
+    assert len(face.offloader.delayed) == 1
     y.sum().backward()
 
 

@@ -101,7 +101,7 @@ def test_what_was_said_of_tensors_and_groups_stays_said(
     manager.disable_offload()
     with offload_modules(torch.nn.Sequential(torch.nn.Tanh()), {"idle": "0"}):
         configure(OTHER)
-        assert not manager.wiring.eligibility.admits(marked, 1)
+        assert not manager.offloader.engine.eligibility.admits(marked, 1)
         step(manager)
         assert manager.statistics().bytes_offloaded == 0
         manager.enable_offload()

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from emulated.helpers import compute, some
 from pp_offload import OffloadConfig, OffloadError
-from pp_offload._core.chunk import Chunk
+from pp_offload._groups.chunk import Chunk
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
 from pp_offload._core.saved import Saved
 from pp_offload._core.stopwatch import Laps
-from pp_offload._core.wiring import NoOrder, Wiring
+from pp_offload._groups.offloader import Offloader
 from pp_offload._memory.host_pool import MIN_SLAB_BYTES
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload.backends import AcceleratorBackend
@@ -76,11 +76,11 @@ def engine_of(**options: Any) -> Engine:
     return Line(AcceleratorBackend(), **options).engine
 
 
-def wiring_of(**options: Any) -> Wiring:
+def wiring_of(**options: Any) -> Offloader:
     """What chunks share."""
     gc.collect()
     config = OffloadConfig(min_offloaded_tensor_size=1, **options)
-    return Wiring(AcceleratorBackend(), config, NoOrder())
+    return Offloader(AcceleratorBackend(), config, NoOrder())
 
 
 def side_stream(engine: Engine) -> torch.Stream:
@@ -234,16 +234,16 @@ def too_much_in_flight_of_another_stream(on: Program) -> bool:
 def too_much_in_flight_of_a_stream_where_the_chunk_began(on: Program) -> bool:
     """It saves nothing there: what it computes there is saved on the live stream."""
 
-    def begin(wiring: Wiring, side: torch.Stream) -> Chunk:
+    def begin(offloader: Offloader, side: torch.Stream) -> Chunk:
         with side:
-            return Chunk(1, wiring)
+            return Chunk(1, offloader)
 
     return saved_in_a_chunk(on, begin)
 
 
 def too_much_in_flight_of_a_stream_where_a_group_began(on: Program) -> bool:
-    def begin(wiring: Wiring, side: torch.Stream) -> Chunk:
-        chunk = Chunk(1, wiring)
+    def begin(offloader: Offloader, side: torch.Stream) -> Chunk:
+        chunk = Chunk(1, offloader)
         with side:
             chunk.start("on the other stream")
         return chunk
@@ -251,20 +251,20 @@ def too_much_in_flight_of_a_stream_where_a_group_began(on: Program) -> bool:
     return saved_in_a_chunk(on, begin)
 
 
-def saved_in_a_chunk(on: Program, begin: Callable[[Wiring, torch.Stream], Chunk]) -> bool:
-    wiring, given = wiring_of(max_in_flight_bytes=0), some(N)
-    side = side_stream(wiring.engine)
-    chunk = begin(wiring, side)
+def saved_in_a_chunk(on: Program, begin: Callable[[Offloader, torch.Stream], Chunk]) -> bool:
+    offloader, given = wiring_of(max_in_flight_bytes=0), some(N)
+    side = side_stream(offloader.engine)
+    chunk = begin(offloader, side)
     with side:
         x = given.to("emulated")
     saved = chunk.start("g").pack(x)
     assert isinstance(saved, Saved)
-    with on.late(wiring.backend.d2h, side):
+    with on.late(offloader.backend.d2h, side):
         chunk.commit("g")
         del x
         with side:
             use_of_memory()
-    return brings(wiring.engine, saved, given)
+    return brings(offloader.engine, saved, given)
 
 
 def too_much_in_flight_of_a_stream_that_another_engine_saw(on: Program) -> bool:
@@ -480,11 +480,11 @@ def engine_gone(on: Program) -> bool:
 
 def engine_torn(on: Program) -> bool:
     """A signal's exception comes when the copy is queued, and before anybody knows its event."""
-    wiring = wiring_of()
-    backend, chunk = wiring.backend, Chunk(1, wiring)
+    offloader = wiring_of()
+    backend, chunk = offloader.backend, Chunk(1, offloader)
     saved = chunk.start("g").pack(some(N).to("emulated"))
     chunk.commit("g")
-    wiring.engine.mover.synchronize()
+    offloader.engine.mover.synchronize()
     on.without_cached_memory()
 
     def cut_off(*copy: Any) -> None:
@@ -495,7 +495,7 @@ def engine_torn(on: Program) -> bool:
         with mock.patch.object(backend, "copy", cut_off), suppress(KeyboardInterrupt):
             saved.unpack()
         on.before_the_host_waits(gate)
-        wiring.renew_if_torn()
+        offloader.renew_if_torn()
         del saved, chunk
         gc.collect()
         result = use_of_memory()

@@ -53,8 +53,8 @@ class Training:
         off_interface.reset()
 
     def bounds(self) -> tuple[int, int]:
-        wiring = self.manager.wiring
-        return wiring.transfer.copies.in_flight.bound.nbytes, wiring.prefetcher.window.nbytes
+        offloader = self.manager.offloader
+        return offloader.engine.mover.in_flight.bound.nbytes, offloader.engine.window.bound.nbytes
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_bounds_are_chosen_and_bits_are_the_same(
     assert bounds[1][0] != IN_FLIGHT_BYTES, "the first step told"
     assert bounds[2:] == [(cap, window)] * 4, "the second one was the last that was timed"
     assert training.manager.statistics().stalled_ms is not None
-    assert not observers_of(training.manager.wiring).reached
+    assert not observers_of(training.manager.offloader).reached
     gc.collect()
     assert_idle(training.manager)
 

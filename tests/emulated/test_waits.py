@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
     ),
     "each where a chunk began": (
         programs.too_much_in_flight_of_a_stream_where_the_chunk_began,
-        Fault(f"{CHUNK}.__init__", "wiring.engine.follow(wiring.engine.current_stream())"),
+        Fault(f"{CHUNK}.__init__", "offloader.engine.follow(offloader.engine.current_stream())"),
     ),
     "each where a group began": (
         programs.too_much_in_flight_of_a_stream_where_a_group_began,
@@ -159,7 +159,7 @@ CASES: dict[str, Case] = {
     ),
     "after an exception the next one waits for them": (
         programs.engine_torn,
-        Fault("_core/wiring:Wiring.renew_if_torn", "self.backend.synchronize()"),
+        Fault("_core/offloader:Offloader.renew_if_torn", "self.backend.synchronize()"),
     ),
     "a source is taken back on its own stream": (
         programs.taken_back_on_another_stream,
@@ -252,7 +252,7 @@ BY_OTHERS = {
     f"{MOVER}.__del__": "nobody reads what these copies bring; but a GPU may unmap what is freed",
     f"{MOVER}.join": "a copy stream waits for compute only to be part of a capture",
     f"{MOVER}.synchronize": PINNED,
-    "_core/wiring:Transfer.release_idle": PINNED,
+    "_core/offloader:Transfer.release_idle": PINNED,
     "_core/engine:Engine.check_freed": "it reports what is in use, and frees nothing",
     "_core/engine:Engine.send": "until there is room; else it would ask again and again",
     f"{MOVER}.poll": "the same question, so that this never blocks",

@@ -16,11 +16,11 @@ from test_one_lock import is_free
 from torch import nn
 
 from pp_offload import OffloadConfig
-from pp_offload._core.chunk import Chunk
+from pp_offload._groups.chunk import Chunk
 from pp_offload._core.group import GroupState
 from pp_offload._core.observer import Observer, Observers
 from pp_offload._core.stopwatch import Laps
-from pp_offload._core.wiring import NoOrder, Wiring
+from pp_offload._groups.offloader import Offloader
 from pp_offload.backends.host_clock import timed_by_host
 from pp_offload.errors import VerifyError
 
@@ -107,20 +107,20 @@ def test_what_is_heard_is_what_happens(kind: str) -> None:
 
 
 def test_a_group_is_heard_from_open_to_use() -> None:
-    wiring = Wiring(make_backend("late"), OffloadConfig(), NoOrder())
-    heard = Heard(wiring.lock)
-    wiring.observers.add(heard)
-    chunk = Chunk(1, wiring)
+    offloader = Offloader(make_backend("late"), OffloadConfig(), NoOrder())
+    heard = Heard(offloader.lock)
+    offloader.observers.add(heard)
+    chunk = Chunk(1, offloader)
     group = chunk.start("mlp")
     packed = group.pack(torch.ones(8, 8))
     chunk.commit("mlp")
     assert [event for event, _ in heard.told] == ["opened", "copied", "closed"]
-    wiring.engine.mover.synchronize()
+    offloader.engine.mover.synchronize()
     assert torch.equal(packed.unpack(), torch.ones(8, 8))
     assert heard.told[-4:] == [("reached", "mlp"), ("copied", ""), ("waited", ""), ("used", "mlp")]
     group = chunk.start("mlp")
     packed = group.pack(torch.ones(8, 8))
-    wiring.is_enabled = False
+    offloader.engine.is_enabled = False
     chunk.commit("mlp")
     assert heard.told[-1] == ("closed", "mlp") and heard.states[GroupState.KEPT] == 1
 

@@ -58,7 +58,7 @@ def in_the_managers_scope(model: Chain, x: Tensor, manager: PipelineOffloadManag
 
 
 def in_pack(model: Chain, x: Tensor, manager: PipelineOffloadManager) -> None:
-    eligibility = manager.wiring.eligibility
+    eligibility = manager.offloader.engine.eligibility
     h = model(x)
     eligibility.admits = boom  # type: ignore[method-assign]
     try:
@@ -154,5 +154,5 @@ def test_aborted_step_is_not_the_first(
     with pytest.raises(Boom):
         fails(model, x.requires_grad_(), manager)
     off_interface.reset()
-    assert not manager.wiring.plan.kept
+    assert not manager.offloader.plan.kept
     assert manager.step.is_warmup

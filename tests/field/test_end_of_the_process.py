@@ -42,7 +42,7 @@ config = OffloadConfig(
 backend = CpuBackend() if sys.argv[3] == "cpu" else SimulatedBackend(sys.argv[3])
 manager = PipelineOffloadManager(config=config, backend=backend)
 PipelineOffloadManager.OFFLOAD_MGR = manager
-disk = manager.wiring.transfer.tiers[0].disk
+disk = manager.offloader.transfer.tiers[0].disk
 model, plain = make_model(width=32), make_model(width=32, groups=())
 
 def is_right(step):

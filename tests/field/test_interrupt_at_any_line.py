@@ -27,7 +27,7 @@ from toy import assert_idle, assert_no_hooks, batches, make_model, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, offload_modules, use_backend
-from pp_offload._transfer.ticket import SavedActivation
+from pp_offload._core.saved import Saved as SavedActivation
 
 pytestmark = pytest.mark.field("F57")
 
@@ -101,7 +101,7 @@ DELAY = 1
 
 def step_in_parts(manager: PipelineOffloadManager, number: int) -> list[Tensor]:
     """Six microbatches, the backward of each in two parts."""
-    if manager.wiring.offloader.split is None:
+    if manager.offloader.split is None:
         tell(manager, DELAY)
     return run_in_parts(make_model(layers=2), batches(MICROBATCHES, step=number), DELAY, manager)
 

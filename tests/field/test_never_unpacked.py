@@ -165,8 +165,8 @@ def check_steps(
         assert_idle(engine)
         if step in (num_first - 1, num_steps - 1):
             backend.synchronize()
-            wiring = engine.wiring if has_groups else engine.stash._wiring
-            wiring.offloader.copies.forget_dead()  # as the next step or forward would
+            offloader = engine.offloader if has_groups else engine.stash._offloader
+            offloader.engine.shared.forget_dead()  # as the next step or forward would
             statistics = engine.statistics()
             reserved, peak = statistics.host_bytes_reserved, statistics.host_bytes_peak
             found.append((living_tensors(), reserved, peak))

@@ -69,7 +69,7 @@ def train(
             assert_idle(manager)
             moved.append(manager.statistics().bytes_offloaded)
         manager.reset()
-        return manager.wiring.plan, moved
+        return manager.offloader.plan, moved
 
 
 @pytest.mark.covering(1)

@@ -360,7 +360,7 @@ def ends_in_backward(program: Program) -> set[str]:
     called = {call.name for call in seen if call.caller == "_engine_run_backward"}
     assert {name for name in called if "pp_offload" in name} <= {
         f"pp_offload._transfer.{kind}.unpack"
-        for kind in ("saved_tensor.Resident", "ticket.SavedActivation", "saved_tensor.SavedWrapper")
+        for kind in ("saved_tensor.Resident", "ticket.SavedActivation", "saved_tensor.Wrapped")
     }
     return {call.name for call in seen if call.name.endswith(ENDS)}
 

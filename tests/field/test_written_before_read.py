@@ -50,7 +50,7 @@ def test_no_byte_to_spare(kind: str) -> None:
                 if step == 0:
                     manager.reset()
                     before = manager.statistics()
-                    source = manager.wiring.transfer.tiers[0].host.source
+                    source = manager.offloader.transfer.tiers[0].host.source
                     source.budget = HostBudget(reserved_bytes())  # not a byte more
             after = manager.statistics()
             assert after.host_bytes_reserved <= before.host_bytes_reserved

@@ -176,7 +176,7 @@ class Offload(Plain):
         return in_use(self.statistics()) | inputs
 
     def synchronize(self) -> None:
-        inputs = self._inputs._wiring.transfer
+        inputs = self._inputs._offloader.transfer
         for _ in range(2):  # to the host, and from there to the disk
             self.backend.synchronize()
             for engine in (self.transfer, inputs):
@@ -221,7 +221,7 @@ class OffloadAll(Offload):
             config=config_of(options),
             backend=self.backend,
         )
-        self.transfer = self._offload.stash._wiring.transfer
+        self.transfer = self._offload.stash._offloader.transfer
         self.statistics = self._offload.statistics
         return self
 
@@ -238,7 +238,7 @@ class OffloadGroups(Offload):
         self.manager = self._stack.enter_context(
             use_backend(self.backend, config=config_of(program.options))
         )
-        self.transfer = self.manager.wiring.transfer
+        self.transfer = self.manager.offloader.transfer
         self.statistics = self.manager.statistics
         self.manager.step.pipeline_rank = program.options.pipeline_rank
         if program.options.split_backward is not None:
@@ -246,8 +246,8 @@ class OffloadGroups(Offload):
             keys = frozenset(
                 ChunkKey(stage, m) for stage in range(len(program.stages)) for m in range(20)
             )
-            wiring = self.manager.wiring
-            wiring.offloader.split = SplitBackward(wiring.transfer, keys, is_keeping=is_keeping)
+            offloader = self.manager.offloader
+            offloader.split = SplitBackward(offloader.transfer, keys, is_keeping=is_keeping)
         return self
 
     def reset(self) -> None:
@@ -262,7 +262,7 @@ class OffloadGroups(Offload):
         return None if current is None else current.key
 
     def part(self, chunk: ChunkKey | None, part: BackwardPass) -> AbstractContextManager[object]:
-        is_told = self.manager.wiring.offloader.split is not None and chunk is not None
+        is_told = self.manager.offloader.split is not None and chunk is not None
         return self.manager.backward_pass(chunk, part) if is_told else nullcontext()
 
     def begin(self, stage: int, min_numel: int) -> None:

@@ -17,8 +17,8 @@ from pp_offload._hooks.regions import is_in_backward
 from pp_offload._transfer.block import Block
 from pp_offload._transfer.copies import Copies
 from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.saved_tensor import Resident
-from pp_offload._transfer.ticket import SavedActivation, Ticket
+from pp_offload._core.saved import Resident
+from pp_offload._core.saved import Saved as SavedActivation, Ticket
 
 Patch = pytest.MonkeyPatch
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, configure, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
-from pp_offload._groups.group import GroupState
+from pp_offload._core.group import GroupState
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._transfer.listeners import Listener
 from pp_offload._transfer.ticket import Owner
@@ -27,7 +27,7 @@ class Closed(Listener):
     def __init__(self, manager: PipelineOffloadManager) -> None:
         self.opened: list[str] = []
         self.closed: list[str] = []
-        manager.wiring.transfer.listeners.add(self)
+        manager.offloader.transfer.listeners.add(self)
 
     def group_opened(self, group: Owner) -> None:
         self.opened.append(group.name)

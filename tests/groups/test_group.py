@@ -11,7 +11,7 @@ from pp_offload import (
     OffloadTensorGroup,
     PipelineOffloadManager,
 )
-from pp_offload._groups.group import GroupState
+from pp_offload._core.group import GroupState
 from pp_offload.backends import Event
 
 

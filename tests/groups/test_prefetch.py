@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.group import Group
+from pp_offload._core.group import Group
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.prefetch import Prefetcher, Step
-from pp_offload._groups.wiring import Wiring
+from pp_offload._groups.offloader import Offloader
 from pp_offload._memory.host import HostMemory
-from pp_offload._transfer.ticket import SavedActivation, Ticket
+from pp_offload._core.saved import Saved as SavedActivation, Ticket
 from pp_offload._transfer.tiers import host_engine
 from pp_offload.backends import CpuBackend
 from pp_offload.config import AUTO
@@ -49,8 +49,8 @@ class Bench:
         self.step = Backwards()
         self.prefetcher = Prefetcher(self.transfer, self.step, window_bytes)
         # Its step has no place for a chunk, and is not the one that says what comes next.
-        wiring = Wiring(self.transfer, Offloader(self.transfer), Step(), self.prefetcher)
-        chunk = Chunk(1, wiring)
+        offloader = Offloader(self.transfer, Offloader(self.transfer), Step(), self.prefetcher)
+        chunk = Chunk(1, offloader)
         self.saved: list[list[SavedActivation]] = []
         for position, row in enumerate(sizes):
             group = chunk.start(f"g{position}")

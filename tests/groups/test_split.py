@@ -46,8 +46,8 @@ def tell(manager: PipelineOffloadManager, delay: int) -> None:
     manager.step.queue.know_order(keys, is_told=True)
     chunks = frozenset(ChunkKey(0, m) for m in range(MICROBATCHES))
     is_keeping = manager.config.split_backward == "keep"
-    manager.wiring.offloader.split = SplitBackward(
-        manager.wiring.transfer, chunks, is_keeping=is_keeping
+    manager.offloader.split = SplitBackward(
+        manager.offloader.transfer, chunks, is_keeping=is_keeping
     )
 
 
@@ -112,7 +112,7 @@ def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None
     )
     with use_backend(make_backend(kind), config=config) as manager:
         on, off = both(manager.backend.device)
-        peak = MostUnused(manager.wiring.transfer)
+        peak = MostUnused(manager.offloader.transfer)
         tell(manager, delay)
         seen = [manager.statistics()]
         for step in range(4):

@@ -30,7 +30,7 @@ from pp_offload import (
 )
 from pp_offload._hooks.hook_scopes import HookScope, saving
 from pp_offload._hooks.regions import all_packs, top_pack
-from pp_offload._transfer.saved_tensor import Resident
+from pp_offload._core.saved import Resident
 
 WIDTH = 6
 

@@ -192,7 +192,7 @@ def test_groups_learn_from_steps_of_the_optimizer() -> None:
     class Asks(ActivationOffload):
         def on_train_batch_end(self, *args: Any) -> None:
             super().on_train_batch_end(*args)
-            seen.append(len(PipelineOffloadManager.get_instance().wiring.plan.names))
+            seen.append(len(PipelineOffloadManager.get_instance().offloader.plan.names))
 
     fit(Model(), make_trainer(Asks(GROUPS, CONFIG), accumulate_grad_batches=3, max_epochs=1))
     assert seen[:4] == [0, 0, 0, 3]

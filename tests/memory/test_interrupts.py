@@ -310,7 +310,7 @@ def test_an_engine_goes_on_after_an_interrupt_at_any_line_of_its_tiers(
         host_budget_bytes=room,
     )
     with use_backend(make_backend(kind), config=config) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         if tier := disk_tier_of(engine):
             tier.disk._threads = InTurn(is_late=is_late)  # type: ignore[assignment]
         engine_step(engine)
@@ -329,7 +329,7 @@ def test_what_was_offloaded_is_still_had_after_an_interrupt(kind: str, tmp_path:
     gc.collect()
     config = OffloadConfig(min_offloaded_tensor_size=1, tiers=("disk",), disk_dir=tmp_path)
     with use_backend(make_backend(kind), config=config) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         tier = staged_of(engine)
         tier.disk._threads = threads = InTurn(is_late=True)
         values: list[Tensor] = []
@@ -368,7 +368,7 @@ def test_what_was_offloaded_is_still_had_after_an_interrupt(kind: str, tmp_path:
 def settled(manager: PipelineOffloadManager) -> tuple[int, int, int, int]:
     """What is in use when all that was queued is done."""
     manager.backend.synchronize()
-    engine = manager.wiring.transfer
+    engine = manager.offloader.transfer
     for _ in range(3):
         if tier := disk_tier_of(engine):
             tier.disk._threads.work()  # type: ignore[attr-defined]

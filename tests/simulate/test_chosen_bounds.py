@@ -148,7 +148,7 @@ def test_only_the_first_steps_are_timed(training: Training) -> None:
             training.step()
             counts.append(made)
     assert 0 < counts[0] < counts[1] == counts[4]
-    assert not observers_of(training.manager.wiring).reached
+    assert not observers_of(training.manager.offloader).reached
 
 
 def test_the_times_are_read_when_they_are_known(training: Training) -> None:
@@ -297,7 +297,7 @@ def test_without_a_clock_the_bounds_follow_the_groups(kind: str) -> None:
         model = make_model(width=64)
         for step in range(3):
             run_step(model, batches(3, 64, step), in_flight=2)
-        assert manager.wiring.transfer.copies.in_flight.bound.nbytes == IN_FLIGHT_BYTES
+        assert manager.offloader.engine.mover.in_flight.bound.nbytes == IN_FLIGHT_BYTES
         assert manager.statistics().stalled_ms is None
 
 

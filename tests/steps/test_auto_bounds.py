@@ -11,7 +11,7 @@ import pytest
 from pp_offload import OffloadConfig
 from pp_offload._core.observer import Lap
 from pp_offload._core.stopwatch import Laps
-from pp_offload._groups.wiring import Wiring
+from pp_offload._groups.offloader import Offloader
 from pp_offload._policy.plan import ChunkKey, GroupKey, Plan
 from pp_offload._steps import auto_bounds
 from pp_offload._steps.auto_bounds import AutoBounds
@@ -87,15 +87,15 @@ def test_what_is_taken_back_is_no_use() -> None:
 
 
 def chosen(plan: Plan, offloads: list[Mark], uses: list[Mark], laps: Laps) -> tuple[int, int]:
-    wiring = Wiring.made(CpuBackend(), OffloadConfig(), Wiring.alone().step)
-    unused_bytes = wiring.transfer.backend.unused_bytes
-    bounds = AutoBounds(wiring, OffloadConfig(), unused_bytes)
+    offloader = Offloader(CpuBackend(), OffloadConfig(), Offloader.alone().step)
+    unused_bytes = offloader.backend.unused_bytes
+    bounds = AutoBounds(offloader, OffloadConfig(), unused_bytes)
     bounds.end_step(plan, is_complete=True)
     times = StepTimes(stands_still)
     times.offloads, times.uses = offloads, uses
     bounds._timed = times, laps
     bounds.begin_step()
-    return wiring.transfer.copies.in_flight.bound.nbytes, wiring.prefetcher.window.nbytes
+    return offloader.engine.mover.in_flight.bound.nbytes, offloader.engine.window.bound.nbytes
 
 
 def laps_of_a_slow_link() -> Laps:

@@ -41,13 +41,13 @@ def test_steps_that_are_alike(manager: PipelineOffloadManager, calls: Counter[st
     inputs = [x.to(manager.backend.device) for x in batches(4)]
     expected = run_step(model, inputs, in_flight=2)
     manager.reset()
-    plan, summary = manager.wiring.plan, manager.offload_summary_bytes
+    plan, summary = manager.offloader.plan, manager.offload_summary_bytes
     assert calls.pop("groups_to_keep") == 1
     calls.clear()
     for _ in range(3):
         assert same_bits(run_step(model, inputs, in_flight=2), expected)
         manager.reset()
-        assert manager.wiring.plan is plan
+        assert manager.offloader.plan is plan
         assert manager.offload_summary_bytes.keys() == summary.keys()
     assert not calls
 
@@ -60,7 +60,7 @@ def test_a_step_that_differs(manager: PipelineOffloadManager, calls: Counter[str
         model = make_model(groups=groups, device=device.type)
         run_step(model, [x.to(device) for x in batches(num, length=length)])
         manager.reset()
-        found.append(manager.wiring.plan)
+        found.append(manager.offloader.plan)
     assert calls["groups_to_keep"] == 3
     assert len({id(plan) for plan in found}) == 3
 
@@ -86,7 +86,7 @@ def test_of_a_chunk_whose_backward_is_over_a_record_is_kept(
     assert manager.step.num_chunks == 3
     losses[1].backward()
     manager.reset()
-    assert len(manager.wiring.plan.names) == 3 and manager.offload_summary_bytes
+    assert len(manager.offloader.plan.names) == 3 and manager.offload_summary_bytes
 
 
 def test_a_forward_that_goes_on_behind_its_backward(manager: PipelineOffloadManager) -> None:
@@ -103,7 +103,7 @@ def test_a_forward_that_goes_on_behind_its_backward(manager: PipelineOffloadMana
         assert manager.step.num_chunks == 2
         loss.backward()
         manager.reset()
-        names = {key.microbatch: names for key, names in manager.wiring.plan.names.items()}
+        names = {key.microbatch: names for key, names in manager.offloader.plan.names.items()}
         assert names == {0: names[1] * 2, 1: names[1]}
 
 
@@ -113,10 +113,10 @@ def test_a_group_that_backward_did_not_reach_teaches_nothing(
     model = make_model(device=manager.backend.device.type)
     first, second = (x.to(manager.backend.device) for x in batches(2))
     run_step(model, [first, second])
-    plan = manager.wiring.plan
+    plan = manager.offloader.plan
     manager.init_model_chunk_offload_handler(None, None, 1)
     left = model(first).sum()
     manager.reset()
     assert calls["is_finished"] > 0 and not calls["groups_to_keep"]
-    assert manager.wiring.plan is plan
+    assert manager.offloader.plan is plan
     del left

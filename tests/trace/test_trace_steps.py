@@ -43,7 +43,7 @@ def steps_of(timeline: Timeline | None) -> list[str]:
 
 def num_heard(manager: PipelineOffloadManager) -> int:
     """How many calls its engine's events come to."""
-    observers = observers_of(manager.wiring)
+    observers = observers_of(manager.offloader)
     events = [getattr(observers, event.name) for event in fields(Observers)]
     return len(manager.on_begin) + sum(map(len, events))
 
@@ -113,7 +113,7 @@ def test_what_a_disk_does(make: Any, tiers: tuple[str, ...], tmp_path: Path) -> 
     budget = reserved_bytes() + 2**15 if len(tiers) == 2 else None
     config = replace(CONFIG, tiers=tiers, disk_dir=tmp_path, host_budget_bytes=budget)
     with use_backend(make(), config=config) as manager:
-        files = [tier.disk for tier in manager.wiring.transfer.tiers if tier.name == "disk"]
+        files = [tier.disk for tier in manager.offloader.transfer.tiers if tier.name == "disk"]
         with Trace(tmp_path / "out.json") as trace:
             train(2, width=64, after=partial(settled, manager))  # else memory may still have it
             assert all(getattr(file, told_by(file) or "") for file in files)
@@ -147,7 +147,7 @@ def test_a_range_of_steps(tmp_path: Path) -> None:
             for number in range(6):
                 assert path.exists() is (number >= 5), "the reset() of step 4 ends step 3"
                 run_step(model, batches(3, step=number))
-                assert bool(observers_of(manager.wiring).copied) is (number in (2, 3))
+                assert bool(observers_of(manager.offloader).copied) is (number in (2, 3))
             assert num_heard(manager) == before, "nothing is heard any more"
             written = path.read_bytes()
         assert path.read_bytes() == written
@@ -178,7 +178,7 @@ def test_a_full_trace_says_so_once_and_holds_nothing_half(
                 inputs = batches(3, step=number)
                 expected = run_step(off, inputs, offload=False)
                 assert same_bits(run_step(on, inputs), expected)
-            assert not observers_of(manager.wiring).copied, "nothing is timed now"
+            assert not observers_of(manager.offloader).copied, "nothing is timed now"
     kinds = check_schema(path, 1)
     num = sum(num for kind, num in kinds.items() if kind != "M")
     assert most / 3 < num <= most

@@ -181,7 +181,7 @@ def test_a_trace_changes_no_time_and_no_peak(tmp_path: Path) -> None:
 def test_nobody_listens_to_the_streams_when_it_is_over(tmp_path: Path) -> None:
     backend = VirtualBackend(DEVICES["H100"])
     with use_backend(backend) as manager:
-        observers = observers_of(manager.wiring)
+        observers = observers_of(manager.offloader)
         before = repr(observers)
         with Trace(tmp_path / "out.json"):
             assert backend.compute.heard and repr(observers) != before

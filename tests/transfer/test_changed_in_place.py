@@ -65,7 +65,7 @@ def test_what_the_disk_refused_and_somebody_changes(kind: str, saved: str, tmp_p
     with disk_manager(kind, tmp_path) as manager:
         x = torch.linspace(-1, 1, 16).view(4, 4).to(manager.backend.device).requires_grad_()
         (expected,) = torch.autograd.grad(SAVED[saved](x * 2).sum(), x)
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         disk_of(manager)._pwrite = refuse  # type: ignore[method-assign]
         manager.init_model_chunk_offload_handler(None, None, 1)
         y = x * 2

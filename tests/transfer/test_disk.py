@@ -122,7 +122,7 @@ THREADS = {"late": LateThreads, "eager": EagerThreads}
 
 
 def disk_of(manager: PipelineOffloadManager) -> DiskFile:
-    tier = disk_tier_of(manager.wiring.transfer)
+    tier = disk_tier_of(manager.offloader.transfer)
     assert tier is not None
     return tier.disk
 
@@ -275,7 +275,7 @@ def test_what_was_not_written_is_had_back_though_it_was_asked_for_before(
     """A read is queued behind a write that fails then."""
     with disk_manager(kind, tmp_path, max_in_flight_bytes=10**9) as manager:
         opens = Opens()
-        manager.wiring.transfer.listeners.add(opens)
+        manager.offloader.transfer.listeners.add(opens)
 
         def write(fd: int, data: memoryview, offset: int) -> int:
             assert opens.gate.wait(60)
@@ -454,7 +454,7 @@ def is_caught(kind: str, directory: Path, fault: type | None) -> bool:
         with disk_manager(kind, directory, max_in_flight_bytes=3000) as manager:
             disk_of(manager)._threads = LateThreads()  # type: ignore[assignment]
             if fault is not None:
-                engine = manager.wiring.transfer
+                engine = manager.offloader.transfer
                 part: Any = engine.copies if issubclass(fault, Copies) else engine.tiers[0]
                 part.__class__ = fault
             return not all(is_right_after_half_a_backward(manager, step) for step in range(3))
@@ -491,7 +491,7 @@ def test_without_a_fault_nothing_is_caught(kind: str, tmp_path: Path) -> None:
 def test_more_reads_than_room_to_stage_them(tmp_path: Path) -> None:
     """One batch of a copy still being written, and one at rest that needs its buffer."""
     with disk_manager("eager", tmp_path, max_in_flight_bytes=2**21) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         tier = staged_of(engine)
         values = [torch.full((2**21 // 4,), float(i)) for i in range(2)]
         tickets = tickets_of(engine, values)
@@ -506,7 +506,7 @@ def test_more_reads_than_room_to_stage_them(tmp_path: Path) -> None:
 
 def at_rest(manager: PipelineOffloadManager, *values: Tensor) -> list[Ticket]:
     """Tickets of bytes that are on disk alone, one offloaded after the other."""
-    engine = manager.wiring.transfer
+    engine = manager.offloader.transfer
     tickets = tickets_of(engine, values)
     for ticket in tickets:
         engine.offload([ticket])
@@ -518,7 +518,7 @@ def at_rest(manager: PipelineOffloadManager, *values: Tensor) -> list[Ticket]:
 def test_a_buffer_is_read_into_when_its_last_copy_was_made(tmp_path: Path) -> None:
     """That copy is late; the next group is read into the same buffer."""
     with disk_manager("late", tmp_path) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         tier = staged_of(engine)
         values = [torch.full((2**20,), float(i)) for i in range(2)]
         tickets = at_rest(manager, *values)
@@ -532,7 +532,7 @@ def test_a_buffer_is_read_into_when_its_last_copy_was_made(tmp_path: Path) -> No
 
 def test_what_was_read_is_sent_on_though_an_interrupt_came_before(tmp_path: Path) -> None:
     with disk_manager("eager", tmp_path) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         tier: Any = staged_of(engine)
         (ticket,) = at_rest(manager, torch.ones(2**20))
         tier.disk._threads = EagerThreads()
@@ -554,7 +554,7 @@ def test_what_was_read_is_sent_on_though_an_interrupt_came_before(tmp_path: Path
 def test_a_buffer_is_read_into_when_it_was_copied_into_for_nothing(tmp_path: Path) -> None:
     """Nobody wants what a late copy brings into it; the thread that reads waits for that copy."""
     with disk_manager("late", tmp_path) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         value = torch.ones(2**20)
         (ticket,) = at_rest(manager, value)
         engine.offload(tickets_of(engine, [torch.zeros(2**20)]))
@@ -570,7 +570,7 @@ def test_a_buffer_is_read_into_when_it_was_copied_into_for_nothing(tmp_path: Pat
 def test_a_buffer_is_copied_into_when_no_thread_writes_it(tmp_path: Path) -> None:
     """Nobody wants any more what a thread reads into it; the next group is copied there."""
     with disk_manager("eager", tmp_path) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         tier = staged_of(engine)
         dropped = at_rest(manager, torch.zeros(2**20))
         tier.disk._threads = threads = LateThreads()  # type: ignore[assignment]
@@ -588,7 +588,7 @@ def test_a_buffer_is_copied_into_when_no_thread_writes_it(tmp_path: Path) -> Non
 
 def test_a_small_payload_brings_what_shares_its_extent(tmp_path: Path) -> None:
     with disk_manager("eager", tmp_path) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         values = [torch.full((100,), float(i)) for i in range(16)]
         tickets = tickets_of(engine, values)
         engine.offload(tickets)
@@ -606,7 +606,7 @@ def test_read_ahead_for_a_ticket_that_shares_another_one_s_copy(
 ) -> None:
     """What saved it first is gone; what saved it later is asked for, or gone as well."""
     with disk_manager("eager", tmp_path) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         value = torch.arange(5000.0)
         first, later = tickets_of(engine, [value, value])
         engine.offload([first])
@@ -627,7 +627,7 @@ def test_read_ahead_for_a_ticket_that_shares_another_one_s_copy(
 
 def test_a_read_that_ends_while_it_is_asked_for_lands_once(tmp_path: Path) -> None:
     with disk_manager("eager", tmp_path) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         tier = staged_of(engine)
         value = torch.arange(5000.0)
         (ticket,) = tickets_of(engine, [value])
@@ -682,7 +682,7 @@ def test_managers_that_go_leave_no_thread_and_no_file(tmp_path: Path) -> None:
 
 def test_a_group_larger_than_the_room_to_stage_it_is_streamed(tmp_path: Path) -> None:
     with disk_manager("eager", tmp_path, max_in_flight_bytes=2**21) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         values = [torch.full((2**20 // 4,), float(i)) for i in range(12)]
         tickets = tickets_of(engine, values)
         assert engine.offload(tickets) == 12 * 2**20
@@ -698,7 +698,7 @@ def test_idle_staging_memory_makes_room_for_a_larger_piece(tmp_path: Path) -> No
     with disk_manager(
         "eager", tmp_path, max_in_flight_bytes=2**30, host_budget_bytes=limit
     ) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         values = [torch.full((mib * 2**20 // 4,), float(mib)) for mib in (1, 1, 1, 1, 3)]
         tickets = tickets_of(engine, values)
         engine.offload(tickets)

@@ -128,7 +128,7 @@ def is_caught(fault: type, order: str) -> bool:
     config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=2000)
     try:
         with use_backend(make_backend(order), config=config) as manager:
-            plant(fault, manager.wiring.transfer)
+            plant(fault, manager.offloader.transfer)
             return not steps_are_right(make_model(), make_model(groups=()))
     except RaceError:
         return True

@@ -79,7 +79,7 @@ def ticket_for(engine: TransferEngine, tensor: Tensor) -> tuple[SavedActivation,
 def settle(manager: PipelineOffloadManager) -> None:
     """All copies were made, and their sources let go."""
     manager.backend.synchronize()
-    manager.wiring.transfer.poll()
+    manager.offloader.engine.mover.poll()
 
 
 # A storage that two groups saved
@@ -266,7 +266,7 @@ def test_a_thread_that_reads_waits_for_the_one_that_writes(tmp_path: Path) -> No
 def test_looking_what_has_come_waits_for_no_thread(tmp_path: Path) -> None:
     """What is read ahead goes on to the device when it was read, not as soon as one looks."""
     with disk_manager("eager", tmp_path) as manager:
-        engine, threads = manager.wiring.transfer, LateThreads()
+        engine, threads = manager.offloader.transfer, LateThreads()
         disk_of(manager)._threads = threads  # type: ignore[assignment]
         (ticket,) = tickets_of(engine, [torch.ones(100)])
         engine.offload([ticket])
@@ -341,9 +341,9 @@ def in_two_parts(manager: PipelineOffloadManager, between: Any) -> list[Tensor]:
 def test_what_the_first_part_changed_is_not_kept_for_the_second(kind: str) -> None:
     config = OffloadConfig(min_offloaded_tensor_size=1, split_backward="keep")
     with use_backend(make_backend(kind), config=config) as manager:
-        wiring = manager.wiring
-        wiring.offloader.split = SplitBackward(
-            wiring.transfer, frozenset({ChunkKey(0, 0)}), is_keeping=True
+        offloader = manager.offloader
+        offloader.split = SplitBackward(
+            offloader.transfer, frozenset({ChunkKey(0, 0)}), is_keeping=True
         )
         for _ in range(2):  # from the second on, what both use is foreseen and kept
             expected = in_two_parts(manager, lambda: torch.enable_grad())
@@ -357,7 +357,7 @@ def test_what_is_kept_on_one_stream_is_brought_again_for_another() -> None:
     """Nothing orders the other stream behind the copy that brought it for the first."""
     backend, key = SimulatedBackend("late"), ChunkKey(0, 0)
     with use_backend(backend) as manager:
-        engine = manager.wiring.transfer
+        engine = manager.offloader.transfer
         split = SplitBackward(engine, frozenset({key}), is_keeping=True)
         for step in range(2):
             x = torch.ones(4)
@@ -381,7 +381,7 @@ def test_what_is_kept_on_one_stream_is_brought_again_for_another() -> None:
 
 def test_only_what_the_first_part_will_use_is_waited_for(manager: PipelineOffloadManager) -> None:
     """The rest is brought for the second; till then it is no longer in the way."""
-    key, engine = ChunkKey(0, 0), manager.wiring.transfer
+    key, engine = ChunkKey(0, 0), manager.offloader.transfer
     split = SplitBackward(engine, frozenset({key}), is_keeping=False)
     for expected in ([1, 1], [2, 0]):
         values = [torch.ones(4).to(manager.backend.device) for _ in range(2)]
@@ -503,7 +503,7 @@ def test_a_change_ahead_of_the_copy_is_remembered_when_the_source_is_let_go() ->
         with backend._inside():  # the device would report the race itself
             h.detach().add_(1)
         settle(manager)
-        assert manager.wiring.transfer.copies.in_flight.nbytes == 0
+        assert manager.offloader.engine.mover.in_flight.nbytes == 0
         with pytest.raises(SavedTensorModifiedError, match="core"):
             y.sum().backward()
 

@@ -81,7 +81,7 @@ def test_the_default_is_twice_the_largest_group() -> None:
 def test_auto_is_the_default_and_a_number_is_kept() -> None:
     assert OffloadConfig().max_in_flight_bytes == "auto"
     with use_backend(make_backend("late"), config=OffloadConfig(max_in_flight_bytes=17)) as manager:
-        in_flight = manager.wiring.transfer.copies.in_flight
+        in_flight = manager.offloader.engine.mover.in_flight
         in_flight.bound.expect(1000)
         assert in_flight.bound.nbytes == 17
 

@@ -50,7 +50,7 @@ def waits_seen(
     manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[bool]]:
     """For each time that this program blocks, whether the lock was free."""
-    lock, seen = manager.wiring.transfer.lock, []
+    lock, seen = manager.offloader.lock, []
 
     def watched(wait: Callable[[Any], Any], has_ended: Callable[[Any], bool]) -> Any:
         def look_and_wait(self: Any) -> Any:

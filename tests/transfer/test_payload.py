@@ -13,11 +13,11 @@ from torch import Tensor
 from pp_offload import ChunkOffloadHandler, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._core.tensors import Geometry
-from pp_offload._groups.group import Group
-from pp_offload._groups.wiring import Wiring
+from pp_offload._core.group import Group
+from pp_offload._groups.offloader import Offloader
 from pp_offload._transfer.payload import tickets_for
-from pp_offload._transfer.saved_tensor import Resident
-from pp_offload._transfer.ticket import SavedActivation
+from pp_offload._core.saved import Resident
+from pp_offload._core.saved import Saved as SavedActivation
 
 pytestmark = pytest.mark.usefixtures("vectors_move")
 
@@ -335,7 +335,7 @@ def test_what_stays_is_the_tensor_itself(manager: PipelineOffloadManager) -> Non
 
 def test_what_is_saved_last_is_asked_for_first() -> None:
     """By its last save, whatever was saved between that and the first."""
-    transfer, group = Wiring.alone().transfer, Group("mlp")
+    transfer, group = Offloader.alone().transfer, Group("mlp")
     x, gate, up = torch.ones(3), torch.ones(4), torch.ones(5)
     saved = [SavedActivation(one, group) for one in (x, gate, x.view(1, 3), up)]
     tickets = tickets_for(saved, transfer, "mlp")
@@ -351,7 +351,7 @@ def test_deciding_copies_nothing() -> None:
 
     x = torch.arange(2400.0)
     saved = [SavedActivation(view, Owner()) for view in (x, x.view(40, 60).t(), x[::2])]
-    transfer = Wiring.alone().transfer
+    transfer = Offloader.alone().transfer
     (ticket,) = tickets_for(saved, transfer, "mlp")
     assert ticket.storage is x.untyped_storage()
     assert ticket.payload is not None

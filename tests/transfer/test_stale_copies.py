@@ -140,7 +140,7 @@ def gradient(
     def settle() -> None:
         if manager is not None and is_settled:
             manager.backend.synchronize()
-            for event in manager.wiring.transfer.copies.in_flight.events():
+            for event in manager.offloader.engine.mover.in_flight.events():
                 event.synchronize()  # a disk's, too
             manager.statistics()
 

@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "a forward that saves nothing has no stream",
         "pp_offload/_groups/chunk.py",
-        "may save\n            transfer.copies.in_flight.follow(wiring.current_stream())",
+        "may save\n            transfer.copies.in_flight.follow(offloader.engine.current_stream())",
         "may save\n            pass",
         "memory returns to a stream that does not wait for the copy",
         (
@@ -558,8 +558,8 @@ MUTANTS = [
     Mutant(
         "offloaded though backward used it",
         "pp_offload/_groups/chunk.py",
-        "if not wiring.is_enabled or group.is_used:",
-        "if not wiring.is_enabled:",
+        "if not offloader.engine.is_enabled or group.is_used:",
+        "if not offloader.engine.is_enabled:",
         "what backward has begun to use is taken from under it",
         (
             "tests/transfer/test_hazards.py::test_a_group_that_backward_used_before_its_commit_stays",
@@ -1472,7 +1472,7 @@ MUTANTS = [
     Mutant(
         "disabled groups have hooks",
         "pp_offload/_groups/chunk.py",
-        "elif self.wiring.is_enabled:",
+        "elif self.offloader.engine.is_enabled:",
         "else:",
         "every saved tensor passes through a hook that does nothing",
         (
@@ -1894,7 +1894,7 @@ MUTANTS = [
     Mutant(
         "a plan is followed from the second step on",
         "pp_offload/_steps/manager.py",
-        "            self.wiring.plan = plan_of_options(options, self.step.pipeline_rank)\n",
+        "            self.offloader.plan = plan_of_options(options, self.step.pipeline_rank)\n",
         "",
         "the first step takes more than the limit of the plan",
         ("tests/common/test_offload_plan.py::test_what_is_planned_stays_from_the_first_step_on",),
@@ -2363,7 +2363,7 @@ MUTANTS = [
     Mutant(
         "forwards share copies",
         "pp_offload/_activations/stash.py",
-        "            self._wiring.offloader.copies.clear()\n",
+        "            self._offloader.engine.shared.clear()\n",
         "            pass\n",
         "what a fused optimizer has changed is what it was before",
         ("tests/activations/test_written_after_saved.py",),

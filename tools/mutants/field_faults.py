@@ -92,7 +92,7 @@ FIELD_MUTANTS = [
         "            if is_complete:\n"
         "                self.learn()\n"
         "            else:\n"
-        "                self.wiring.plan = type(self.wiring.plan)()\n",
+        "                self.offloader.plan = type(self.offloader.plan)()\n",
         "after a validation other groups leave",
         (f"{FIELD}/test_validation_between_steps.py::test_without_grad",),
         row="F15",
@@ -179,7 +179,7 @@ FIELD_MUTANTS = [
         "hooks stay where offload was disabled",
         "pp_offload/_megatron/interface.py",
         "            self._hooks.leave()\n",
-        "            if PipelineOffloadManager.get_instance().wiring.is_enabled:\n"
+        "            if PipelineOffloadManager.get_instance().offloader.engine.is_enabled:\n"
         "                self._hooks.leave()\n",
         "what is saved behind a group goes to it",
         (f"{FIELD}/test_switched_off_and_on.py::test_switched_in_a_scope",),
@@ -197,8 +197,8 @@ FIELD_MUTANTS = [
     Mutant(
         "what a forward left is not sent by the next",
         "pp_offload/_activations/stash.py",
-        "        self.send()\n        with self._wiring.lock:",
-        "        self._forward.open = None\n        with self._wiring.lock:",
+        "        self.send()\n        with self._offloader.lock:",
+        "        self._forward.open = None\n        with self._offloader.lock:",
         "each microbatch in flight leaves its last tensors on the device",
         (f"{FIELD}/test_context_in_flight.py::test_each_in_flight_is_on_the_host",),
         row="F29",

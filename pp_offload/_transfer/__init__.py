@@ -1,1 +1,0 @@
-"""What moves and in which order: nothing else orders copies and compute."""
