@@ -6,7 +6,6 @@ asked for: importing the package costs nearly nothing.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -273,9 +272,3 @@ if not TYPE_CHECKING:  # or a name that does not exist would be taken for one th
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
-
-
-if os.environ.get("PP_OFFLOAD_CORE") == "1":  # for tests, until the new core has replaced the old
-    import importlib
-
-    importlib.import_module("pp_offload._core.switch").switch()

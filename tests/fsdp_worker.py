@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, offload_modules, use_backend
-from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.ticket import Ticket
+from pp_offload._core.group import Group, GroupState
+from pp_offload._core.observer import Observer
+from pp_offload._core.payloads import Payloads
 from pp_offload.backends import CpuBackend
 from pp_offload.pipelining import attach
 from pp_offload.testing import SimulatedBackend
@@ -35,7 +36,7 @@ SHARDING: dict[str, dict[str, Any]] = {
 GROUPS = {"mlp": "layers.*.mlp", "layer": "layers.*", "all": ["layers.0", "layers.1.mlp"]}
 
 
-class Leaving(Listener):
+class Leaving(Observer):
     """Counts what leaves, and what of it is of whole parameters."""
 
     whole: dict[int, Any] = {}
@@ -44,9 +45,10 @@ class Leaving(Listener):
         self.num_whole = self.num = 0
         self.whole.clear()
 
-    def leaving(self, tickets: Sequence[Ticket]) -> None:
-        held = (member.held for ticket in tickets for member in ticket.members)
-        keys = {one.untyped_storage()._cdata for one in held if isinstance(one, Tensor)}
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
+        if payloads is None or group.state is not GroupState.OFFLOADED:
+            return
+        keys = {tensor.untyped_storage()._cdata for tensor in payloads.tensors}
         self.num += len(keys)
         self.num_whole += len(keys & self.whole.keys())
 
@@ -210,7 +212,7 @@ def compare(case: str) -> dict[str, Any]:
     for backend in (CpuBackend(), SimulatedBackend("late")):
         leaving = Leaving()
         with use_backend(backend, config=CONFIG) as manager:
-            manager.offloader.transfer.listeners.add(leaving)
+            manager.offloader.observers.add(leaving)
             got = CASES[name](True, *options)
             statistics = manager.statistics()
         equal = len(got) == len(expected) and all(map(torch.equal, got, expected))

@@ -15,8 +15,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroB
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, summary_table
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.listeners import Listener
+from pp_offload._core.observer import Observer
+from pp_offload._groups.offloader import Offloader
 from pp_offload.pipelining import attach
 
 WIDTH = 16
@@ -84,17 +84,17 @@ def make_schedule(
     return schedule, modules, num_stages - 1 in indices
 
 
-class MostUnused(Listener):
+class MostUnused(Observer):
     """Notes how much was ever reloaded ahead of its use."""
 
-    def __init__(self, transfer: TransferEngine) -> None:
+    def __init__(self, offloader: Offloader) -> None:
         self.nbytes = 0
-        self._transfer = transfer
-        transfer.listeners.add(self)
+        self._arrived = offloader.engine.mover.arrived
+        offloader.observers.add(self)
 
-    def reloads_queued(self, num: int, *, is_ahead: bool) -> None:
-        if is_ahead:
-            self.nbytes = max(self.nbytes, self._transfer.reloads.nbytes)
+    def copied(self, lap: object, moved: object, event: object, *, to_host: bool) -> None:
+        if not to_host:
+            self.nbytes = max(self.nbytes, self._arrived.unused_bytes)
 
 
 def train(
@@ -117,7 +117,7 @@ def train(
     facts: dict[str, Any] = {"on_demand": [], "in_use": [], "live": []}
     seen: list[Tensor] = []
     rank = dist.get_rank()
-    peak = None if handle is None else MostUnused(handle.manager.offloader.transfer)
+    peak = None if handle is None else MostUnused(handle.manager.offloader)
     for step in range(3):
         torch.manual_seed(step)
         x, target = torch.randn(2 * microbatches, WIDTH), torch.randn(2 * microbatches, WIDTH)

@@ -23,8 +23,8 @@ from pp_offload import (
     PipelineOffloadManager,
     offload_modules,
 )
+from pp_offload._core.observer import Observer
 from pp_offload._core.statistics import OffloadStatistics
-from pp_offload._transfer.listeners import Listener
 from pp_offload.backends import Backend
 
 
@@ -54,7 +54,7 @@ class Product:
         """What was moved."""
         return None
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, observer: Observer) -> None:
         """Have it hear what leaves, if it hears of activations at all."""
 
 
@@ -71,8 +71,8 @@ class Context(Product):
     def statistics(self) -> OffloadStatistics:
         return self.offload.statistics()
 
-    def listen(self, listener: Listener) -> None:
-        self.offload.stash._offloader.transfer.listeners.add(listener)
+    def listen(self, observer: Observer) -> None:
+        self.offload.stash._offloader.observers.add(observer)
 
 
 class Groups(Product):
@@ -95,8 +95,8 @@ class Groups(Product):
     def statistics(self) -> OffloadStatistics:
         return self.manager.statistics()
 
-    def listen(self, listener: Listener) -> None:
-        self.manager.offloader.transfer.listeners.add(listener)
+    def listen(self, observer: Observer) -> None:
+        self.manager.offloader.observers.add(observer)
 
 
 class Marked(nn.Module):
@@ -140,8 +140,8 @@ class Checkpoints(Product):
     def statistics(self) -> OffloadStatistics:
         return self.stash.statistics()
 
-    def listen(self, listener: Listener) -> None:
-        self.stash._offloader.transfer.listeners.add(listener)
+    def listen(self, observer: Observer) -> None:
+        self.stash._offloader.observers.add(observer)
 
 
 class Parameters(Product):

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import NO_SPARSE, on_two_backends, skip_on_emulated
+from pp_offload._memory.disk import DiskFile
 from torch import Tensor, nn
 from toy import batches, make_model, run_step, same_bits
 
@@ -52,7 +53,6 @@ from pp_offload import (
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._activations.exclusions import exclude
-from pp_offload._memory.disk import DiskFile
 from pp_offload._core.saved import Resident
 from pp_offload.testing import SimulatedBackend
 

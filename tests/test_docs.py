@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pp_offload._transfer.block import MOVES, BlockState
 from test_layers import FILES, RANK
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -27,7 +28,6 @@ from typer.testing import CliRunner
 import pp_offload
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, errors, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload._transfer.block import MOVES, BlockState
 from pp_offload.cli.app import app
 from pp_offload.simulate import DEVICES
 

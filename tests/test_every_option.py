@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from pp_offload._groups.prefetch import Prefetcher
+from pp_offload._transfer.copies import Copies
+from pp_offload._transfer.verify import Verifier
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
@@ -35,7 +38,6 @@ from pp_offload import (
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.prefetch import Prefetcher
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory import disk_file
 from pp_offload._memory.budget import HostBudget
@@ -43,8 +45,6 @@ from pp_offload._policy.bound import Bound
 from pp_offload._slices import plain_copies
 from pp_offload._steps import step
 from pp_offload._steps.room import DeviceRoom
-from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.verify import Verifier
 
 
 class Listened(NamedTuple):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, PipelineOffloadManager
 from pp_offload._core.batch import Batch
 from pp_offload._core.saved import Saved
-from pp_offload.backends import CpuBackend, GraphSafeBackend
+from pp_offload.backends import CpuBackend
 
 
 class AwayBackend(CpuBackend):
@@ -23,11 +21,6 @@ class AwayBackend(CpuBackend):
     def __init__(self) -> None:
         super().__init__(inline_bytes=0)
         self.is_host = False
-
-
-def engine_device(device: Any) -> Any:
-    """A device whose graphs are captured, as the engine takes it; the old one needs a wrapper."""
-    return device if os.environ.get("PP_OFFLOAD_CORE") == "1" else GraphSafeBackend(device)
 
 
 class Layer(nn.Module):

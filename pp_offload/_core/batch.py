@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -87,7 +87,7 @@ class Leaving(NamedTuple):
             ):
                 if tensor._version != version:
                     changed.add(index)
-        addresses = list(map(Tensor.data_ptr, self.sources))
+        addresses = list(map(address_of, self.sources))
         if addresses != self.addresses:
             pairs = enumerate(zip(addresses, self.addresses, strict=True))
             changed.update(index for index, (now, before) in pairs if now != before)
@@ -95,6 +95,7 @@ class Leaving(NamedTuple):
 
 
 _version = attrgetter("_version")
+address_of = methodcaller("data_ptr")
 
 
 class Batch:

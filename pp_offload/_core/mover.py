@@ -45,7 +45,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from pp_offload._core.batch import Back, Batch, Leaving, Reload
+from pp_offload._core.batch import Back, Batch, Leaving, Reload, address_of
 from pp_offload._core.disk import DiskPlace, Read
 from pp_offload._core.in_flight import ComputeStreams, InFlight
 from pp_offload._core.observer import Observers
@@ -349,8 +349,12 @@ class Mover:
             passage = place.passage_back(force=force)
         except MemoryError:
             return False
-        specs = [place.specs[index] for index in indices]
-        targets = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
+        if passage is None:
+            specs = [place.specs[index] for index in indices]
+            targets = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
+        else:
+            hosts = passage.host.tensors
+            targets = [torch.empty_like(hosts[index], device=device) for index in indices]
         event = place.read(passage, indices, targets)
         reload = Reload(live)
         reload.read = read = Read(back, indices, reload, event, live.record_event(), passage)
@@ -603,7 +607,7 @@ def _leaving(batch: Batch, payloads: Payloads, live: Stream) -> Leaving:
             watched.append(member.tensor)
             versions.append(member.version)
             indices.append(index)
-    addresses = list(map(Tensor.data_ptr, sources))
+    addresses = list(map(address_of, sources))
     event = batch.offloaded
     return Leaving(
         weakref.ref(batch), event, nbytes, sources, watched, versions, indices, addresses, live

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from pp_offload._common.checks import check_kind
 from pp_offload._core.mover import Mover
@@ -121,9 +120,8 @@ class OffloadStatistics:
         return {name: number for name, number in numbers.items() if number is not None}
 
 
-def collect(transfer: Any) -> OffloadStatistics:
+def collect(mover: Mover) -> OffloadStatistics:
     """The statistics of an engine."""
-    mover: Mover = transfer.mover
     with mover.lock:
         mover.poll()
         counts, pools, disk = mover.counts, mover.tier.pools, mover.tier.disk

@@ -52,13 +52,16 @@ class SplitBackward:
         step: Has the chunks.
         chunks: Those whose backward comes in two parts.
         is_keeping: Whether what both parts use stays on the device in between.
+
+    Attributes:
+        used: Which payloads a part used of a group's when it last ran.
     """
 
     def __init__(self, step: Any, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> None:
         self.chunks = chunks
         self._step = step
         self._is_keeping = is_keeping
-        self._used: dict[Visited, frozenset[int]] = {}
+        self.used: dict[Visited, frozenset[int]] = {}
         self._running: Running | None = None
 
     def follow(self, group: Group) -> None:
@@ -85,7 +88,7 @@ class SplitBackward:
         for position, batch in batches:
             left = batch.back.left
             used = [i for i, uses in enumerate(batch.uses) if left[i] < uses]
-            self._used[Visited(key.vp_stage, position, part)] = frozenset(used)
+            self.used[Visited(key.vp_stage, position, part)] = frozenset(used)
         if part is BackwardPass.INPUT:
             self._expect(self._groups(key), BackwardPass.WEIGHT)
 
@@ -105,10 +108,10 @@ class SplitBackward:
     def _uses(self, key: GroupKey, batch: Batch, part: BackwardPass) -> list[int]:
         """How often the part will use each payload; with those of both where it stays between."""
         stage, position = key.chunk.vp_stage, key.position
-        used = self._used.get(Visited(stage, position, part))
+        used = self.used.get(Visited(stage, position, part))
         uses = [num if used is None or i in used else 0 for i, num in enumerate(batch.uses)]
         if self._is_keeping and part is BackwardPass.INPUT:
-            later = self._used.get(Visited(stage, position, BackwardPass.WEIGHT), frozenset())
+            later = self.used.get(Visited(stage, position, BackwardPass.WEIGHT), frozenset())
             uses = [num + batch.uses[i] * (i in later and num > 0) for i, num in enumerate(uses)]
         return uses
 

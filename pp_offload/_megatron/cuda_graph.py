@@ -18,7 +18,6 @@ from torch import Tensor
 from pp_offload._common.checks import said
 from pp_offload._megatron.graph_state import NotedEvent
 from pp_offload._megatron.manager import PipelineOffloadManager
-from pp_offload.backends import bare
 
 
 def fine_grained_offloading_forward_record(event: torch.cuda.Event) -> None:
@@ -60,7 +59,7 @@ def _check_event(event: object) -> None:
 def record_and_join(event: Any) -> None:
     """Record ``event`` on the current stream, which then waits for all copies queued so far."""
     offloader = PipelineOffloadManager.get_instance().offloader
-    event.record(bare(offloader.backend.current_stream()))
+    event.record(offloader.backend.current_stream())
     offloader.engine.mover.join()
 
 
@@ -71,7 +70,7 @@ def graph_stream(manager: PipelineOffloadManager) -> Any:
     """
     backend, graphs = manager.backend, manager.graphs
     if backend.device.type != "cuda":
-        return bare(backend.current_stream())
+        return backend.current_stream()
     if graphs.stream is None:
         graphs.stream = torch.cuda.Stream(device=backend.device)
     return graphs.stream

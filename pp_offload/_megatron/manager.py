@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from pp_offload._megatron.graph_state import GraphState
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload._steps.manager import Forward, Manager
 from pp_offload._steps.step import StepRecord
-from pp_offload.backends import Backend, Stream, bare
+from pp_offload.backends import Backend, Stream
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError
 
@@ -64,12 +64,12 @@ class SharedNames:
     @property
     def d2h_stream(self) -> Stream:
         """The stream of copies to the host."""
-        return cast(Stream, bare(self.backend.d2h))
+        return self.backend.d2h
 
     @property
     def h2d_stream(self) -> Stream:
         """The stream of copies to the device."""
-        return cast(Stream, bare(self.backend.h2d))
+        return self.backend.h2d
 
     @property
     def cpu_tensor_pool(self) -> GPUTensorPool:

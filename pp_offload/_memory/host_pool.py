@@ -249,6 +249,12 @@ class HostPool:
         self._drop_slabs()
         self._peak_bytes = self._settled_bytes = 0
 
+    def forget_copies(self) -> None:
+        """All copies are over: nobody waits for them."""
+        self._pending.clear()
+        for host in self._carved.values():
+            host.waits_for, host.last_use = (), None
+
     def _has_copies(self) -> bool:
         """Whether a copy may still access bytes that nobody has."""
         waiting = (host.waits_for for same in self._idle.values() for host in same)

@@ -9,7 +9,6 @@ from pp_offload.backends.accelerator import AcceleratorBackend
 from pp_offload.backends.base import Allocated, Backend, Event, Stream, TimedEvent
 from pp_offload.backends.captures import captured, those_captured
 from pp_offload.backends.cpu import CpuBackend
-from pp_offload.backends.graph_capture import GraphSafeBackend, bare, known_to
 
 __all__ = [
     "AcceleratorBackend",
@@ -17,15 +16,12 @@ __all__ = [
     "Backend",
     "CpuBackend",
     "Event",
-    "GraphSafeBackend",
     "Stream",
     "TimedEvent",
     "backend_or_default",
-    "bare",
     "captured",
     "check_backend",
     "default_backend",
-    "known_to",
     "those_captured",
 ]
 

@@ -1,4 +1,4 @@
-"""What a step will cost, in numbers alone: the engine's rules, without tensors.
+"""What a step will cost, in numbers alone: the engine itself, on tensors that are only their bytes.
 
     tapes = record(order, work, DEVICES["H100"])        # one microbatch, on a virtual device
     print(profile_table(profile(tapes, DEVICES["H100"])))
@@ -7,7 +7,7 @@
     plan = choose(order, tapes, DEVICES["H100"], 40 * 2**30)            # what leaves, rank by rank
     attach(schedule, groups, OffloadConfig(plan=plan))
 
-The engine itself, on :mod:`pp_offload.simulate`, says the same, and takes longer.
+A whole program on :mod:`pp_offload.simulate` says the same, and takes longer.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
 """Bounds of an engine in numbers, chosen from the times of a step as the engine chooses them.
 
 bounds = Bounds(OffloadConfig())
-...                                # a step, whose rules have a watch
-bounds.choose(rules.watch, kept=plan.kept, unused_bytes=2**33)
+bounds.hold(engine)                # of a step
+bounds.watch(engine, device)
+...
+bounds.choose(kept=plan.kept, unused_bytes=2**33, sent_bytes=2**30)
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from functools import partial
+from typing import Any
 
-from pp_offload._core.observer import Lap
+from pp_offload._core.engine import Engine
 from pp_offload._core.stopwatch import Laps
 from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import (
@@ -21,77 +25,11 @@ from pp_offload._policy.bounds import (
     planned_bounds,
     within,
 )
-from pp_offload._policy.plan import ChunkKey, GroupKey, Plan
+from pp_offload._policy.plan import GroupKey, Plan
 from pp_offload._steps.auto_bounds import GROWN, NUM_TIMED, least_bounds
 from pp_offload._steps.step_times import StepTimes
 from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan.device import NumberDevice
-from pp_offload.simulate.clocks import VirtualEvent
-
-
-class Unwatched:
-    """A step that nobody times, for no bounds are chosen from it.
-
-    Args:
-        device: Where it runs.
-    """
-
-    def __init__(self, device: NumberDevice) -> None:
-        self._device = device
-
-    def copy(self, sizes: Sequence[int], *, to_host: bool) -> VirtualEvent:
-        """As :meth:`NumberDevice.copy`."""
-        return self._device.copy(sizes, to_host=to_host)
-
-    def wait(self, event: VirtualEvent) -> None:
-        """Compute waits for it."""
-        self._device.compute.wait_until(event.time_s)
-
-    def left(self, chunk: ChunkKey, position: int, nbytes: int) -> None:
-        """A group was offloaded."""
-
-    def reached(self, chunk: ChunkKey, position: int) -> None:
-        """Backward is at a group."""
-
-    def used(self, nbytes: int, num_waiting: int, num_uses: int) -> None:
-        """Something that came back was used, and will be so often again."""
-
-
-class Watch(Unwatched):
-    """Times a step, as an engine's stopwatch does.
-
-    Args:
-        device: Whose clocks tell.
-    """
-
-    def __init__(self, device: NumberDevice) -> None:
-        super().__init__(device)
-        self.laps = Laps(device.compute.record_event())
-        self.times = StepTimes(device.compute.record_event)
-        self._reached: GroupKey | None = None
-
-    def copy(self, sizes: Sequence[int], *, to_host: bool) -> VirtualEvent:
-        device, laps = self._device, self.laps
-        begin = (device.d2h if to_host else device.h2d).record_event()
-        end = device.copy(sizes, to_host=to_host)
-        (laps.offloads if to_host else laps.reloads).append(Lap(begin, end, sum(sizes)))
-        return end
-
-    def wait(self, event: VirtualEvent) -> None:
-        compute = self._device.compute
-        begin = compute.record_event()
-        compute.wait_event(event)
-        self.laps.waits.append(Lap(begin, compute.record_event(), 0))
-
-    def left(self, chunk: ChunkKey, position: int, nbytes: int) -> None:
-        self.times.note(self.times.offloads, GroupKey(chunk, position), nbytes)
-
-    def reached(self, chunk: ChunkKey, position: int) -> None:
-        self._reached = GroupKey(chunk, position)
-
-    def used(self, nbytes: int, num_waiting: int, num_uses: int) -> None:
-        is_first, is_last = num_waiting >= num_uses - 1, num_waiting <= 0
-        self.times.note(self.times.uses, self._reached, nbytes * is_first, nbytes * is_last)
 
 
 class Bounds:
@@ -107,6 +45,7 @@ class Bounds:
         self._config = config
         self._num_left = NUM_TIMED if is_wanted(config) else 0
         self._are_planned = False
+        self._timed: tuple[StepTimes, Laps] | None = None
         self._sent_when_timed = 0
         left = left_of_budget(config)
         if left is not None:
@@ -130,36 +69,42 @@ class Bounds:
         other.cap, other.window = copy.copy(self.cap), copy.copy(self.window)
         return other
 
-    def watch(self, device: NumberDevice) -> Unwatched:
-        """Times the step that begins on the device, if it is one of those that are timed."""
-        return Watch(device) if self._num_left else Unwatched(device)
+    def hold(self, engine: Engine) -> None:
+        """Have the engine of a step keep to them."""
+        engine.mover.in_flight.bound, engine.window.bound = self.cap, self.window
+        engine.window.resize()
+
+    def watch(self, engine: Engine, device: NumberDevice) -> None:
+        """Time the step that begins, if it is one of those that are timed."""
+        if not self._num_left:
+            return
+        laps = Laps(device.timed_event(device.compute))
+        backend: Any = device
+        self._timed = StepTimes(partial(laps.now, backend)), laps
+        for observer in self._timed:
+            engine.observers.add(observer)
 
     def choose(
-        self,
-        watch: Unwatched,
-        *,
-        kept: Collection[GroupKey],
-        unused_bytes: int | None,
-        sent_bytes: int,
+        self, *, kept: Collection[GroupKey], unused_bytes: int | None, sent_bytes: int
     ) -> None:
         """Choose from the times of a step, if it was timed; as ``AutoBounds`` between two steps.
 
         Args:
-            watch: Of the step.
             kept: Groups that the next step keeps.
             unused_bytes: Of the device; None where it has no end.
             sent_bytes: That left in the step. Where more does than when it was timed, as with more
                 room on the host, the next ones are timed again.
         """
+        timed, self._timed = self._timed, None
         if self._are_planned:
             return
-        if not isinstance(watch, Watch):
+        if timed is None:
             if not self._num_left and 0 < self._sent_when_timed * GROWN < sent_bytes:
                 self._num_left = NUM_TIMED
             return
         self._sent_when_timed = sent_bytes
         self._num_left -= 1
-        least = least_bounds(watch.times, watch.laps, kept)
+        least = least_bounds(*timed, kept)
         if least is not None:
             now = self.cap.nbytes, self.window.nbytes
             cap_bytes, window_bytes = within(self._config, now, least, unused_bytes)

@@ -1,19 +1,28 @@
-"""A device in numbers: the clocks of the virtual one, and bytes without tensors.
+"""A device in numbers: the clocks of the virtual one, and tensors that are only their bytes.
 
-device = NumberDevice(DEVICES["H100"])
-device.run([1e-3])                  # compute works
-event = device.copy([2**20], to_host=True)
-device.memory.add(512)
+    device = NumberDevice(DEVICES["H100"])
+    device.run([1e-3])                      # compute works
+    device.memory.add(512)
+    source = NumberTensor(512, Held(device.memory, 512))  # until nobody refers to it
+    host = HostNumbers(addresses, 512)
+    device.copy(device.d2h, [host], [source], "mlp")
+    torch.empty_like(host)                  # a NumberTensor again
+
+The engine's core runs on it as on any other backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
+
+import torch
 
 from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.link import Link
+from pp_offload.simulate.memory import ROUNDING_BYTES
 
 
 class Bytes:
@@ -36,8 +45,112 @@ class Bytes:
         self.live = live + nbytes
 
 
+class OnDevice:
+    """Where host memory of a rank comes back to: each step has a device of its own."""
+
+    memory: Bytes
+
+
+class Held:
+    """Device memory that is free when nobody refers to it.
+
+    Args:
+        memory: Has counted it.
+        nbytes: What an allocator gave.
+    """
+
+    __slots__ = ("_memory", "_nbytes")
+
+    def __init__(self, memory: Bytes, nbytes: int) -> None:
+        self._memory = memory
+        self._nbytes = nbytes
+
+    def __del__(self) -> None:
+        self._memory.live -= self._nbytes
+
+
+class NumberTensor:
+    """A tensor on the device, with what the core asks of one.
+
+    Args:
+        nbytes: Of the tensor.
+        held: Its memory.
+    """
+
+    __slots__ = ("__weakref__", "held", "nbytes")
+
+    _base = None
+    _version = 0
+    dtype = None
+    shape = ()
+
+    def __init__(self, nbytes: int, held: Held) -> None:
+        self.nbytes = nbytes
+        self.held = held
+
+    def detach(self) -> NumberTensor:
+        """An alias, which is as good as itself."""
+        return self
+
+    def data_ptr(self) -> int:
+        """Nobody empties its storage."""
+        return 0
+
+    def is_contiguous(self) -> bool:
+        """It has no strides."""
+        return True
+
+    def _fix_weakref(self) -> None:
+        """Only Python refers to it."""
+
+
+class HostNumbers:
+    """Host memory, as the host pool deals it out: ``torch.empty_like`` makes device memory of it.
+
+    Args:
+        rank: Whose it is.
+        nbytes: How much.
+    """
+
+    __slots__ = ("_rank", "nbytes")
+
+    dtype = None
+    shape = ()
+
+    def __init__(self, rank: OnDevice, nbytes: int) -> None:
+        self._rank = rank
+        self.nbytes = nbytes
+
+    def __deepcopy__(self, memo: object) -> HostNumbers:
+        """Itself: it never changes."""
+        return self
+
+    def numel(self) -> int:
+        """Of bytes."""
+        return self.nbytes
+
+    def narrow(self, dim: int, start: int, length: int) -> HostNumbers:
+        """So much of it."""
+        return HostNumbers(self._rank, length)
+
+    def view(self, what: object) -> HostNumbers:
+        """It has no shape and no dtype."""
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> NumberTensor:
+        """``torch.empty_like``, the only function that the core calls with it."""
+        (host,) = args
+        taken = -(-host.nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
+        memory = host._rank.memory
+        memory.add(taken)
+        return NumberTensor(host.nbytes, Held(memory, taken))
+
+
 class NumberDevice:
-    """Streams with clocks.
+    """Streams with clocks; a backend of the core.
 
     Args:
         hardware: What it is like.
@@ -46,30 +159,39 @@ class NumberDevice:
         memory: Of the device.
     """
 
+    device = torch.device("meta")
+    is_capturing = is_host = False
+
     def __init__(self, hardware: Hardware) -> None:
+        self.memory = Bytes()
         self.host = HostClock(hardware)
         self.link = Link(self.host)
         self._streams: list[VirtualStream] = []
-        self.compute = self.new_stream()
-        self.d2h = self.new_stream()
-        self.h2d = self.new_stream()
-        self.memory = Bytes()
+        self.compute, self.d2h, self.h2d = (self.new_stream() for _ in range(3))
         # Then copies share a rate with nothing, for each direction has one stream.
         self._copies_are_alone = self.link.are_apart and not hardware.copy_slowdown
+
+    @property
+    def seconds(self) -> float:
+        """When all that was launched so far has ended."""
+        return max(self.host.now_s, *(stream.free_at_s for stream in self._streams))
 
     def new_stream(self) -> VirtualStream:
         """Another stream, ordered with nothing."""
         self._streams.append(VirtualStream(self.host))
         return self._streams[-1]
 
-    @property
-    def seconds(self) -> float:
-        """When all that was launched so far has ended."""
-        return max(self.host.now_s, *(one.free_at_s for one in self._streams))
-
     def synchronize(self) -> None:
         """Have the host wait for all of it."""
         self.host.wait_until(self.seconds)
+
+    def current_stream(self) -> VirtualStream:
+        """The only one that computes."""
+        return self.compute
+
+    def timed_event(self, stream: VirtualStream) -> VirtualEvent:
+        """A new event, for all of them know their time."""
+        return stream.record_event()
 
     def run(self, operators_s: Sequence[float]) -> None:
         """Launch operators that take so long by themselves."""
@@ -79,15 +201,14 @@ class NumberDevice:
         for took_s in operators_s:
             self.compute.launch_until(partial(self.link.compute, seconds=took_s))
 
-    def copy(self, sizes: Iterable[int], *, to_host: bool) -> VirtualEvent:
-        """Launch copies of so many bytes, one behind the other; what is behind them."""
-        stream = self.d2h if to_host else self.h2d
+    def copy(
+        self, stream: VirtualStream, targets: Sequence[Any], sources: Sequence[Any], label: str
+    ) -> None:
+        """Launch copies one behind the other."""
+        sizes = [target.nbytes for target in targets]
         if self._copies_are_alone:
             stream.launch_all([self.link.seconds(nbytes) for nbytes in sizes])
-        else:
-            for nbytes in sizes:
-                self._copy_one(stream, nbytes, to_host=to_host)
-        return stream.record_event()
-
-    def _copy_one(self, stream: VirtualStream, nbytes: int, *, to_host: bool) -> None:
-        stream.launch_until(lambda begin_s: self.link.copy(begin_s, nbytes, to_host=to_host))
+            return
+        to_host = stream is self.d2h
+        for nbytes in sizes:
+            stream.launch_until(partial(self.link.copy, nbytes=nbytes, to_host=to_host))

@@ -1,32 +1,79 @@
-"""What a rank has off its device, over all its steps: the engine's own allocator, over memory
-without bytes.
+"""What a rank has off its device, over all its steps: the engine's own tiers, over memory and a
+file without bytes.
 
-    places = Places(config, hardware)
-    places.compact()
-    tiers = places.tiers(copies, begin_s=0.0)   # of a step, which begins then
+    places = NumberPlaces(config, hardware)
+    places.settle()                               # between steps
+    tier = places.tier(device, begin_s=0.0)       # of a step, which begins then
     places.peak_bytes
 """
 
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from pp_offload._memory.budget import UNLIMITED, HostBudget, as_another_process
-from pp_offload._memory.host import HostMemory
-from pp_offload._memory.unfinished import when_finished
-from pp_offload._transfer.tiers import STAGING_SHARE
+from pp_offload._core.disk import DiskTier
+from pp_offload._core.tier_chain import STAGING_BYTES, STAGING_SHARE
+from pp_offload._core.tiers import HostTier, Tier
+from pp_offload._memory.budget import UNLIMITED
+from pp_offload._memory.disk_file import Extent
+from pp_offload._memory.host_pool import HostPool
+from pp_offload._policy.bound import Bound
 from pp_offload.config import OffloadConfig
-from pp_offload.plan.copies import Copies
-from pp_offload.plan.disk import NumberFile, disk_tier
-from pp_offload.plan.host import HostTier, NumberTier
+from pp_offload.plan.device import Bytes, Held, HostNumbers, NumberDevice, OnDevice
+from pp_offload.simulate.clocks import HostClock
+from pp_offload.simulate.disk import DiskClock, VirtualFile
 from pp_offload.simulate.hardware import Hardware
 
 
-class Places:
+class NumberBudget:
+    """A limit for one rank, which counts in no process.
+
+    Args:
+        limit_bytes: The most that may be reserved.
+        taken: Counts what is, also by other budgets of the rank.
+    """
+
+    advice = ""
+
+    def __init__(self, limit_bytes: int, taken: Bytes) -> None:
+        self.limit_bytes = limit_bytes
+        self._taken = taken
+
+    @property
+    def left_bytes(self) -> int:
+        """See :class:`HostBudget`."""
+        return max(0, self.limit_bytes - self._taken.live)
+
+    def reserve(self, nbytes: int, *, force: bool = False) -> Held | None:
+        """See :class:`HostBudget`."""
+        if nbytes > self.left_bytes and not force:
+            return None
+        self._taken.add(nbytes)
+        return Held(self._taken, nbytes)
+
+
+class NumberFile(VirtualFile):
+    """A file of which only the times of reads and writes are known.
+
+    Args:
+        clock: Of the disk.
+    """
+
+    def __init__(self, clock: DiskClock) -> None:
+        self._clock = clock
+        self.listeners = ()
+        self.written_bytes = self.read_bytes = 0
+
+    def _open_file(self) -> Any:
+        """There is none."""
+
+    def _extent(self, nbytes: int) -> Extent:
+        return Extent(0, nbytes)  # a disk has no end
+
+
+class NumberPlaces:
     """Host memory and disk of one rank.
 
     Args:
@@ -35,62 +82,58 @@ class Places:
     """
 
     def __init__(self, config: OffloadConfig, hardware: Hardware) -> None:
-        self._config = config
-        self._budgets = budgets_of(config)
-        at_rest, whole = self._budgets
-        self._memories = {
-            name: HostMemory(_no_bytes, whole, may_split=False)
-            if name == "disk"
-            else HostMemory(_no_bytes, at_rest)
+        self._tiers = config.tiers
+        self._back_to = OnDevice()
+        self._bound = Bound(config.max_in_flight_bytes, STAGING_BYTES)
+        self._disk = DiskClock(HostClock(hardware))
+        limit_bytes = UNLIMITED if config.host_budget_bytes is None else config.host_budget_bytes
+        left_bytes = limit_bytes // STAGING_SHARE if config.tiers == ("host", "disk") else 0
+        taken = Bytes()
+        self._pools = {
+            name: self._pool(NumberBudget(limit_bytes - left_bytes * (name == "host"), taken))
             for name in config.tiers
         }
         """By tier; that of a disk is what bytes pass through."""
 
-        self._file = NumberFile(hardware)
+    def _pool(self, budget: Any) -> HostPool:
+        allocate: Any = partial(HostNumbers, self._back_to)
+        return HostPool(allocate, budget)
 
-    def tiers(self, copies: Copies, begin_s: float) -> list[NumberTier]:
-        """Those of a step.
+    def tier(self, device: NumberDevice, begin_s: float) -> Tier:
+        """That of a step.
 
         Args:
-            copies: Of the step.
+            device: Of the step.
             begin_s: When it begins, by the clock of the one before.
         """
-        self._file.begin_step(copies.device.host, begin_s)
-        return [
-            disk_tier(copies, self._file, memory) if name == "disk" else HostTier(copies, memory)
-            for name, memory in self._memories.items()
-        ]
+        self._back_to.memory = device.memory
+        before, self._disk = self._disk, DiskClock(device.host)
+        # What is written for nobody may take longer than the step that has queued it.
+        self._disk.free_at_s = max(0.0, before.free_at_s - begin_s)
+        host, staging = (
+            HostTier(self._pools[name]) if name in self._pools else None
+            for name in ("host", "disk")
+        )
+        if staging is None:
+            assert host is not None
+            return host
+        backend: Any = device
+        return DiskTier(backend, NumberFile(self._disk), host, staging, self._bound)
 
-    def compact(self) -> None:
-        """Between steps; see :meth:`HostMemory.compact`. All that nobody has is free then."""
-        for memory in self._memories.values():
-            when_finished(nullcontext(), memory.compact)
-            memory.bytes_in_use()  # as for a rank whose statistics are asked for
+    def settle(self) -> None:
+        """Between steps, when all copies are over and clocks begin anew."""
+        for pool in self._pools.values():
+            pool.settle()
+            pool.forget_copies()
 
-    def copied(self) -> Places:
+    def copied(self) -> NumberPlaces:
         """Others in the same state. To be called between steps, when nobody has anything."""
         other = copy.copy(self)
-        other._budgets = budgets_of(self._config)
-        memo = {id(one): new for one, new in zip(self._budgets, other._budgets, strict=True)}
-        what = self._memories, self._file  # together, for buffers know work that is queued
-        other._memories, other._file = copy.deepcopy(what, memo)
-        for memory in other._memories.values():
-            memory.count_in(memory.source.budget)
+        other._bound = copy.copy(self._bound)
+        other._pools = copy.deepcopy(self._pools, {id(self._back_to): self._back_to})
         return other
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was taken at a time, at rest and on the way to the disk."""
-        return sum(memory.statistics().peak for memory in self._memories.values())
-
-
-def budgets_of(config: OffloadConfig) -> tuple[HostBudget, HostBudget]:
-    """For bytes at rest, and for all of them, as ``make_engine`` has it."""
-    limit_bytes = config.host_budget_bytes
-    with as_another_process():  # whose budget is not this one's
-        whole = HostBudget(UNLIMITED if limit_bytes is None else limit_bytes)
-    return whole.but_for(STAGING_SHARE) if "disk" in config.tiers else whole, whole
-
-
-def _no_bytes(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        """The most that was in use at a time, at rest and on the way to the disk."""
+        return sum([pool.peak_bytes for pool in self._pools.values()])

@@ -198,7 +198,8 @@ def _groups(stage: int, tape: Tape, hardware: Hardware) -> Iterator[GroupProfile
     num: Counter[str] = Counter()
     for position, group in enumerate(tape.groups):
         device = NumberDevice(hardware)
-        device.copy([tape.payloads[index].nbytes for index in group.payloads], to_host=True)
+        payloads = [tape.payloads[index] for index in group.payloads]
+        device.copy(device.d2h, payloads, payloads, group.name)
         yield GroupProfile(
             name=group.name,
             layer=num[group.name],

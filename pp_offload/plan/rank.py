@@ -15,31 +15,24 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from pp_offload._groups.split_backward import BackwardPass
-from pp_offload._policy.plan import (
-    ChunkKey,
-    ChunkShape,
-    GroupKey,
-    WeightPassKey,
-    make_plan,
-    plan_of_options,
-)
-from pp_offload._steps.chunk_queue import Key
+from pp_offload._core.mover import Counts
+from pp_offload._groups.split_backward import BackwardPass, SplitBackward, Visited
+from pp_offload._policy.plan import ChunkKey, WeightPassKey, plan_of_options
+from pp_offload._steps.chunk_queue import ChunkQueue, Key
+from pp_offload._steps.step import StepRecord
 from pp_offload.config import OffloadConfig
 from pp_offload.pipelining import Action
-from pp_offload.plan.bounds import Bounds, Unwatched
-from pp_offload.plan.chunks import ChunkState
-from pp_offload.plan.copies import Copies, Moved
+from pp_offload.plan.bounds import Bounds
 from pp_offload.plan.device import NumberDevice
-from pp_offload.plan.parts import PartUses
-from pp_offload.plan.places import Places
-from pp_offload.plan.rules import Rules
+from pp_offload.plan.engine import NumberChunk, NumberEngine, NumberOffloader
+from pp_offload.plan.places import NumberPlaces
 from pp_offload.plan.staying import staying
 from pp_offload.plan.tape import (
     Close,
     Drop,
     Event,
     Gone,
+    Lost,
     Open,
     RankTapes,
     Release,
@@ -47,7 +40,6 @@ from pp_offload.plan.tape import (
     Tape,
     Use,
 )
-from pp_offload.plan.transfer import Transfer
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.messages import Mail, Message, Messages, PeerLink
 from pp_offload.simulate.orders import BACKWARDS, PipelineOrder
@@ -105,7 +97,7 @@ class NumberRank:
         hardware: Hardware,
         config: OffloadConfig | None,
     ) -> None:
-        self.moved = Moved()
+        self.moved = Counts()
         self.number = number
         self._tapes = tapes.stages
         if config is None:
@@ -117,20 +109,18 @@ class NumberRank:
         self._config = config
         self._vp_stage = {stage: index for index, stage in enumerate(order.stages_of(number))}
         self._bounds = Bounds(config or OffloadConfig())
-        self._places = Places(config or OffloadConfig(), hardware)
+        self._places = NumberPlaces(config or OffloadConfig(), hardware)
         # Without such an option each of many equal ranks makes the same plan.
         options = config or OffloadConfig()
         differ = options.offload_plan or options.delta_offload_bytes_across_pp_ranks
         self._rank_of_plan = number if differ else 0
         self._plan = plan_of_options(options, self._rank_of_plan)
-        self._has_learned = False
         self._bounds.follow(self._plan)
         self._step: _Step | None = None
         self.turns = self._turns_of(order)
         self._order = [key for turn in self.turns if (key := _goes_backward(turn)) is not None]
-        split = frozenset(one.chunk for one in self._order if isinstance(one, WeightPassKey))
-        is_keeping = config is not None and config.split_backward == "keep"
-        self._uses = PartUses(split, is_keeping=is_keeping)
+        self._split = frozenset(one.chunk for one in self._order if isinstance(one, WeightPassKey))
+        self._used: dict[Visited, frozenset[int]] = {}
         self._next = len(self.turns)
 
     def _turns_of(self, order: PipelineOrder) -> list[Turn]:
@@ -146,13 +136,13 @@ class NumberRank:
         """The same rank after its first step, which was by no plan, with the plan of
         ``config``. This one stays as it is, so others may follow it.
         """
-        assert not self._has_learned and not self.has_more, "it has had one whole step"
-        self._places.compact()  # as the next step begins with; then there is little to copy
+        assert self._step is not None and not self.has_more, "it has had one whole step"
+        self._places.settle()  # as the next step begins with; then there is little to copy
         other = copy.copy(self)
         other.moved, other._config = copy.copy(self.moved), config
         other._rank_of_plan = self.number
         other._bounds, other._places = self._bounds.copied(), self._places.copied()
-        other._uses = self._uses.copied()
+        other._used = self._used.copy()
         return other
 
     @property
@@ -176,38 +166,41 @@ class NumberRank:
         self.wait_until(begin_s)
         if self._step is not None:
             self._learn(self._step)
-        self._places.compact()
+        self._places.settle()
         device = NumberDevice(self._hardware)
         device.memory.add(self._resident_bytes)
         device.memory.add(self._update.state_bytes * self._has_state)
-        watch = Unwatched(device) if is_last else self._bounds.watch(device)
-        copies = Copies(device, self._bounds.cap, self.moved, watch)
-        transfer = Transfer(copies, self._places.tiers(copies, begin_s))
-        rules = Rules(transfer, self._bounds, self._order, self._uses)
-        self._step = _Step(device, rules, messages)
+        self._step = self._new_step(device, begin_s, messages)
+        if not is_last:
+            self._bounds.watch(self._step.engine, device)
         self._next = 0
+
+    def _new_step(self, device: NumberDevice, begin_s: float, messages: Mail) -> _Step:
+        config = self._config or OffloadConfig()
+        record = StepRecord(ChunkQueue())
+        record.queue.know_order(self._order, is_told=True)
+        engine = NumberEngine(device, self._places.tier(device, begin_s), record, config)
+        engine.mover.counts = self.moved
+        self._bounds.hold(engine)
+        is_keeping = config.split_backward == "keep"
+        split = SplitBackward(record, self._split, is_keeping=is_keeping)
+        split.used = self._used
+        return _Step(device, NumberOffloader(engine, record, self._plan, split), messages)
 
     def _learn(self, step: _Step) -> None:
         config = self._config
         if config is None:
             return
-        if not self._has_learned:
-            shapes = [self._shape(key) for key in self._order if isinstance(key, ChunkKey)]
-            self._plan = make_plan(tuple(shapes), config, self._rank_of_plan)
-            self._has_learned = True
+        if step.record.is_complete():
+            step.record.pipeline_rank = self._rank_of_plan
+            self._plan = step.record.make_plan(config)
             self._bounds.follow(self._plan)
         left = self._hardware.memory_bytes - step.device.memory.peak
         self._bounds.choose(
-            step.rules.copies.watch,
             kept=self._plan.kept,
             unused_bytes=max(0, left),
             sent_bytes=self.moved.bytes_offloaded - step.before.bytes_offloaded,
         )
-
-    def _shape(self, key: ChunkKey) -> ChunkShape:
-        tape = self._tapes[list(self._vp_stage)[key.vp_stage]]
-        names = tuple(group.name for group in tape.groups)
-        return ChunkShape(key, names, tape.group_bytes)
 
     # Actions
 
@@ -252,21 +245,22 @@ class NumberRank:
 
     def _forward(self, step: _Step, turn: Turn) -> int:
         key, tape = turn.key, turn.tape
-        chunk = step.chunks[key] = ChunkState(tape, key)
+        chunk = step.chunks[key] = NumberChunk(tape, key, step.device, step.offloader)
         self._play(step, tape.forward, chunk)
-        if not tape.groups:
-            step.rules.queue.skip(key)
-        step.most_in_flight = max(step.most_in_flight, len(step.chunks))
+        step.record.skip(chunk)
+        step.num_in_flight += 1
+        step.most_in_flight = max(step.most_in_flight, step.num_in_flight)
         return tape.sent_bytes
 
     def _backward(self, step: _Step, turn: Turn) -> int:
         """All of a backward, or a part of it."""
-        tape, chunk, kind = turn.tape, step.chunks[turn.key], turn.action.kind
-        is_split = turn.key in self._uses.chunks and bool(tape.groups)
+        tape, key, kind = turn.tape, turn.key, turn.action.kind
+        chunk = step.chunks[key]
+        is_split = key in self._split and bool(tape.groups)
         if is_split:
-            step.rules.begin_part(chunk, _PARTS[kind])
-        elif _goes_backward(turn) is not None:
-            step.rules.begin_backward(turn.key)
+            step.begin_part(chunk, _PARTS[kind])
+        elif _goes_backward(turn) is not None and tape.groups:
+            step.record.begin_backward(chunk)
         if kind == "BACKWARD_INPUT":
             self._play(step, tape.input_part, chunk)
         else:
@@ -274,12 +268,12 @@ class NumberRank:
             stage = turn.action.stage_index
             self._play(step, last.later if stage in step.have_gradients else last.first, chunk)
             step.have_gradients.add(stage)
-            del step.chunks[turn.key]
+            step.num_in_flight -= 1
         if is_split:
-            step.rules.end_part()
+            step.end_part()
         return tape.sent_back_bytes
 
-    def _play(self, step: _Step, events: Sequence[Event], chunk: ChunkState | None) -> None:
+    def _play(self, step: _Step, events: Sequence[Event], chunk: NumberChunk | None) -> None:
         run, pass_by = step.device.run, step.device.memory.pass_by
         for event in events:
             if type(event) is Stretch:  # nearly half of all
@@ -288,19 +282,7 @@ class NumberRank:
                 pass_by(event.nbytes, event.rise)
                 continue
             assert chunk is not None, "nothing is saved behind the last backward"
-            if type(event) is Close:
-                keeps = self._keeps(step.rules, chunk, event.group)
-                step.rules.close(chunk, event.group, keeps=keeps)
-            else:
-                step.tell[type(event)](chunk, *event)
-
-    def _keeps(self, rules: Rules, chunk: ChunkState, position: int) -> bool:
-        """What ``Chunk.may_leave`` does not let go."""
-        plan, key = self._plan, GroupKey(chunk.key, position)
-        name = chunk.tape.groups[position].name
-        if plan.keeps(key, name, chunk.tape.group_bytes[position]):
-            return True
-        return plan.is_last_of_its_name(key, name) and rules.is_next(chunk)
+            _TELL[type(event)](chunk, *event)
 
     # The end
 
@@ -323,30 +305,49 @@ class NumberRank:
         )
 
 
+_TELL: dict[type, Callable[..., None]] = {
+    Open: NumberChunk.open,
+    Close: NumberChunk.close_group,
+    Use: NumberChunk.use,
+    Lost: NumberChunk.lose,
+    Drop: NumberChunk.drop,
+    Release: NumberChunk.release,
+    Gone: NumberChunk.gone,
+}
+"""What a chunk does at each kind of event."""
+
+
 class _Step:
     """What is of one step."""
 
-    def __init__(self, device: NumberDevice, rules: Rules, messages: Mail) -> None:
+    def __init__(self, device: NumberDevice, offloader: NumberOffloader, messages: Mail) -> None:
         self.device = device
-        self.rules = rules
+        self.offloader, self.split = offloader, offloader.split
+        self.engine, self.record = offloader.engine, offloader.step
         self.messages = messages
-        self.tell: dict[type, Callable[..., None]] = {
-            Open: rules.open,
-            Use: rules.use,
-            Drop: rules.drop,
-            Release: rules.release,
-            Gone: rules.gone,
-        }
-        """By kind of event, who is told its numbers."""
-
-        self.before = copy.copy(rules.copies.moved)
+        self.before = copy.copy(self.engine.mover.counts)
         """What was moved in earlier steps."""
 
-        self.chunks: dict[ChunkKey, ChunkState] = {}
-        """Those whose backward is to come."""
+        self.chunks: dict[ChunkKey, NumberChunk] = {}
+        """All of them, for a program may hold what they saved until the end."""
 
         self.have_gradients: set[int] = set()
         """Stages that have had a backward."""
 
         self.waited_s: defaultdict[int, float] = defaultdict(float)
-        self.most_in_flight = 0
+        self.num_in_flight = self.most_in_flight = 0
+
+    def begin_part(self, chunk: NumberChunk, part: BackwardPass) -> None:
+        """As ``Manager.backward_pass``, when it is entered."""
+        assert chunk.key is not None
+        self.split.begin(chunk.key, part)
+        if part is BackwardPass.INPUT:
+            self.record.begin_backward(chunk)
+            return
+        self.record.begin_weight_pass(chunk, chunk.key)
+        self.engine.window.resume(chunk.groups[-1])
+
+    def end_part(self) -> None:
+        """As the same, when it is left."""
+        self.split.end()
+        self.record.end_pass()

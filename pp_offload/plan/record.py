@@ -23,7 +23,6 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload._policy.plan import ChunkKey, Plan
 from pp_offload.config import OffloadConfig, without_plan
-from pp_offload.plan.old_recorder import OldEachUse, OldRecorder, recorder_of, watched
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
 from pp_offload.plan.tape import Backward, Event, RankTapes, Stretch, Tape, Update
 from pp_offload.simulate.clocks import VirtualStream
@@ -133,7 +132,7 @@ def _record_rank(
         without: The same rank where no layer is recomputed, if some are: optimizers do the same.
     """
     backend = _OneStream(hardware, is_blocking=True)
-    recorder = recorder_of(backend)
+    recorder = Recorder(backend)
     backend.memory = recorder.memory
     with as_another_process():
         manager = PipelineOffloadManager(config=config, backend=backend)
@@ -152,10 +151,10 @@ def _record_rank(
                 manager.idle_groups.stop()  # from now on stages run alone, without groups of others
                 gc.collect()
                 resident = backend.memory.live_bytes - made.state_bytes
-                watched(manager.offloader).add(recorder)
+                manager.offloader.observers.add(recorder)
                 with collector_off():
                     stages = _Recording(order, rank, mine, manager, recorder).tapes()
-                watched(manager.offloader).remove(recorder)
+                manager.offloader.observers.remove(recorder)
                 _check_copies(backend, manager)
             finally:
                 mine.close()
@@ -291,8 +290,7 @@ class _Recording:
         offloader.plan = Plan()
         split = offloader.split
         chunks = frozenset[ChunkKey]() if split is None else split.chunks
-        kind = OldEachUse if isinstance(self._recorder, OldRecorder) else _AllAnew
-        offloader.split = kind(offloader.transfer, chunks, is_keeping=False)
+        offloader.split = _AllAnew(offloader.step, chunks, is_keeping=False)
         self._recorder.forget()
 
     def _forward(self, run: Sequence[int], stage: int, microbatch: int, notes: _StageNotes) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,7 @@ from pp_offload.plan.tape import (
     Event,
     Gone,
     GroupTape,
+    Lost,
     Open,
     Payload,
     Release,
@@ -144,7 +146,9 @@ class Recorder(Observer):
         events: list[Event] = []
         for event in map(self._event, raw):
             last = events[-1] if events else None
-            if isinstance(event, Stretch) and isinstance(last, Stretch):
+            if isinstance(event, Release) and last == Lost(*event):
+                events[-1] = event
+            elif isinstance(event, Stretch) and isinstance(last, Stretch):
                 events[-1] = _together(last, event)
             else:
                 events.append(event)
@@ -258,8 +262,14 @@ class Recorder(Observer):
         if index is not None:  # else it is refused
             number = self.memory.number_of(tensor.untyped_storage())
             self._reloads[number] = Release(index, uses[index])
-            uses[index] += 1
             self._raw.append(Use(index))
+            # Bound late: another list may be noted in by then.
+            lost = partial(self._lost, Lost(index, uses[index]))
+            weakref.finalize(tensor, lost).atexit = False
+            uses[index] += 1
+
+    def _lost(self, lost: Lost) -> None:
+        self._raw.append(lost)
 
 
 def _together(one: Stretch, next_one: Stretch) -> Stretch:

@@ -89,13 +89,21 @@ class Release(NamedTuple):
     """By which use of the payload in its chunk, from 0; parts of a backward count on."""
 
 
+class Lost(NamedTuple):
+    """Backward has let go of the tensor that it was given, and still has a view of its memory."""
+
+    payload: int
+    use: int
+    """As of :class:`Release`."""
+
+
 class Gone(NamedTuple):
     """Autograd will not ask for it any more."""
 
     payload: int
 
 
-Event = Stretch | Open | Close | Drop | Use | Release | Gone
+Event = Stretch | Open | Close | Drop | Use | Lost | Release | Gone
 
 
 class Backward(NamedTuple):

@@ -28,7 +28,7 @@ from pp_offload.backends.base import Allocated, Stream
 from pp_offload.backends.live_stream import HasLiveStream
 from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
 from pp_offload.simulate.costs import OperatorCosts, tensors_in
-from pp_offload.simulate.disk import DiskClock, VirtualDisk, VirtualFile
+from pp_offload.simulate.disk import DiskClock, VirtualFile
 from pp_offload.simulate.hardware import Hardware
 from pp_offload.simulate.kernels import accelerator_kernels
 from pp_offload.simulate.link import Link
@@ -122,11 +122,9 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         """Of the tensors seen."""
         return Allocated(self.memory.live_bytes, self.memory.peak_bytes)
 
-    def open_disk(self, directory: str | os.PathLike[str] | None) -> VirtualDisk | VirtualFile:
+    def open_disk(self, directory: str | os.PathLike[str] | None) -> VirtualFile:
         """A file that stays empty, on the device's disk."""
-        if os.environ.get("PP_OFFLOAD_CORE") == "1":
-            return VirtualFile(self.disk, directory)
-        return VirtualDisk(self.disk, directory)
+        return VirtualFile(self.disk, directory)
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str

@@ -16,13 +16,11 @@ NOTE [ One queue ]
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from pp_offload._memory import disk_file
-from pp_offload._memory.disk import DiskEvent, DiskExtent, DiskFile, FileRange
+from pp_offload._memory.disk_file import DiskEvent, DiskFile, DiskWrite
 from pp_offload.backends import Event
 from pp_offload.simulate.clocks import HostClock, VirtualEvent
 
@@ -59,31 +57,6 @@ class DiskClock:
         self.busy_s += seconds
         return begin_s, self.free_at_s
 
-    def queue(
-        self,
-        extent: DiskExtent,
-        *,
-        writes: bool,
-        ended: DiskEvent | None = None,
-        after: Sequence[Event] = (),
-    ) -> ClockedWork:
-        """Write an extent, or read it, behind what was queued for it before.
-
-        Args:
-            extent: Of a :class:`VirtualRange`.
-            writes: Else it is read.
-            ended: Follows the work.
-            after: What else has to end first.
-        """
-        may_begin_s = max(map(_end_s, after), default=0.0)  # the queue keeps the extent's order
-        begin_s, end_s = self.run(may_begin_s, extent.nbytes, writes=writes)
-        queued = ClockedWork(self.host, begin_s, end_s)
-        if writes and isinstance(extent.file_range, VirtualRange):
-            extent.file_range.work = queued
-        extent.last_use = DiskEvent() if ended is None else ended
-        extent.last_use.follow(queued)
-        return queued
-
 
 class ClockedWork:
     """What was queued, as an event follows it.
@@ -109,26 +82,7 @@ class ClockedWork:
         self.host.wait_until(self.end_s)
 
 
-class VirtualRange(FileRange):
-    """One whose checksum is there when the write has ended by the clock."""
-
-    __slots__ = ("work",)
-
-    def __init__(self, *args: Any) -> None:
-        self.work: ClockedWork | None = None
-        super().__init__(*args)
-
-    @property
-    def checksum(self) -> int | None:  # type: ignore[override]
-        """Of nothing, for there are no bytes."""
-        return 0 if self.work is not None and self.work.done() else None
-
-    @checksum.setter
-    def checksum(self, value: int | None) -> None:
-        """It follows from the clock."""
-
-
-class VirtualDisk(DiskFile):
+class VirtualFile(DiskFile):
     """A file whose reads and writes take the time of a disk, and move nothing.
 
     Args:
@@ -136,58 +90,28 @@ class VirtualDisk(DiskFile):
         directory: As for a file, which is made and stays empty.
     """
 
-    range_type = VirtualRange
-
     def __init__(self, clock: DiskClock, directory: str | os.PathLike[str] | None) -> None:
         super().__init__(directory)
         self._clock = clock
 
-    def _queue(
-        self,
-        name: str,
-        extent: DiskExtent,
-        work: Callable[[], object],
-        ended: DiskEvent | None,
-        after: Sequence[Event] = (),
-    ) -> DiskEvent:
-        self._check_open()
-        event = DiskEvent() if ended is None else ended
-        queued = self._clock.queue(extent, writes=name == "write", ended=event, after=after)
-        for heard in self.listeners:
-            heard(name, extent.nbytes, queued.begin_s, queued.end_s)
-        return event
-
-
-class VirtualFile(disk_file.DiskFile):
-    """The same for the new core.
-
-    Args:
-        clock: Of the disk.
-        directory: As for a file, which is made and stays empty.
-    """
-
-    def __init__(self, clock: DiskClock, directory: str | os.PathLike[str] | None) -> None:
-        super().__init__(directory)
-        self._clock = clock
-
-    def write(self, payloads: Sequence[Tensor], after: Sequence[Event] = ()) -> disk_file.DiskWrite:
+    def write(self, payloads: Sequence[Tensor], after: Sequence[Event] = ()) -> DiskWrite:
         """Take the time of a write."""
         self._open_file()
         nbytes = sum([payload.numel() for payload in payloads])
         self.written_bytes += nbytes
         piece = self._work("write", nbytes, after)
-        return self._in_use(disk_file.DiskWrite(piece, self._extent(nbytes)))
+        return self._in_use(DiskWrite(piece, self._extent(nbytes)))
 
     def read_into(
         self,
-        write: disk_file.DiskWrite,
+        write: DiskWrite,
         payloads: Sequence[Tensor],
         after: Sequence[Event] = (),
-    ) -> disk_file.DiskEvent:
+    ) -> DiskEvent:
         """Take the time of a read."""
         self._open_file()
         self.read_bytes += write.extent.nbytes
-        return disk_file.DiskEvent(self._work("read", write.extent.nbytes, [write, *after]))
+        return DiskEvent(self._work("read", write.extent.nbytes, [write, *after]))
 
     def _work(self, name: str, nbytes: int, after: Sequence[Event]) -> ClockedWork:
         may_begin_s = max(map(_end_s, after), default=0.0)
@@ -199,10 +123,6 @@ class VirtualFile(disk_file.DiskFile):
 
 def _end_s(event: Event) -> float:
     """When it ends; before everything if it is of something without a time."""
-    if isinstance(event, DiskEvent):
-        return max(
-            [piece.end_s for piece in event.pieces if isinstance(piece, ClockedWork)], default=0.0
-        )
-    if isinstance(event, disk_file.DiskEvent) and isinstance(event.piece, ClockedWork):
+    if isinstance(event, DiskEvent) and isinstance(event.piece, ClockedWork):
         return event.piece.end_s
     return event.time_s if isinstance(event, VirtualEvent) else 0.0

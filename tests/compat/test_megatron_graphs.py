@@ -10,7 +10,7 @@ import pytest
 import torch
 from main_layer import Model, batches, exp_in_a_group, step
 from torch import Tensor
-from toy import engine_device, same_bits
+from toy import same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
@@ -23,7 +23,7 @@ ORDERS = ("late", "eager", "random")
 def graphs(order: str) -> Iterator[tuple[PipelineOffloadManager, SimulatedBackend]]:
     device = SimulatedBackend(order)
     config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(engine_device(device), config=config) as manager:
+    with use_backend(device, config=config) as manager:
         yield manager, device
 
 

@@ -32,9 +32,6 @@ from pp_offload._memory.disk_file import DiskFile
 
 KINDS = ("late", "eager", "random:1", "cpu", "threads")
 kinds = pytest.mark.parametrize("kind", KINDS)
-on_the_core = pytest.mark.skipif(
-    os.environ.get("PP_OFFLOAD_CORE") != "1", reason="the old engine has another file"
-)
 
 
 def program(is_on: bool) -> list[Tensor]:
@@ -67,7 +64,6 @@ def test_steps_are_equal(kind: str, window: int | str, bound: int | str, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-@on_the_core
 @kinds
 def test_the_disk_takes_what_is_over_the_host_budget(kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"tiers": ("host", "disk"), "host_budget_bytes": 2**16}
@@ -133,7 +129,6 @@ class Gate:
         self.gate.set()
 
 
-@on_the_core
 @kinds
 def test_what_is_being_written_comes_back_at_once(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -145,7 +140,6 @@ def test_what_is_being_written_comes_back_at_once(
         assert manager.statistics().disk_bytes_in_use == 0, "though threads still write"
 
 
-@on_the_core
 @kinds
 def test_what_is_being_read_is_not_in_use_once_nobody_needs_it(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +156,6 @@ def test_what_is_being_read_is_not_in_use_once_nobody_needs_it(
             assert manager.statistics().disk_bytes_in_use == 0
 
 
-@on_the_core
 def test_host_memory_is_kept_until_it_is_copied_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +178,6 @@ def test_host_memory_is_kept_until_it_is_copied_from(
         assert_same(gradients(x), gradients(plain))
 
 
-@on_the_core
 @kinds
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_full_disk_keeps_tensors_and_warns_once(
@@ -214,7 +206,6 @@ def test_a_full_disk_keeps_tensors_and_warns_once(
         assert_idle(manager)
 
 
-@on_the_core
 @kinds
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["on demand", "ahead"])
 def test_what_cannot_be_read_raises_and_is_read_again(
@@ -239,7 +230,6 @@ def test_what_cannot_be_read_raises_and_is_read_again(
         assert_idle(manager)
 
 
-@on_the_core
 @kinds
 def test_a_flipped_bit_is_never_a_gradient(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,6 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._policy.bounds import IN_FLIGHT_BYTES
 from pp_offload._steps import auto_bounds
-from pp_offload._steps.old_engine import observers_of
 from pp_offload.backends import AcceleratorBackend
 
 pytestmark = pytest.mark.emulated
@@ -87,7 +86,7 @@ def test_bounds_are_chosen_and_bits_are_the_same(
     assert bounds[1][0] != IN_FLIGHT_BYTES, "the first step told"
     assert bounds[2:] == [(cap, window)] * 4, "the second one was the last that was timed"
     assert training.manager.statistics().stalled_ms is not None
-    assert not observers_of(training.manager.offloader).reached
+    assert not training.manager.offloader.observers.reached
     gc.collect()
     assert_idle(training.manager)
 

@@ -16,11 +16,12 @@ from test_one_lock import is_free
 from torch import nn
 
 from pp_offload import OffloadConfig
-from pp_offload._groups.chunk import Chunk
 from pp_offload._core.group import GroupState
 from pp_offload._core.observer import Observer, Observers
 from pp_offload._core.stopwatch import Laps
+from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
+from pp_offload._groups.step import Step
 from pp_offload.backends.host_clock import timed_by_host
 from pp_offload.errors import VerifyError
 
@@ -107,7 +108,7 @@ def test_what_is_heard_is_what_happens(kind: str) -> None:
 
 
 def test_a_group_is_heard_from_open_to_use() -> None:
-    offloader = Offloader(make_backend("late"), OffloadConfig(), NoOrder())
+    offloader = Offloader(make_backend("late"), OffloadConfig(), Step())
     heard = Heard(offloader.lock)
     offloader.observers.add(heard)
     chunk = Chunk(1, offloader)

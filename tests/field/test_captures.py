@@ -10,7 +10,7 @@ import pytest
 import torch
 from field_checks import Chain, make_inputs
 from torch import Tensor
-from toy import assert_no_hooks, engine_device, same_bits
+from toy import assert_no_hooks, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import (
@@ -39,7 +39,7 @@ class Event:
 def manager_of(order: str, **options: Any) -> Iterator[tuple[PipelineOffloadManager, Any]]:
     device = SimulatedBackend(order)
     config = OffloadConfig(min_offloaded_tensor_size=1, **options)
-    with use_backend(engine_device(device), config=config) as manager:
+    with use_backend(device, config=config) as manager:
         yield manager, device
 
 

@@ -21,7 +21,7 @@ from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, RaceError, use_backend
-from pp_offload.backends import Backend, bare
+from pp_offload.backends import Backend
 
 pytestmark = pytest.mark.field("F10")
 
@@ -34,7 +34,7 @@ class SideStream:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.compute: Any = bare(backend.current_stream())
+        self.compute: Any = backend.current_stream()
         self.stream: Any = side_stream(backend)
 
     def inside(self) -> AbstractContextManager[object]:

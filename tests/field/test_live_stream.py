@@ -12,7 +12,7 @@ from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, use_backend
-from pp_offload.backends import Backend, bare
+from pp_offload.backends import Backend
 
 pytestmark = pytest.mark.field("F07")
 
@@ -24,7 +24,7 @@ class SideStreams:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.main = bare(backend.current_stream())
+        self.main = backend.current_stream()
         self.sides = [side_stream(backend, name) for name in ("side 0", "side 1")]
 
     def on(self, index: int) -> AbstractContextManager[object]:

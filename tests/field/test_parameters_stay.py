@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, offload_modules
-from pp_offload._transfer.ticket import Ticket
 
 pytestmark = pytest.mark.field("F47")
 
@@ -79,15 +79,14 @@ def storages(model: nn.Module) -> set[int]:
 @pytest.fixture
 def moved(manager: PipelineOffloadManager, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Addresses of the storages of all saved tensors whose bytes went to the host."""
-    transfer, seen = manager.wiring.transfer, []
-    offload = transfer.offload
+    engine, seen = manager.offloader.engine, []
+    send = engine.send
 
-    def spy(tickets: Sequence[Ticket]) -> int:
-        held = (member.held for ticket in tickets for member in ticket.members)
-        seen.extend(s.untyped_storage().data_ptr() for s in held if isinstance(s, Tensor))
-        return offload(tickets)
+    def spy(group: Any, payloads: Any) -> None:
+        seen.extend(tensor.untyped_storage().data_ptr() for tensor in payloads.tensors)
+        send(group, payloads)
 
-    monkeypatch.setattr(transfer, "offload", spy)
+    monkeypatch.setattr(engine, "send", spy)
     yield seen
 
 
@@ -110,7 +109,7 @@ def test_nothing_of_the_model_moves(
 
     on, off = build(), build()
     if way == "add_module":
-        manager.wiring.eligibility.kept.add_module(on)
+        manager.offloader.engine.eligibility.kept.add_module(on)
     else:
         offload_modules(on, {"part": "*"})
 

@@ -37,9 +37,9 @@ from pp_offload import (
 )
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._policy.plan import ChunkKey
-from pp_offload._transfer.engine import TransferEngine
 from pp_offload.errors import GroupStateError
 from pp_offload.simulate import VirtualBackend
 from pp_offload.testing import SimulatedBackend
@@ -126,7 +126,7 @@ class Plain:
 class Offload(Plain):
     """What an engine that offloads has to do, whoever tells it what."""
 
-    transfer: TransferEngine
+    offloader: Offloader
     statistics: Callable[[], OffloadStatistics]
 
     def __enter__(self) -> Self:
@@ -176,13 +176,14 @@ class Offload(Plain):
         return in_use(self.statistics()) | inputs
 
     def synchronize(self) -> None:
-        inputs = self._inputs._offloader.transfer
+        engines = self.offloader.engine, self._inputs._offloader.engine
         for _ in range(2):  # to the host, and from there to the disk
             self.backend.synchronize()
-            for engine in (self.transfer, inputs):
-                while queue := engine.copies.in_flight.queue:
+            for engine in engines:
+                while queue := engine.mover.in_flight.queue:
                     queue[0].offloaded.synchronize()
-                    engine.poll()
+                    with engine.mover.lock:
+                        engine.mover.poll()
             self.statistics()
             self._inputs.statistics()
 
@@ -221,7 +222,7 @@ class OffloadAll(Offload):
             config=config_of(options),
             backend=self.backend,
         )
-        self.transfer = self._offload.stash._offloader.transfer
+        self.offloader = self._offload.stash._offloader
         self.statistics = self._offload.statistics
         return self
 
@@ -238,7 +239,7 @@ class OffloadGroups(Offload):
         self.manager = self._stack.enter_context(
             use_backend(self.backend, config=config_of(program.options))
         )
-        self.transfer = self.manager.offloader.transfer
+        self.offloader = self.manager.offloader
         self.statistics = self.manager.statistics
         self.manager.step.pipeline_rank = program.options.pipeline_rank
         if program.options.split_backward is not None:
@@ -246,8 +247,7 @@ class OffloadGroups(Offload):
             keys = frozenset(
                 ChunkKey(stage, m) for stage in range(len(program.stages)) for m in range(20)
             )
-            offloader = self.manager.offloader
-            offloader.split = SplitBackward(offloader.transfer, keys, is_keeping=is_keeping)
+            self.offloader.split = SplitBackward(self.manager.step, keys, is_keeping=is_keeping)
         return self
 
     def reset(self) -> None:
@@ -428,12 +428,10 @@ def quiet() -> Iterator[None]:
 def fine_thresholds() -> Iterator[None]:
     """Tensors of a program are tiny; sizes that decide something become as small."""
     with (
-        patch("pp_offload._transfer.outgoing.PACK_BYTES", 128),
-        patch("pp_offload._groups.prefetch.SMALL_BYTES", 64),
+        patch("pp_offload._core.window.SMALL_BYTES", 64),
         patch("pp_offload._policy.bounds.SMALL_BYTES", 64),
-        patch("pp_offload._transfer.pending_reloads.MAX_ABANDONED", 1),
         patch("pp_offload._core.tensors.MAX_PADDING_BYTES", 8),
-        patch("pp_offload._memory.slabs.SMALLEST_BYTES", 1024),
+        patch("pp_offload._memory.host_pool.MIN_SLAB_BYTES", 1024),
     ):
         yield
 

@@ -13,27 +13,27 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, configure, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
-from pp_offload._core.group import GroupState
+from pp_offload._core.group import Group, GroupState
+from pp_offload._core.observer import Observer
+from pp_offload._core.payloads import Payloads
 from pp_offload._megatron.chunk import ChunkOffloadHandler
-from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.ticket import Owner
 from pp_offload.compat import megatron
 from pp_offload.errors import GroupStateError
 
 
-class Closed(Listener):
+class Closed(Observer):
     """Names of groups that were opened, and that were closed."""
 
     def __init__(self, manager: PipelineOffloadManager) -> None:
-        self.opened: list[str] = []
-        self.closed: list[str] = []
-        manager.offloader.transfer.listeners.add(self)
+        self.names_opened: list[str] = []
+        self.names: list[str] = []
+        manager.offloader.observers.add(self)
 
-    def group_opened(self, group: Owner) -> None:
-        self.opened.append(group.name)
+    def opened(self, group: Group) -> None:
+        self.names_opened.append(group.name)
 
-    def group_closed(self, group: Owner) -> None:
-        self.closed.append(group.name)
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
+        self.names.append(group.name)
 
 
 def chunk_of(manager: PipelineOffloadManager) -> ChunkOffloadHandler:
@@ -59,7 +59,7 @@ def test_each_group_that_opens_is_told_to_close(manager: PipelineOffloadManager)
     chunk.bulk_offload_group()
     chunk.on_group_start_forward("kept")
     chunk.on_group_commit_forward(None)
-    assert closed.opened == closed.closed == ["recorded", "sent", "kept"]
+    assert closed.names_opened == closed.names == ["recorded", "sent", "kept"]
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -14,6 +14,12 @@ from types import FrameType
 import pytest
 import torch
 from conftest import make_backend
+from pp_offload._memory.bins import Bins
+from pp_offload._memory.disk import DiskFile
+from pp_offload._memory.host import HostMemory
+from pp_offload._transfer.block import Harm
+from pp_offload._transfer.on_disk import DiskBlock
+from pp_offload._transfer.tiers import host_engine, make_engine
 from processes import HANG_S
 from torch import Tensor, nn
 from toy import batches, make_model, run_step, same_bits
@@ -21,13 +27,7 @@ from toy import batches, make_model, run_step, same_bits
 import pp_offload
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload._memory.bins import Bins
 from pp_offload._memory.budget import reserved_bytes
-from pp_offload._memory.disk import DiskFile
-from pp_offload._memory.host import HostMemory
-from pp_offload._transfer.block import Harm
-from pp_offload._transfer.on_disk import DiskBlock
-from pp_offload._transfer.tiers import host_engine, make_engine
 from pp_offload.backends import CpuBackend, cpu
 
 ROOT = str(Path(pp_offload.__file__).parent)

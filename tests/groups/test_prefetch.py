@@ -8,15 +8,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from pp_offload._groups.chunk import Chunk
-from pp_offload._core.group import Group
-from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.prefetch import Prefetcher, Step
-from pp_offload._groups.offloader import Offloader
 from pp_offload._memory.host import HostMemory
-from pp_offload._core.saved import Saved as SavedActivation, Ticket
 from pp_offload._transfer.tiers import host_engine
+
+from pp_offload._core.group import Group
+from pp_offload._core.saved import Saved as SavedActivation
+from pp_offload._core.saved import Ticket
+from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.offloader import Offloader
 from pp_offload.backends import CpuBackend
 from pp_offload.config import AUTO
 

@@ -16,10 +16,10 @@ from toy import assert_idle, batches, make_model, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._core.observer import Observer
+from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._policy.plan import ChunkKey, WeightPassKey
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.listeners import Listener
 
 MICROBATCHES = 6
 GROUP_BYTES = 3 * 5 * 8 * 4
@@ -46,9 +46,7 @@ def tell(manager: PipelineOffloadManager, delay: int) -> None:
     manager.step.queue.know_order(keys, is_told=True)
     chunks = frozenset(ChunkKey(0, m) for m in range(MICROBATCHES))
     is_keeping = manager.config.split_backward == "keep"
-    manager.offloader.split = SplitBackward(
-        manager.offloader.transfer, chunks, is_keeping=is_keeping
-    )
+    manager.offloader.split = SplitBackward(manager.step, chunks, is_keeping=is_keeping)
 
 
 def run_step(
@@ -112,7 +110,7 @@ def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None
     )
     with use_backend(make_backend(kind), config=config) as manager:
         on, off = both(manager.backend.device)
-        peak = MostUnused(manager.offloader.transfer)
+        peak = MostUnused(manager.offloader)
         tell(manager, delay)
         seen = [manager.statistics()]
         for step in range(4):
@@ -136,16 +134,16 @@ def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None
         assert reloaded[2] > offloaded[2]
 
 
-class MostUnused(Listener):
+class MostUnused(Observer):
     """Notes how much was ever reloaded and not used."""
 
-    def __init__(self, transfer: TransferEngine) -> None:
+    def __init__(self, offloader: Offloader) -> None:
         self.nbytes = 0
-        self._transfer = transfer
-        transfer.listeners.add(self)
+        self._arrived = offloader.engine.mover.arrived
+        offloader.observers.add(self)
 
-    def reload_started(self, label: str, nbytes: int) -> None:
-        self.nbytes = max(self.nbytes, self._transfer.reloads.nbytes)
+    def copied(self, lap: object, moved: object, event: object, *, to_host: bool) -> None:
+        self.nbytes = max(self.nbytes, self._arrived.unused_bytes)
 
 
 def pairs(seen: list[Any]) -> Iterator[tuple[Any, Any]]:

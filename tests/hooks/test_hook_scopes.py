@@ -28,9 +28,9 @@ from pp_offload import (
     fine_grained_offloading_group_start,
     offload_modules,
 )
+from pp_offload._core.saved import Resident
 from pp_offload._hooks.hook_scopes import HookScope, saving
 from pp_offload._hooks.regions import all_packs, top_pack
-from pp_offload._core.saved import Resident
 
 WIDTH = 6
 

@@ -36,9 +36,9 @@ from pp_offload import OffloadActivations, OffloadConfig, offload_modules, use_b
 from pp_offload import fine_grained_offloading_group_start as group_start
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._core.saved import Resident
 from pp_offload._hooks.regions import all_packs
 from pp_offload._slices.stand_ins import StandIns
-from pp_offload._core.saved import Resident
 
 CONFIG = OffloadConfig(min_offloaded_tensor_size=1)
 WIDTH = 16

@@ -19,11 +19,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pp_offload._memory.disk import ALIGNMENT, DiskExtent, DiskFile, file_system_of
 from processes import Run, run
 from torch import Tensor
 
 from pp_offload import ClosedError, DiskTierError
-from pp_offload._memory.disk import ALIGNMENT, DiskExtent, DiskFile, file_system_of
 
 
 def some_bytes(nbytes: int, seed: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -25,8 +25,8 @@ from torch.distributed.pipelining import (
 )
 
 from pp_offload import PipelineOffloadManager
+from pp_offload._core.mover import Counts
 from pp_offload.plan import predict, record
-from pp_offload.plan.copies import Moved
 from pp_offload.plan.pipeline import FirstStep
 from pp_offload.plan.rank import NumberRank
 from pp_offload.simulate import PipelineStep, RankStep, run_pipeline
@@ -47,15 +47,13 @@ class Managers:
     """Has the managers of a run, whose totals are asked for before it is over."""
 
     def __init__(self) -> None:
-        self.moved: list[Moved] = []
+        self.moved: list[Counts] = []
 
     @contextmanager
     def ranks(self, managers: Sequence[PipelineOffloadManager]) -> Iterator[None]:
         yield
-        for manager in managers:
-            all_of_it = manager.statistics()
-            names = [one.name for one in fields(Moved)]
-            self.moved.append(Moved(**{name: getattr(all_of_it, name) for name in names}))
+        counts = [manager.wiring.engine.mover.counts for manager in managers]
+        self.moved = [replace(one, stalled_ms=None) for one in counts]
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Compared:
 class Found:
     drawn: Drawn
     ran: list[RankStep]
-    moved: list[Moved]
+    moved: list[Counts]
     tapes: Any
 
     def compared(self) -> Compared:
@@ -89,14 +87,14 @@ class Found:
         compared = self._compared(step, moved)
         return compared.unequal + compared.times + self._other_second_steps(step)
 
-    def _predicted(self) -> tuple[PipelineStep, list[Moved]]:
+    def _predicted(self) -> tuple[PipelineStep, list[Counts]]:
         drawn = self.drawn
-        moved: list[Moved] = []
+        moved: list[Counts] = []
         with patch.object(NumberRank, "ended", noting(moved)):
             step = predict(drawn.order, self.tapes, drawn.hardware, **drawn.options)
         return step, moved
 
-    def _compared(self, step: PipelineStep, moved: list[Moved]) -> Compared:
+    def _compared(self, step: PipelineStep, moved: list[Counts]) -> Compared:
         unequal = [f"moved: {self.moved} in the run, {moved} predicted"] * (self.moved != moved)
         times, gaps = [], [0.0]
         for number, (one, other) in enumerate(zip(self.ran, step.ranks, strict=True)):
@@ -135,7 +133,7 @@ def compare(seeds: Iterable[int], ran: Callable[[int], Found]) -> list[Found]:
     return all_found
 
 
-def noting(moved: list[Moved]) -> Callable[[NumberRank], RankStep]:
+def noting(moved: list[Counts]) -> Callable[[NumberRank], RankStep]:
     ended = NumberRank.ended
 
     def note(rank: NumberRank) -> RankStep:

@@ -33,24 +33,18 @@ from torch.distributed.pipelining import (
 )
 
 from pp_offload import OffloadConfig, config
-from pp_offload._policy.bounds import refill_below
+from pp_offload._core.mover import Counts
 from pp_offload._policy.plan import Plan
 from pp_offload._steps import auto_bounds
-from pp_offload.plan import copies as plan_copies
-from pp_offload.plan import predict, record
-from pp_offload.plan import prefetch as plan_prefetch
+from pp_offload._steps.chunk_queue import ChunkQueue
+from pp_offload._steps.step import StepRecord
+from pp_offload.plan import device, predict, record
 from pp_offload.plan import rank as plan_rank
-from pp_offload.plan import rules as plan_rules
-from pp_offload.plan.bounds import Bounds, Watch
-from pp_offload.plan.chunks import CopyIndex
-from pp_offload.plan.copies import Moved
+from pp_offload.plan.bounds import Bounds
 from pp_offload.plan.device import NumberDevice
-from pp_offload.plan.in_flight import InFlight
-from pp_offload.plan.parts import PartUses, RunningPart, WeightState
-from pp_offload.plan.pending_reloads import PendingReloads
-from pp_offload.plan.prefetch import Prefetcher
-from pp_offload.plan.rules import Rules
-from pp_offload.plan.transfer import Transfer
+from pp_offload.plan.engine import NumberEngine, SharedNumbers
+from pp_offload.plan.places import NumberPlaces
+from pp_offload.plan.tape import Lost
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline
 
 
@@ -167,7 +161,7 @@ def test_without_offload() -> None:
         with ordered_parts():
             step = run_pipeline(*how, peers=drawn.peers, num_steps=1)
             tapes = record(*how, drawn.config)
-        nothing = [Moved() for _ in step.ranks]
+        nothing = [Counts() for _ in step.ranks]
         without = replace(drawn, config=None, num_steps=1)  # type: ignore[arg-type]
         found = Found(without, step.ranks, nothing, tapes)
         assert found.differences() == []
@@ -183,143 +177,29 @@ def test_bounds_do_not_outgrow_the_device() -> None:
 
 def test_steps_are_timed_again_when_more_leaves() -> None:
     """As the engine does, which has the same numbers."""
-    device, bounds = NumberDevice(DEVICES["H100"]), Bounds(OffloadConfig())
+    bounds, config = Bounds(OffloadConfig()), OffloadConfig()
     for sent, is_timed in ((100, True), (100, False), (110, False), (111, True), (111, True)):
-        watch = bounds.watch(device)
-        bounds.choose(watch, kept=(), unused_bytes=None, sent_bytes=sent)
-        assert isinstance(bounds.watch(device), Watch) is is_timed
+        number_device = NumberDevice(DEVICES["H100"])
+        places = NumberPlaces(config, DEVICES["H100"])
+        tier, record = places.tier(number_device, 0.0), StepRecord(ChunkQueue())
+        for what in (sent, None):
+            engine = NumberEngine(number_device, tier, record, config)
+            bounds.watch(engine, number_device)
+            if what is not None:
+                bounds.choose(kept=(), unused_bytes=None, sent_bytes=what)
+        assert bool(engine.observers.copied) is is_timed
 
 
 # Each rule counts
 
 
-class NoTakeBack(Rules):
-    def _deliver(self, one: Any) -> None:
-        one.block.in_flight.pop(one.begin, None)
-        super()._deliver(one)
-
-
-class NoMargin(Rules):
-    def is_next(self, chunk: Any) -> bool:
-        return False
-
-
-class NoCap(InFlight):
-    def keep_bounded(self, last_bytes: int, poll: Any) -> None:
-        poll()
-
-
-class LateFinish(Transfer):
-    def poll(self) -> None:
-        pass
-
-
-class NothingShared(PendingReloads):
-    def share(self, one: Any) -> bool:
-        return False
-
-
-class NothingPassedOn(PendingReloads):
-    def pass_on(self, one: Any, comes_soon: Any) -> None:
-        pass
-
-
-class NothingAhead(Prefetcher):
-    def fill(self) -> None:
-        pass
-
-
-class EarlyRefill(Prefetcher):
-    def refill(self) -> None:
-        self.fill()
-
-
-class OneBatch(Prefetcher):
-    def _load(self, batches: Any, *, is_ahead: bool) -> None:
-        for batch in batches:
-            super()._load([batch], is_ahead=is_ahead)
-
-
-class NextChunkOnly(Prefetcher):
-    def _after(self) -> Any:
-        if self._chunk is not None and self._current is not None:
-            yield from reversed(self._chunk.groups[: self._current.position])
-
-
-class ForgottenBetween(RunningPart):
-    def kept(self, index: int) -> Any:
-        return None
-
-
-class ForgottenOnly(RunningPart):
-    def note(self, index: int) -> Any:
-        super().note(index)
-        return []
-
-
-class NothingForeseen(PartUses):
-    def foreseen(self, key: Any, part: Any) -> Any:
-        return {}
-
-
-class NothingClaimed(WeightState):
-    def claim(self, saved: Any) -> None:
-        pass
-
-
-class SecondPartsUnknown(WeightState):
-    def visits(self) -> Any:
-        return iter(())
-
-
-class ApartOnTheHost(CopyIndex):
-    def share(self, saved: Any) -> Any:
-        return list(saved)
-
-
 FAULTS: dict[str, Callable[..., Any]] = {
-    one.__name__: lambda one=one, name=name, where=where: patch.object(where, name, one)
-    for name, where, some in (
-        ("Rules", plan_rank, (NoTakeBack, NoMargin)),
-        ("Transfer", plan_rank, (LateFinish,)),
-        ("InFlight", plan_copies, (NoCap,)),
-        ("PendingReloads", plan_copies, (NothingShared, NothingPassedOn)),
-        ("Prefetcher", plan_rules, (NothingAhead, EarlyRefill, OneBatch, NextChunkOnly)),
-    )
-    for one in some
-} | {
     "no bounds are chosen": lambda: patch.object(Bounds, "choose", lambda *a, **k: None),
-    "half of the window": lambda: patch.object(
-        plan_prefetch, "refill_below", lambda nbytes: refill_below(nbytes) // 2
-    ),
-    "copied again by each group": lambda: patch.object(plan_rules, "CopyIndex", ApartOnTheHost),
-    "the first plan stays": lambda: patch.object(plan_rank, "make_plan", lambda *a: Plan()),
+    "copied again by each group": lambda: patch.object(SharedNumbers, "add", lambda *a: None),
+    "the first plan stays": lambda: patch.object(StepRecord, "make_plan", lambda *a: Plan()),
+    "a view has what it is of": lambda: patch.dict(plan_rank._TELL, {Lost: lambda *a: None}),
+    "host memory comes back for nothing": lambda: patch.object(device, "ROUNDING_BYTES", 2**40),
 }
-
-
-FAULTS_OF_PARTS: dict[str, Callable[..., Any]] = {
-    one.__name__: lambda one=one, name=name, where=where: patch.object(where, name, one)
-    for one, name, where in (
-        (ForgottenBetween, "RunningPart", plan_rules),
-        (ForgottenOnly, "RunningPart", plan_rules),
-        (NothingForeseen, "PartUses", plan_rank),
-        (NothingClaimed, "WeightState", plan_rules),
-        (SecondPartsUnknown, "WeightState", plan_rules),
-    )
-}
-
-
-@pytest.fixture(scope="module")
-def some_split() -> list[Found]:
-    with patch.object(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 1):
-        return [ran_split(seed) for seed in (0, 1, 5)]
-
-
-@pytest.mark.parametrize("name", FAULTS_OF_PARTS)
-def test_a_fault_in_a_rule_of_parts_shows(name: str, some_split: list[Found]) -> None:
-    with FAULTS_OF_PARTS[name]():
-        assert any(found.differences() for found in some_split)
-    assert not any(found.differences() for found in some_split)
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +218,7 @@ def test_a_fault_in_a_rule_shows(name: str, some: list[Found]) -> None:
 def test_the_figure_of_exactness_counts_a_fault() -> None:
     """And one that ends a run is no pipeline that was compared."""
     rows = [predict_exact.compared(0)]
-    with FAULTS["LateFinish"]():
+    with FAULTS["host memory comes back for nothing"]():
         rows.append(predict_exact.compared(0))
     with patch("beside_engine.predict", side_effect=ZeroDivisionError("once")):
         rows.append(predict_exact.compared(0))

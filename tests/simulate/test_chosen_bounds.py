@@ -23,7 +23,6 @@ from pp_offload._core.stopwatch import Laps, timed_copy, timed_wait
 from pp_offload._policy.bounds import IN_FLIGHT_BYTES
 from pp_offload._steps import auto_bounds
 from pp_offload._steps.manager import Manager
-from pp_offload._steps.old_engine import observers_of
 from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
 
@@ -148,7 +147,7 @@ def test_only_the_first_steps_are_timed(training: Training) -> None:
             training.step()
             counts.append(made)
     assert 0 < counts[0] < counts[1] == counts[4]
-    assert not observers_of(training.manager.offloader).reached
+    assert not training.manager.offloader.observers.reached
 
 
 def test_the_times_are_read_when_they_are_known(training: Training) -> None:

@@ -19,11 +19,11 @@ import pytest
 from draw import programs
 from engines import offload
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from pp_offload._groups.prefetch import Prefetcher
 from programs import Commit, Compute, Enter, Exit, Forward, Options, Program, Step
 from run import Machine
 from steps import no_garbage
 
-from pp_offload._groups.prefetch import Prefetcher
 from pp_offload._policy.plan import Plan
 from pp_offload.simulate import Hardware, VirtualBackend
 from pp_offload.simulate.clocks import VirtualEvent

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket, hand_over
+from pp_offload._transfer.tiers import make_engine
 from test_device import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers
 from torch import Tensor
 from toy import batches, make_model, run_step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket, hand_over
-from pp_offload._transfer.tiers import make_engine
 from pp_offload.simulate import DEVICES, Hardware, VirtualBackend
 from pp_offload.trace import Trace
 

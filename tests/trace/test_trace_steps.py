@@ -25,7 +25,6 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._core.observer import Lap, Observers
 from pp_offload._memory.budget import reserved_bytes
-from pp_offload._steps.old_engine import observers_of
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.errors import NotWhileCapturingError, OffloadError
 from pp_offload.trace import Timeline, Trace, read
@@ -43,7 +42,7 @@ def steps_of(timeline: Timeline | None) -> list[str]:
 
 def num_heard(manager: PipelineOffloadManager) -> int:
     """How many calls its engine's events come to."""
-    observers = observers_of(manager.offloader)
+    observers = manager.offloader.observers
     events = [getattr(observers, event.name) for event in fields(Observers)]
     return len(manager.on_begin) + sum(map(len, events))
 
@@ -147,7 +146,7 @@ def test_a_range_of_steps(tmp_path: Path) -> None:
             for number in range(6):
                 assert path.exists() is (number >= 5), "the reset() of step 4 ends step 3"
                 run_step(model, batches(3, step=number))
-                assert bool(observers_of(manager.offloader).copied) is (number in (2, 3))
+                assert bool(manager.offloader.observers.copied) is (number in (2, 3))
             assert num_heard(manager) == before, "nothing is heard any more"
             written = path.read_bytes()
         assert path.read_bytes() == written
@@ -178,7 +177,7 @@ def test_a_full_trace_says_so_once_and_holds_nothing_half(
                 inputs = batches(3, step=number)
                 expected = run_step(off, inputs, offload=False)
                 assert same_bits(run_step(on, inputs), expected)
-            assert not observers_of(manager.offloader).copied, "nothing is timed now"
+            assert not manager.offloader.observers.copied, "nothing is timed now"
     kinds = check_schema(path, 1)
     num = sum(num for kind, num in kinds.items() if kind != "M")
     assert most / 3 < num <= most

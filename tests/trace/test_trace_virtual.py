@@ -13,7 +13,6 @@ from toy import batches, make_model, run_step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
-from pp_offload._steps.old_engine import observers_of
 from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.trace import Span, Timeline, Trace, read
 from pp_offload.trace.copy_notes import Lanes
@@ -181,7 +180,7 @@ def test_a_trace_changes_no_time_and_no_peak(tmp_path: Path) -> None:
 def test_nobody_listens_to_the_streams_when_it_is_over(tmp_path: Path) -> None:
     backend = VirtualBackend(DEVICES["H100"])
     with use_backend(backend) as manager:
-        observers = observers_of(manager.offloader)
+        observers = manager.offloader.observers
         before = repr(observers)
         with Trace(tmp_path / "out.json"):
             assert backend.compute.heard and repr(observers) != before

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from pp_offload._transfer.disk_direct import DirectDisk
 from test_disk import disk_manager, disk_of, settle
 from torch import Tensor
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, SavedTensorModifiedError, use_backend
-from pp_offload._transfer.disk_direct import DirectDisk
 from pp_offload.testing import SimulatedBackend
 
 

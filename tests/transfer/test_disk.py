@@ -17,6 +17,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
+from pp_offload._memory.buffers import Loan
+from pp_offload._memory.disk import NUM_THREADS, DiskFile
+from pp_offload._transfer.block import Block, BlockState
+from pp_offload._transfer.copies import Copies
+from pp_offload._transfer.disk_direct import DirectDisk
+from pp_offload._transfer.disk_staged import StagedDisk
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.listeners import Listener
+from pp_offload._transfer.on_disk import DiskBlock
+from pp_offload._transfer.ticket import PayloadTicket, Ticket
 from torch import Tensor
 from toy import assert_idle, batches, make_model, run_step, same_bits
 
@@ -30,16 +40,6 @@ from pp_offload import (
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._memory.budget import reserved_bytes
-from pp_offload._memory.buffers import Loan
-from pp_offload._memory.disk import NUM_THREADS, DiskFile
-from pp_offload._transfer.block import Block, BlockState
-from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.disk_direct import DirectDisk
-from pp_offload._transfer.disk_staged import StagedDisk
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.listeners import Listener
-from pp_offload._transfer.on_disk import DiskBlock
-from pp_offload._transfer.ticket import PayloadTicket, Ticket
 from pp_offload.backends import Event, Stream
 
 on_backends = pytest.mark.parametrize("kind", BACKENDS)

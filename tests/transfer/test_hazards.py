@@ -14,6 +14,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import BACKENDS, make_backend
+from pp_offload._memory.disk import DiskFile
+from pp_offload._memory.host import HostMemory
+from pp_offload._memory.unfinished import Unfinished
+from pp_offload._transfer.copies import Copies
+from pp_offload._transfer.engine import TransferEngine
+from pp_offload._transfer.outgoing import PACK_BYTES, packs
+from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket, hand_over
+from pp_offload._transfer.tiers import host_engine
 from processes import HANG_S
 from test_disk import LateThreads, disk_manager, disk_of, tickets_of
 from test_disk_tier import read, some_bytes
@@ -38,16 +46,8 @@ from pp_offload._checkpoint.selective import OpPolicy
 from pp_offload._core.tensors import StorageSet
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._memory.budget import HostBudget, reserved_bytes
-from pp_offload._memory.disk import DiskFile
-from pp_offload._memory.host import HostMemory
 from pp_offload._memory.slabs import SMALLEST_BYTES as SLAB_BYTES
-from pp_offload._memory.unfinished import Unfinished
 from pp_offload._policy.plan import ChunkKey, GroupKey
-from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.outgoing import PACK_BYTES, packs
-from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket, hand_over
-from pp_offload._transfer.tiers import host_engine
 from pp_offload.backends import Backend
 from pp_offload.testing import SimulatedBackend
 from pp_offload.testing.happens_before import VectorClock

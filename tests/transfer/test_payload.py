@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import TWO_BACKENDS, make_backend, on_two_backends
+from pp_offload._transfer.payload import tickets_for
 from torch import Tensor
 
 from pp_offload import ChunkOffloadHandler, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload._core.tensors import Geometry
 from pp_offload._core.group import Group
-from pp_offload._groups.offloader import Offloader
-from pp_offload._transfer.payload import tickets_for
 from pp_offload._core.saved import Resident
 from pp_offload._core.saved import Saved as SavedActivation
+from pp_offload._core.tensors import Geometry
+from pp_offload._groups.offloader import Offloader
 
 pytestmark = pytest.mark.usefixtures("vectors_move")
 

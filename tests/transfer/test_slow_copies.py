@@ -12,7 +12,7 @@ from conftest import make_backend
 from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload.backends import AcceleratorBackend, bare
+from pp_offload.backends import AcceleratorBackend
 
 CYCLES = 50_000_000
 """Some 30 ms."""
@@ -24,7 +24,7 @@ def slow(direction: str, patch: pytest.MonkeyPatch) -> Iterator[PipelineOffloadM
     copy = AcceleratorBackend.copy
 
     def sleep_and_copy(self: AcceleratorBackend, stream: Any, *args: Any) -> None:
-        if bare(stream) is getattr(self, direction):
+        if stream is getattr(self, direction):
             with stream:
                 torch.cuda._sleep(CYCLES)
         copy(self, stream, *args)

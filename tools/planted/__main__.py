@@ -53,7 +53,6 @@ def run(name: str | None, tests: tuple[str, ...]) -> tuple[int, str]:
     command += ["-p", "no:cacheprovider", *(["-p", "planted.plugin"] if name else []), *tests]
     paths = [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PLANTED": name or "", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    env["PP_OFFLOAD_CORE"] = "1"  # edits are of the new core
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG_S
