@@ -138,7 +138,7 @@ class AttachedSchedule:
             self._is_attached = False
             self.manager.num_attached -= 1
             self.manager.step.queue.know_order(())
-            self.manager.offloader.split = None
+            self.manager.offloader.follow_parts(None)
             self.manager.release_idle_memory()
 
     def __enter__(self) -> AttachedSchedule:
@@ -233,7 +233,7 @@ class AttachedSchedule:
         manager = self.manager
         self._keep_modules()
         manager.reset()
-        manager.offloader.split = self._split
+        manager.offloader.follow_parts(self._split)
         manager.step.pipeline_rank = _rank_of(self._stages)
         if self._order.keys or manager.step.queue.is_told:
             manager.step.queue.know_order(self._order.keys, is_told=bool(self._order.keys))

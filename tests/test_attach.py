@@ -259,8 +259,8 @@ def test_an_interrupted_part_of_a_backward_ends(
     """What backward uses later is none of it, and the next step is right."""
     key = ChunkKey(0, 0)
     x = torch.ones(30, device=manager.backend.device, requires_grad=True)
-    split = SplitBackward(manager.offloader.transfer, frozenset([key]), is_keeping=True)
-    manager.offloader.split = split
+    split = SplitBackward(manager.step, frozenset([key]), is_keeping=True)
+    manager.offloader.follow_parts(split)
     for ends in (False, True):
         off_interface.reset()
         off_interface.init_chunk_handler(None, None, 1)

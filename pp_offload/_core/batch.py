@@ -30,8 +30,10 @@ class Delivers(Protocol):
         """A payload on the device, ready for the live compute stream."""
         ...
 
-    def expect_uses(self, batch: Batch, uses: Sequence[int]) -> None:
-        """A part of a backward will use each payload so often. The lock is held."""
+    def expect_uses(
+        self, batch: Batch, uses: Sequence[int], part: frozenset[int] | None = None
+    ) -> None:
+        """A backward will use each payload so often, and its first part only those of ``part``."""
         ...
 
 
@@ -115,7 +117,8 @@ class Batch:
         back: What is on the device again.
         checksums: Of the payloads when they left, with ``verify``.
         later: Of payloads that hold saved tensors of other groups, too: the uses of each group that
-            backward has not reached, by its id; its own, by None.
+            backward has not reached, by its id; its own, by None. And those of the second part of a
+            backward, by the id of who follows the parts.
     """
 
     __slots__ = (
@@ -168,10 +171,12 @@ class Back(weakref.ref[Batch]):
         given: What autograd got, when it was taken out.
         left: How many uses are to come; 0 when it is used up.
         num_away: Payloads that are to be used and are neither on the device nor on their way.
+        part: Where backward comes in two parts, the payloads that the first has still to use; the
+            others are for the second one. None where there is one part, or the first is over.
         sizes: In bytes.
     """
 
-    __slots__ = ("device", "given", "left", "num_away", "reloads", "sizes", "versions")
+    __slots__ = ("device", "given", "left", "num_away", "part", "reloads", "sizes", "versions")
 
     __eq__ = object.__eq__  # equal weak references to one object would be one element of a set
     __hash__ = object.__hash__
@@ -183,6 +188,7 @@ class Back(weakref.ref[Batch]):
     left: list[int]
     sizes: list[int]
     num_away: int
+    part: frozenset[int] | None
 
     @classmethod
     def of(cls, batch: Batch, is_gone: Callable[[Back], None]) -> Back:
@@ -190,10 +196,14 @@ class Back(weakref.ref[Batch]):
         back = cls(batch, is_gone)  # type: ignore[arg-type]
         num = back.num_away = len(batch.sizes)
         back.device, back.reloads, back.given = [None] * num, [None] * num, [None] * num
+        back.part = None
         back.versions, back.left, back.sizes = [-1] * num, batch.uses.copy(), batch.sizes
         return back
 
     def away(self) -> list[int]:
-        """Payloads that are to be used and are neither on the device nor on their way."""
-        left = self.left
-        return [i for i, tensor in enumerate(self.device) if tensor is None and left[i] > 0]
+        """Payloads that this part of backward will use and that are neither on the device nor on
+        their way.
+        """
+        left, part = self.left, self.part
+        away = [i for i, tensor in enumerate(self.device) if tensor is None and left[i] > 0]
+        return away if part is None else [i for i in away if i in part]

@@ -181,8 +181,8 @@ class Group:
         """Payloads that its backward will ask for and that are not on the device, by batch."""
         wanted = []
         batch = None if self.batch is None else self.batch()
-        if batch is not None and batch.back.num_away:
-            wanted.append((batch, batch.back.away()))
+        if batch is not None and batch.back.num_away and (indices := batch.back.away()):
+            wanted.append((batch, indices))
         if self.borrowed and not self.is_used:
             for ref, index in self.borrowed:
                 other = ref()
@@ -195,7 +195,8 @@ class Group:
         batch = None if self.batch is None else self.batch()
         uses = []
         if batch is not None:
-            uses.append((batch, [i for i, left in enumerate(batch.back.left) if left > 0]))
+            part, left = batch.back.part, batch.back.left
+            uses.append((batch, [i for i in part or range(len(left)) if left[i] > 0]))
         if not self.is_used:
             uses += [(batch, [i]) for ref, i in self.borrowed if (batch := ref()) is not None]
         return uses

@@ -558,9 +558,14 @@ class Mover:
                 self.counts.num_taken_back += 1
         return True
 
-    def expect_uses(self, batch: Batch, uses: Sequence[int]) -> None:
-        """A part of a backward will use each payload so often. The lock is held."""
+    def expect_uses(
+        self, batch: Batch, uses: Sequence[int], part: frozenset[int] | None = None
+    ) -> None:
+        """What is left of a backward will use each payload so often, and its first part only those
+        of ``part``. What will not be used is put away. The lock is held.
+        """
         self.arrived.expect_uses(batch.back, uses)
+        batch.back.part = part
 
     def join(self) -> None:
         """Have compute wait for all copies queued so far, as the end of a capture wants."""
@@ -692,7 +697,7 @@ class Arrived:
         self.unused_bytes -= back.sizes[index]
 
     def expect_uses(self, back: Back, uses: Sequence[int]) -> None:
-        """A part of a backward will use each payload so often. What it will not use is put away."""
+        """Each payload will be used so often. What will not be is put away."""
         for index, num in enumerate(uses):
             if num <= 0 and back.device[index] is not None:
                 reload = back.reloads[index]
@@ -700,7 +705,8 @@ class Arrived:
                     self._abandon(back.device[index], reload)
                 self.put_away(back, index)
         back.left = list(uses)
-        back.num_away = len(back.away())
+        left = zip(back.device, uses, strict=True)
+        back.num_away = sum([tensor is None and num > 0 for tensor, num in left])
 
     def give_up(self, back: Back, live: Stream) -> None:
         """Drop what came for another stream than the live one: that one may use it no more."""

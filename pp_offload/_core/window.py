@@ -10,7 +10,8 @@ is filled again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -21,14 +22,36 @@ from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import SMALL_BYTES, refill_below
 
 
+class Visit(Protocol):
+    """Backward comes to a group."""
+
+    @property
+    def batch(self) -> weakref.ref[Batch] | None:
+        """The group's own."""
+        ...
+
+    @property
+    def borrowed(self) -> Sequence[object]:
+        """What it has of other batches."""
+        ...
+
+    def wanted(self) -> list[Wanted]:
+        """Payloads that it will ask for and that are not on the device, by batch."""
+        ...
+
+    def uses(self) -> list[Wanted]:
+        """Payloads that it will ask for, by batch."""
+        ...
+
+
 class Order(Protocol):
     """Knows what backward visits. It steers what comes ahead, and no tensor depends on it."""
 
     num_changes: int
     """Grows whenever there is more to bring ahead than before."""
 
-    def after(self, group: Group) -> Iterator[Group]:
-        """The groups that backward visits behind ``group``, next one first."""
+    def after(self, group: Group) -> Iterator[Visit]:
+        """What backward visits behind ``group``, next one first."""
         ...
 
     def begin(self, group: Group) -> None:
@@ -133,7 +156,8 @@ class Window(Refill):
         mover = self._mover
         together: list[Wanted] = []
         nbytes = 0
-        for visit in chain((group,), self._order.after(group)):
+        visits: Iterable[Visit] = chain((group,), self._order.after(group))
+        for visit in visits:
             own = None if visit.batch is None else visit.batch()
             if not visit.borrowed and (own is None or not own.back.num_away):
                 continue  # nearly always, so without a call
@@ -186,11 +210,13 @@ class Window(Refill):
 
     def comes_soon(self, batch: Batch, index: int) -> bool:
         """Whether backward will ask for a payload again: in this group, in the next one, or within
-        the next window of bytes.
+        the next window of bytes. It was used just now.
         """
-        later = batch.later.get(index)
-        if later is None or batch.back.left[index] > sum(later.values()):
+        later, back = batch.later.get(index), batch.back
+        if later is None or back.left[index] > sum(later.values()):
             return True
+        if back.part is not None:
+            back.part -= {index}
         group, room = self._current, self.bound.nbytes
         for visit in () if group is None else self._order.after(group):
             for other, indices in visit.uses():

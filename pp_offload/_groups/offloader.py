@@ -44,7 +44,7 @@ class Offloader:
         plan: Which groups stay.
         observers: Hear what the engines do.
         delayed: Commits to be done later, in forward order.
-        split: Set by a schedule whose backwards come in two parts.
+        split: Of a schedule whose backwards come in two parts.
     """
 
     def __init__(
@@ -107,6 +107,14 @@ class Offloader:
     def lock(self) -> AbstractContextManager[object]:
         """Held for bookkeeping: NOTE [ One lock ]."""
         return self.engine.mover.lock
+
+    def follow_parts(self, split: SplitBackward | None) -> None:
+        """Backwards come in two parts from now on, or not any more."""
+        if self.split is not None:
+            self.observers.remove(self.split)
+        self.split = split
+        if split is not None:
+            self.observers.add(split)
 
     def commit_delayed(self) -> None:
         """Do the commits that were delayed, in forward order."""

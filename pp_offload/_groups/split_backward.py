@@ -13,11 +13,16 @@ that nothing else comes back for it; a part of which nothing is known gets all.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group
+from pp_offload._core.observer import Observer
+from pp_offload._core.saved import Saved
 from pp_offload._policy.plan import ChunkKey, GroupKey, WeightPassKey
 
 
@@ -36,16 +41,27 @@ class Visited(NamedTuple):
     part: BackwardPass
 
 
-class Running(NamedTuple):
-    """The part that runs."""
+class Running:
+    """The part that runs.
 
-    key: ChunkKey
-    part: BackwardPass
-    batches: Sequence[tuple[int, Batch]]
-    """By position; held, so that what they used is known when the graph is gone."""
+    Args:
+        key: The chunk's.
+        part: Which of the two.
+        batches: Of the chunk, by position; held, so that what they used is known when the graph is
+            gone.
+
+    Attributes:
+        uses: How often it has used each payload, by position and index; the first one first.
+    """
+
+    def __init__(self, key: ChunkKey, part: BackwardPass, batches: dict[int, Batch]) -> None:
+        self.key = key
+        self.part = part
+        self.positions = {batch: position for position, batch in batches.items()}
+        self.uses: Counter[tuple[int, int]] = Counter()
 
 
-class SplitBackward:
+class SplitBackward(Observer):
     """Follows the parts of such chunks.
 
     Args:
@@ -54,26 +70,53 @@ class SplitBackward:
         is_keeping: Whether what both parts use stays on the device in between.
 
     Attributes:
-        used: Which payloads a part used of a group's when it last ran.
+        uses: How often a part used each payload of a group, by index, when it last ran.
+        order: The groups of a stage, by position, as its second part came to them.
     """
 
     def __init__(self, step: Any, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> None:
         self.chunks = chunks
+        self.uses: dict[Visited, dict[int, int]] = {}
+        self.order: dict[int, list[int]] = {}
         self._step = step
         self._is_keeping = is_keeping
-        self.used: dict[Visited, frozenset[int]] = {}
         self._running: Running | None = None
+        self._kept: dict[ChunkKey, dict[tuple[int, int], Tensor]] = {}
+        """What the first part got. The mover gives it out again while it lives."""
 
     def follow(self, group: Group) -> None:
-        """A group left: know what the first part of its backward will use."""
-        if group.key is not None and group.key.chunk in self.chunks:
-            self._expect([group], BackwardPass.INPUT)
+        """A group left: know what each part of its backward will use, as far as that was seen."""
+        batch, key = _batch(group), group.key
+        if batch is None or key is None or key.chunk not in self.chunks:
+            return
+        first = self._seen(key, BackwardPass.INPUT)
+        if first is None:
+            return
+        second = self._seen(key, BackwardPass.WEIGHT) or {}
+        later = {i: num for i, num in second.items() if not (self._is_keeping and i in first)}
+        for index, num in later.items():
+            batch.later.setdefault(index, {})[id(self)] = num
+        indices = range(len(batch.uses))
+        uses = [first.get(index, 0) + later.get(index, 0) for index in indices]
+        batch.mover.expect_uses(batch, uses, frozenset(first))
 
     def begin(self, key: ChunkKey, part: BackwardPass) -> None:
         """A part of a chunk's backward begins."""
-        groups = self._groups(key)
-        batches = [(i, batch) for i, group in enumerate(groups) if (batch := _batch(group))]
+        groups = enumerate(self._groups(key))
+        batches = {position: batch for position, group in groups if (batch := _batch(group))}
         self._running = Running(key, part, batches)
+
+    def used(self, saved: Saved, payload: Tensor) -> None:
+        """See :meth:`Observer.used`."""
+        running = self._running
+        position = None if running is None else running.positions.get(saved.batch)
+        if running is None or position is None:
+            return
+        running.uses[position, saved.index] += 1
+        if self._is_keeping and running.part is BackwardPass.INPUT:
+            later = Visited(running.key.vp_stage, position, BackwardPass.WEIGHT)
+            if saved.index in self.uses.get(later, ()):
+                self._kept.setdefault(running.key, {})[position, saved.index] = payload
 
     def stop(self) -> None:
         """The part that runs ended by an exception, and teaches nothing."""
@@ -84,36 +127,45 @@ class SplitBackward:
         running, self._running = self._running, None
         if running is None:
             return
-        key, part, batches = running
-        for position, batch in batches:
-            left = batch.back.left
-            used = [i for i, uses in enumerate(batch.uses) if left[i] < uses]
-            self.used[Visited(key.vp_stage, position, part)] = frozenset(used)
+        key, part = running.key, running.part
+        for position in running.positions.values():
+            uses = {index: num for (other, index), num in running.uses.items() if other == position}
+            self.uses[Visited(key.vp_stage, position, part)] = uses
         if part is BackwardPass.INPUT:
-            self._expect(self._groups(key), BackwardPass.WEIGHT)
+            self._expect_second(key)
+        else:
+            order = list(dict.fromkeys(position for position, _ in running.uses))
+            before = self.order.get(key.vp_stage, [])
+            if not set(order) < set(before):  # groups may have stayed in this chunk
+                self.order[key.vp_stage] = order
+            self._kept.pop(key, None)
 
     def clear(self) -> None:
-        """The step is over: no part runs."""
+        """The step is over: no part runs, and nothing is kept for one."""
         self._running = None
+        self._kept.clear()
 
-    def _expect(self, groups: Iterable[Group], part: BackwardPass) -> None:
-        """What the part will use is to come, and nothing else."""
-        for group in groups:
+    def _expect_second(self, key: ChunkKey) -> None:
+        """The second part will use what it used before, and is not kept for it; or else all."""
+        kept = self._kept.get(key, {})
+        for position, group in enumerate(self._groups(key)):
             batch = _batch(group)
             if batch is None or group.key is None:
                 continue
-            uses = self._uses(group.key, batch, part)
+            for later in batch.later.values():
+                later.pop(id(self), None)
+            second = self._seen(group.key, BackwardPass.WEIGHT)
+            uses = list(batch.uses)
+            if second is not None:
+                uses = [second.get(index, 0) for index in range(len(uses))]
+            for index in range(len(uses)):
+                if (position, index) in kept:
+                    uses[index] = 0
             batch.mover.expect_uses(batch, uses)
 
-    def _uses(self, key: GroupKey, batch: Batch, part: BackwardPass) -> list[int]:
-        """How often the part will use each payload; with those of both where it stays between."""
-        stage, position = key.chunk.vp_stage, key.position
-        used = self.used.get(Visited(stage, position, part))
-        uses = [num if used is None or i in used else 0 for i, num in enumerate(batch.uses)]
-        if self._is_keeping and part is BackwardPass.INPUT:
-            later = self.used.get(Visited(stage, position, BackwardPass.WEIGHT), frozenset())
-            uses = [num + batch.uses[i] * (i in later and num > 0) for i, num in enumerate(uses)]
-        return uses
+    def _seen(self, key: GroupKey, part: BackwardPass) -> dict[int, int] | None:
+        """How often a part used each payload in the last chunk of the same stage."""
+        return self.uses.get(Visited(key.chunk.vp_stage, key.position, part))
 
     def _groups(self, key: ChunkKey) -> Sequence[Group]:
         chunk = self._step.chunk(key)
@@ -126,20 +178,61 @@ class WeightPass:
     Args:
         key: The chunk's.
         groups: The chunk's.
-        split: Not needed: what is to come is noted with each batch.
+        split: Knows what it will use.
     """
 
     def __init__(self, key: ChunkKey, groups: Sequence[Group], split: SplitBackward) -> None:
         self.key = WeightPassKey(key)
         self._groups = groups
+        self._split = split
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
         """Whether it has nothing to visit. With a name always, for it has no groups of its own."""
         return name is not None or not self._groups
 
-    def visits(self) -> Iterator[Group]:
-        """The chunk's groups in the order in which backward visits them."""
-        return reversed(self._groups)
+    def visits(self) -> Iterator[WeightVisit]:
+        """The chunk's groups in the order in which it will come to them: none, before it is known.
+
+        Not that of the first part: PyTorch goes through the parameters.
+        """
+        stage = self.key.chunk.vp_stage
+        for position in self._split.order.get(stage, ()):
+            if position < len(self._groups):
+                used = self._split.uses[Visited(stage, position, BackwardPass.WEIGHT)]
+                yield WeightVisit(self._groups[position], used)
+
+
+class WeightVisit:
+    """The second part comes to a group.
+
+    Args:
+        group: The group.
+        used: Which of its payloads this part used last time.
+    """
+
+    borrowed = ()
+
+    def __init__(self, group: Group, used: Container[int]) -> None:
+        self.batch = group.batch
+        self._used = used
+
+    def wanted(self) -> list[tuple[Batch, list[int]]]:
+        """What it will ask for, is not on the device, and is not brought for the first part."""
+        wanted = []
+        for batch, indices in self.uses():
+            first, device = batch.back.part or (), batch.back.device
+            away = [index for index in indices if device[index] is None and index not in first]
+            if away:
+                wanted.append((batch, away))
+        return wanted
+
+    def uses(self) -> list[tuple[Batch, list[int]]]:
+        """What it will ask for, by batch."""
+        batch = None if self.batch is None else self.batch()
+        if batch is None:
+            return []
+        left = enumerate(batch.back.left)
+        return [(batch, [index for index, num in left if num > 0 and index in self._used])]
 
 
 def _batch(group: Group) -> Batch | None:

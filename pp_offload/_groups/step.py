@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pp_offload._core.group import Group
+from pp_offload._core.window import Visit
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._policy.plan import ChunkKey
 
@@ -35,7 +36,7 @@ class Step:
         """Whether backward certainly runs ``chunk`` next."""
         return False
 
-    def after(self, group: Group) -> Iterator[Group]:
+    def after(self, group: Group) -> Iterator[Visit]:
         """What backward visits behind ``group``, next one first."""
         return iter(())
 

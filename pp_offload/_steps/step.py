@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pp_offload._core.group import Group
+from pp_offload._core.window import Visit
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
 from pp_offload._groups.step import Step
@@ -69,8 +70,9 @@ class StepRecord(Step):
         self._forward[chunk.key] = chunk
         self.queue.stage(chunk, self.vp_size, chunk.vp_stage)
         if split is not None and chunk.key in split.chunks:
-            self._weight_passes[chunk.key] = one = WeightPass(chunk.key, chunk.groups, split)
-            self.queue.push(one)
+            weight_pass = WeightPass(chunk.key, chunk.groups, split)
+            self._weight_passes[chunk.key] = weight_pass
+            self.queue.push(weight_pass)
         return chunk.key
 
     def is_next(self, chunk: Chunk) -> bool:
@@ -135,7 +137,7 @@ class StepRecord(Step):
         """The chunk of this step with this key, once its first group has started."""
         return self._forward.get(key)
 
-    def after(self, group: Group) -> Iterator[Group]:
+    def after(self, group: Group) -> Iterator[Visit]:
         """What is left of the chunk, such as its earlier groups, last first; then the queue."""
         chunk = self._chunk_of(group)
         if self.weight_pass is not None:

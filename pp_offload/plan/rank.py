@@ -120,7 +120,7 @@ class NumberRank:
         self.turns = self._turns_of(order)
         self._order = [key for turn in self.turns if (key := _goes_backward(turn)) is not None]
         self._split = frozenset(one.chunk for one in self._order if isinstance(one, WeightPassKey))
-        self._used: dict[Visited, frozenset[int]] = {}
+        self._used: dict[Visited, dict[int, int]] = {}
         self._next = len(self.turns)
 
     def _turns_of(self, order: PipelineOrder) -> list[Turn]:
@@ -184,7 +184,8 @@ class NumberRank:
         self._bounds.hold(engine)
         is_keeping = config.split_backward == "keep"
         split = SplitBackward(record, self._split, is_keeping=is_keeping)
-        split.used = self._used
+        split.uses = self._used
+        engine.observers.add(split)
         return _Step(device, NumberOffloader(engine, record, self._plan, split), messages)
 
     def _learn(self, step: _Step) -> None:

@@ -247,7 +247,8 @@ class OffloadGroups(Offload):
             keys = frozenset(
                 ChunkKey(stage, m) for stage in range(len(program.stages)) for m in range(20)
             )
-            self.offloader.split = SplitBackward(self.manager.step, keys, is_keeping=is_keeping)
+            split = SplitBackward(self.manager.step, keys, is_keeping=is_keeping)
+            self.offloader.follow_parts(split)
         return self
 
     def reset(self) -> None:

@@ -46,7 +46,7 @@ def tell(manager: PipelineOffloadManager, delay: int) -> None:
     manager.step.queue.know_order(keys, is_told=True)
     chunks = frozenset(ChunkKey(0, m) for m in range(MICROBATCHES))
     is_keeping = manager.config.split_backward == "keep"
-    manager.offloader.split = SplitBackward(manager.step, chunks, is_keeping=is_keeping)
+    manager.offloader.follow_parts(SplitBackward(manager.step, chunks, is_keeping=is_keeping))
 
 
 def run_step(
@@ -106,7 +106,10 @@ def inputs_of(step: int, device: torch.device) -> list[Tensor]:
 def test_the_second_part_is_foreseen(kind: str, policy: str, delay: int) -> None:
     window = 4 * GROUP_BYTES
     config = OffloadConfig(
-        min_offloaded_tensor_size=1, prefetch_bytes=window, split_backward=policy
+        min_offloaded_tensor_size=1,
+        prefetch_bytes=window,
+        max_in_flight_bytes=0,  # or nothing has left when it is needed
+        split_backward=policy,
     )
     with use_backend(make_backend(kind), config=config) as manager:
         on, off = both(manager.backend.device)
@@ -204,7 +207,7 @@ def test_what_is_kept_goes_with_the_second_part_or_the_step(ends: str) -> None:
             y = model(leaf).square().mean()
             with part(manager, 0, BackwardPass.INPUT):
                 torch.autograd.grad(y, leaf, retain_graph=True)
-            kept = [weakref.ref(one.tensor) for one in kept_of(manager)]
+            kept = list(map(weakref.ref, kept_of(manager)))
             if ends == "without" and kept:
                 manager.reset()
             else:
@@ -214,6 +217,6 @@ def test_what_is_kept_goes_with_the_second_part_or_the_step(ends: str) -> None:
 
 
 def kept_of(manager: PipelineOffloadManager) -> list[Any]:
-    split = manager.wiring.offloader.split
+    split = manager.offloader.split
     assert split is not None
-    return [one for kept in split._kept.values() for one in kept.values()]
+    return [tensor for kept in split._kept.values() for tensor in kept.values()]
