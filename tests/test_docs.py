@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pp_offload._transfer.block import MOVES, BlockState
 from test_layers import FILES, RANK
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -545,40 +544,14 @@ def test_the_table_of_layers_is_true() -> None:
     assert [name for row in rows for name in row] == [name for name in RANK if name]
 
 
-def test_the_diagram_has_every_folder() -> None:
-    diagram = section("architecture", "Folders").split("```")[1]
-    words = re.findall(r"\w+", diagram)
-    assert all(words.count(name) == 1 for name in RANK if name)
-
-
 def test_every_term_of_the_glossary_is_in_the_code() -> None:
     text = "\n".join(path.read_text() for path in FILES.values())
     words = re.sub(r"[\s_#-]+", " ", text).lower()
     terms = re.findall(r"^\| ([\w ]+) \|", section("architecture", "Glossary"), flags=re.MULTILINE)
-    assert terms[0] == "term" and len(terms) > 20
+    assert terms[0] == "term" and len(terms) > 10
     assert terms[1:] == sorted(terms[1:])
     missing = [term for term in terms[1:] if not re.search(rf"\b{term}s?\b", words)]
     assert not missing
-
-
-def test_the_table_of_moves_is_that_of_the_code() -> None:
-    found: dict[BlockState, set[BlockState]] = {}
-    state = BlockState.NOWHERE
-    for line in section("architecture", "The life of one tensor").splitlines():
-        cells = [cell.strip(" `") for cell in line.split("|")[1:-1]]
-        if len(cells) == 4 and (not cells[0] or cells[0] in BlockState.__members__):
-            if cells[0]:
-                state = BlockState[cells[0]]
-                assert cells[1] == state.value
-            found.setdefault(state, set()).update({BlockState[cells[2]]} if cells[2] else ())
-    assert found == MOVES
-
-
-def test_the_quiz_has_an_answer_to_each_question() -> None:
-    questions, answers = section("architecture", "Quiz").split("<details>")
-    assert len(re.findall(r"^\d+\. ", questions, flags=re.MULTILINE)) == 10
-    rooms = re.findall(r"^\d+\. `(\w+)`$", answers, flags=re.MULTILINE)
-    assert len(set(rooms)) == 10 and set(rooms) <= set(RANK)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -21,7 +21,6 @@ ROWS = [
     ("backends",),
     ("_memory",),
     ("_core",),
-    ("_transfer",),
     ("_groups",),
     ("_steps",),
     ("_activations", "_checkpoint", "_slices", "_megatron"),
@@ -42,9 +41,6 @@ ROWS = [
 
 RANK = {room: rank for rank, room in enumerate(room for row in ROWS for room in row)}
 
-UNTIL_THE_SWITCH = {"_core.switch", "_core.offloader"}
-"""They put the core in the place of the old engine, which is above it, and go with that."""
-
 FACADES = {"fine_grained_activation_offload", "compat.megatron", "activations", ""}
 """They give names to the user and hold no logic, so importing anything is their work."""
 
@@ -63,21 +59,18 @@ ORDERS_COPIES = {
     "_core.in_flight",
     "_core.mover",
     "_megatron.graph_state",
+    "_megatron.group",
     "_core.stopwatch",
     "_slices.plain_copies",
-    "_transfer.copies",
-    "_transfer.in_flight",
-    "_transfer.pending_reloads",
-    "_transfer.stopwatch",
 }
 """Beside the backends themselves, the simulated one, the virtual one and that of numbers."""
 
 ONE_JOB = [
-    ("_transfer.engine", "TransferEngine"),
+    ("_core.engine", "Engine"),
+    ("_core.mover", "Mover"),
     ("_steps.manager", "Manager"),
     ("_groups.chunk", "Chunk"),
-    ("_groups.group", "Group"),
-    ("_groups.offloader", "Offloader"),
+    ("_core.group", "Group"),
     ("_groups.offloader", "Offloader"),
 ]
 
@@ -146,7 +139,7 @@ def test_every_row_names_what_exists() -> None:
 
 def test_a_folder_imports_from_below() -> None:
     """And from itself."""
-    for name in set(FILES) - UNTIL_THE_SWITCH:
+    for name in set(FILES):
         for other in set(imported(name)):
             is_below = RANK[room(other)] < RANK[room(name)]
             assert is_below or room(other) == room(name), f"{name} imports {other}"
