@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._memory.checksum import checksum
-from pp_offload._memory.disk import NUM_THREADS, DiskEvent, DiskFile
+from pp_offload._memory.disk_file import NUM_THREADS, DiskFile, DiskWrite
 
 MIB = 2**20
 SIZES_MIB = (1, 4, 16, 64)
@@ -82,27 +82,27 @@ class Plain:
 class Tier:
     """Ours."""
 
-    def __init__(self, directory: Path, nbytes: list[int]) -> None:
-        self._tier = DiskFile(directory)
-        self._nbytes = nbytes
-        self._extents = [self._tier.allocate(n) for n in nbytes]
+    def __init__(self, directory: Path) -> None:
+        self._file = DiskFile(directory)
+        self._writes: list[DiskWrite] = []
 
     def write(self, buffers: list[Tensor]) -> None:
-        pairs = zip(self._extents, buffers, strict=True)
-        DiskEvent.all_of([self._tier.write(extent, data) for extent, data in pairs]).synchronize()
-        assert all(extent.failure is None for extent in self._extents)
+        self._writes = [self._file.write([data]) for data in buffers]
+        for write in self._writes:
+            write.synchronize()
+            assert write.failure is None
 
     def read(self, buffers: list[Tensor]) -> None:
-        pairs = zip(self._extents, buffers, strict=True)
-        DiskEvent.all_of([self._tier.read(extent, data) for extent, data in pairs]).synchronize()
+        pairs = zip(self._writes, buffers, strict=True)
+        for event in [self._file.read_into(write, [data]) for write, data in pairs]:
+            event.synchronize()
 
     def clear(self) -> None:
-        self._extents.clear()
-        self._extents = [self._tier.allocate(n) for n in self._nbytes]
+        self._writes.clear()
 
     @property
     def fd(self) -> int:
-        return self._tier._file.fd
+        return self._file._file.fd
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -121,7 +121,7 @@ def measure(directory: Path, total_mib: int, rounds: int, log: Log) -> dict[str,
     while sum(nbytes) < total_mib * MIB:
         nbytes.append(SIZES_MIB[len(nbytes) % len(SIZES_MIB)] * MIB)
     sources = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in nbytes]
-    ways = {"plain": Plain(directory, nbytes), "tier": Tier(directory, nbytes)}
+    ways = {"plain": Plain(directory, nbytes), "tier": Tier(directory)}
     log(f"{sum(nbytes) / MIB:.0f} MiB in buffers of {SIZES_MIB} MiB, {NUM_THREADS} threads")
     figures = {}
     for key, title, is_synced in (

@@ -1,7 +1,7 @@
 """How much host memory the engine holds for what it must, and what its pool costs.
 
-For every shape of the zoo a few 1F1B steps are run through the transfer engine: payloads of several
-layers and microbatches go to the host, and come back last layer first. Beside it, for the same
+For every shape of the zoo a few 1F1B steps take and return what groups of several layers and
+microbatches need, last layer first. Beside it, for the same
 sizes, what a pool of exact shapes would hold, and what rounding every tensor to a power of two
 would, as PyTorch's pinned allocator does.
 
@@ -9,14 +9,14 @@ would, as PyTorch's pinned allocator does.
 
 Figures
     footprint_ratio              host bytes held after four steps / bytes live at the peak; the
-                                 largest over the zoo, each shape in a fresh engine
+                                 largest over the zoo, each shape in a fresh pool
     allocations_after_first_step how often the system was asked after the first step, all shapes
     free_slope                   time to take and give back with 10^4 buffers live / with 10^2, of
-                                 sizes seen before; the larger one of the engine's tier and of
+                                 sizes seen before; the larger one of the engine's pool and of
                                  GPUTensorPool
 
-Copies are made at once here, so memory that a late copy still uses plays no part, and neither does
-what a pinned allocator keeps.
+Nothing is copied, so memory that a late copy still uses plays no part, and neither does what a
+pinned allocator keeps.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from shape_zoo import Shape, shape_zoo
 
-from pp_offload import CpuBackend, GPUTensorPool
-from pp_offload._memory.host import HostMemory
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.ticket import PayloadTicket, Ticket, hand_over
-from pp_offload._transfer.tiers import host_engine
+from pp_offload import GPUTensorPool
+from pp_offload._memory.host_pool import HostPool
 
 NUM_LAYERS = 4
 NUM_MICROBATCHES = 8
@@ -50,6 +49,8 @@ NUM_SIZES = 11
 
 FOOTPRINT_TARGET = 1.03
 SLOPE_TARGET = 1.2
+
+allocate = partial(torch.empty, dtype=torch.uint8)
 
 Log = Callable[[str], None]
 Microbatch = list[list[int]]
@@ -90,65 +91,53 @@ def power_of_two(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length()
 
 
-def run_step(
-    engine: TransferEngine, microbatches: Iterable[Microbatch], baselines: Baselines
-) -> None:
+class Owner:
+    """Whoever has this has the memory of a group."""
+
+    def __init__(self, pool: HostPool, sizes: list[int]) -> None:
+        self.host = pool.take(sizes, self)
+
+
+def run_step(pool: HostPool, microbatches: Iterable[Microbatch], baselines: Baselines) -> None:
     """1F1B: some forwards ahead, then a backward for every forward."""
-    waiting: deque[list[list[Ticket]]] = deque()
+    waiting: deque[list[Owner]] = deque()
 
     def backward() -> None:
-        for tickets in reversed(waiting.popleft()):
-            for ticket in reversed(tickets):
-                engine.deliver(ticket)
-                baselines.give(ticket.nbytes)
-            tickets.clear()
+        owners = waiting.popleft()
+        while owners:
+            for nbytes in owners.pop().host.sizes:
+                baselines.give(nbytes)
 
     for microbatch in microbatches:
-        waiting.append([])
-        for sizes in microbatch:
-            waiting[-1].append(offload(engine, sizes))
-            for nbytes in sizes:
-                baselines.take(nbytes)
+        waiting.append([Owner(pool, sizes) for sizes in microbatch])
+        for nbytes in chain(*microbatch):
+            baselines.take(nbytes)
         if len(waiting) == IN_FLIGHT:
             backward()
     while waiting:
         backward()
-    engine.compact()
-
-
-def offload(engine: TransferEngine, sizes: list[int]) -> list[Ticket]:
-    """A group of payloads of these sizes, on the host."""
-    tickets = []
-    for nbytes in sizes:
-        payload = torch.empty(nbytes, dtype=torch.uint8)
-        tickets.append(PayloadTicket(engine, "layer", payload, (), payload.untyped_storage()))
-    engine.offload(tickets)
-    hand_over(tickets)
-    return tickets
+    pool.settle()
 
 
 def measure_footprint(shape: Shape) -> dict[str, float]:
     """Bytes held for one shape, after steps whose experts, if any, change."""
     draw = random.Random(0)
-    backend = CpuBackend(inline_bytes=2**60)
-    host = HostMemory(backend.allocate_host)
-    engine, baselines = host_engine(backend, host, 2**40), Baselines()
+    pool, baselines = HostPool(allocate), Baselines()
     asked = []
     for _ in range(NUM_STEPS):
         step = [
             [shape.layer_bytes(draw) for _ in range(NUM_LAYERS)] for _ in range(NUM_MICROBATCHES)
         ]
-        run_step(engine, step, baselines)
-        asked.append(host.statistics().num_allocations)
+        run_step(pool, step, baselines)
+        asked.append(pool.num_allocations)
     peak = baselines.peak_bytes
     figures = {
         "peak_mib": peak / 2**20,
-        "ours": host.statistics().reserved / peak,
+        "ours": pool.reserved_bytes / peak,
         "exact_shapes": baselines.exact_shapes_bytes / peak,
         "powers_of_two": baselines.rounded_peak / peak,
         "allocations": asked[-1] - asked[0],
     }
-    engine.close()
     return figures
 
 
@@ -173,17 +162,17 @@ def take_and_give_ns(make: Callable[[int], Callable[[], None]], seconds: float) 
         gc.enable()
 
 
-def live_tier(live: int) -> Callable[[], None]:
-    """A tier with buffers of many sizes live, half of what it ever held."""
-    tier = HostMemory(lambda n: torch.empty(n, dtype=torch.uint8))
-    held = deque(tier.allocate(512 * (1 + i % NUM_SIZES)) for i in range(2 * live))
+def live_groups(live: int) -> Callable[[], None]:
+    """The engine's pool with groups of many sizes live, half of what it ever held."""
+    pool = HostPool(allocate)
+    held = deque(Owner(pool, [512 * (1 + i % NUM_SIZES)]) for i in range(2 * live))
     for _ in range(live):
         held.popleft()
         held.rotate(-1)
     sizes = iter(range(10**9))
 
     def work() -> None:
-        held.append(tier.allocate(512 * (1 + next(sizes) % NUM_SIZES)))
+        held.append(Owner(pool, [512 * (1 + next(sizes) % NUM_SIZES)]))
         held.popleft()
 
     return work
@@ -230,7 +219,7 @@ def measure(factor: int, seconds: float, log: Log) -> dict[str, Any]:
 
     log("\ntake one more and give one back, by how many are live, in us")
     slopes = {}
-    for name, make in (("host tier", live_tier), ("GPUTensorPool", live_pool)):
+    for name, make in (("host pool", live_groups), ("GPUTensorPool", live_pool)):
         least = take_and_give_ns(make, seconds)
         slopes[name] = least[10_000] / least[100]
         log(

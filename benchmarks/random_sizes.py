@@ -1,6 +1,6 @@
 """What taking a host buffer costs after many steps, where no two steps have the same sizes.
 
-A step takes buffers of random sizes, gives all or most of them back, and compacts the memory, as
+A step takes buffers of random sizes, gives all or most of them back, and settles the memory, as
 the engine does between steps. Each copy out of a buffer is noted in it when it is given back.
 
     python benchmarks/random_sizes.py --json random_sizes.json
@@ -14,10 +14,9 @@ Figures
 Cases
     done         copies have ended when a buffer is given back
     under way    copies do not end at all, as if the host ran ahead of the device for ever
-    not compact  as done, but the memory is never compacted
+    not settled  as done, but the memory is never settled
     some live    as done, but a few buffers live for two more steps, and order is random
     experts      as under way, but the sizes split one sum at random
-    in one piece as done, but no buffer is made of several pieces
 """
 
 from __future__ import annotations
@@ -28,16 +27,13 @@ import json
 import random
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pp_offload._memory.buffers import Loan
-from pp_offload._memory.host import HostMemory
-from pp_offload._memory.unfinished import Unfinished
+from pp_offload._memory.host_pool import HostBytes, HostPool
 
 NUM_BUFFERS = 64
 SMALLEST, LARGEST = 10, 22
@@ -66,15 +62,22 @@ class Copy:
         self.has_ended = True
 
 
+class Owner:
+    """Whoever has this has its memory."""
+
+    __slots__ = ("__weakref__", "host")
+
+    host: HostBytes
+
+
 @dataclass(frozen=True)
 class Case:
     """How the buffers of a step are used."""
 
     copies_end: bool = True
-    is_compacted: bool = True
+    is_settled: bool = True
     some_live: bool = False
     is_split: bool = False
-    may_split: bool = True
 
     def sizes(self, draw: random.Random) -> list[int]:
         """Of one step."""
@@ -88,10 +91,9 @@ class Case:
 CASES = {
     "done": Case(),
     "under way": Case(copies_end=False),
-    "not compact": Case(is_compacted=False),
+    "not settled": Case(is_settled=False),
     "some live": Case(some_live=True),
     "experts": Case(copies_end=False, is_split=True),
-    "in one piece": Case(may_split=False),
 }
 
 
@@ -101,26 +103,28 @@ class Steps:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.draw = random.Random(0)
-        self.memory = HostMemory(allocate, may_split=case.may_split)
-        self.alive: deque[list[Loan]] = deque([[], []])
+        self.pool = HostPool(allocate)
+        self.alive: deque[list[Owner]] = deque([[], []])
 
     def step(self) -> float:
         """Seconds of a take."""
         sizes = self.case.sizes(self.draw)
         begin = time.perf_counter()
-        held = [self.memory.allocate(nbytes) for nbytes in sizes]
+        held = []
+        for nbytes in sizes:
+            owner = Owner()
+            owner.host = self.pool.take([nbytes], owner)
+            held.append(owner)
         spent = time.perf_counter() - begin
-        for loan in held:
-            loan.buffer.last_use = Copy(has_ended=self.case.copies_end)
-            loan.buffer.before = ()  # the copy waited for them
-        del loan
+        for owner in held:
+            owner.host.last_use = Copy(has_ended=self.case.copies_end)
+        del owner
         self._give_back(held)
-        if self.case.is_compacted:
-            with suppress(Unfinished):
-                self.memory.compact()
+        if self.case.is_settled:
+            self.pool.settle()
         return spent / len(sizes)
 
-    def _give_back(self, held: list[Loan]) -> None:
+    def _give_back(self, held: list[Owner]) -> None:
         if self.case.some_live:
             self.draw.shuffle(held)
             self.alive.append(held[:NUM_LIVE])

@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from pp_offload._groups.prefetch import Prefetcher
-from pp_offload._transfer.copies import Copies
-from pp_offload._transfer.verify import Verifier
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
@@ -37,6 +34,9 @@ from pp_offload import (
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._core.mover import Mover
+from pp_offload._core.verify import Verifier
+from pp_offload._core.window import Window
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory import disk_file
@@ -87,9 +87,9 @@ LISTENED = {
         step, "make_plan", "config", plans_with(activation_offload_fraction=0.5)
     ),
     "plan": Listened(step, "make_plan", "config", lambda config: config.offload_plan is not None),
-    "max_in_flight_bytes": Listened(Copies, "__init__", "max_in_flight_bytes", 12345),
-    "prefetch_bytes": Listened(Prefetcher, "__init__", "window_bytes", 54321),
-    "device_budget_bytes": Listened(Prefetcher, "limit", "most_bytes", 2**19 + 1),
+    "max_in_flight_bytes": Listened(Mover, "__init__", "max_in_flight_bytes", 12345),
+    "prefetch_bytes": Listened(Window, "__init__", "window_bytes", 54321),
+    "device_budget_bytes": Listened(Bound, "limit", "most", 2**19 + 1),
     "device_limit_bytes": Listened(
         DeviceRoom, "__init__", "config", lambda config: config.device_limit_bytes == 2**20 + 3
     ),

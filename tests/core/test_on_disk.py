@@ -168,7 +168,7 @@ def test_host_memory_is_kept_until_it_is_copied_from(
         gate = Gate(monkeypatch)
         y = group(group(h, torch.sin, name="third"), torch.cos, name="fourth")
         settle(manager)
-        places = [ref() for ref in manager.wiring.transfer.tiers[0].writing]
+        places = [ref() for ref in manager.offloader.engine.mover.tier.writing]
         gate.gate.set()
         for place in places:
             place.written().synchronize()  # and nothing has asked the engine since

@@ -22,7 +22,7 @@ from emulated.programs import Program
 
 MOVER, ARRIVED = "_core/mover:Mover", "_core/mover:Arrived"
 IN_FLIGHT, STREAMS = "_core/in_flight:InFlight", "_core/in_flight:ComputeStreams"
-CHUNK, POOL = "_core/chunk:Chunk", "_memory/host_pool:HostPool"
+CHUNK, POOL = "_groups/chunk:Chunk", "_memory/host_pool:HostPool"
 DISK, FILE = "_core/disk", "_memory/disk_file:DiskFile"
 PLAIN = "_slices/plain_copies:PlainCopies"
 
@@ -159,7 +159,7 @@ CASES: dict[str, Case] = {
     ),
     "after an exception the next one waits for them": (
         programs.engine_torn,
-        Fault("_core/offloader:Offloader.renew_if_torn", "self.backend.synchronize()"),
+        Fault("_groups/offloader:Offloader.renew_if_torn", "self.backend.synchronize()"),
     ),
     "a source is taken back on its own stream": (
         programs.taken_back_on_another_stream,
@@ -252,7 +252,7 @@ BY_OTHERS = {
     f"{MOVER}.__del__": "nobody reads what these copies bring; but a GPU may unmap what is freed",
     f"{MOVER}.join": "a copy stream waits for compute only to be part of a capture",
     f"{MOVER}.synchronize": PINNED,
-    "_core/offloader:Transfer.release_idle": PINNED,
+    "_groups/offloader:Offloader.trim": PINNED,
     "_core/engine:Engine.check_freed": "it reports what is in use, and frees nothing",
     "_core/engine:Engine.send": "until there is room; else it would ask again and again",
     f"{MOVER}.poll": "the same question, so that this never blocks",
@@ -274,6 +274,7 @@ nobody does.
 PACKAGE = Path(pp_offload.__file__).parent
 ORDERING = (
     *sorted(f"_core/{path.stem}" for path in (PACKAGE / "_core").glob("*.py")),
+    "_groups/offloader",
     "_memory/host_pool",
     "_memory/disk_file",
     "_slices/plain_copies",

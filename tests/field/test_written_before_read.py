@@ -50,8 +50,8 @@ def test_no_byte_to_spare(kind: str) -> None:
                 if step == 0:
                     manager.reset()
                     before = manager.statistics()
-                    source = manager.offloader.transfer.tiers[0].host.source
-                    source.budget = HostBudget(reserved_bytes())  # not a byte more
+                    pool = manager.offloader.engine.mover.tier.pools[0]
+                    pool._budget = HostBudget(reserved_bytes())  # not a byte more
             after = manager.statistics()
             assert after.host_bytes_reserved <= before.host_bytes_reserved
             assert after.host_allocations == before.host_allocations
