@@ -18,8 +18,7 @@ from pp_offload._core.disk import Disk, DiskTier
 from pp_offload._core.tiers import HostTier, Tier
 from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.disk_file import DiskFile
-from pp_offload._memory.host_pool import HostPool
-from pp_offload._memory.slabs import Allocate
+from pp_offload._memory.host_pool import Allocate, HostPool
 from pp_offload._policy.bound import Bound
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig, add_tier_name

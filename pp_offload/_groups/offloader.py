@@ -22,7 +22,7 @@ from pp_offload._core.tier_chain import make_tier
 from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._groups.step import Step
-from pp_offload._memory.slabs import Allocate
+from pp_offload._memory.host_pool import Allocate
 from pp_offload._policy.bounds import left_of_budget
 from pp_offload._policy.plan import Plan
 from pp_offload.backends import Backend, default_backend

@@ -22,6 +22,11 @@ class FreeRanges:
         self._starts: list[int] = []
         self._sizes: list[int] = []
 
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest range."""
+        return max(self._sizes, default=0)
+
     def take(self, nbytes: int) -> int | None:
         """Start of a range of ``nbytes``, now taken; None if no free range is long enough."""
         for index, size in enumerate(self._sizes):

@@ -39,6 +39,9 @@ from pp_offload.errors import NotWhileCapturingError
 
 logger = logging.getLogger(__name__)
 
+Allocate = Callable[[int], Tensor]
+"""Gives a flat ``uint8`` host tensor of a number of bytes, or raises MemoryError."""
+
 ALIGNMENT = 64
 """Of each payload in its slab, in bytes: a cache line."""
 
@@ -146,19 +149,22 @@ class HostPool:
     swallowed.
 
     Args:
-        allocate: Gives a flat ``uint8`` host tensor of a number of bytes, or raises MemoryError.
+        allocate: Asks the system, or the device.
         budget: What the process may take; a share of what is available when not given.
         trim: Has the system take back what was freed, where an allocator would keep it.
         is_capturing: Whether a graph is captured, when no event may be asked.
 
     Attributes:
+        min_slab_bytes: See :data:`MIN_SLAB_BYTES`.
         reserved_bytes: Bytes of all slabs.
         num_allocations: How often ``allocate`` was called.
     """
 
+    min_slab_bytes = MIN_SLAB_BYTES
+
     def __init__(
         self,
-        allocate: Callable[[int], Tensor],
+        allocate: Allocate,
         budget: HostBudget | None = None,
         *,
         trim: Callable[[], None] = lambda: None,
@@ -220,6 +226,13 @@ class HostPool:
         self._collect()
         return sum(len(host.sizes) for host in self._carved.values() if host.lease is not None)
 
+    @property
+    def longest_free_bytes(self) -> int:
+        """What fits in one piece without another slab. Exact at the call."""
+        self._collect()
+        self._break_up()
+        return self._free.longest
+
     def settle(self) -> None:
         """Between steps: replace the slabs by fewer that hold the peak closely.
 
@@ -231,7 +244,7 @@ class HostPool:
         if self._num_lent or peak == self._settled_bytes:
             return
         sizes = slabs_for(peak + peak // SETTLED_FRACTION)
-        enough = max(sum(sizes), WASTE_ALLOWED * peak, MIN_SLAB_BYTES)
+        enough = max(sum(sizes), WASTE_ALLOWED * peak, self.min_slab_bytes)
         if self.reserved_bytes <= enough or self._has_copies():
             return
         self._drop_slabs()
@@ -378,7 +391,7 @@ class HostPool:
         """Add a slab of at least ``room`` bytes, for ``missing`` bytes if they fit together."""
         force = force and room > self._budget.left_bytes
         size = max(floor_power(missing), ceil_power(room) if floor_power(missing) < room else 0)
-        size = max(size, MIN_SLAB_BYTES, floor_power(self.reserved_bytes // GROWTH_FRACTION))
+        size = max(size, self.min_slab_bytes, floor_power(self.reserved_bytes // GROWTH_FRACTION))
         if force:  # over the budget, no more than is missing
             size = room = missing
         while True:

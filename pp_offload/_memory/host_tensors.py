@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pp_offload._memory.host_pool import HostBytes, HostPool
-from pp_offload._memory.slabs import owned_by
 
 
 class Owner:
@@ -50,3 +50,16 @@ def _on(view: Tensor, like: Tensor, owner: Owner) -> Tensor:
     memory = owned_by(owner, view) if view.numel() else view.clone()
     strides = torch.empty_like(like, device="meta").stride()
     return memory.view(like.dtype).as_strided(like.shape, strides)
+
+
+class _Memory(np.ndarray):
+    """Bytes that keep their owner for as long as a storage is on them."""
+
+    owner: object
+
+
+def owned_by(owner: object, data: Tensor) -> Tensor:
+    """The bytes of flat ``uint8`` host memory as a storage that alone keeps ``owner``."""
+    memory = data.numpy().view(_Memory)
+    memory.owner = owner
+    return torch.frombuffer(memory, dtype=torch.uint8)

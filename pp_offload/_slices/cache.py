@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -25,7 +26,6 @@ from typing import Any, NoReturn
 from torch.nn import Parameter
 
 from pp_offload._common.torch_private import queue_callback
-from pp_offload._memory.loans import Loans
 from pp_offload._slices.plain_copies import PendingCopy, PlainCopies
 from pp_offload._slices.running import Running
 from pp_offload.errors import OffloadError
@@ -110,7 +110,8 @@ class SliceCache:
         self._current: Loaded | None = None
         self._coming: list[Loaded] = []
         self._ending: Callable[[], EndOfBackward | None] = lambda: None
-        self._users = Loans[Sequence[Slice] | None]()
+        self._served: dict[int, tuple[weakref.ref[object], Sequence[Slice] | None]] = {}
+        self._gone: deque[weakref.ref[object]] = deque()  # of those served
         self._user: dict[str, User] = {}
 
     def alone(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -200,10 +201,12 @@ class SliceCache:
             user: Whoever asks for the slices.
             slices: Those to give up; all when None.
         """
-        self._users.add(user, slices)
+        ref = weakref.ref(user, self._gone.append)
+        self._served[id(ref)] = ref, slices
 
     def _forget_unused(self) -> None:
-        for slices in self._users.ended():
+        while self._gone:
+            _, slices = self._served.pop(id(self._gone.popleft()))
             if slices is None:
                 self.drop()
             else:
@@ -216,7 +219,8 @@ class SliceCache:
 
     def drop(self) -> None:
         """Give up all slices."""
-        self._users.ended()  # who is gone has nothing left to give up
+        while self._gone:  # they have nothing left to give up
+            del self._served[id(self._gone.popleft())]
         self._current = None
         self.settle()
 

@@ -432,7 +432,7 @@ def fine_thresholds() -> Iterator[None]:
         patch("pp_offload._core.window.SMALL_BYTES", 64),
         patch("pp_offload._policy.bounds.SMALL_BYTES", 64),
         patch("pp_offload._core.tensors.MAX_PADDING_BYTES", 8),
-        patch("pp_offload._memory.host_pool.MIN_SLAB_BYTES", 1024),
+        patch("pp_offload._memory.host_pool.HostPool.min_slab_bytes", 1024),
     ):
         yield
 

@@ -6,9 +6,11 @@ import gc
 import inspect
 import random
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
+from injected import Injected, chosen, files, interrupt_at, points_in
 
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload._memory.pool import GPUTensorPool
@@ -166,9 +168,31 @@ def test_a_new_shape_gets_the_bytes_of_old_ones_without_asking_the_system(
 
 
 def test_slabs_nobody_uses_go_back_before_another_is_asked_for(pool) -> None:
+    before = reserved_bytes()
     for kib in (100, 300, 900, 2700, 8100):
         pool.free(pool.allocate((kib, 1024), torch.uint8))
-    assert sum(slab.data.numel() for slab in pool._blocks) == 8192 * 1024
+    assert reserved_bytes() - before == 8192 * 1024
+
+
+def test_an_interrupt_at_any_line_loses_no_bytes_and_shares_none() -> None:
+    def work(pool: GPUTensorPool) -> None:
+        tensors = [pool.allocate((size, 1000)) for size in (20, 40, 30)]
+        for tensor in tensors:
+            pool.free(tensor)
+        pool.free(pool.allocate((80, 1000)))
+
+    lines = files("_memory/pool", "_memory/host_pool", "_memory/free_ranges", "_memory/budget")
+    before = reserved_bytes()
+    for point in chosen(points_in(lines, lambda: work(GPUTensorPool("cpu"))), every=3):
+        pool = GPUTensorPool("cpu")
+        kept = pool.allocate((35, 1000)).fill_(35)
+        with suppress(Injected), interrupt_at(point.number, lines):
+            work(pool)
+        tensors = [kept, *(pool.allocate((size, 1000)).fill_(size) for size in (30, 10, 40))]
+        assert all(tensor.eq(len(tensor)).all() for tensor in tensors), point
+        pool.clear()
+        del kept, tensors
+        assert reserved_bytes() == before, point
 
 
 def test_status_counts_bytes_and_utilisation(pool) -> None:

@@ -12,9 +12,8 @@ from conftest import make_backend
 
 from pp_offload import OffloadConfig, RaceError
 from pp_offload._memory.budget import reserved_bytes
-from pp_offload._memory.host_pool import ALIGNMENT, HostPool
+from pp_offload._memory.host_pool import ALIGNMENT, HostPool, pageable
 from pp_offload._memory.host_tensors import host_tensors
-from pp_offload._memory.slabs import pageable
 from pp_offload._slices.plain_copies import PendingCopy, PlainCopies
 
 SHAPES = [(3, 5), (0, 2), (), (4, 1), (2, 3, 2, 2)]
