@@ -66,11 +66,6 @@ class AcceleratorBackend:
         self._capturing: Stream | None = None
         """Where the capture was seen first that is known to go on."""
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether this device can capture graphs."""
-        return self._ask is not _NEVER
-
     is_capturing = property(methodcaller("_ask"))
     """Whether what is queued now becomes part of a graph instead of being run."""
 

@@ -82,7 +82,6 @@ class NumberPlaces:
     """
 
     def __init__(self, config: OffloadConfig, hardware: Hardware) -> None:
-        self._tiers = config.tiers
         self._back_to = OnDevice()
         self._bound = Bound(config.max_in_flight_bytes, STAGING_BYTES)
         self._disk = DiskClock(HostClock(hardware))
