@@ -97,7 +97,9 @@ class SpoilsWhatItSaved(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         (table,) = ctx.saved_tensors
-        return gradient * table.mul_(1), None
+        result = gradient * table
+        table.zero_()
+        return result, None
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
