@@ -132,11 +132,11 @@ def test_only_those_that_are_named(checkout: Path, capsys: pytest.CaptureFixture
 def test_a_fault_in_the_engine_itself_is_caught(tmp_path: Path) -> None:
     mutant = Mutant(
         "round trip",
-        "pp_offload/_memory/disk.py",
-        "total.intdigest() != file_range.checksum",
-        "False",
+        "pp_offload/_memory/disk_file.py",
+        "self._transfer(file, extent, views, self._pread) != extent.checksum",
+        "self._transfer(file, extent, views, self._pread) is None",
         "nothing is compared",
-        ("tests/memory/test_disk_tier.py::test_a_flipped_bit_is_an_error",),
+        ("tests/memory/test_disk_file.py::test_a_flipped_bit_is_an_error",),
     )
     (verdict,) = Runner(ROOT, tmp_path / "copies").run([mutant])
     assert verdict.is_caught, verdict.by
