@@ -584,7 +584,10 @@ class Mover:
         with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
             if not self.backend.is_capturing:
                 self.current_stream()  # raises in a forked process, whose copies never end
-                for event in [leaving.offloaded for leaving in self.in_flight.queue]:
+                events = [leaving.offloaded for leaving in self.in_flight.queue]
+                for pool in self.tier.pools:  # compute has waited for some, and the host has not
+                    events += pool.copies()
+                for event in events:
                     event.synchronize()
                 for event in self.arrived.events():
                     event.synchronize()

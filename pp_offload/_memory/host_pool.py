@@ -26,7 +26,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -268,11 +267,17 @@ class HostPool:
         for host in self._carved.values():
             host.waits_for, host.last_use = (), None
 
+    def copies(self) -> list[Event]:
+        """Behind those that may still access the slabs."""
+        events = [use.event for use in self._pending]
+        for host in self._carved.values():
+            events += host.waits_for
+            if host.last_use is not None:
+                events.append(host.last_use)
+        return events
+
     def _has_copies(self) -> bool:
-        """Whether a copy may still access bytes that nobody has."""
-        waiting = (host.waits_for for same in self._idle.values() for host in same)
-        events = chain((use.event for use in self._pending), *waiting)
-        return not all(event.query() for event in events)
+        return not all(event.query() for event in self.copies())
 
     def _collect(self) -> None:
         """Take back what has no owner any more."""

@@ -140,8 +140,8 @@ def gradient(
     def settle() -> None:
         if manager is not None and is_settled:
             manager.backend.synchronize()
-            for event in manager.offloader.engine.mover.in_flight.events():
-                event.synchronize()  # a disk's, too
+            for leaving in list(manager.offloader.engine.mover.in_flight.queue):
+                leaving.offloaded.synchronize()  # a disk's, too
             manager.statistics()
 
     program(x, group, settle).sum().backward()
@@ -170,4 +170,6 @@ def test_no_copy_of_what_has_changed_is_shared(
         expected = gradient(program, device)
         if is_settled or program is gap_is_written:
             assert torch.equal(gradient(program, device, manager, is_settled=is_settled), expected)
+            for event in [read.event for read in manager.offloader.engine.mover.tier.reads]:
+                event.synchronize()  # a thread keeps the memory that it reads to until then
             assert_idle(manager)
