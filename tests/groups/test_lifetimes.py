@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
+from collections.abc import Sequence
 
 import pytest
 import torch
 from conftest import make_backend
-from pp_offload._memory.bins import Bins
-from pp_offload._memory.disk import DiskFile
-from pp_offload._memory.host import HostMemory
-from pp_offload._transfer.block import Harm
-from pp_offload._transfer.on_disk import DiskBlock
-from pp_offload._transfer.tiers import host_engine, make_engine
 from processes import HANG_S
 from torch import Tensor, nn
 from toy import batches, make_model, run_step, same_bits
 
-import pp_offload
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._groups.offloader import Offloader
+from pp_offload._groups.step import Step
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import CpuBackend, cpu
-
-ROOT = str(Path(pp_offload.__file__).parent)
 
 
 def last_first(model: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -124,21 +113,6 @@ def test_a_manager_that_goes_gives_its_idle_memory_back(how: str) -> None:
         PipelineOffloadManager.reset_instance()
     assert reserved_bytes() == before
     assert manager.statistics().host_bytes_reserved == 0
-
-
-def test_the_memory_of_living_graphs_outlasts_their_manager() -> None:
-    x = torch.linspace(-1, 1, 40).requires_grad_()
-    (expected,) = torch.autograd.grad((x * 1).sin().sum(), x)
-    config = OffloadConfig(min_offloaded_tensor_size=1)
-    with use_backend(CpuBackend(), config=config) as manager:
-        manager.init_model_chunk_offload_handler(None, None, 1)
-        h = x * 1
-        with off_interface(True, h, "g"):
-            y = h.sin()
-        loss = off_interface.group_commit(y, name="g").sum()
-        del h, y
-    assert manager.statistics().host_bytes_reserved > 0
-    assert same_bits([expected], torch.autograd.grad(loss, x))
 
 
 def test_a_copy_that_fails_on_its_thread_never_gives_wrong_numbers(
@@ -250,49 +224,6 @@ def test_what_a_forward_without_groups_computed_is_let_go_in_order(is_stash: boo
         del first, second
 
 
-@contextmanager
-def functions_called() -> Iterator[list[str]]:
-    """Those of the package, in Python."""
-    called: list[str] = []
-
-    def note(frame: FrameType, event: str, arg: object) -> None:
-        if event == "call" and ROOT in frame.f_code.co_filename:
-            called.append(frame.f_code.co_qualname)
-
-    sys.setprofile(note)
-    try:
-        yield called
-    finally:
-        sys.setprofile(None)
-
-
-@pytest.mark.parametrize("is_cycle", [False, True])
-def test_no_python_code_runs_where_bytes_are_given_back(tmp_path: Path, is_cycle: bool) -> None:
-    """What a signal handler raises in a destructor is lost, and autograd frees in backward."""
-    host, disk = HostMemory(CpuBackend().allocate_host), DiskFile(tmp_path)
-    (tier,) = host_engine(CpuBackend(), host, 0).tiers
-    block = DiskBlock(tier, disk.allocate(1000), host.allocate(1000))
-    block.sources[0] = torch.zeros(3), 0, 0, ()
-    gc.collect()  # what other tests left behind
-    if is_cycle:
-        block.harmed[block] = Harm.CHANGED  # type: ignore[index]
-    before = reserved_bytes()
-    with functions_called() as called:
-        del block
-        gc.collect()
-    assert called == []
-    assert (host.statistics().in_use, disk.statistics().in_use) == (0, 0)
-    (slab,) = host._slabs
-    host._slabs.clear()
-    host._carved.clear()
-    host._bins = Bins()
-    with functions_called() as called:
-        del slab
-    assert called == []
-    assert reserved_bytes() < before
-    disk.close()
-
-
 def test_an_engine_that_goes_waits_for_its_own_copies_alone() -> None:
     """It may go where garbage is collected, in the middle of another one's queueing."""
 
@@ -300,15 +231,32 @@ def test_an_engine_that_goes_waits_for_its_own_copies_alone() -> None:
         def synchronize(self) -> None:
             raise AssertionError("what is about to be queued would be waited for, for ever")
 
-    backend = Collected(inline_bytes=0)
-    engine = make_engine(backend, OffloadConfig())
-    going = weakref.ref(engine)
+    engine = Offloader(Collected(inline_bytes=0), OffloadConfig(), Step()).engine
+    going = weakref.ref(engine.mover)
     with pytest.MonkeyPatch.context() as patch:
         failures: list[object] = []
-        patch.setattr("sys.unraisablehook", lambda one: failures.append(one.exc_value))
+        patch.setattr("sys.unraisablehook", lambda hook: failures.append(hook.exc_value))
         del engine
         gc.collect()
     assert going() is None and not failures
+
+
+@pytest.mark.parametrize("kind", ["late", "eager", "random"])
+def test_host_memory_goes_behind_the_copies_that_read_it(kind: str) -> None:
+    """Compute has waited for them, and the host has not."""
+    backend = make_backend(kind)
+    with backend.activate():
+        context = OffloadActivations(min_offload_size=1, max_fwd_stash_size=1, backend=backend)
+        x = torch.ones(2, 4, requires_grad=True)
+        with context:
+            y = (x * 2).sin().cos()
+        backend.synchronize()  # or what leaves would be taken back
+        context.statistics()
+        y.sum().backward()
+        assert context.statistics().bytes_reloaded > 0
+        del y, context
+        gc.collect()
+        backend.check()
 
 
 def test_a_forward_that_goes_on_is_foreseen_after_others_were_forgotten(
