@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 import signal
@@ -23,7 +24,14 @@ from processes import Run, run
 from torch import Tensor
 
 from pp_offload import ClosedError, DiskTierError
-from pp_offload._memory.disk_file import BLOCK_BYTES, MAX_PARTS, DiskEvent, DiskFile, DiskWrite
+from pp_offload._memory.disk_file import (
+    BLOCK_BYTES,
+    MAX_PARTS,
+    DiskEvent,
+    DiskFile,
+    DiskWrite,
+    file_system_of,
+)
 from pp_offload.errors import TierError
 
 
@@ -254,8 +262,40 @@ def test_a_read_into_another_number_of_bytes_is_refused(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("")
-    with pytest.raises(DiskTierError, match="a file"):
+    with pytest.raises(DiskTierError, match="a file': it is a file; set disk_dir to a directory"):
         DiskFile(tmp_path / "a file")
+    with pytest.raises(DiskTierError, match="null byte; set disk_dir to a directory"):
+        DiskFile("a\0b")
+
+
+def test_a_directory_in_memory_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\n")
+    assert file_system_of(tmp_path, mounts) == "tmpfs"
+    assert file_system_of(tmp_path.parent, mounts) == "ext4"
+    assert file_system_of(tmp_path, tmp_path / "none") == ""
+    spaced = tmp_path / "two words"
+    spaced.mkdir()
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/two\\040words tmpfs rw 0 0\n")
+    assert file_system_of(spaced, mounts) == "tmpfs"
+    monkeypatch.setattr("pp_offload._memory.disk_file.file_system_of", lambda directory: "tmpfs")
+    with caplog.at_level(logging.WARNING, logger="pp_offload"):
+        DiskFile(tmp_path)
+    assert "tmpfs" in caplog.text and "set disk_dir" in caplog.text
+
+
+def test_a_file_system_without_unnamed_files_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    file = DiskFile(tmp_path)
+    data = some_bytes(5000)
+    assert read(file, written(file, data)).equal(data)
+    status = os.fstat(descriptor(file))
+    assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_closed_file_gives_up_queued_writes_and_takes_nothing(tmp_path: Path) -> None:
