@@ -1,0 +1,102 @@
+"""How many bytes leave with some views of a storage, and that each comes back as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import TWO_BACKENDS, make_backend, on_two_backends
+from helpers.kept import Keeps, Make, Saved
+from helpers.sessions import begin_step, group, settle
+from torch import Tensor
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+
+pytestmark = pytest.mark.usefixtures("vectors_move")
+
+NBYTES = 9600
+
+VIEWS: dict[str, tuple[Make, int]] = {
+    "permuted": (lambda x: [x.view(4, 10, 60).permute(2, 0, 1)], NBYTES),
+    "expanded whole": (lambda x: [x.view(40, 1, 60).expand(40, 7, 60)], NBYTES),
+    "windows that overlap": (lambda x: [x.unfold(0, 100, 50)], NBYTES),
+    "second half": (lambda x: [x[1200:]], 4800),
+    "padded rows": (lambda x: [x.view(40, 60)[:, :50]], 8000),
+    "every second": (lambda x: [x[::2]], 4800),
+    "first and last row": (lambda x: [x.view(3, 800)[::2]], 6400),
+    "a block, transposed": (lambda x: [x.view(40, 60)[:9, :11].t()], 9 * 11 * 4),
+    "far from the begin": (lambda x: [x[2000:2010]], 40),
+    "a row, expanded": (lambda x: [x[2001:2061].expand(5, 60)], 240),
+    "an element, expanded": (lambda x: [x[0].expand(50, 3)], 4),
+    "small windows that overlap": (lambda x: [x[:90].unfold(0, 20, 10)], 360),
+    "size one, any stride": (lambda x: [x.as_strided((1, 2400), (7, 1))], NBYTES),
+    "several dtypes": (
+        lambda x: [x, x.view(torch.int64), x.view(torch.bfloat16)[7:], x.view(torch.uint8)[3:5]],
+        NBYTES,
+    ),
+    "query, key and value": (lambda x: x.view(40, 60).split(20, dim=1), NBYTES),
+    "two with half of it together": (lambda x: [x[:700], x[1700:]], NBYTES),
+    "two that end before it": (lambda x: [x[:1400], x[:1300].view(13, 100)], 2700 * 4),
+    "two small ones": (lambda x: [x[:100], x.view(40, 60)[:, :3]], 400 + 480),
+}
+"""Of a storage of 2400 floats, with what has to leave. What lies beside is somebody else's."""
+
+
+def whole(manager: PipelineOffloadManager) -> Tensor:
+    """Floats of any bits, also NaNs."""
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, generator=generator)
+    return bits.to(manager.backend.device).view(torch.float32)
+
+
+@on_two_backends
+@pytest.mark.parametrize(("make", "nbytes"), VIEWS.values(), ids=VIEWS)
+def test_so_many_bytes_leave_and_come_back(
+    manager: PipelineOffloadManager, make: Make, nbytes: int
+) -> None:
+    begin_step()
+    x = whole(manager)
+    views, came_back = [Saved.of(view) for view in make(x)], list[Saved]()
+    leaf = torch.ones(1, device=x.device, requires_grad=True)
+    y = group(leaf, lambda leaf: Keeps.apply(leaf, lambda _: make(x), came_back))
+    settle(manager)
+    y.sum().backward()
+    assert came_back == views
+    statistics = manager.statistics()
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == nbytes
+
+
+@on_two_backends
+@pytest.mark.parametrize("name", ["permuted", "padded rows", "a row, expanded"])
+def test_offload_and_reload_of_one_tensor_do_the_same(
+    manager: PipelineOffloadManager, name: str
+) -> None:
+    begin_step()
+    chunk = manager.cur_forward_chunk()
+    assert chunk is not None
+    (view,) = VIEWS[name][0](whole(manager))
+    state = chunk.offload(view)
+    assert Saved.of(chunk.reload(state)) == Saved.of(chunk.reload(state)) == Saved.of(view)
+
+
+@pytest.mark.parametrize("kind", TWO_BACKENDS)
+@pytest.mark.parametrize(
+    "options", [{"tiers": ("disk",)}, {"verify": True}], ids=["disk", "verify"]
+)
+def test_one_element_of_any_stride_comes_back(kind: str, options: dict[str, Any]) -> None:
+    """Such a view is contiguous whatever its stride; its bytes are looked at all the same."""
+    config = OffloadConfig(min_offloaded_tensor_size=1, **options)
+    with use_backend(make_backend(kind), config=config) as manager:
+        x = torch.linspace(1, 2, 6).to(manager.backend.device)
+        weight = torch.ones(6).to(x.device).requires_grad_()
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        with off_interface(True, x, "g"):
+            y = x[:1].expand(6) * weight, x[::6] * weight[:1]
+        off_interface.group_commit(y, name="g")
+        assert manager.statistics().bytes_offloaded > 0
+        (got,) = torch.autograd.grad([part.sum() for part in y], weight)
+        expected = x[:1].expand(6).clone()
+        expected[0] *= 2
+        assert torch.equal(got, expected)
