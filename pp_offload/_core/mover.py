@@ -170,7 +170,7 @@ class Mover:
         batch.back = self.arrived.expect(batch)
         nbytes = sum(sizes)
         self.counts.bytes_offloaded += nbytes
-        if not event.query():
+        if not event.query() or place.is_refused:  # of which a thread may have heard by now
             batch.leaving = leaving = _leaving(batch, payloads, live)
             self.in_flight.add(leaving)  # NOTE [ Keep-alive ]
         return batch
@@ -338,10 +338,13 @@ class Mover:
     def _read(
         self, batch: Batch, place: DiskPlace, indices: list[int], live: Stream, *, force: bool
     ) -> bool:
-        """Have a thread read payloads that are on disk alone; False without room to read them to.
-        Their device memory is there at once, and :meth:`_send_on` has it filled.
+        """Have a thread read payloads that are on disk alone; False without room to read them to,
+        and where the disk has refused them. Their device memory is there at once, and
+        :meth:`_send_on` has it filled.
         """
         back, device = batch.back, self.backend.device
+        if place.is_refused:
+            return False  # the sources are there
         indices = [index for index in indices if back.device[index] is None]
         if not indices:
             return True
@@ -610,6 +613,8 @@ def _leaving(batch: Batch, payloads: Payloads, live: Stream) -> Leaving:
     versions: list[int] = []
     indices: list[int] = []
     for index, members in enumerate(payloads.members):
+        if index in payloads.gathered:
+            continue  # its source is a copy, which nobody can change
         for member in members:
             assert member.tensor is not None
             watched.append(member.tensor)

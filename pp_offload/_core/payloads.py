@@ -33,10 +33,11 @@ class Payloads:
         storages: The storage of each that is all of one; None where it is a view, or has gaps that
             belong to nobody.
         views: Which of them are gathered.
+        gathered: Those that became copies of their own by that.
         beside_bytes: Of the storages of those, what they leave behind.
     """
 
-    __slots__ = ("beside_bytes", "members", "sizes", "storages", "tensors", "views")
+    __slots__ = ("beside_bytes", "gathered", "members", "sizes", "storages", "tensors", "views")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -44,6 +45,7 @@ class Payloads:
         self.sizes: list[int] = []
         self.storages: list[UntypedStorage | None] = []
         self.views: list[int] = []
+        self.gathered: list[int] = []
         self.beside_bytes = 0
 
     def add(self, tensor: Tensor, members: list[Saved], storage: UntypedStorage | None) -> None:
@@ -57,7 +59,10 @@ class Payloads:
         """Make each view contiguous; a gather runs on the compute stream."""
         with torch.no_grad():
             for index in self.views:
-                self.tensors[index] = self.tensors[index].contiguous()
+                view = self.tensors[index]
+                self.tensors[index] = view.contiguous()
+                if self.tensors[index] is not view:
+                    self.gathered.append(index)
 
     def without(self, indices: Collection[int]) -> Payloads:
         """All but these."""

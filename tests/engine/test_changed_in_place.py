@@ -1,22 +1,28 @@
-"""What was changed in place is refused where autograd refuses it: when backward asks for it."""
+"""What was changed in place is refused where autograd refuses it: when backward asks for it.
+
+Also where a disk has refused the bytes, so that they are in the sources alone.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from pp_offload._transfer.disk_direct import DirectDisk
-from test_disk import disk_manager, disk_of, settle
+from helpers.sessions import begin_step, group, session, settle, unseen
 from torch import Tensor
 from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import PipelineOffloadManager, SavedTensorModifiedError, use_backend
+from pp_offload._common.workers import Workers
+from pp_offload._memory.disk_file import DiskFile
 from pp_offload.testing import SimulatedBackend
 
 
@@ -54,53 +60,103 @@ SAVED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def refuse(fd: int, data: memoryview, offset: int) -> int:
+def refuse(*call: object) -> int:
+    """A system call to a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def wait_for_copies(manager: PipelineOffloadManager) -> None:
+    """Also for those that threads make."""
+    settle(manager)
+    for leaving in tuple(manager.offloader.engine.mover.in_flight.queue):
+        leaving.offloaded.synchronize()
+    settle(manager)
 
 
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("kind", ["cpu", "late", "eager"])
-def test_what_the_disk_refused_and_somebody_changes(kind: str, saved: str, tmp_path: Path) -> None:
+def test_what_the_disk_refused_and_somebody_changes(
+    kind: str, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A change after the bytes have left does no harm. These have left if they were staged."""
-    with disk_manager(kind, tmp_path) as manager:
-        x = torch.linspace(-1, 1, 16).view(4, 4).to(manager.backend.device).requires_grad_()
+    monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(refuse))
+    with session(kind, tiers=("disk",), disk_dir=tmp_path) as manager:
+        x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
         (expected,) = torch.autograd.grad(SAVED[saved](x * 2).sum(), x)
-        engine = manager.offloader.transfer
-        disk_of(manager)._pwrite = refuse  # type: ignore[method-assign]
-        manager.init_model_chunk_offload_handler(None, None, 1)
+        begin_step()
         y = x * 2
-        with off_interface(True, y, "core"):
-            z = SAVED[saved](y)
-        loss = off_interface.group_commit(z, name="core").sum()
-        while engine.copies.in_flight.queue:
-            engine.copies.in_flight.queue[0].event(manager.backend.d2h).synchronize()
-            engine.poll()
+        loss = group(y, SAVED[saved], name="core").sum()
+        wait_for_copies(manager)
         with torch.no_grad():
             y.add_(1)
-        if isinstance(engine.tiers[-1], DirectDisk) and "columns" not in saved:
+        if manager.backend.is_host and "columns" not in saved:
             with pytest.raises(SavedTensorModifiedError, match=r"group 'core'"):
                 torch.autograd.grad(loss, x)
         else:
             assert same_bits(torch.autograd.grad(loss, x), [expected])
-        del loss, z
+        del loss
         torch.ones((), requires_grad=True).backward()  # autograd forgets the backward that failed
         manager.reset()
         assert_idle(manager)
 
 
-def test_of_what_the_disk_refused_a_part_is_kept(tmp_path: Path) -> None:
-    """Not the large tensor that it was gathered from."""
-    with disk_manager("cpu", tmp_path) as manager:
-        disk_of(manager)._pwrite = refuse  # type: ignore[method-assign]
+@pytest.mark.parametrize("window", [0, "auto"])
+def test_what_the_disk_refuses_at_once_is_there(
+    window: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a narrow window would have it read ahead."""
+    monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(refuse))
+    monkeypatch.setattr(Workers, "queue", lambda workers, piece: piece.run())
+    with session("cpu", tiers=("disk",), disk_dir=tmp_path, prefetch_bytes=window):
+        begin_step()
         x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
-        manager.init_model_chunk_offload_handler(None, None, 1)
+        y = group(group(x * 2, torch.sin, name="first"), torch.cos, name="second")
+        got = torch.autograd.grad(y.sum(), x)
+        assert same_bits(got, torch.autograd.grad((x * 2).sin().cos().sum(), x))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "threads", "late", "eager"])
+def test_changed_while_it_waits_to_be_written(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread has not written yet, or has and found it changed: no gradient is of the change."""
+    gate, write = threading.Event(), DiskFile._pwrite
+
+    def write_late(*call: Any) -> int:
+        gate.wait()
+        return write(*call)
+
+    monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(write_late))
+    with session(kind, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=10**9) as manager:
+        begin_step()
+        x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+        h = x * 1
+        loss = group(h, torch.sin, name="core").sum()
+        with unseen(manager.backend):
+            h.mul_(2)
+        gate.set()
+        wait_for_copies(manager)
+        try:
+            (got,) = torch.autograd.grad(loss, x)
+        except SavedTensorModifiedError as error:
+            assert "'core'" in str(error)
+        else:
+            assert same_bits([got], torch.autograd.grad(x.sin().sum(), x))
+
+
+def test_of_what_the_disk_refused_a_part_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the large tensor that it was gathered from."""
+    monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(refuse))
+    with session("cpu", tiers=("disk",), disk_dir=tmp_path) as manager:
+        x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+        begin_step()
         y = x * 2
-        with off_interface(True, y, "core"):
-            z = y[:, :2].sin()
-        loss = off_interface.group_commit(z, name="core").sum()
-        settle(manager)
+        loss = group(y, lambda y: y[:, :2].sin()).sum()
+        wait_for_copies(manager)
         storage = weakref.ref(y.untyped_storage())
-        del y, z
+        del y
         assert storage() is None
         (expected,) = torch.autograd.grad((x * 2)[:, :2].sin().sum(), x)
         assert same_bits(torch.autograd.grad(loss, x), [expected])
@@ -118,7 +174,7 @@ def test_each_view_of_a_storage_is_watched() -> None:
             z = y.sin() + apart.cos()
         loss = off_interface.group_commit(z, name="core").sum()
         # The simulated device would report the race itself; here the engine alone must notice.
-        with backend._inside(), torch.no_grad():
+        with unseen(backend), torch.no_grad():
             apart.add_(1)
         with pytest.raises(SavedTensorModifiedError, match=r"group 'core'"):
             torch.autograd.grad(loss, x)
