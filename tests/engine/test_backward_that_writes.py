@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ACCELERATORS, make_backend
+from conftest import ACCELERATORS, BACKENDS, make_backend
 from torch import Tensor
 from toy import assert_idle, same_bits
 
@@ -21,6 +21,8 @@ from pp_offload import (
     SavedTensorModifiedError,
     use_backend,
 )
+from pp_offload._groups.split_backward import BackwardPass, SplitBackward
+from pp_offload._policy.plan import ChunkKey
 
 REAL = ["cpu", "cpu threads", *ACCELERATORS]
 
@@ -89,3 +91,57 @@ def test_a_second_backward_is_right_or_an_error(kind: str) -> None:
             else:
                 second = x.grad
             assert same_bits([first, second], [expected, expected])
+
+
+class SpoilsMemory(SavesMemory):
+    """Its backward may leave what it saved changed."""
+
+    is_spoiling = False
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gradient = -x.sin() * grad_output
+        if SpoilsMemory.is_spoiling:
+            x.zero_()
+        return gradient
+
+
+def in_two_parts(manager: PipelineOffloadManager, is_spoiling: bool) -> list[Tensor]:
+    """Gradients of an input, then of a weight, through one product that both parts use."""
+    x = begin(manager)
+    weight = torch.ones_like(x).requires_grad_()
+    product = x * weight
+    with off_interface(True, product, "part"):
+        y = SpoilsMemory.apply(product)
+    y = off_interface.group_commit(y, name="part")
+    with off_interface(True, y, "part"):  # the last one stays on the device
+        y = y.sin()
+    y = off_interface.group_commit(y, name="part").sum()
+    del product
+    manager.backend.synchronize()
+    manager.statistics()
+    try:
+        SpoilsMemory.is_spoiling = is_spoiling
+        with manager.backward_pass(ChunkKey(0, 0), BackwardPass.INPUT):
+            got = list(torch.autograd.grad(y, x, retain_graph=True))
+    finally:
+        SpoilsMemory.is_spoiling = False
+    with manager.backward_pass(ChunkKey(0, 0), BackwardPass.WEIGHT):
+        got += torch.autograd.grad(y, weight, retain_graph=True)
+    return got
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_what_the_first_part_changed_is_not_kept_for_the_second(kind: str) -> None:
+    config = OffloadConfig(min_offloaded_tensor_size=1, split_backward="keep")
+    with use_backend(make_backend(kind), config=config) as manager:
+        chunks = frozenset({ChunkKey(0, 0)})
+        manager.offloader.split = SplitBackward(manager.step, chunks, is_keeping=True)
+        for _ in range(2):  # from the second on, what both use is foreseen and kept
+            expected = in_two_parts(manager, False)
+        reloaded = manager.statistics().bytes_reloaded
+        assert same_bits(in_two_parts(manager, True), expected)
+        if kind == "cpu":
+            nbytes = 40 * 50 * 4
+            assert manager.statistics().bytes_reloaded - reloaded == 2 * nbytes, "brought again"
