@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from toy import batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._core.tensors import StorageSet
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.step import Step
 from pp_offload._memory.budget import reserved_bytes
@@ -154,6 +156,20 @@ def test_the_threads_of_a_backend_end_with_it() -> None:
     for thread in started:
         thread.join(timeout=HANG_S)
     assert not any(thread.is_alive() for thread in started)
+
+
+def test_no_python_code_runs_where_a_marked_tensor_dies() -> None:
+    """What a signal handler raises there is printed and lost."""
+    marked, tensor = StorageSet(), torch.ones(3)
+    marked.add(tensor)
+    called: list[str] = []
+    sys.setprofile(
+        lambda frame, event, _: called.extend([frame.f_code.co_name] * (event == "call"))
+    )
+    del tensor
+    sys.setprofile(None)
+    assert called == []
+    assert len(marked) == 0
 
 
 @pytest.mark.parametrize("is_delayed", [False, True], ids=["at once", "delayed"])
