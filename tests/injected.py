@@ -1,7 +1,7 @@
 """An exception at any line of chosen files, as a signal's handler may raise it there.
 
-    points = points_in(files("_transfer/engine", "_transfer/ticket"), run)      # where it could be
-    with interrupt_at(points[7].number, files("_transfer/engine", "_transfer/ticket")) as it:
+    points = points_in(files("_common/workers", "_memory/arena"), run)      # where it could be
+    with interrupt_at(points[7].number, files("_common/workers", "_memory/arena")) as it:
         run()                                                 # raises Injected
     print(it.at)
 
@@ -11,6 +11,7 @@ enters the context is watched, for only the main thread of a program runs handle
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
-
-from interrupts import leaves_a_with
 
 import pp_offload
 
@@ -55,7 +54,7 @@ class Interrupt:
 
 
 def files(*names: str) -> frozenset[str]:
-    """Paths of modules of the package: ``_transfer/engine``, ``_memory/host``.
+    """Paths of modules of the package: ``_common/workers``, ``_memory/host_pool``.
 
     Raises:
         FileNotFoundError: There is no such module.
@@ -65,6 +64,23 @@ def files(*names: str) -> frozenset[str]:
     if missing:
         raise FileNotFoundError(f"there is no {missing}; expected modules as in {ROOT}")
     return frozenset(map(str, paths))
+
+
+def folders(*names: str) -> frozenset[str]:
+    """Paths of all modules of folders of the package."""
+    return frozenset(str(path) for name in names for path in (ROOT / name).glob("*.py"))
+
+
+def leaves_a_with(frame: FrameType) -> bool:
+    """Whether it is about to call ``__exit__``. No signal is handled before that call.
+
+    Raised there, an interrupt would leave a lock held for the rest of the process.
+    """
+    code = frame.f_code.co_code[frame.f_lasti :: 2]  # each instruction has two bytes
+    names = [dis.opname[operation] for operation in code[:4]]
+    if names[0] == "SWAP":  # below what is returned
+        del names[0]
+    return names[0] == "PUSH_EXC_INFO" or names[:3] == ["LOAD_CONST"] * 3
 
 
 @contextmanager
@@ -82,7 +98,9 @@ def _each_line(paths: Collection[str], visit: Callable[[Point], None]) -> Iterat
         return line
 
     def call(frame: FrameType, event: str, _: object) -> Any:
-        return line if frame.f_code.co_filename in paths else None
+        code = frame.f_code
+        # Not in destructors, where Python only prints what is raised.
+        return line if code.co_filename in paths and code.co_name != "__del__" else None
 
     before = sys.gettrace()  # that of a debugger, or of a measurement of coverage
     sys.settrace(call)

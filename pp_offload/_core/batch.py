@@ -55,6 +55,10 @@ class Reload:
         self.is_there = is_there
         self.read: object = None
 
+    def is_cut_off(self) -> bool:
+        """Whether an exception came before its copy was known to be queued."""
+        return self.event is None and not self.is_there and self.read is None
+
 
 class Leaving(NamedTuple):
     """What a copy to the host reads, until it has run."""

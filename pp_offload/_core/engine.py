@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group, GroupState
-from pp_offload._core.mover import Mover
+from pp_offload._core.mover import Mover, Refill
 from pp_offload._core.observer import Observers
 from pp_offload._core.payloads import Payloads, collect
 from pp_offload._core.saved import Saved
@@ -89,6 +89,13 @@ class Engine:
         any other may have come between two lines that belong together.
         """
         self.is_torn |= not isinstance(failure, OffloadError)
+
+    def end(self) -> None:
+        """No saved tensor needs it. Without a circle of references it goes when its last user
+        goes, and not where garbage is collected.
+        """
+        self.window.begin_at(None)
+        self.mover.window = Refill()
 
     def keep(self, group: Group, payloads: Payloads | None = None) -> None:
         """The group stays on the device."""

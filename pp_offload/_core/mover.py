@@ -474,6 +474,9 @@ class Mover:
                     raise _changed(batch, index)
                 back = batch.back
                 reload = back.reloads[index]
+                if back.device[index] is not None and (reload is None or reload.is_cut_off()):
+                    self.backend.synchronize()  # it may have been cut off behind its copy
+                    self.arrived.put_away(back, index)
                 if reload is None or reload.stream != live or back.device[index] is None:
                     tensor = None
                     if reload is not None and reload.stream == live:
@@ -683,6 +686,10 @@ class Arrived:
     def num_payloads(self) -> int:
         """Payloads of living batches."""
         return sum([len(back.sizes) for back in self._backs])
+
+    def is_needed(self) -> bool:
+        """Whether a batch lives."""
+        return any([back() is not None for back in self._backs])
 
     def expect(self, batch: Batch) -> Back:
         """A batch leaves, and will come back."""

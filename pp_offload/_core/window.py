@@ -162,6 +162,8 @@ class Window(Refill):
             if not visit.borrowed and (own is None or not own.back.num_away):
                 continue  # nearly always, so without a call
             for batch, indices in visit.wanted():
+                if batch.mover is not mover:
+                    continue  # of a former epoch
                 size = sum(map(batch.sizes.__getitem__, indices))
                 if batch.leaving is not None and size <= room and mover.take_back(batch):
                     room -= size

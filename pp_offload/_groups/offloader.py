@@ -7,7 +7,8 @@ NOTE [ Epochs ]
     An exception that comes through the engine's own code may have come between two lines that
     belong together. So it ends the engine's epoch: what begins next, a step, a forward or a
     context, begins with a fresh engine. Living graphs keep the old one, whose tensors and events
-    they refer to themselves.
+    they refer to themselves. It ends between two steps, once they are gone: where garbage is
+    collected, or autograd frees a node, its destructors would swallow what a signal handler raises.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Offloader:
         self.observers = Observers()
         self.delayed: list[Callable[[], None]] = []
         self.split: SplitBackward | None = None
-        self._begin_epoch()
+        self._torn: list[Engine] = []  # those of former epochs that living graphs need
+        self.engine = self._fresh_engine()
+        self.release = ForcedRelease(self.engine.eligibility)
         left = left_of_budget(config)
         if left is not None:
             num_auto = (config.max_in_flight_bytes, config.prefetch_bytes).count(AUTO)
@@ -69,11 +72,10 @@ class Offloader:
             self.engine.window.bound.limit(most)
             self.engine.window.resize()
 
-    def _begin_epoch(self) -> None:
-        """A fresh engine, with memory of its own."""
+    def _fresh_engine(self) -> Engine:
+        """One with memory of its own."""
         tier = make_tier(self.backend, self.config, self._allocate)
-        self.engine = Engine(self.backend, tier, self.step, self.config, self.observers)
-        self.release = ForcedRelease(self.engine.eligibility)
+        return Engine(self.backend, tier, self.step, self.config, self.observers)
 
     def renew_if_torn(self) -> None:
         """Begin a new epoch, if an exception came through the code of this one's engine.
@@ -84,19 +86,29 @@ class Offloader:
         old = self.engine
         if not old.is_torn or self.backend.is_capturing:
             return
-        with suppress(Exception):  # a copy that failed is over
+        with suppress(RuntimeError):  # a copy that failed is over
             self.backend.synchronize()
-        self._begin_epoch()
-        new = self.engine
-        self.go_on_as(old)
+        new = self._fresh_engine()
+        _go_on_as(old, new)
         new.mover.in_flight.bound, new.window.bound = old.mover.in_flight.bound, old.window.bound
         new.mover.counts, new.mover.in_graphs = old.mover.counts, old.mover.in_graphs
         new.window.resize()
+        self.release = ForcedRelease(new.eligibility)
+        self._torn.append(old)
+        self.engine = new  # last: an interrupt before leaves the old one, which is torn
+        del old
+        self._end_torn()
+
+    def _end_torn(self) -> None:
+        """Let engines of former epochs go that no living graph needs."""
+        for engine in tuple(self._torn):
+            if not engine.mover.arrived.is_needed():
+                engine.end()
+                self._torn.remove(engine)
 
     def go_on_as(self, old: Engine) -> None:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
-        self.engine.eligibility.kept = old.eligibility.kept
-        self.engine.is_enabled = old.is_enabled
+        _go_on_as(old, self.engine)
 
     @classmethod
     def alone(cls) -> Offloader:
@@ -123,6 +135,7 @@ class Offloader:
 
     def settle(self) -> None:
         """Between steps: let go of what is over, and put the host memory in order."""
+        self._end_torn()
         if not self.backend.is_capturing:
             with self.lock:
                 self.engine.mover.poll()
@@ -134,7 +147,7 @@ class Offloader:
     def trim(self) -> None:
         """Give host memory back to the system that no living graph needs."""
         if not self.backend.is_capturing:
-            with suppress(Exception):  # a copy that failed is over
+            with suppress(RuntimeError):  # a copy that failed is over
                 self.engine.mover.synchronize()
             with self.lock:
                 for pool in self.engine.mover.tier.pools:
@@ -151,3 +164,8 @@ class Offloader:
     def statistics(self) -> OffloadStatistics:
         """Numbers about it, exact at the call."""
         return collect(self.engine.mover)
+
+
+def _go_on_as(old: Engine, new: Engine) -> None:
+    new.eligibility.kept = old.eligibility.kept
+    new.is_enabled = old.is_enabled

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
-from interrupts import leaves_a_with
+from injected import leaves_a_with
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
