@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import NO_SPARSE, on_two_backends, skip_on_emulated
-from pp_offload._memory.disk import DiskFile
 from torch import Tensor, nn
 from toy import batches, make_model, run_step, same_bits
 
@@ -28,7 +27,6 @@ from pp_offload import (
     ActivationCheckpointingVariants,
     ActivationOffloadingMixin,
     ChunkOffloadHandler,
-    ClosedError,
     CpuBackend,
     FullACParams,
     GPUTensorPool,
@@ -54,6 +52,7 @@ from pp_offload import (
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._activations.exclusions import exclude
 from pp_offload._core.saved import Resident
+from pp_offload._memory.disk_file import DiskFile
 from pp_offload.testing import SimulatedBackend
 
 
@@ -975,34 +974,7 @@ def test_outputs_that_are_no_tensors_pass_through_a_commit(
     out["y"][0].sum().backward()
 
 
-# Closed, and attached twice
-
-
-def test_a_closed_tier(manager: PipelineOffloadManager) -> None:
-    with use_backend(manager.backend, config=OffloadConfig(min_offloaded_tensor_size=1)) as own:
-        open_chunk(own)
-        with off_interface(True, ones(own), "mlp") as x:
-            y = x.exp()
-        own.offloader.transfer.close()
-        with pytest.raises(ClosedError) as error:
-            off_interface.group_commit(y, "mlp")
-        check(error.value, "host tier is closed", "make a new manager")
-        y.sum().backward()
-
-
-def test_tensors_offloaded_before_the_tier_closed_come_back(
-    manager: PipelineOffloadManager,
-) -> None:
-    with use_backend(manager.backend, config=OffloadConfig(min_offloaded_tensor_size=1)) as own:
-        open_chunk(own)
-        leaf = ones(own)
-        with off_interface(True, leaf, "mlp") as x:
-            y = x.exp()
-        y = off_interface.group_commit(y, "mlp")
-        own.offloader.transfer.close()
-        y.sum().backward()
-        assert leaf.grad is not None
-        assert torch.equal(leaf.grad, leaf.detach().exp())
+# Attached twice
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ config = OffloadConfig(
 backend = CpuBackend() if sys.argv[3] == "cpu" else SimulatedBackend(sys.argv[3])
 manager = PipelineOffloadManager(config=config, backend=backend)
 PipelineOffloadManager.OFFLOAD_MGR = manager
-disk = manager.offloader.transfer.tiers[0].disk
+disk = manager.offloader.engine.mover.tier.disk
 model, plain = make_model(width=32), make_model(width=32, groups=())
 
 def is_right(step):
@@ -59,7 +59,7 @@ def slow(fd, data, offset):
     os.write(1, b"written\\n")  # one call, so that no other thread writes in between
     written.append(1)
     gate.wait()
-    return os.pwrite(fd, data, offset)
+    return os.pwritev(fd, data, offset)
 gate = threading.Event()
 """
 
@@ -84,7 +84,7 @@ def test_what_nobody_needs_is_not_written_at_exit(tmp_path: Path, kind: str) -> 
         disk._pwrite = slow
         losses = [forward(step) for step in range(4)]
         manager.statistics()
-        print("queued", disk.statistics().written // disk.statistics().in_use)
+        print("queued", disk.written_bytes // disk.in_use_bytes)
         del losses
         atexit.register(gate.set)  # so what comes last is done first
         """,
@@ -105,7 +105,7 @@ def test_what_nobody_needs_is_not_written_while_training_goes_on(tmp_path: Path)
         del losses
         gate.set()
         disk._threads.submit(lambda: None).result()
-        print(len(written), disk.statistics().in_use)
+        print(len(written), disk.in_use_bytes)
         """,
         tmp_path,
         "cpu",

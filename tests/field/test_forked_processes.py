@@ -154,7 +154,7 @@ def test_fork_while_copies_and_writes_are_under_way(tmp_path: Path, tiers: str) 
         manager.backend.d2h.submit(gate.wait)
         if "disk" in tiers:
             for _ in range(4):
-                manager.offloader.transfer.tiers[0].disk._threads.submit(gate.wait)
+                manager.offloader.engine.mover.tier.disk._threads.submit(gate.wait)
         living = graph()
         def work():
             global living, manager

@@ -7,7 +7,7 @@ expects, as the handler of a signal may raise it anywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -79,7 +79,7 @@ class Program:
     def __init__(self, product: str, manager: PipelineOffloadManager) -> None:
         self.product, self.manager = product, manager
         self.owner: PipelineOffloadManager | OffloadActivations = manager
-        self.around = nullcontext()
+        self.around: AbstractContextManager[object] = nullcontext()
         if product == "context":
             self.owner = self.around = OffloadActivations(
                 min_offload_size=1,
