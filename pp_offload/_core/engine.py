@@ -185,7 +185,11 @@ class Engine:
         """With ``verify=True``: what groups committed since the last call did not free."""
         if self.mover.verifier is None:
             return []
-        self.mover.synchronize()
+        try:
+            self.mover.synchronize()
+        except BaseException as failure:
+            self.tear(failure)
+            raise
         return self.mover.verifier.check_freed()
 
     def _warn(self, group: Group, failure: MemoryError) -> None:

@@ -162,7 +162,11 @@ class Group:
 
     def on_use(self) -> None:
         """Backward is about to use one of its tensors for the first time."""
-        self.engine.reach(self)
+        try:
+            self.engine.reach(self)
+        except BaseException as failure:
+            self.tear(failure)
+            raise
 
     def note_use(self) -> None:
         """Backward has reached it: what it uses is used no later than now."""

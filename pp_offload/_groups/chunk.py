@@ -179,7 +179,7 @@ class Chunk:
             self._offload(group)  # whose local variables would hold what is released now
         if released and group.state is GroupState.OFFLOADED:
             offloader = self.offloader
-            offloader.engine.mover.after_copies(offloader.release.of(released))
+            offloader.after_copies(offloader.release.of(released))
 
     def _offload(self, group: Group) -> None:
         engine = self.offloader.engine

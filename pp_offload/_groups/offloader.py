@@ -15,8 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from pp_offload._core.engine import Engine
+from pp_offload._core.group import Group
 from pp_offload._core.observer import Observers
 from pp_offload._core.statistics import OffloadStatistics, collect
 from pp_offload._core.tier_chain import make_tier
@@ -28,6 +31,25 @@ from pp_offload._policy.bounds import left_of_budget
 from pp_offload._policy.plan import Plan
 from pp_offload.backends import Backend, default_backend
 from pp_offload.config import AUTO, OffloadConfig
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+_Act = Callable[Concatenate["Offloader", _Params], _Result]
+
+
+def _tears(act: _Act[_Params, _Result]) -> _Act[_Params, _Result]:
+    """What runs the engine's own code, so that an exception ends the epoch."""
+
+    @wraps(act)
+    def guarded(self: Offloader, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        engine = self.engine
+        try:
+            return act(self, *args, **kwargs)
+        except BaseException as failure:
+            engine.tear(failure)
+            raise
+
+    return guarded
 
 
 class Offloader:
@@ -133,6 +155,17 @@ class Offloader:
         while self.delayed:
             self.delayed.pop(0)()
 
+    @_tears
+    def after_copies(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when the sources of the copies queued so far were let go."""
+        self.engine.mover.after_copies(action)
+
+    @_tears
+    def resume(self, group: Group | None) -> None:
+        """Backward is at ``group`` again, or at none: the step is over."""
+        self.engine.window.resume(group)
+
+    @_tears
     def settle(self) -> None:
         """Between steps: let go of what is over, and put the host memory in order."""
         self._end_torn()
@@ -144,6 +177,7 @@ class Offloader:
                 for pool in tier.pools:
                     pool.settle()
 
+    @_tears
     def trim(self) -> None:
         """Give host memory back to the system that no living graph needs."""
         if not self.backend.is_capturing:
@@ -161,6 +195,7 @@ class Offloader:
             if disk is not None and not disk.in_use_bytes:
                 disk.close()
 
+    @_tears
     def statistics(self) -> OffloadStatistics:
         """Numbers about it, exact at the call."""
         return collect(self.engine.mover)

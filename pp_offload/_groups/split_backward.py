@@ -98,7 +98,7 @@ class SplitBackward(Observer):
             batch.later.setdefault(index, {})[id(self)] = num
         indices = range(len(batch.uses))
         uses = [first.get(index, 0) + later.get(index, 0) for index in indices]
-        batch.mover.expect_uses(batch, uses, frozenset(first))
+        _expect(group, batch, uses, frozenset(first))
 
     def begin(self, key: ChunkKey, part: BackwardPass) -> None:
         """A part of a chunk's backward begins."""
@@ -161,7 +161,7 @@ class SplitBackward(Observer):
             for index in range(len(uses)):
                 if (position, index) in kept:
                     uses[index] = 0
-            batch.mover.expect_uses(batch, uses)
+            _expect(group, batch, uses)
 
     def _seen(self, key: GroupKey, part: BackwardPass) -> dict[int, int] | None:
         """How often a part used each payload in the last chunk of the same stage."""
@@ -233,6 +233,16 @@ class WeightVisit:
             return []
         left = enumerate(batch.back.left)
         return [(batch, [index for index, num in left if num > 0 and index in self._used])]
+
+
+def _expect(
+    group: Group, batch: Batch, uses: Sequence[int], part: frozenset[int] | None = None
+) -> None:
+    try:
+        batch.mover.expect_uses(batch, uses, part)
+    except BaseException as failure:
+        group.tear(failure)
+        raise
 
 
 def _batch(group: Group) -> Batch | None:

@@ -170,7 +170,7 @@ class ChunkOffloadHandler(Chunk):
         """Reload the groups backward uses first, before it begins."""
         group = self._next_in_backward(None)
         if group is not None:
-            self.offloader.engine.window.resume(group)
+            self.offloader.resume(group)
 
     def _reach_next(self, name: str | None) -> None:
         group = self._next_in_backward(name)

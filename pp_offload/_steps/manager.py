@@ -241,7 +241,7 @@ class Manager:
             self.step.begin_backward(chunk)
         else:
             self.step.begin_weight_pass(chunk, key)
-            self.offloader.engine.window.resume(chunk.groups[-1])
+            self.offloader.resume(chunk.groups[-1])
 
     def end_chunk(self) -> None:
         """The forward of the current chunk is over; there is no current chunk."""
@@ -350,7 +350,7 @@ class Manager:
             self.forward.chunk = None  # other threads have their own
             self.forward.is_evaluating = False
             self.step.clear()
-            self.offloader.engine.window.resume(None)
+            self.offloader.resume(None)
             if self.offloader.split is not None:
                 self.offloader.split.clear()
 

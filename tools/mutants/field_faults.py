@@ -528,7 +528,7 @@ FIELD_MUTANTS = [
         "    finally:\n        deque(pops, maxlen=0)\n",
         "    except Exception:\n        deque(pops, maxlen=0)\n        raise\n",
         "hooks of a forward that was cut off stay for the next step",
-        (f"{FIELD}/test_interrupt_at_any_line.py::test_a_forward_cut_off",),
+        (f"{FIELD}/test_interrupt_at_any_line.py::test_an_interrupt_at_some_lines",),
         row="F57",
     ),
 ]
