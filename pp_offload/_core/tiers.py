@@ -121,8 +121,8 @@ class HostTier(Tier):
         """See :meth:`Tier.take`. With ``force``, also over the budget."""
         place = self.pool.take(sizes, owner, force=force)
         if specs != place.specs:  # else the same as in the last step, and shaped already
-            place.specs = specs
             with torch.inference_mode(False):
                 views = zip(place.views, specs, strict=True)
                 place.tensors = [view.view(dtype).view(shape) for view, (shape, dtype) in views]
+            place.specs = specs  # last, for an interrupt
         return place
