@@ -185,7 +185,9 @@ class Mover:
                 wait for it would take time and lower no peak.
         """
         while self.in_flight.is_over(last_bytes):
-            self._wait_for_oldest()
+            self.poll()
+            if self.in_flight.is_over(last_bytes):
+                self._wait_for_oldest()
 
     @staticmethod
     def _gather(payloads: Payloads, live: Stream, sides: Sequence[Stream]) -> None:
@@ -205,7 +207,6 @@ class Mover:
         """Have compute wait for the oldest copy to the host, and let its sources go."""
         queue = self.in_flight.queue
         with self.lock:
-            self.poll()
             leaving = queue[0] if queue else None
         if leaving is None:
             return

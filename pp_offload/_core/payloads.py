@@ -76,8 +76,8 @@ class Payloads:
 
 
 def collect(refs: Iterable[weakref.ref[Saved]]) -> Payloads:
-    """The payloads of saved tensors, in order: of those that autograd still holds and that are on
-    the device as they were saved.
+    """The payloads of saved tensors: of those that autograd still holds and that are on the device
+    as they were saved. What was saved last is last, for backward asks for that first.
     """
     payloads = Payloads()
     by_storage: dict[int, tuple[UntypedStorage, list[Saved]]] = {}
@@ -89,10 +89,9 @@ def collect(refs: Iterable[weakref.ref[Saved]]) -> Payloads:
             continue  # a collective has still to fill it
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in by_storage:
-            by_storage[key][1].append(saved)
-        else:
-            by_storage[key] = storage, [saved]
+        members = by_storage.pop(key)[1] if key in by_storage else []
+        members.append(saved)
+        by_storage[key] = storage, members  # the last one now
     for storage, members in by_storage.values():
         tensor = members[0].tensor
         assert tensor is not None

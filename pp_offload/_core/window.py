@@ -175,11 +175,17 @@ class Window(Refill):
                     if not is_queued:
                         return False
                 if size > room:
-                    if not mover.arrived.unused_bytes:
-                        self._queue([(batch, self.fitting(batch, indices))])
-                    # Until there is room for this, no use has to look again.
-                    enough = max(0, self.bound.nbytes - size) + 1
-                    self.below_bytes = min(self.below_bytes, enough)
+                    # A part of it, but no part of what a thread reads at once, for each part would
+                    # be one more read; nor of what may be taken back when backward is there.
+                    may_part = batch.place.tensors or not mover.arrived.unused_bytes
+                    if may_part and batch.leaving is None:
+                        part = self.fitting(batch, indices)
+                        if part and self._queue([(batch, part)]):
+                            indices = indices[: -len(part)]
+                    # Until there is room for the next one, no use has to look again.
+                    next_bytes = sum([batch.sizes[index] for index in indices[-1:]])
+                    enough = max(0, self.bound.nbytes - next_bytes) + 1
+                    self.below_bytes = min(self._few_bytes, enough)
                     return False
                 together.append((batch, indices))
                 nbytes += size

@@ -52,7 +52,7 @@ class Managers:
     @contextmanager
     def ranks(self, managers: Sequence[PipelineOffloadManager]) -> Iterator[None]:
         yield
-        counts = [manager.wiring.engine.mover.counts for manager in managers]
+        counts = [manager.offloader.engine.mover.counts for manager in managers]
         self.moved = [replace(one, stalled_ms=None) for one in counts]
 
 

@@ -38,7 +38,7 @@ def test_a_plan_takes_a_few_predictions(part: float) -> None:
 
 def test_what_leaves_is_spread_over_a_forward() -> None:
     """Where the largest groups are the last, all that leaves would be saved at once before them."""
-    _, plan, num = planned_in(0.1, in_order=True)
+    _, plan, num = planned_in(0.11, in_order=True)
     assert num <= 2 * FEW
     assert plan.seconds == pytest.approx(plan.least_seconds, rel=1e-6)
 
