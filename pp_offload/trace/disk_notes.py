@@ -30,7 +30,7 @@ class DiskNotes:
     def __init__(self, tier: Tier, room: Room) -> None:
         self.found: list[DiskNote] = []
         self._room = room
-        self._disk = tier.disk
+        self._disk = tier.disk if hasattr(tier.disk, "listeners") else None  # of somebody's own
 
     def hear(self) -> None:
         """From now on."""

@@ -155,6 +155,7 @@ def test_the_times_are_read_when_they_are_known(training: Training) -> None:
         patch.setattr(VirtualBackend, "synchronize", lambda backend: None)
         off_interface.reset()
         y = training.forward()
+        training.backend.host.wait_until(training.backend.seconds)  # so that something comes back
         y.backward(torch.empty_like(y))
         del y
         before = training.bounds()
@@ -231,17 +232,6 @@ def test_what_is_given_is_kept_and_counts_in_the_budget() -> None:
             training.step()
         cap, window = training.bounds()
     assert cap == 2 * SAVED_BYTES and 0 < window <= SAVED_BYTES
-
-
-def test_a_host_that_is_ahead_knows_what_came_back() -> None:
-    """It has seen no copy end, and compute waits for none: all sources are still there for it."""
-    backend = VirtualBackend(replace(hardware(2.5), launch_s=0))
-    with use_backend(backend, config=OffloadConfig(max_in_flight_bytes=2**40)) as manager:
-        training = Training(manager)
-        training.step()
-        assert manager.statistics().taken_back < NUM_LAYERS
-        off_interface.reset()
-        assert training.bounds()[1] >= SAVED_BYTES
 
 
 def test_no_less_is_in_flight_than_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

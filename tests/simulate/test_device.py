@@ -121,6 +121,16 @@ def test_a_link_that_is_too_slow_takes_its_own_time() -> None:
     assert step_s(one, offload=True, in_flight=3, window=6)[0] > ours_s, "a small window stalls"
 
 
+def test_a_copy_that_has_ended_meanwhile_is_not_waited_for() -> None:
+    """Nor the one behind it: the host waits for the first to end before it can queue that."""
+    backend = VirtualBackend(replace(hardware(2.0), num_queued_launches=1))
+    with use_backend(backend, config=OffloadConfig(max_in_flight_bytes=1)):
+        off_interface.init_chunk_handler(None, None, 1)
+        x = torch.empty(ROWS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        Layers(3, WIDTH)(x, offload=True)
+    assert backend.compute.stalled_s == 0
+
+
 def test_a_host_that_waits_for_operators_has_the_lower_peak() -> None:
     """What was copied is free as soon as the host sees it; one that is ahead sees it late."""
     one = hardware(0.8)

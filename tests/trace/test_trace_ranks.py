@@ -138,7 +138,8 @@ def modules(num_stages: int) -> Modules:
 def test_four_virtual_ranks(tmp_path: Path) -> None:
     """On one time, and what a run says of its last step is what the spans of it add up to."""
     out = tmp_path / "out.json.gz"
-    made, config = order(Schedule1F1B, 4, 4, 6), OffloadConfig(min_offloaded_tensor_size=1)
+    made = order(Schedule1F1B, 4, 4, 6)
+    config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=2**23)
     slow = replace(DEVICES["H100"], link_bytes_per_s=2e10)
     trace = Trace(out, steps=range(1, 2))
     step = run_pipeline(
