@@ -3,9 +3,9 @@
     disk = DiskClock(host)
     begin_s, end_s = disk.run(may_begin_s, nbytes, writes=True)
 
-The disk tier of a virtual device uses it in place of a file's threads. A write begins when the tier
-sees that the copy to the host has ended; a read ends before the copy to the device is launched. So
-the host waits for the disk where the real one would, by its own clock.
+The disk tier of a virtual device uses it in place of a file's threads. A write begins when the copy
+to the host has ended; a read ends before the copy to the device is launched. So the host waits for
+the disk where the real one would, by its own clock.
 
 NOTE [ One queue ]
     What is queued first is served first, writes and reads alike, each at its rate. A real disk

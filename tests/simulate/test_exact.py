@@ -19,11 +19,11 @@ import pytest
 from draw import programs
 from engines import offload
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from pp_offload._groups.prefetch import Prefetcher
 from programs import Commit, Compute, Enter, Exit, Forward, Options, Program, Step
 from run import Machine
 from steps import no_garbage
 
+from pp_offload._core.window import Window
 from pp_offload._policy.plan import Plan
 from pp_offload.simulate import Hardware, VirtualBackend
 from pp_offload.simulate.clocks import VirtualEvent
@@ -174,8 +174,8 @@ def test_a_fault_of_the_virtual_device_shows(fault: str, monkeypatch: pytest.Mon
 NEVER = replace(INSTANT, name="never", link_bytes_per_s=1e-6)
 """Copies are under way until something waits for them, as in the order ``late``."""
 
-ENGINE = "pp_offload._transfer.engine.TransferEngine"
-MISSING = Prefetcher._missing
+CORE = "pp_offload._core"
+BRING = Window._bring
 
 
 @dataclass(frozen=True)
@@ -202,23 +202,23 @@ def nothing(*args: Any) -> None:
 
 PLANTED = {
     "no cap": Planted(
-        f"{ENGINE}.keep_in_flight_bounded",
+        f"{CORE}.mover.Mover.keep_bounded",
         nothing,
         Options(max_in_flight_bytes=0),
         order="late",
     ),
     "no window": Planted(
-        "pp_offload._groups.prefetch.Prefetcher._missing",
-        lambda prefetcher, visit, room, chosen: MISSING(prefetcher, visit, 2**40, chosen),
+        f"{CORE}.window.Window._bring",
+        lambda window, group, room: BRING(window, group, 2**40),
         Options(prefetch_bytes=40),
         kinds=("tanh",) * 8,
     ),
-    "nothing ahead": Planted("pp_offload._groups.prefetch.Prefetcher._fill", nothing),
+    "nothing ahead": Planted(f"{CORE}.window.Window.fill", nothing),
     "no margin": Planted("pp_offload._steps.step.make_plan", lambda *seen: Plan(), num_steps=2),
-    "nothing is taken back": Planted(f"{ENGINE}._take_back", nothing, order="late"),
+    "nothing is taken back": Planted(f"{CORE}.mover.Mover.take_back", nothing, order="late"),
     "all that is saved is copied": Planted(
-        "pp_offload._transfer.deduplication.CopyIndex.share",
-        lambda index, tickets: tickets,
+        f"{CORE}.shared.SharedCopies.share",
+        lambda *args: {},
         kinds=("tanh", "sin", "sin"),  # the first saves what it returns, the others what they get
     ),
 }

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_backend
-from pp_offload._transfer.engine import TransferEngine
-from pp_offload._transfer.ticket import PayloadTicket, SavedActivation, Ticket, hand_over
-from pp_offload._transfer.tiers import make_engine
 from test_device import FLOPS, ROWS, SAVED_BYTES, WIDTH, Layers
 from torch import Tensor
 from toy import batches, make_model, run_step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
+from pp_offload._core.engine import Engine
+from pp_offload._core.saved import Saved
+from pp_offload._groups.offloader import Offloader
+from pp_offload._groups.step import Step
+from pp_offload._memory.disk_file import DiskFile
 from pp_offload.simulate import DEVICES, Hardware, VirtualBackend
 from pp_offload.trace import Trace
 
@@ -37,53 +39,38 @@ PLAIN = replace(
 """A copy of ``BYTES`` takes 1 s, a write 4 s, a read 2 s."""
 
 
-class Owner:
-    name, is_used = "g", True
-
-    def on_use(self) -> None:
-        pass
-
-
-def engine_on(hardware: Hardware, **options: Any) -> tuple[VirtualBackend, TransferEngine]:
+def engine_on(hardware: Hardware, **options: Any) -> tuple[VirtualBackend, Engine]:
     backend = VirtualBackend(hardware)
     config = OffloadConfig(tiers=("disk",), **options)
-    return backend, make_engine(backend, config)
+    return backend, Offloader(backend, config, Step()).engine
 
 
-def sent(engine: TransferEngine, nbytes: int = BYTES) -> Ticket:
-    saved = SavedActivation(torch.empty(nbytes, dtype=torch.uint8, device="meta"), Owner())
-    assert isinstance(saved.held, Tensor)
-    ticket = PayloadTicket(engine, "g", saved.held, [saved], saved.held.untyped_storage())
-    engine.offload([ticket])
-    hand_over([ticket])
-    return ticket
+def sent(engine: Engine) -> Saved:
+    return engine.offload(torch.empty(BYTES, dtype=torch.uint8, device="meta"))
 
 
-def at(backend: VirtualBackend, engine: TransferEngine, time_s: float) -> None:
+def at(backend: VirtualBackend, engine: Engine, time_s: float) -> None:
     """The host comes to that time, and the engine looks at what has ended."""
     backend.host.wait_until(time_s)
-    engine.poll()
+    engine.mover.poll()
 
 
-def staged(engine: TransferEngine) -> int:
-    return engine.tiers[0].statistics().host.in_use
+def staged(engine: Engine) -> int:
+    return engine.mover.tier.host_bytes_in_use()
 
 
 def test_there_and_back() -> None:
     """Copied until 1 s, written until 5, read from 10 to 12, copied until 13."""
     backend, engine = engine_on(PLAIN)
     with backend.activate():
-        ticket = sent(engine)
-        at(backend, engine, 0.9)
-        assert backend.disk.busy_s == 0, "the copy to the host has not ended"
-        at(backend, engine, 1.0)
+        saved = sent(engine)
         assert (backend.disk.busy_s, backend.disk.free_at_s) == (4.0, 5.0)
         at(backend, engine, 4.9)
         assert staged(engine) == BYTES
         at(backend, engine, 5.0)
         assert staged(engine) == 0
         at(backend, engine, 10.0)
-        engine.deliver(ticket)
+        saved.unpack()
         assert backend.host.now_s == 12.0, "the host waits for the read"
         assert backend.compute.launch(0.0) == 13.0
         assert (backend.disk.busy_s, backend.disk.free_at_s) == (6.0, 12.0)
@@ -92,16 +79,16 @@ def test_there_and_back() -> None:
 def test_read_ahead_the_host_does_not_wait() -> None:
     backend, engine = engine_on(PLAIN)
     with backend.activate():
-        ticket = sent(engine)
+        saved = sent(engine)
         at(backend, engine, 1.0)
         at(backend, engine, 5.0)
-        engine.reload([ticket], is_ahead=True)
+        engine.mover.reload([(saved.batch, [0])])
         at(backend, engine, 6.9)
-        assert ticket.device_tensor is None
+        assert backend.h2d.busy_s == 0
         at(backend, engine, 7.0)
-        assert ticket.device_tensor is not None, "it was read, and is sent on"
+        assert backend.h2d.busy_s == 1.0, "it was read, and is sent on"
         at(backend, engine, 20.0)
-        engine.deliver(ticket)
+        saved.unpack()
         assert backend.host.now_s == 20.0
         assert backend.compute.launch(0.0) == 20.0
 
@@ -115,7 +102,7 @@ def test_writes_and_reads_share_the_disk() -> None:
         at(backend, engine, 1.0)  # the first is written until 5
         at(backend, engine, 2.0)  # the second until 9
         at(backend, engine, 5.0)
-        engine.deliver(first)
+        first.unpack()
         assert backend.host.now_s == 11.0
         del second
 
@@ -123,10 +110,10 @@ def test_writes_and_reads_share_the_disk() -> None:
 def test_what_is_asked_for_while_it_is_written_comes_from_the_buffer() -> None:
     backend, engine = engine_on(PLAIN)
     with backend.activate():
-        ticket = sent(engine)
+        saved = sent(engine)
         at(backend, engine, 1.0)
         at(backend, engine, 2.0)
-        engine.deliver(ticket)
+        saved.unpack()
         assert backend.host.now_s == 2.0
         assert backend.compute.launch(0.0) == 3.0
         assert backend.disk.busy_s == 4.0, "nothing is read"
@@ -137,9 +124,9 @@ def test_what_passes_through_is_bounded() -> None:
     backend, engine = engine_on(PLAIN, max_in_flight_bytes=2 * BYTES)
     most = 0
     with backend.activate():
-        tickets = []
+        living = []
         for _ in range(4):
-            tickets.append(sent(engine))
+            living.append(sent(engine))
             most = max(most, staged(engine))
     assert most == 2 * BYTES
     assert backend.host.now_s >= 9.0, "two have been written"
@@ -148,10 +135,10 @@ def test_what_passes_through_is_bounded() -> None:
 def test_a_latency_is_added() -> None:
     backend, engine = engine_on(replace(PLAIN, disk_latency_s=0.5))
     with backend.activate():
-        ticket = sent(engine)
+        saved = sent(engine)
         at(backend, engine, 1.0)
         at(backend, engine, 6.0)
-        engine.deliver(ticket)
+        saved.unpack()
     assert backend.host.now_s == 6.0 + 0.5 + 2.0
 
 
@@ -241,15 +228,15 @@ def test_what_moves_is_what_moves_with_data(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.pwrite", lambda *args: pytest.fail("written"))
+    monkeypatch.setattr(DiskFile, "_pwrite", lambda *args: pytest.fail("written"))
     backend, engine = engine_on(PLAIN, disk_dir=tmp_path)
     with backend.activate():
-        ticket = sent(engine)
+        saved = sent(engine)
         at(backend, engine, 1.0)
         at(backend, engine, 5.0)
-        engine.deliver(ticket)
-    statistics = engine.tiers[0].statistics()
-    assert (statistics.disk.written, statistics.disk.read) == (BYTES, BYTES)
+        saved.unpack()
+    disk = engine.mover.tier.disk
+    assert (disk.written_bytes, disk.read_bytes) == (BYTES, BYTES)
 
 
 def test_a_trace_shows_it_by_the_same_clock(tmp_path: Path) -> None:
@@ -263,10 +250,8 @@ def test_a_trace_shows_it_by_the_same_clock(tmp_path: Path) -> None:
             with off_interface(True, x, "g"):
                 y = x.sin()
             y = off_interface.group_commit(y, name="g")
-            backend.host.wait_until(1.5)  # the copy ended a little behind 1 s
-            manager.statistics()
             backend.host.wait_until(6.0)
         assert trace.timeline is not None
-        (span,) = trace.timeline.of(0, "disk")
+        (copy,), (span,) = trace.timeline.of(0, "d2h"), trace.timeline.of(0, "disk")
     assert (span.name, span.args["bytes"]) == ("write", BYTES)
-    assert (span.begin_s, span.end_s) == pytest.approx((1.5, 5.5), rel=1e-12)
+    assert (span.begin_s, span.end_s) == pytest.approx((copy.end_s, copy.end_s + 4.0), rel=1e-12)
