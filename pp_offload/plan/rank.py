@@ -121,6 +121,7 @@ class NumberRank:
         self._order = [key for turn in self.turns if (key := _goes_backward(turn)) is not None]
         self._split = frozenset(one.chunk for one in self._order if isinstance(one, WeightPassKey))
         self._used: dict[Visited, dict[int, int]] = {}
+        self._used_order: dict[int, list[int]] = {}
         self._next = len(self.turns)
 
     def _turns_of(self, order: PipelineOrder) -> list[Turn]:
@@ -142,7 +143,7 @@ class NumberRank:
         other.moved, other._config = copy.copy(self.moved), config
         other._rank_of_plan = self.number
         other._bounds, other._places = self._bounds.copied(), self._places.copied()
-        other._used = self._used.copy()
+        other._used, other._used_order = self._used.copy(), self._used_order.copy()
         return other
 
     @property
@@ -184,7 +185,7 @@ class NumberRank:
         self._bounds.hold(engine)
         is_keeping = config.split_backward == "keep"
         split = SplitBackward(record, self._split, is_keeping=is_keeping)
-        split.uses = self._used
+        split.uses, split.order = self._used, self._used_order
         engine.observers.add(split)
         return _Step(device, NumberOffloader(engine, record, self._plan, split), messages)
 

@@ -204,7 +204,7 @@ def _run_once(work: RankWork, stages: Sequence[int]) -> None:
 class _AllAnew(SplitBackward):
     """Has nothing brought ahead for a part of a backward: see :class:`Recorder`."""
 
-    def _expect(self, groups: object, part: object) -> None:
+    def _expect_second(self, key: ChunkKey) -> None:
         """Nothing is to come."""
 
 
