@@ -49,7 +49,7 @@ CASES: dict[str, Case] = {
     ),
     "sources are kept until they are copied": (
         programs.source_let_go,
-        Fault(f"{MOVER}.offload", "if not event.query():", "if False:"),
+        Fault(f"{MOVER}.offload", "if not event.query()", "if False"),
         Fault(f"{IN_FLIGHT}.poll", "queue[0].offloaded.query()", "True"),
     ),
     "so is what was gathered": (
@@ -259,7 +259,6 @@ BY_OTHERS = {
     "_core/mover:_block": "for the thread, without the lock; what is behind it waits again",
     f"{DISK}:Together.query": PASSES_ON,
     f"{DISK}:Together.synchronize": PASSES_ON,
-    "_memory/disk_file:DiskEvent.synchronize": PASSES_ON,
     "_memory/disk_file:wait_for_all": PASSES_ON,
     f"{FILE}.read_into": "the core has bytes read that it knows to be written",
     "_core/stopwatch:Laps.are_over": "times are read behind it, and no bytes",
