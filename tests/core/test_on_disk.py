@@ -133,7 +133,7 @@ class Gate:
 def test_what_is_being_written_comes_back_at_once(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Gate(monkeypatch), session(kind, tiers=("disk",), disk_dir=tmp_path) as manager:
+    with session(kind, tiers=("disk",), disk_dir=tmp_path) as manager, Gate(monkeypatch):
         begin_step()
         assert_same(program(True), program(False))
         assert manager.statistics().disk_bytes_read == 0
