@@ -135,6 +135,7 @@ class Engine:
                 return busy.event
             if shared:
                 self._borrow(group, payloads, shared)
+            group.engine = self  # it may have started in another epoch
             is_kept = batch is None and not shared
             if self.observers.used:
                 self.observers.follow_uses(payloads)

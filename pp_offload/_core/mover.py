@@ -147,10 +147,11 @@ class Mover:
             live, d2h = captured(self.backend, live, d2h)
             sides = those_captured(self.backend, sides)
             self._keep_for_graph(place)
-        if payloads.views:
+        is_verified = self.verifier is not None and not self.backend.is_capturing
+        if payloads.views or (sides and is_verified):  # which reads the sources on the live stream
             self._gather(payloads, live, sides)
             sources = payloads.tensors
-        if self.verifier is not None and not self.backend.is_capturing:
+        if self.verifier is not None and is_verified:
             self.verifier.leaves(batch, payloads)
         d2h.wait_event(live.record_event())  # the sources are computed
         for side in sides:
@@ -198,25 +199,26 @@ class Mover:
         for side in sides:
             side.wait_event(live.record_event())
 
-    def wait_up_to(self, last: Leaving) -> None:
+    def wait_up_to(self, last: Event) -> None:
         """Have compute wait for the copies to the host up to these. As :meth:`keep_bounded`."""
-        while any(leaving is last for leaving in tuple(self.in_flight.queue)):
+        while any(leaving.offloaded is last for leaving in tuple(self.in_flight.queue)):
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
         """Have compute wait for the oldest copy to the host, and let its sources go."""
         queue = self.in_flight.queue
         with self.lock:
-            leaving = queue[0] if queue else None
-        if leaving is None:
+            # Not what is leaving: its sources could not be emptied while somebody has them here.
+            event = queue[0].offloaded if queue else None
+        if event is None:
             return
         streams = self.in_flight.streams
         if self.backend.is_capturing:
             streams = ComputeStreams(those_captured(self.backend, streams.seen))
         # Blocks on a host: NOTE [ One lock ].
-        self._wait(streams.wait, leaving.offloaded)
+        self._wait(streams.wait, event)
         with self.lock:
-            if queue and queue[0] is leaving:
+            if queue and queue[0].offloaded is event:
                 self.in_flight.let_go_first()
 
     def after_copies(self, action: Callable[[], None]) -> None:
@@ -470,7 +472,7 @@ class Mover:
             with self.lock:
                 self.poll()
                 if batch.leaving is not None:
-                    self.take_back(batch)
+                    self.take_back(batch, index)
                 if index in batch.changed:
                     raise _changed(batch, index)
                 back = batch.back
@@ -545,20 +547,25 @@ class Mover:
         else:
             wait(event)
 
-    def take_back(self, batch: Batch) -> bool:
-        """Use the sources themselves, whose copy to the host has still to run. The lock is held.
+    def take_back(self, batch: Batch, asked: int = -1) -> bool:
+        """Use the sources themselves, whose copy to the host has still to run: of payloads that
+        have uses to come, and of the one that is asked for. The lock is held.
 
         Returns:
             Whether there are any, and the live stream may use them.
         """
         leaving, back, live = batch.leaving, batch.back, self._live()
-        if leaving is None or leaving.stream != live:
+        if leaving is None:
             return False
-        batch.changed |= leaving.changed()
+        batch.changed |= leaving.changed()  # on another stream, too
+        if leaving.stream != live:
+            return False
         self.arrived.give_up(back, live)
         reload = Reload(live, None, is_there=True)
         for index, source in enumerate(leaving.sources):
-            if back.device[index] is None and index not in batch.changed:
+            if back.device[index] is not None or index in batch.changed:
+                continue
+            if back.left[index] > 0 or index == asked:
                 self.arrived.put(back, index, source, reload, batch.uses[index])
                 back.versions[index] = source._version
                 self.arrived.unused_bytes += back.sizes[index]

@@ -221,8 +221,8 @@ class Chunk:
         self._send(group, self.offloader.engine.payloads(group))
 
     def _send(self, group: Group, payloads: Payloads) -> None:
-        self.offloader.step.change()
         self.offloader.engine.send(group, payloads)
+        self.offloader.step.change()
         split = self.offloader.split
         if split is not None:
             with self.offloader.lock:

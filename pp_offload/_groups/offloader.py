@@ -124,7 +124,9 @@ class Offloader:
     def _end_torn(self) -> None:
         """Let engines of former epochs go that no living graph needs."""
         for engine in tuple(self._torn):
-            if not engine.mover.arrived.is_needed():
+            with engine.mover.lock:
+                is_needed = engine.mover.arrived.is_needed()
+            if not is_needed:
                 engine.end()
                 self._torn.remove(engine)
 

@@ -132,7 +132,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         mover = self.offloader.engine.mover
         with mover.lock:  # a backward of another thread takes out copies that are over
             queue = mover.in_flight.queue
-            last = queue[-1] if queue else None
+            last = queue[-1].offloaded if queue else None
         if last is None:
             return
         on_their_way = self._on_their_way[name]

@@ -64,7 +64,7 @@ CASES: dict[str, Case] = {
         programs.too_much_in_flight,
         Fault(
             f"{MOVER}._wait_for_oldest",
-            "self._wait(streams.wait, leaving.offloaded)",
+            "self._wait(streams.wait, event)",
         ),
         Fault(f"{STREAMS}.wait", "stream.wait_event(event)"),
     ),

@@ -178,3 +178,27 @@ def test_each_view_of_a_storage_is_watched() -> None:
             apart.add_(1)
         with pytest.raises(SavedTensorModifiedError, match=r"group 'core'"):
             torch.autograd.grad(loss, x)
+
+
+def test_a_change_is_seen_on_another_stream_than_that_of_the_commit() -> None:
+    """Which cannot take the source back, and would get what the copy has made of it."""
+    backend = SimulatedBackend(order="late")
+    with use_backend(backend) as manager:
+        x = torch.linspace(-1, 1, 12).to(manager.backend.device).requires_grad_()
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        main, side = backend.current_stream(), backend.new_stream("side")
+        with off_interface(True, x, "core"):
+            y = x * 2
+            side.wait_stream(main)
+            with backend.stream(side):
+                z = y.sin()
+            main.wait_stream(side)
+        loss = off_interface.group_commit(z, name="core").sum()
+        with unseen(backend), torch.no_grad():
+            y.add_(1)
+        side.wait_stream(main)
+        with (
+            backend.stream(side),
+            pytest.raises(SavedTensorModifiedError, match=r"group 'core'"),
+        ):
+            torch.autograd.grad(loss, x)

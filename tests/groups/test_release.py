@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import make_backend
 from torch import Tensor
 from torch.nn import Parameter
 from toy import same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 
 Before = Callable[[PipelineOffloadManager, Tensor], object]
 
@@ -148,3 +149,25 @@ def test_a_view_of_what_was_changed_in_place(
     assert (named.untyped_storage().nbytes() > 0) is (kept is not None)
     y.sum().backward()
     assert leaf.grad is not None and torch.equal(leaf.grad, (leaf.detach() * 2).cos() * 2)
+
+
+def test_what_compute_waits_for_is_emptied() -> None:
+    """Above ``max_in_flight_bytes``, where the host runs ahead of the copies."""
+    config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=1)
+    with use_backend(make_backend("late"), config=config) as manager:
+        manager.init_model_chunk_offload_handler(None, None, 1)
+        weight = torch.randn(40, requires_grad=True)
+        first = weight * 2
+        with off_interface(True, first, "first"):
+            second = first * weight
+        second = off_interface.group_commit(second, name="first", forced_released_tensors=[first])
+        assert first.untyped_storage().nbytes() > 0, "the copy has still to run"
+        with off_interface(True, second, "second"):
+            loss = (second * weight).sum()
+        loss = off_interface.group_commit(loss, name="second")
+        assert first.untyped_storage().nbytes() == 0
+        loss.backward()
+        assert weight.grad is not None
+        other = weight.detach().requires_grad_()
+        (other * 2 * other * other).sum().backward()
+        assert same_bits([weight.grad], [other.grad])  # type: ignore[list-item]
