@@ -271,7 +271,7 @@ EDITS: dict[str, Edit] = {
     "sources above the bound go without a wait": Edit(
         MOVER,
         "Mover._wait_for_oldest",
-        "self._wait(streams.wait, leaving.offloaded)",
+        "self._wait(streams.wait, event)",
         "pass",
         "their memory is used again while the copy reads it",
         ORDER,
@@ -335,8 +335,8 @@ EDITS: dict[str, Edit] = {
     "only the live stream waits at the bound": Edit(
         MOVER,
         "Mover._wait_for_oldest",
-        "self._wait(streams.wait, leaving.offloaded)",
-        "self.current_stream().wait_event(leaving.offloaded)",
+        "self._wait(streams.wait, event)",
+        "self.current_stream().wait_event(event)",
         "the source belongs to another stream, which uses it again",
         ORDER,
     ),
