@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._memory.budget import as_another_process
 from pp_offload._steps import auto_bounds
 from pp_offload.plan import RankTapes, predict
 from pp_offload.simulate import PipelineStep, VirtualBackend, run_pipeline
@@ -89,7 +90,7 @@ class Training:
 @pytest.fixture
 def training(request: pytest.FixtureRequest) -> Iterator[Training]:
     one = Training(**request.param)
-    with use_backend(one.backend, config=one.config):
+    with as_another_process(), use_backend(one.backend, config=one.config):
         yield one
 
 
