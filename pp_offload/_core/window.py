@@ -223,9 +223,10 @@ class Window(Refill):
         later, back = batch.later.get(index), batch.back
         if later is None or back.left[index] > sum(later.values()):
             return True
+        group, room = self._current, self.bound.nbytes
         if back.part is not None:
             back.part -= {index}
-        group, room = self._current, self.bound.nbytes
+            room = self._few_bytes  # what stays for the second part must not keep others away
         for visit in () if group is None else self._order.after(group):
             for other, indices in visit.uses():
                 if other is batch and index in indices:

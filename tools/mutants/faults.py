@@ -260,9 +260,7 @@ MUTANTS = [
         "        if self.open_groups and self.open_groups[0].name == name:\n"
         "            group = self.open_groups.pop(0)\n",
         "of two groups of one name the wrong one is closed",
-        (
-            "tests/core/test_schedules.py::test_a_group_in_a_group_of_the_same_name",
-        ),
+        ("tests/core/test_schedules.py::test_a_group_in_a_group_of_the_same_name",),
     ),
     Mutant(
         "plan does not count",
