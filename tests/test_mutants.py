@@ -133,8 +133,8 @@ def test_a_fault_in_the_engine_itself_is_caught(tmp_path: Path) -> None:
     mutant = Mutant(
         "round trip",
         "pp_offload/_memory/disk_file.py",
-        "self._pread) != extent.checksum",
-        "self._pread) is None",
+        "self._transfer(file, extent, views, self._pread) != extent.checksum",
+        "self._transfer(file, extent, views, self._pread) is None",
         "nothing is compared",
         ("tests/memory/test_disk_file.py::test_a_flipped_bit_is_an_error",),
     )

@@ -201,7 +201,7 @@ class Group:
         if batch is not None:
             part, left = batch.back.part, batch.back.left
             indices = range(len(left)) if part is None else part
-            uses.append((batch, [i for i in indices if left[i] > 0]))
+            uses.append((batch, [index for index in indices if left[index] > 0]))
         if not self.is_used:
             uses += [(batch, [i]) for ref, i in self.borrowed if (batch := ref()) is not None]
         return uses

@@ -99,7 +99,7 @@ class SplitBackward(Observer):
         indices = range(len(batch.uses))
         uses = [first.get(index, 0) + later.get(index, 0) for index in indices]
         # A batch may be smaller than the last one, if another group has copied some of its bytes.
-        batch.mover.expect_uses(batch, uses, frozenset(first).intersection(indices))
+        _expect(group, batch, uses, frozenset(first).intersection(indices))
 
     def begin(self, key: ChunkKey, part: BackwardPass) -> None:
         """A part of a chunk's backward begins."""

@@ -16,7 +16,6 @@ MODULE_STATE = "tests/checkpoint/test_module_state.py"
 INTERRUPTED = "tests/slices/test_interrupted_forwards.py::test_an_interrupt_at_every_line"
 
 MUTANTS = [
-    # Six that every test passed once.
     Mutant(
         "objects without gradients pass",
         "pp_offload/_checkpoint/recompute.py",
@@ -55,37 +54,6 @@ MUTANTS = [
         ("tests/test_checkpointing.py::test_an_output_that_is_written_into_is_recomputed",),
     ),
     Mutant(
-        "kept whatever was done to it",
-        "pp_offload/_groups/split_backward.py",
-        "return self.stream == live and self.tensor._version == self.version",
-        "return self.stream == live",
-        "the second part of a backward uses what the first has changed in place",
-        (
-            "tests/engine/test_backward_that_writes.py::test_what_the_first_part_changed_is_not_kept_for_the_second",
-        ),
-    ),
-    # Others, by file.
-    Mutant(
-        "a forward that saves nothing has no stream",
-        "pp_offload/_groups/chunk.py",
-        "may save\n            transfer.copies.in_flight.follow(offloader.engine.current_stream())",
-        "may save\n            pass",
-        "memory returns to a stream that does not wait for the copy",
-        (
-            "tests/groups/test_lifetimes.py"
-            "::test_what_a_forward_without_groups_computed_is_let_go_in_order",
-        ),
-    ),
-    Mutant(
-        "landed for another stream",
-        "pp_offload/_transfer/engine.py",
-        "return reload.is_for(live) and (",
-        "return (",
-        "memory outlives the stream it belongs to",
-        ("tests/field/test_live_stream.py::test_forward_and_backward_on_side_streams",),
-        row="F07",
-    ),
-    Mutant(
         "what is copied is kept only when it is queued",
         "pp_offload/_slices/plain_copies.py",
         "        self._under_way.append(ends)\n",
@@ -102,139 +70,6 @@ MUTANTS = [
         (
             "tests/slices/test_plain_copies.py::test_copies_under_way_are_waited_for_when_all_is_let_go",
         ),
-    ),
-    Mutant(
-        "capture ends without its copies",
-        "pp_offload/_transfer/copies.py",
-        "            side.wait_event(live.record_event())\n            live.wait_event(side.record_event())",
-        "            side.wait_event(live.record_event())",
-        "a graph is closed while a copy stream is still in it",
-        ("tests/field/test_captures.py::test_sibling_captures",),
-        row="F24",
-    ),
-    Mutant(
-        "versions never compared",
-        "pp_offload/_transfer/block.py",
-        "if source._version != version:",
-        "if False:",
-        "what was changed while its copy was queued is taken for what was saved",
-        ("tests/field/test_saved_then_changed.py::test_changed_while_the_copy_is_queued",),
-        row="F03",
-    ),
-    Mutant(
-        "one version for all that share a storage",
-        "pp_offload/_transfer/block.py",
-        "if alias._version != version:",
-        "if False:",
-        "views that count their changes apart may change before their storage is copied",
-        ("tests/transfer/test_changed_in_place.py::test_each_view_of_a_storage_is_watched",),
-    ),
-    Mutant(
-        "nobody watches what the disk refused",
-        "pp_offload/_transfer/block.py",
-        "self.sources[begin] = source, address, source._version, ()",
-        "pass",
-        "a large tensor is kept for a part of it that the disk refused",
-        ("tests/transfer/test_changed_in_place.py::test_of_what_the_disk_refused_a_part_is_kept",),
-    ),
-    Mutant(
-        "pending looks at nothing",
-        "pp_offload/_transfer/block.py",
-        "self.check_sources(self.sources)",
-        "pass",
-        "a source changed before its copy ran goes unnoticed once it is let go",
-        (
-            "tests/transfer/test_hazards.py::test_a_change_ahead_of_the_copy_is_remembered_when_the_source_is_let_go",
-        ),
-    ),
-    Mutant(
-        "lost with a failed write",
-        "pp_offload/_transfer/on_disk.py",
-        "if failure is None:",
-        "if True:",
-        "what the disk refused is let go of",
-        ("tests/transfer/test_disk.py::test_a_full_disk_keeps_tensors_and_warns_once",),
-    ),
-    Mutant(
-        "waiting for one",
-        "pp_offload/_transfer/ticket.py",
-        "        self.num_waiting = num_members\n",
-        "        self.num_waiting = 1\n",
-        "a payload is brought once for each that saved it",
-        (
-            "tests/groups/test_lifetimes.py::test_a_payload_used_twice_is_reloaded_once_in_every_backward",
-        ),
-    ),
-    Mutant(
-        "refused ones keep room",
-        "pp_offload/_transfer/ticket.py",
-        "            ticket.block = NOWHERE\n",
-        "            pass\n",
-        "a group that stays takes host memory for as long as autograd holds it",
-        (
-            "tests/field/test_out_of_pinned_memory.py::test_a_group_with_room_for_half_of_it_takes_none",
-        ),
-    ),
-    Mutant(
-        "a torn engine goes on",
-        "pp_offload/_groups/offloader.py",
-        "        if not old.is_torn or self.backend.is_capturing:",
-        "        if True:",
-        "what an interrupt left half done is in use for ever",
-        ("tests/field/test_interrupt_at_any_line.py::test_an_interrupt_at_some_lines",),
-        row="F57",
-    ),
-    Mutant(
-        "what has left is held",
-        "pp_offload/_transfer/ticket.py",
-        "            ticket.held = AWAY\n",
-        "            pass\n",
-        "nothing ever leaves the device",
-        ("tests/field/test_second_references.py::test_who_holds_what_was_offloaded",),
-        row="F35",
-    ),
-    Mutant(
-        "host bytes never return",
-        "pp_offload/_memory/host.py",
-        "for buffer in self._loans.ended(most):",
-        "for buffer in ():",
-        "host memory grows with every step",
-        ("tests/field/test_saved_tensor_used_again.py::test_second_use",),
-        row="F16",
-    ),
-    Mutant(
-        "result of a collective leaves early",
-        "pp_offload/_transfer/payload.py",
-        "if one.inside is None or not is_pending(one.inside):",
-        "if True:",
-        "it is copied before the collective has written it",
-        ("tests/field/test_copied_before_it_is_there.py::test_async_collective_tensor",),
-        row="F10",
-    ),
-    Mutant(
-        "known by its address alone",
-        "pp_offload/_transfer/deduplication.py",
-        "entry is None or entry.storage() is not storage or not",
-        "entry is None or not",
-        "a tensor at the address of one that is gone is taken for it",
-        ("tests/field/test_address_used_again.py::test_offloaded_then_freed",),
-        row="F05",
-    ),
-    Mutant(
-        "asked for though it comes",
-        "pp_offload/_groups/prefetch.py",
-        "is_here = ticket.reload is not None or (",
-        "is_here = (",
-        "a payload is brought twice",
-        ("tests/engine/test_window.py::test_the_window_holds_through_a_whole_backward",),
-    ),
-    Mutant(
-        "the first saved comes first",
-        "pp_offload/_groups/group.py",
-        "            for ref in reversed(self._tickets)\n",
-        "            for ref in self._tickets\n",
-        "what is needed last comes first",
-        ("tests/engine/test_window.py::test_the_window_holds_through_a_whole_backward",),
     ),
     Mutant(
         "offloaded though backward used it",
@@ -272,45 +107,6 @@ MUTANTS = [
         row="F13",
     ),
     Mutant(
-        "no room is an error",
-        "pp_offload/_groups/chunk.py",
-        "except MemoryError as failure:",
-        "except KeyError as failure:",
-        "a step fails where it could keep a group",
-        (
-            "tests/field/test_out_of_pinned_memory.py::test_over_budget_groups_stay_with_one_warning",
-        ),
-        row="F32",
-    ),
-    Mutant(
-        "window off by one",
-        "pp_offload/_groups/prefetch.py",
-        "if ticket.nbytes > room and not",
-        "if ticket.nbytes >= room and not",
-        "a tensor that fits is not brought",
-        (
-            "tests/engine/test_window.py::test_the_next_groups_are_reloaded_the_earliest_needed_first",
-        ),
-    ),
-    Mutant(
-        "window overrun",
-        "pp_offload/_groups/prefetch.py",
-        "if ticket.nbytes > room and not (may_exceed and not batch):",
-        "if room <= 0 and not (may_exceed and not batch):",
-        "more is on the device than the window allows",
-        ("tests/engine/test_window.py::test_the_window_holds_through_a_whole_backward",),
-    ),
-    Mutant(
-        "refilled late",
-        "pp_offload/_groups/prefetch.py",
-        "self._reloads.nbytes > self._few_bytes",
-        "self._reloads.nbytes > 0",
-        "nothing is brought before the last was used",
-        (
-            "tests/engine/test_window.py::test_the_next_groups_are_reloaded_the_earliest_needed_first",
-        ),
-    ),
-    Mutant(
         "window does not follow",
         "pp_offload/_policy/bound.py",
         "max(self.nbytes, min(2 * group_bytes, self._most))",
@@ -319,38 +115,6 @@ MUTANTS = [
         (
             "tests/engine/test_window.py::test_a_window_of_no_said_size_holds_two_of_the_largest_group",
         ),
-    ),
-    Mutant(
-        "place in the last step",
-        "pp_offload/_groups/prefetch.py",
-        "self._begin_at(None)",
-        "self._begin_at(self._current)",
-        "groups of a step that is over are brought",
-        ("tests/engine/test_window.py::test_after_reset_it_has_no_place_in_the_step",),
-    ),
-    Mutant(
-        "kept for ever",
-        "pp_offload/_groups/split_backward.py",
-        "self._kept.pop(key, None)",
-        "pass",
-        "memory of both parts stays when both are over",
-        ("tests/groups/test_split.py::test_what_is_kept_goes_with_the_second_part_or_the_step",),
-    ),
-    Mutant(
-        "kept over the step",
-        "pp_offload/_groups/split_backward.py",
-        "        self._kept.clear()",
-        "        pass",
-        "memory of a step that broke off stays",
-        ("tests/groups/test_split.py::test_what_is_kept_goes_with_the_second_part_or_the_step",),
-    ),
-    Mutant(
-        "the second part claims nothing",
-        "pp_offload/_groups/split_backward.py",
-        "max(ticket.num_waiting, 0) + num_uses",
-        "max(ticket.num_waiting, 0)",
-        "what is brought for the second part is let go by the first",
-        ("tests/groups/test_split.py::test_the_second_part_is_foreseen",),
     ),
     Mutant(
         "released with one holder more",
@@ -383,14 +147,6 @@ MUTANTS = [
         "self.nbytes + nbytes >= limit",
         "the last byte of the budget is never used",
         ("tests/memory/test_budget.py::test_two_budgets_share_one_count",),
-    ),
-    Mutant(
-        "neighbours not merged",
-        "pp_offload/_memory/arena.py",
-        "        if end > freed.end:\n            self._remove_free(freed.slab, freed.end, end)",
-        "        end = freed.end",
-        "memory falls to pieces",
-        ("tests/memory/test_arena.py::test_ranges_never_overlap_and_neighbours_always_merge",),
     ),
     Mutant(
         "a group backward used goes on",
@@ -859,16 +615,7 @@ MUTANTS = [
         "the first buffer of a module, made in a forward, is copied to the host",
         ("tests/steps/test_watched_module.py::test_what_comes_later_is_kept",),
     ),
-    # What is shared, threads, interrupts, forks, checkpoints.
-    Mutant(
-        "shared though changed",
-        "pp_offload/_transfer/pending_reloads.py",
-        "reload.is_for(live) and reload.is_as_it_came:",
-        "reload.is_for(live):",
-        "a group computes with what the backward of another has changed in place",
-        ("tests/field/test_shared_by_groups.py::test_one_group_changes_what_it_was_given",),
-        row="F60",
-    ),
+    # Threads, interrupts, forks, checkpoints.
     Mutant(
         "disabled groups have hooks",
         "pp_offload/_groups/chunk.py",
@@ -990,37 +737,6 @@ MUTANTS = [
         "",
         "what a forked process queues is never done",
         ("tests/field/test_forked_processes.py::test_threads_begin_anew",),
-    ),
-    Mutant(
-        "books of an interrupted call",
-        "pp_offload/_memory/host.py",
-        "        if self._is_suspect:\n            self._make_books()\n",
-        "",
-        "two buffers have the same bytes",
-        (
-            "tests/memory/test_interrupts.py::test_a_host_tier_goes_on_after_an_interrupt_at_any_line",
-        ),
-    ),
-    Mutant(
-        "books of an interrupted call to the disk",
-        "pp_offload/_memory/disk.py",
-        "        if self._is_suspect:\n            self._make_books()\n",
-        "",
-        "two extents have the same range",
-        (
-            "tests/memory/test_interrupts.py::test_a_disk_tier_goes_on_after_an_interrupt_at_any_line",
-        ),
-    ),
-    Mutant(
-        "written though nobody needs it",
-        "pp_offload/_memory/disk.py",
-        "if owner() is None:",
-        "if False:",
-        "a process ends late, for it writes what nobody will read",
-        (
-            "tests/field/test_end_of_the_process.py::test_what_nobody_needs_is_not_written_while_training_goes_on",
-        ),
-        row="F59",
     ),
     Mutant(
         "waits count as compute",
