@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,12 +158,12 @@ def test_a_copy_may_end_while_it_is_counted(
     off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, 1)
     chunk = manager.forward.chunk
     assert isinstance(chunk, ChunkOffloadHandler)
-    ended = object()
+    ended = SimpleNamespace(offloaded=object())
     with monkeypatch.context() as patched:
         in_flight = manager.offloader.engine.mover.in_flight
         patched.setattr(in_flight, "queue", EndsUnlocked(manager, ended))
         chunk._limit("a", 1)
-    assert list(chunk._on_their_way["a"]) == [ended]
+    assert list(chunk._on_their_way["a"]) == [ended.offloaded], "and not what the copy reads"
 
 
 def test_disabled_and_enabled(manager: PipelineOffloadManager) -> None:
