@@ -599,11 +599,9 @@ class Mover:
             if not self.backend.is_capturing:
                 self.current_stream()  # raises in a forked process, whose copies never end
                 events = [leaving.offloaded for leaving in self.in_flight.queue]
-                for pool in self.tier.pools:  # compute has waited for some, and the host has not
+                for pool in self.tier.pools:  # each way, for the memory knows its last use
                     events += pool.copies()
                 for event in events:
-                    event.synchronize()
-                for event in self.arrived.events():
                     event.synchronize()
 
     def synchronize(self) -> None:
@@ -684,12 +682,6 @@ class Arrived:
         self.gone: deque[Back] = deque()
         self.abandoned: deque[tuple[Tensor, Event]] = deque()
         self._backs: set[Back] = set()
-
-    def events(self) -> list[Event]:
-        """Behind copies into memory that nobody has waited for."""
-        reloads = {reload for back in self._backs for reload in back.reloads if reload is not None}
-        events = [reload.event for reload in reloads if not reload.is_there]
-        return [event for event in events if event is not None] + [e for _, e in self.abandoned]
 
     def num_payloads(self) -> int:
         """Payloads of living batches."""

@@ -154,7 +154,7 @@ CASES: dict[str, Case] = {
         programs.engine_gone,
         Fault(
             f"{MOVER}.__del__",
-            "for event in self.arrived.events():\n                event.synchronize()",
+            "for event in events:\n                event.synchronize()",
         ),
     ),
     "after an exception the next one waits for them": (
@@ -249,7 +249,6 @@ CASES: dict[str, Case] = {
 PINNED = "pinned memory is nobody's before its copies were made"
 PASSES_ON = "only passes it on"
 BY_OTHERS = {
-    f"{MOVER}.__del__": "nobody reads what these copies bring; but a GPU may unmap what is freed",
     f"{MOVER}.join": "a copy stream waits for compute only to be part of a capture",
     f"{MOVER}.synchronize": PINNED,
     "_groups/offloader:Offloader.trim": PINNED,
