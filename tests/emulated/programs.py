@@ -499,6 +499,7 @@ def engine_torn(on: Program) -> bool:
         offloader.renew_if_torn()
         del saved, chunk
         gc.collect()
+        offloader.settle()  # which ends the torn engine
         result = use_of_memory()
     return is_used(result)
 
