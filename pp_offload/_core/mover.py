@@ -467,6 +467,7 @@ class Mover:
 
     def _bring(self, batch: Batch, index: int, live: Stream) -> Tensor:
         """The payload: its source, if the copy has still to run; else reloaded, or waited for."""
+        asked = None
         while True:
             busy = None
             with self.lock:
@@ -487,7 +488,7 @@ class Mover:
                     if tensor is not None:
                         return tensor
                     busy = self._reload_now(batch, index, live)
-                    reload = back.reloads[index]
+                    reload = asked = back.reloads[index]
                 read: Any = None if reload is None else reload.read
                 if busy is None and read is not None:
                     busy = read.event
@@ -495,7 +496,8 @@ class Mover:
                 with suppress(TierError):
                     self._wait(_block, busy)  # for a thread: NOTE [ One lock ]
                 if read is not None:
-                    with self.lock:
+                    # What could not be read ahead, perhaps long ago, is read once more.
+                    with self.lock, suppress(*([] if reload is asked else [TierError])):
                         self._send_on(read)
                 continue
             assert reload is not None

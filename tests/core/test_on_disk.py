@@ -28,7 +28,7 @@ from helpers.sessions import (
 from torch import Tensor
 
 from pp_offload import DiskTierError, PipelineOffloadManager
-from pp_offload._memory.disk_file import DiskFile
+from pp_offload._memory.disk_file import DiskEvent, DiskFile
 
 KINDS = ("late", "eager", "random:1", "cpu", "threads")
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -228,6 +228,40 @@ def test_what_cannot_be_read_raises_and_is_read_again(
         assert_same([got], torch.autograd.grad(plain.sin().cos().sum(), plain))
         del y
         assert_idle(manager)
+
+
+@kinds
+def test_what_could_not_be_read_ahead_is_read_when_it_is_asked_for(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, numbers, is_asked = DiskFile._pread, itertools.count(), threading.Event()
+
+    def fail_once(*args: Any) -> int:
+        if next(numbers) == 1:  # under way until backward waits for it
+            assert is_asked.wait(60)
+            raise OSError(errno.EIO, "of one read")
+        return read(*args)
+
+    wait = DiskEvent.synchronize
+
+    def synchronize(event: DiskEvent) -> None:
+        is_asked.set()
+        wait(event)
+
+    monkeypatch.setattr(DiskFile, "_pread", staticmethod(fail_once))
+    options: dict[str, Any] = {"tiers": ("disk",), "disk_dir": tmp_path}
+    with session(kind, max_in_flight_bytes=0, prefetch_bytes=10**6, **options) as manager:
+        begin_step()
+        x = drawn(8, 8).requires_grad_()
+        h = group(x, torch.sin, name="first")
+        y = group(h, torch.cos, name="second").sum()
+        wait_until_written(manager)
+        (grad,) = torch.autograd.grad(y, h)  # reads both
+        monkeypatch.setattr(DiskEvent, "synchronize", synchronize)
+        (got,) = torch.autograd.grad(h, x, grad)
+        plain = x.detach().requires_grad_()
+        assert_same([got], torch.autograd.grad(plain.sin().cos().sum(), plain))
+        assert next(numbers) == 3, "one of each group, and one more of the first"
 
 
 @kinds
