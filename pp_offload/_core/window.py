@@ -47,9 +47,6 @@ class Visit(Protocol):
 class Order(Protocol):
     """Knows what backward visits. It steers what comes ahead, and no tensor depends on it."""
 
-    num_changes: int
-    """Grows whenever there is more to bring ahead than before."""
-
     def after(self, group: Group) -> Iterator[Visit]:
         """What backward visits behind ``group``, next one first."""
         ...
@@ -77,7 +74,6 @@ class Window(Refill):
         self._mover = mover
         self._order = order
         self._current: Group | None = None
-        self._full_at = -1
         self._largest = 0
         self.resize()
         self.begin_at(None)
@@ -110,7 +106,6 @@ class Window(Refill):
     def begin_at(self, group: Group | None) -> None:
         """Backward is at ``group``, or at none: the step is over."""
         self._current = group
-        self._full_at = -1
         self.below_bytes = 0 if group is None else self._few_bytes
 
     def resume(self, group: Group | None) -> None:
@@ -143,13 +138,11 @@ class Window(Refill):
         """Bring what comes next until the window is full, where enough of it is free."""
         mover = self._mover
         with mover.lock:
-            group, changes = self._current, self._order.num_changes
-            unused = mover.arrived.unused_bytes
-            if group is None or self._full_at == changes or unused > self.below_bytes:
+            group, unused = self._current, mover.arrived.unused_bytes
+            if group is None or unused > self.below_bytes:
                 return
             if self._bring(group, self.bound.nbytes - unused):
-                self._full_at = changes
-                self.below_bytes = 0  # nothing is left to ask for, until resize()
+                self.below_bytes = 0  # until another group leaves or is reached
 
     def _bring(self, group: Group, room: int) -> bool:
         """Queue reloads up to ``room`` bytes; whether all that is known to come was queued."""

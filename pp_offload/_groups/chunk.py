@@ -222,7 +222,6 @@ class Chunk:
 
     def _send(self, group: Group, payloads: Payloads) -> None:
         self.offloader.engine.send(group, payloads)
-        self.offloader.step.change()
         split = self.offloader.split
         if split is not None:
             with self.offloader.lock:

@@ -12,13 +12,7 @@ from pp_offload._policy.plan import ChunkKey
 
 
 class Step:
-    """This one has a single chunk, and knows nothing of its backward.
-
-    Attributes:
-        num_changes: Grows whenever a group was added or the order changed.
-    """
-
-    num_changes: int = 0
+    """This one has a single chunk, and knows nothing of its backward."""
 
     def add(self, chunk: Any, split: SplitBackward | None) -> ChunkKey | None:
         """A chunk's first group starts; ``split`` says whether its backward comes in two parts.
@@ -27,10 +21,6 @@ class Step:
             Its key, in a step that may have others.
         """
         return None
-
-    def change(self) -> None:
-        """A group was offloaded, or the order changed: there is more to bring ahead than before."""
-        self.num_changes += 1
 
     def is_next(self, chunk: Any) -> bool:
         """Whether backward certainly runs ``chunk`` next."""

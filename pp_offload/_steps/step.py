@@ -117,16 +117,14 @@ class StepRecord(Step):
         self.begin_chunk(chunk)
 
     def end_pass(self) -> None:
-        """A part is over, and more may be foreseen than before."""
+        """A part is over."""
         self.weight_pass = None
-        self.change()
 
     def begin_weight_pass(self, chunk: Chunk, key: ChunkKey) -> None:
         """The second part of the backward of ``chunk`` begins."""
         self.in_backward = chunk
         self.weight_pass = one = self._weight_passes[key]
         self.queue.remove(one)
-        self.change()
 
     def skip(self, chunk: Chunk) -> None:
         """The forward of ``chunk`` is over. If it has no groups, its backward is not waited for."""
@@ -240,7 +238,6 @@ class StepRecord(Step):
         self.smallest_numel = None
         self.is_partly_forgotten = False
         self.queue.clear()
-        self.change()
         self.in_backward = self.weight_pass = None
 
     def _chunk_of(self, group: Group) -> Chunk | None:

@@ -33,7 +33,6 @@ class Line:
 
     def __init__(self, backend: Any, *, min_numel: int = 1, **options: Any) -> None:
         config = OffloadConfig(min_offloaded_tensor_size=1, **options)
-        self.num_changes = 0
         self.min_numel = min_numel
         self.pool = HostPool(backend.allocate_host)
         self.engine = Engine(backend, HostTier(self.pool), self, config)
@@ -63,7 +62,6 @@ class Line:
             self.engine.keep(group)
         else:
             self.engine.send(group, payloads)
-        self.num_changes += 1
         return result
 
     def begin(self, group: Group) -> None:
@@ -72,7 +70,6 @@ class Line:
             if group in chunk:
                 self._chunks.remove(chunk)
                 self._current = chunk
-                self.num_changes += 1
 
     def after(self, group: Group) -> Iterator[Group]:
         """What backward visits next."""

@@ -24,8 +24,6 @@ Payload = tuple[str, int, int]
 class Backwards:
     """Groups of one chunk, the last first."""
 
-    num_changes = 0
-
     def __init__(self) -> None:
         self.groups: list[Group] = []
         self.begun: list[Group] = []
