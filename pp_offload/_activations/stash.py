@@ -92,7 +92,7 @@ class ActivationStash:
         """A forked process has an engine of its own: see :mod:`pp_offload._megatron.manager`."""
         self._inherited = old = self._offloader  # kept, or its end would wait for its copies
         self._start()
-        self._offloader.go_on_as(old.engine)
+        self._offloader.engine.go_on_as(old.engine)
 
     def begin(self) -> None:
         """Begin the forward of a microbatch, and offload what the last one left here."""

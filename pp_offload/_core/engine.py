@@ -90,6 +90,10 @@ class Engine:
         """
         self.is_torn |= not isinstance(failure, OffloadError)
 
+    def go_on_as(self, old: Engine) -> None:
+        """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
+        self.eligibility.kept, self.is_enabled = old.eligibility.kept, old.is_enabled
+
     def end(self) -> None:
         """No saved tensor needs it. Without a circle of references it goes when its last user
         goes, and not where garbage is collected.

@@ -147,12 +147,12 @@ class Mover:
             live, d2h = captured(self.backend, live, d2h)
             sides = those_captured(self.backend, sides)
             self._keep_for_graph(place)
-        is_verified = self.verifier is not None and not self.backend.is_capturing
-        if payloads.views or (sides and is_verified):  # which reads the sources on the live stream
+        verifier = None if self.backend.is_capturing else self.verifier
+        if payloads.views or (sides and verifier):  # which reads the sources on the live stream
             self._gather(payloads, live, sides)
             sources = payloads.tensors
-        if self.verifier is not None and is_verified:
-            self.verifier.leaves(batch, payloads)
+        if verifier is not None:
+            verifier.leaves(batch, payloads)
         d2h.wait_event(live.record_event())  # the sources are computed
         for side in sides:
             d2h.wait_event(side.record_event())
@@ -580,8 +580,8 @@ class Mover:
         """What is left of a backward will use each payload so often, and its first part only those
         of ``part``. What will not be used is put away. The lock is held.
         """
-        self.arrived.expect_uses(batch.back, uses)
         batch.back.part = part
+        self.arrived.expect_uses(batch.back, uses)
 
     def join(self) -> None:
         """Have compute wait for all copies queued so far, as the end of a capture wants."""

@@ -111,7 +111,7 @@ class Offloader:
         with suppress(RuntimeError):  # a copy that failed is over
             self.backend.synchronize()
         new = self._fresh_engine()
-        _go_on_as(old, new)
+        new.go_on_as(old)
         new.mover.in_flight.bound, new.window.bound = old.mover.in_flight.bound, old.window.bound
         new.mover.counts, new.mover.in_graphs = old.mover.counts, old.mover.in_graphs
         new.window.resize()
@@ -129,10 +129,6 @@ class Offloader:
             if not is_needed:
                 engine.end()
                 self._torn.remove(engine)
-
-    def go_on_as(self, old: Engine) -> None:
-        """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
-        _go_on_as(old, self.engine)
 
     @classmethod
     def alone(cls) -> Offloader:
@@ -201,8 +197,3 @@ class Offloader:
     def statistics(self) -> OffloadStatistics:
         """Numbers about it, exact at the call."""
         return collect(self.engine.mover)
-
-
-def _go_on_as(old: Engine, new: Engine) -> None:
-    new.eligibility.kept = old.eligibility.kept
-    new.is_enabled = old.is_enabled

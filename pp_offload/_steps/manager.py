@@ -90,7 +90,7 @@ class Manager:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
         self.idle_groups = old.idle_groups
         self.step.pipeline_rank = old.step.pipeline_rank
-        self.offloader.go_on_as(old.offloader.engine)
+        self.offloader.engine.go_on_as(old.offloader.engine)
         self.idle_groups.was_disabled = not self.offloader.engine.is_enabled
 
     def configure(self, config: OffloadConfig) -> None:
@@ -111,7 +111,7 @@ class Manager:
         step = StepRecord(ChunkQueue())
         step.pipeline_rank = self.step.pipeline_rank
         offloader = Offloader(self.backend, config, step)  # first: without a disk it raises
-        offloader.go_on_as(self.offloader.engine)
+        offloader.engine.go_on_as(self.offloader.engine)
         room = DeviceRoom(offloader, config, step.in_flight)
         bounds = AutoBounds(offloader, config, room.unused_bytes)
         self.retire()
