@@ -21,6 +21,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--programs", type=positive, default=20000, help="how many (20000)")
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn from (0)")
     parser.add_argument("--jobs", type=positive, default=1, help="processes (1)")
+    parser.add_argument("--backend", choices=["cuda"], help="run all on this; drawn by default")
     return parser.parse_args(arguments)
 
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as missing:
         sys.stderr.write(f"the fuzzer needs {missing.name}: pip install -e '.[test]'\n")
         return 2
-    totals = campaign.long_run(options.seed, options.programs, options.jobs, tell)
+    totals = campaign.long_run(options.seed, options.programs, options.jobs, options.backend, tell)
     for failure in totals.failures:
         sys.stdout.write("\n" + failure.script())
     return 1 if totals.failures else 0

@@ -10,10 +10,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 from draw import programs as drawn_programs
@@ -70,12 +71,13 @@ class Totals:
         )
 
 
-def explore(number: int, programs: int) -> Totals:
+def explore(number: int, programs: int, backend: str | None = None) -> Totals:
     """Run programs drawn from a seed, until one fails; that one is made small.
 
     Args:
         number: The seed.
         programs: How many.
+        backend: Which runs them all; None for the one that each was drawn with.
     """
     totals, failed = Totals(), []
 
@@ -90,6 +92,7 @@ def explore(number: int, programs: int) -> Totals:
     )
     @given(drawn_programs())
     def run(program: Program) -> None:
+        program = program if backend is None else replace(program, backend=backend)
         try:
             report = check(program)
         except Exception as error:
@@ -110,17 +113,20 @@ def explore(number: int, programs: int) -> Totals:
     return totals
 
 
-def long_run(number: int, programs: int, jobs: int, say: Callable[[str], object]) -> Totals:
+def long_run(
+    number: int, programs: int, jobs: int, backend: str | None, say: Callable[[str], object]
+) -> Totals:
     """Run programs in several processes; stops at the first failure.
 
     Args:
         number: The seed; each chunk of programs gets its own, drawn from it.
         programs: How many.
         jobs: Processes.
+        backend: See :func:`explore`.
         say: Is told how far it is, and what it came to.
     """
     start, totals = time.perf_counter(), Totals()
-    for done in in_processes(chunks(number, programs), jobs):
+    for done in in_processes(chunks(number, programs, backend), jobs):
         totals.merge(done)
         say(f"\r{totals}, {time.perf_counter() - start:.0f} s ")
         if totals.failures:
@@ -130,13 +136,13 @@ def long_run(number: int, programs: int, jobs: int, say: Callable[[str], object]
     return totals
 
 
-def chunks(number: int, programs: int) -> Iterator[tuple[int, int]]:
-    """Seeds, and how many programs each is for."""
+def chunks(number: int, programs: int, backend: str | None) -> Iterator[tuple[Any, ...]]:
+    """What :func:`explore` is called with, chunk by chunk."""
     for index, begin in enumerate(range(0, programs, CHUNK)):
-        yield number * 1_000_003 + index, min(CHUNK, programs - begin)
+        yield number * 1_000_003 + index, min(CHUNK, programs - begin), backend
 
 
-def in_processes(work: Iterator[tuple[int, int]], jobs: int) -> Iterator[Totals]:
+def in_processes(work: Iterator[tuple[Any, ...]], jobs: int) -> Iterator[Totals]:
     """The totals of each chunk, as they come."""
     context = get_context("spawn")  # a fork copies no threads, and torch has some
     with ProcessPoolExecutor(jobs, context, initializer=partial(torch.set_num_threads, 1)) as pool:

@@ -11,7 +11,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -55,10 +54,11 @@ class Plain:
     """The program without offload."""
 
     where: Where = (0, 0)
-    device = torch.device("cpu")
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        is_real = program.backend in ("cuda", "emulated")
+        self.device = torch.device(program.backend if is_real else "cpu")
 
     def __enter__(self) -> Plain:
         return self
@@ -101,9 +101,9 @@ class Plain:
     def switch(self, is_on: bool) -> None:
         """Offload is enabled or disabled."""
 
-    def as_now(self) -> Callable[[], AbstractContextManager[object]]:
-        """Contexts in which a region that is computed again does what it does now."""
-        return nullcontext
+    def in_region(self) -> AbstractContextManager[object]:
+        """Around a region that is computed again, each time."""
+        return nullcontext()
 
     def mark(self, tensor: Tensor) -> None:
         """A tensor is not to be offloaded."""
@@ -324,13 +324,10 @@ class Witness(Plain):
     def switch(self, is_on: bool) -> None:
         self._is_on = is_on
 
-    def as_now(self) -> Callable[[], AbstractContextManager[object]]:
-        return partial(self._with, self._is_on)
-
     @contextmanager
-    def _with(self, is_on: bool) -> Iterator[None]:
-        """A checkpoint counts what it sees saved, which are no tensors inside of hooks."""
-        before, self._is_on = self._is_on, is_on
+    def in_region(self) -> Iterator[None]:
+        """Groups leave all to the checkpoint."""
+        before, self._is_on = self._is_on, False
         try:
             yield
         finally:
@@ -384,7 +381,9 @@ class Snapshot:
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage().clone()
         geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
-        self.copy = torch.empty(0, dtype=tensor.dtype).set_(storage, *geometry)
+        self.copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            storage, *geometry
+        )
         self._alias = tensor.detach()
         self._version = tensor._version
 

@@ -219,7 +219,6 @@ class Again:
         self._part = part
         self._num_tensors = num_tensors
         self._engine = engine
-        self._as_now = engine.as_now()
         self._is_first = True
 
     def __call__(self, *given: Tensor) -> Tensor:
@@ -227,7 +226,7 @@ class Again:
         frame = Frame(list(tensors), list(weights), tensors)
         is_first, self._is_first = self._is_first, False
         try:
-            with self._as_now():
+            with self._engine.in_region():
                 for part in self._part.body:
                     PARTS[type(part)](part, frame, self._engine)
         finally:
