@@ -12,6 +12,7 @@ from toy import assert_idle, make_model, run_step, same_bits
 
 from pp_offload import OffloadConfig, use_backend
 from pp_offload._memory.budget import reserved_bytes
+from pp_offload._memory.host_pool import HostPool
 
 pytestmark = pytest.mark.field("F31")
 
@@ -21,7 +22,10 @@ WIDTH = 64
 @pytest.mark.quick("cpu threads", "late")
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("num_steps", [40, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_random_lengths_hold_no_more_than_the_largest_step(kind: str, num_steps: int) -> None:
+def test_random_lengths_hold_no_more_than_the_largest_step(
+    kind: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostPool, "min_slab_bytes", 2**16)  # a step has 3 MiB, a payload 150 KiB
     draw = random.Random(0)
     # Or copies of the last step have still to run at its end, and their memory stays.
     config = OffloadConfig(min_offloaded_tensor_size=1, max_in_flight_bytes=0)
@@ -34,9 +38,11 @@ def test_random_lengths_hold_no_more_than_the_largest_step(kind: str, num_steps:
             inputs = [torch.randn(length, WIDTH).to(device) for length in lengths]
             run_step(model, inputs, in_flight=3)
             largest = max(largest, manager.statistics().host_bytes_peak)
+            manager.backend.synchronize()  # or h2d still reads, and that memory stays
             manager.reset()
             if step:
-                assert manager.statistics().host_bytes_reserved <= 1.05 * largest
+                # One slab more where no gap was long enough for a payload.
+                assert manager.statistics().host_bytes_reserved <= 1.05 * largest + 2**18
         assert_idle(manager)
 
 

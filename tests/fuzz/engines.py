@@ -193,7 +193,7 @@ class Offload(Plain):
             return
         if self.in_use():
             self.synchronize()
-            forget_failed_backward()
+            forget_failed_backward(self.device)
             gc.collect()
             left = self.in_use()
             assert not left, f"in use though no graph is alive: {left}"
@@ -436,9 +436,9 @@ def fine_thresholds() -> Iterator[None]:
         yield
 
 
-def forget_failed_backward() -> None:
+def forget_failed_backward(device: torch.device) -> None:
     """Where a backward raised, autograd's queue holds what was left of its graph until the next."""
-    torch.ones((), requires_grad=True).backward()
+    torch.ones((), requires_grad=True, device=device).backward()
 
 
 def in_use(statistics: OffloadStatistics) -> dict[str, int]:
