@@ -20,7 +20,12 @@ from torch import Tensor, UntypedStorage
 
 from pp_offload._core.saved import Saved
 from pp_offload._core.subclasses import is_pending
-from pp_offload._core.tensors import Geometry, is_whole_storage, storage_bytes
+from pp_offload._core.tensors import (
+    Geometry,
+    has_new_strides,
+    is_whole_storage,
+    storage_bytes,
+)
 
 
 class Payloads:
@@ -96,10 +101,9 @@ def collect(refs: Iterable[weakref.ref[Saved]]) -> Payloads:
         tensor = members[0].tensor
         assert tensor is not None
         nbytes, num_bytes = tensor.nbytes, storage.nbytes()
-        # Nearly always. A dimension of size 1 may have any stride, which a copy would not keep.
         is_whole = nbytes == num_bytes and tensor.is_contiguous()
-        if is_whole and len(members) == 1 and 1 not in tensor.shape:
-            payloads.tensors.append(tensor)
+        if is_whole and len(members) == 1 and (1 not in tensor.shape or has_new_strides(tensor)):
+            payloads.tensors.append(tensor)  # nearly always, so without a call
             payloads.members.append(members)
             payloads.sizes.append(nbytes)
             payloads.storages.append(storage)

@@ -144,11 +144,23 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a contiguous tensor is all there is in its ``storage``.
+    """Whether a tensor is all there is in its ``storage``, and has the strides of a new one."""
+    return tensor.nbytes == storage.nbytes() and tensor.is_contiguous() and has_new_strides(tensor)
 
-    False for shapes with a dimension of size one, which may be contiguous with any stride.
+
+def has_new_strides(tensor: Tensor) -> bool:
+    """Whether a contiguous tensor has the strides of a new one of its shape.
+
+    A dimension of size one may have any, and a microbatch of one sample has such a dimension.
     """
-    return tensor.is_contiguous() and tensor.nbytes == storage.nbytes() and 1 not in tensor.shape
+    if 1 not in tensor.shape:
+        return True
+    stride = 1
+    for size, given in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if given != stride:
+            return False
+        stride *= size
+    return True
 
 
 class _Known(StorageRef):

@@ -30,7 +30,9 @@ VIEWS: dict[str, tuple[Make, int]] = {
     "far from the begin": (lambda x: [x[2000:2010]], 40),
     "a row, expanded": (lambda x: [x[2001:2061].expand(5, 60)], 240),
     "an element, expanded": (lambda x: [x[0].expand(50, 3)], 4),
+    "a batch of one": (lambda x: [x.view(1, 40, 60)], NBYTES),
     "size one, any stride": (lambda x: [x.as_strided((1, 2400), (7, 1))], NBYTES),
+    "size one inside, any stride": (lambda x: [x.as_strided((40, 1, 60), (60, 7, 1))], NBYTES),
     "several dtypes": (
         lambda x: [x, x.view(torch.int64), x.view(torch.bfloat16)[7:], x.view(torch.uint8)[3:5]],
         NBYTES,

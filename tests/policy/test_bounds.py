@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 
 from pp_offload._policy.bounds import (
-    SMALL_BYTES,
+    REFILL_BYTES,
     Moment,
     Use,
     grown,
@@ -91,9 +91,9 @@ def test_the_window_is_what_does_not_come_in_a_backward() -> None:
 
 def test_a_window_is_refilled_before_half_of_it_is_used_and_not_for_each_small_tensor() -> None:
     assert refill_below(0) == 0
-    assert refill_below(SMALL_BYTES) == SMALL_BYTES // 2
-    for window in (2**20, 2**25, 2**30):
-        assert window // 2 <= refill_below(window) <= window - SMALL_BYTES
+    assert refill_below(REFILL_BYTES) == REFILL_BYTES // 2
+    for window in (2**23, 2**25, 2**30):
+        assert window // 2 <= refill_below(window) <= window - REFILL_BYTES
 
 
 def test_a_budget_is_shared_in_proportion() -> None:
