@@ -66,6 +66,21 @@ def test_virtual_step_writes_its_figures(tmp_path: Path) -> None:
     assert default["peak_to_best"] == default["peak_gib"] / default["best_gib"]
 
 
+def test_rows_of_a_card_have_equal_bits(tmp_path: Path) -> None:
+    ways = ["recompute", "ours", "activations"]
+    short = ["--rounds", "1", "--warmup", "1"]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = run(
+        [sys.executable, str(ROOT / "benchmarks/on_card.py"), "tiny", *short, "--ways", *ways],
+        tmp_path,
+        {**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["way"] for row in rows] == ways
+    assert all(row["same"] and row["ms"] > 0 for row in rows)
+
+
 @pytest.mark.slow
 def test_step_time_writes_its_figures(tmp_path: Path) -> None:
     figures = run_quick("step_time.py", tmp_path)

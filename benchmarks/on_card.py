@@ -1,0 +1,261 @@
+"""Steps of a 1F1B stage on a real accelerator: plain, recomputed and offloaded, beside each other.
+
+Microbatches go forward until so many are in flight, then backward and forward take turns. Each way
+is warmed up, and then measured in turns with a plain step. A row is printed as soon as it is known,
+as one line of JSON: a run that is cut off leaves what it has measured.
+
+    python benchmarks/on_card.py gpt4096 llama8b --ways recompute ours ours-0.5
+    PYTHONPATH=/another/checkout python benchmarks/on_card.py gpt4096 --ways ours
+
+Figures of a row
+    ms, least     median and least time of a step
+    ratio         of the medians, to the plain steps in turns with it
+    host_ms       until the step was queued, of which the device may have run nothing yet; median
+    peak_gib      allocated, and with ``reserved`` what the allocator took, in a step
+    moved_gib     to the host and to the device, in a step
+    same          whether losses and gradients of a step are those of a plain one, bit for bit
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadActivations, OffloadConfig, use_backend
+from pp_offload.backends import default_backend
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stage, and how its microbatches follow each other."""
+
+    kind: str
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    length: int
+    layers: int
+    in_flight: int
+    microbatches: int
+
+    @property
+    def min_numel(self) -> int:
+        """Elements of the smallest tensor that leaves: no statistics of a norm do."""
+        return min(2**20, self.length * self.width // 4)
+
+
+CASES = {
+    "gpt4096": Case("gpt", 4096, 16384, 32, 32, 4096, 2, 4, 8),
+    "llama8b": Case("llama", 4096, 14336, 32, 8, 8192, 2, 3, 6),
+    "small": Case("gpt", 512, 2048, 4, 4, 1024, 12, 4, 8),
+    "tiny": Case("llama", 32, 64, 2, 1, 16, 2, 2, 4),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours-0.7": {"activation_offload_fraction": 0.7},
+    "ours-0.5": {"activation_offload_fraction": 0.5},
+    "ours-8g": {"max_in_flight_bytes": 8 * GIB, "prefetch_bytes": 8 * GIB},
+}
+"""Groups of attention and of MLP, with these options."""
+OTHERS = ("none", "recompute", "activations")
+"""Plain; each layer checkpointed; all of the stage in ``OffloadActivations``."""
+
+
+class Layer(nn.Module):
+    """Attention and MLP with their norms, no biases; two groups if ``is_grouped``."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case, self.is_grouped = case, False
+        head = case.width // case.heads
+        sizes = [(case.width, case.width), (case.width, case.width)]
+        sizes += [(case.kv_heads * head, case.width)] * 2
+        sizes += [(case.inner, case.width)] * (1 if case.kind == "gpt" else 2)
+        sizes += [(case.width, case.inner)]
+        self.weights = nn.ParameterList(torch.randn(a, b) * (0.5 / b**0.5) for a, b in sizes)
+        self.scales = nn.ParameterList(torch.ones(case.width) for _ in range(2))
+
+    def norm(self, x: Tensor, index: int) -> Tensor:
+        shape, scale = (x.shape[-1],), self.scales[index]
+        return (F.layer_norm if self.case.kind == "gpt" else F.rms_norm)(x, shape, scale)
+
+    def attention(self, x: Tensor) -> Tensor:
+        y, (q, o, k, v, *_) = self.norm(x, 0), self.weights
+        parts = [
+            F.linear(y, one).unflatten(-1, (-1, self.head)).transpose(1, 2) for one in (q, k, v)
+        ]
+        repeats = self.case.heads // self.case.kv_heads
+        if repeats > 1:
+            parts[1:] = [part.repeat_interleave(repeats, 1) for part in parts[1:]]
+        y = F.scaled_dot_product_attention(*parts, is_causal=True)
+        return x + F.linear(y.transpose(1, 2).flatten(2), o)
+
+    @property
+    def head(self) -> int:
+        return self.case.width // self.case.heads
+
+    def mlp(self, x: Tensor) -> Tensor:
+        y, (*inner, down) = self.norm(x, 1), self.weights[4:]
+        if self.case.kind == "gpt":
+            return x + F.linear(F.gelu(F.linear(y, inner[0])), down)
+        return x + F.linear(F.silu(F.linear(y, inner[0])) * F.linear(y, inner[1]), down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, part in (("attn", self.attention), ("mlp", self.mlp)):
+            with off_interface(self.is_grouped, x, name) as x:
+                x = part(x)
+            if self.is_grouped:
+                x = off_interface.group_commit(x, name=name)
+        return x
+
+
+class Stage:
+    """The layers, and a step of them."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        torch.manual_seed(0)
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.case, self.device = case, device
+        with torch.device(device):
+            self.layers = [Layer(case).to(dtype) for _ in range(case.layers)]
+            shape = 1, case.length, case.width
+            self.inputs = [torch.randn(shape, dtype=dtype) for _ in range(case.microbatches)]
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor, way: str) -> Tensor:
+        for layer in self.layers:
+            layer.is_grouped = way in WAYS
+            x = checkpoint(layer, x, use_reentrant=False) if way == "recompute" else layer(x)
+        return x.float().square().mean()
+
+    def step(self, way: str, context: Callable[[], AbstractContextManager[object]]) -> None:
+        waiting: list[Tensor] = []
+        self.losses = []
+        if way in WAYS:
+            off_interface.reset()
+        for x in self.inputs:
+            if way in WAYS:
+                off_interface.init_chunk_handler(None, None, self.case.min_numel)
+            with context():
+                waiting.append(self.forward(x, way))
+            self.losses.append(waiting[-1].detach())
+            if len(waiting) >= self.case.in_flight:
+                waiting.pop(0).backward()
+        while waiting:
+            waiting.pop(0).backward()
+
+    def same(self, *ways: Any) -> bool:
+        """Whether steps in two ways, each with its context, give the same bits.
+
+        Attention's backward is not the same twice unless it is told to.
+        """
+        torch.use_deterministic_algorithms(True)
+        results = []
+        for way, context in zip(ways[::2], ways[1::2], strict=True):
+            self.step(way, context)
+            weights = [weight for layer in self.layers for weight in layer.parameters()]
+            results.append([*self.losses, *(weight.grad for weight in weights)])
+            self.clear()
+        torch.use_deterministic_algorithms(False)
+        return all(map(torch.equal, *results))
+
+    def clear(self) -> None:
+        for layer in self.layers:
+            layer.zero_grad()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def measure(case: str, way: str, device: torch.device, rounds: int, warmup: int) -> dict[str, Any]:
+    """A row."""
+    memory: Any = torch.get_device_module(device) if device.type == "cuda" else None
+    times: dict[str, list[tuple[float, float]]] = {"none": [], way: []}
+    row: dict[str, Any] = {"case": case, "way": way}
+    with ExitStack() as stack:
+        config = OffloadConfig(min_offloaded_tensor_size=CASES[case].min_numel, **WAYS.get(way, {}))
+        manager = stack.enter_context(use_backend(default_backend(device), config=config))
+        context: Any = nullcontext
+        if way == "activations":
+            offload = OffloadActivations(min_offload_size=CASES[case].min_numel)
+            context = lambda: offload  # noqa: E731
+        stage = Stage(CASES[case], device)
+
+        def step(name: str) -> None:
+            before = manager.statistics() if way in WAYS else None
+            synchronize(device)
+            if memory is not None:
+                memory.reset_peak_memory_stats()
+            start = time.perf_counter()
+            stage.step(name, context if name == way else nullcontext)
+            queued = time.perf_counter()
+            synchronize(device)
+            times[name].append((time.perf_counter() - start, queued - start))
+            if name == way and memory is not None:
+                row["peak_gib"] = round(memory.max_memory_allocated() / GIB, 3)
+                row["reserved_gib"] = round(memory.max_memory_reserved() / GIB, 3)
+            if name == way and before is not None:
+                after = manager.statistics()
+                moved = (getattr(after, a) - getattr(before, a) for a in MOVED)
+                row["moved_gib"] = [round(nbytes / GIB, 3) for nbytes in moved]
+            stage.clear()
+
+        start = time.perf_counter()
+        row["same"] = stage.same("none", nullcontext, way, context)
+        for _ in range(warmup):
+            step(way)
+        row["warmup_s"] = round(time.perf_counter() - start, 2)
+        row["same"] &= stage.same("none", nullcontext, way, context)
+        times = {"none": [], way: []}
+        if memory is not None:
+            memory.empty_cache()
+        for _ in range(rounds):
+            step("none")
+            step(way)
+    medians = {name: statistics.median(t for t, _ in some) for name, some in times.items()}
+    row["ms"] = round(medians[way] * 1e3, 2)
+    row["least"] = round(min(t for t, _ in times[way]) * 1e3, 2)
+    row["ratio"] = round(medians[way] / medians["none"], 4)
+    row["host_ms"] = round(statistics.median(t for _, t in times[way]) * 1e3, 1)
+    return row
+
+
+MOVED = ("bytes_offloaded", "bytes_reloaded")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=["gpt4096", "llama8b"])
+    parser.add_argument("--ways", nargs="+", choices=[*OTHERS, *WAYS], default=[*OTHERS, *WAYS])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=6, help="the first ones pin memory and learn")
+    options = parser.parse_args()
+    device = default_backend().device
+    for case in options.cases:
+        for way in options.ways:
+            print(
+                json.dumps(measure(case, way, device, options.rounds, options.warmup)), flush=True
+            )
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
