@@ -35,9 +35,9 @@ MAX_PADDING_BYTES = 2**20
 """Device memory that may be spent to give a gathered view the offset it had."""
 
 FLAGGED_DTYPES = frozenset(
-    one
-    for one in vars(torch).values()
-    if isinstance(one, torch.dtype) and (one.is_complex or str(one).startswith("torch.q"))
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and (dtype.is_complex or str(dtype).startswith("torch.q"))
 )
 """A tensor of another dtype is neither quantized nor lazily conjugated, and is not asked, for it
 would be asked at every save. Any may be lazily negated.
@@ -163,7 +163,7 @@ def has_new_strides(tensor: Tensor) -> bool:
     return True
 
 
-class _Known(StorageRef):
+class _KeyedRef(StorageRef):
     """A storage held weakly, and its key, which is still known when the storage is gone."""
 
     __slots__ = ("key",)
@@ -177,12 +177,12 @@ class StorageSet:
     may free a marked tensor, and Python code that runs there would swallow exceptions.
 
     Attributes:
-        known: By key. A storage whose key is not there is not in the set; others have to be asked.
+        refs: By key. A storage whose key is not there is not in the set; others have to be asked.
     """
 
     def __init__(self) -> None:
-        self.known: dict[int, _Known] = {}
-        self._gone: deque[_Known] = deque()
+        self.refs: dict[int, _KeyedRef] = {}
+        self._gone: deque[_KeyedRef] = deque()
         self._lock = threading.Lock()  # an address may be added anew while its old entry is removed
 
     def add(self, tensor: Tensor) -> None:
@@ -193,17 +193,17 @@ class StorageSet:
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        ref = _Known(storage, self._gone.append)
+        ref = _KeyedRef(storage, self._gone.append)
         ref.key = key
         with self._lock:
-            self.known[key] = ref
+            self.refs[key] = ref
             self._forget_gone()
 
     def _forget_gone(self) -> None:
         while self._gone:
             ref = self._gone.popleft()
-            if self.known.get(ref.key) is ref:
-                del self.known[ref.key]
+            if self.refs.get(ref.key) is ref:
+                del self.refs[ref.key]
 
     def add_module(self, module: Module) -> None:
         """Add every parameter and buffer of ``module``."""
@@ -215,13 +215,13 @@ class StorageSet:
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         """Whether this very storage is in the set."""
-        ref = self.known.get(storage._cdata)
+        ref = self.refs.get(storage._cdata)
         return ref is not None and ref() is storage
 
     def __len__(self) -> int:
         with self._lock:
             self._forget_gone()
-            return len(self.known)
+            return len(self.refs)
 
 
 class Eligibility:
@@ -297,4 +297,4 @@ class Eligibility:
             self.kept.add(tensor)
             return False
         kept = self.kept
-        return tensor.untyped_storage()._cdata not in kept.known or tensor not in kept
+        return tensor.untyped_storage()._cdata not in kept.refs or tensor not in kept
