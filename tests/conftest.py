@@ -15,6 +15,7 @@ from optional import skips_what_needs_more
 from quick import mark_slow
 
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._checkpoint import shared
 from pp_offload._checkpoint.selective import OpPolicy
 from pp_offload._common.torch_private import policies_see_outputs
 from pp_offload.backends import Backend, CpuBackend, default_backend
@@ -201,8 +202,11 @@ def little_to_collect() -> None:
 
 @pytest.fixture(autouse=True)
 def no_manager_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test leaves no manager to the next, and nothing queued."""
+    """A test leaves no manager to the next, no engine of checkpoints that belong to no model, whose
+    host memory the next one's budget would count, and nothing queued.
+    """
     yield
     PipelineOffloadManager.reset_instance()
+    shared._of_default.clear()
     if request.node.get_closest_marker("emulated"):
         torch.get_device_module("emulated").synchronize()
