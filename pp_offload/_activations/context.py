@@ -253,9 +253,9 @@ class Entered:
 
     def leave(self) -> None:
         """Take it away. Twice is fine."""
-        self.scope.leave()
         if self.met is not None:
             self.met.end()
+        self.scope.leave()  # last: behind an interrupt in it, nobody would know that it is over
 
 
 class _OfThread(threading.local):
