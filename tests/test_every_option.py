@@ -95,10 +95,8 @@ LISTENED = {
     ),
     "split_backward": Listened(SplitBackward, "__init__", "is_keeping", True),
     "host_budget_bytes": Listened(HostBudget, "__init__", "limit_bytes", 2**27 + 1),
-    "tiers": Listened(disk_file, "_warn_if_in_memory", "directory", lambda path: True),
-    "disk_dir": Listened(
-        disk_file, "_warn_if_in_memory", "directory", lambda path: path.name == "here"
-    ),
+    "tiers": Listened(disk_file, "unnamed_file", "directory", lambda path: True),
+    "disk_dir": Listened(disk_file, "unnamed_file", "directory", lambda path: path.name == "here"),
     "verify": Listened(Verifier, "__init__", "self", lambda verifier: True),
 }
 

@@ -30,14 +30,27 @@ LAUNCHERS_SAY = (
     "MPI_LOCALNRANKS",
     "WORLD_SIZE",
 )
-"""How many ranks there are on a host; the last only as an upper bound."""
+"""Variables with the number of ranks on a host; the last only as an upper bound."""
 
 UNLIMITED = 2**60
 """cgroup v1 writes a number of this size where there is no limit."""
 
-
 RAISE_IT = "raise host_budget_bytes"
 """What always helps when a budget is not enough."""
+
+CGROUPS = (
+    ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    (
+        "memory",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+"""Of v2 and v1: the controller, its folder, files of limit and use, and the key in ``memory.stat``
+of the page cache, which counts as used but is given up on demand.
+"""
 
 
 class Reserved:
@@ -52,18 +65,22 @@ class Reserved:
 class _Process:
     """What all budgets of this process reserved together.
 
-    It is summed when asked for, not kept as a count: there is no subtraction that an interrupt
-    could leave out, and no Python code runs where a reservation ends.
+    The sum is taken when asked for: there is no subtraction that an interrupt could leave out, and
+    no Python code runs where a reservation ends.
     """
 
     def __init__(self) -> None:
         self._reserved: list[weakref.ref[Reserved]] = []
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """In a forked process a thread that is not there may hold the old lock."""
         self._lock = threading.RLock()  # managers of several threads share the count
 
     @property
     def nbytes(self) -> int:
         """Exact at the call."""
-        return sum(one.nbytes for ref in self._reserved if (one := ref()) is not None)
+        return sum(live.nbytes for ref in self._reserved if (live := ref()) is not None)
 
     def reserve(self, nbytes: int, limit: int) -> Reserved | None:
         """None, and nothing counted, if that were over the limit."""
@@ -75,13 +92,9 @@ class _Process:
             self._reserved = [*live, weakref.ref(reserved)]
             return reserved
 
-    def begin_anew(self) -> None:
-        """A new lock for a forked process: a thread that is not there may hold the old one."""
-        self._lock = threading.RLock()
-
 
 _PROCESS = _Process()
-os.register_at_fork(after_in_child=_PROCESS.begin_anew)
+os.register_at_fork(after_in_child=_PROCESS.renew_lock)
 
 _counts: ContextVar[_Process] = ContextVar("_counts", default=_PROCESS)
 """What a budget that is made now counts in."""
@@ -131,14 +144,10 @@ class HostBudget:
         return max(0, self.limit_bytes - self._process.nbytes)
 
     def reserve(self, nbytes: int, *, force: bool = False) -> Reserved | None:
-        """Count ``nbytes`` as used; None, and nothing counted, if they are over the limit.
-
-        Args:
-            nbytes: Zero or more.
-            force: Count them even then.
+        """Count ``nbytes`` as used for as long as the result lives.
 
         Returns:
-            An object to keep for as long as the bytes are used.
+            None, and nothing is counted, if they are over the limit; with ``force`` never.
         """
         return self._process.reserve(nbytes, UNLIMITED if force else self.limit_bytes)
 
@@ -149,14 +158,11 @@ def reserved_bytes() -> int:
 
 
 def ranks_on_this_host() -> int:
-    """Processes that share this host's memory, as the launcher said.
-
-    If it did not, all of ``WORLD_SIZE`` may be here; 1 without that.
-    """
+    """Processes that share this host's memory, by the launcher's variables; 1 without them."""
     for name in LAUNCHERS_SAY:
-        found = re.match(r"\d+", os.environ.get(name, ""))
-        if found:
-            return max(1, int(found[0]))
+        number = re.match(r"\d+", os.environ.get(name, ""))
+        if number:
+            return max(1, int(number[0]))
     return 1
 
 
@@ -169,10 +175,10 @@ def available_bytes(root: Path = Path("/")) -> int:
     Returns:
         The physical memory where nothing else can be read, as on a system without ``/proc``.
     """
-    found = [*_kernel(root), *_cgroup_v2(root), *_cgroup_v1(root)]
-    if not found:
+    available = [*_kernel(root), *_cgroups(root)]
+    if not available:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(0, min(found))
+    return max(0, min(available))
 
 
 def _kernel(root: Path) -> Iterator[int]:
@@ -181,47 +187,24 @@ def _kernel(root: Path) -> Iterator[int]:
             yield int(line.split()[1]) * 1024
 
 
-def _cgroup_v2(root: Path) -> Iterator[int]:
-    base = root / "sys/fs/cgroup"
-    for directory in _with_parents(base, _membership(root, "")):
-        limit, used = _number(directory / "memory.max"), _number(directory / "memory.current")
-        if limit is not None and used is not None:
-            yield limit - used + _reclaimable(directory, "inactive_file")
-
-
-def _cgroup_v1(root: Path) -> Iterator[int]:
-    base = root / "sys/fs/cgroup/memory"
-    for directory in _with_parents(base, _membership(root, "memory")):
-        limit = _number(directory / "memory.limit_in_bytes")
-        used = _number(directory / "memory.usage_in_bytes")
-        if limit is not None and used is not None and limit < UNLIMITED:
-            yield limit - used + _reclaimable(directory, "total_inactive_file")
-
-
-def _membership(root: Path, controller: str) -> str:
+def _cgroups(root: Path) -> Iterator[int]:
+    """What each cgroup of this process, and each above it, would still give."""
+    members: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            return path.strip("/")
-    return ""
-
-
-def _with_parents(base: Path, member: str) -> Iterator[Path]:
-    directory = base / member
-    while True:
-        yield directory
-        if directory == base:
-            return
-        directory = directory.parent
-
-
-def _reclaimable(directory: Path, name: str) -> int:
-    """Page cache that counts as used, but is given up on demand."""
-    for line in _lines(directory / "memory.stat"):
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
+        for controller in controllers.split(","):
+            members.setdefault(controller, path.strip("/"))
+    for controller, folder, limit_file, used_file, cache in CGROUPS:
+        base = root / folder
+        member = base / members.get(controller, "")
+        for directory in (member, *member.parents):
+            limit, used = _number(directory / limit_file), _number(directory / used_file)
+            if limit is not None and used is not None and limit < UNLIMITED:
+                lines = _lines(directory / "memory.stat")
+                stat = dict(line.split(" ", 1) for line in lines if " " in line)
+                yield limit - used + int(stat.get(cache, 0))
+            if directory == base:
+                break
 
 
 def _number(path: Path) -> int | None:

@@ -1,7 +1,7 @@
 """The checksum of bytes that leave memory: that of xxhash, which is as fast as memory is read.
 
-Where xxhash is not installed, as on a machine that was given torch and numpy alone, it is Python's
-own CRC of 32 bits, which finds the same faults but for one in four billion, at a lower speed.
+Where xxhash is not installed, as on a machine with torch and numpy alone, it is Python's own CRC of
+32 bits, which misses a fault in four billion, and is slower.
 
 total = new_checksum()
 total.update(data.data)  # of a contiguous array; any number of times
@@ -11,23 +11,13 @@ total.intdigest()
 from __future__ import annotations
 
 import zlib
-from typing import Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
 
-class Checksum(Protocol):
-    """A checksum of the bytes so far."""
-
-    def update(self, data: memoryview, /) -> object:
-        """These bytes follow."""
-
-    def intdigest(self) -> int:
-        """The checksum of all bytes so far."""
-
-
 class Crc32:
-    """The checksum of Python's own library."""
+    """The checksum of Python's own library, under the names of xxhash."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -41,8 +31,8 @@ class Crc32:
         return self._value
 
 
-def new_checksum() -> Checksum:
-    """A checksum of no bytes yet. Two of one process are of one kind."""
+def new_checksum() -> Any:
+    """A checksum of no bytes yet, as of ``xxhash``. Two of one process are of one kind."""
     # Here, so that a machine on which nothing goes to disk and nothing is verified imports neither.
     try:
         from xxhash import xxh3_64
@@ -52,7 +42,7 @@ def new_checksum() -> Checksum:
 
 
 def checksum_version() -> str:
-    """Which one is used, for reports."""
+    """Which is used, for reports."""
     try:
         import xxhash
     except ModuleNotFoundError:
@@ -64,4 +54,4 @@ def checksum(data: NDArray) -> int:
     """The checksum of a contiguous array, in 64 bits; in 32 without xxhash."""
     total = new_checksum()
     total.update(data.data)
-    return total.intdigest()
+    return int(total.intdigest())

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import tempfile
 import time
 import weakref
@@ -25,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -52,9 +51,6 @@ MAX_PARTS = 512
 NUM_THREADS = 4
 """Enough that the disk has work while blocks are summed."""
 
-_OCTAL = re.compile(r"\\([0-7]{3})")
-"""How the kernel writes a space, a tab or a backslash of a path in its list of mounts."""
-
 Step = Callable[[int, list[memoryview], int], int]
 """Writes or reads at an offset of a file; returns the number of bytes it managed."""
 
@@ -62,24 +58,12 @@ Listener = Callable[[str, int, float, float], None]
 """Is told of ended work: ``write`` or ``read``, bytes, begin and end by ``perf_counter``."""
 
 
-class Work(Protocol):
-    """What was queued: for a thread, a piece of work."""
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        ...
-
-    def result(self) -> Any:
-        """Block until it has ended; the failure, if there was one."""
-        ...
-
-
 class DiskEvent:
-    """The end of one write or read."""
+    """The end of one write or read, a piece of work; its result is the failure, or None."""
 
     __slots__ = ("piece",)
 
-    def __init__(self, piece: Work) -> None:
+    def __init__(self, piece: Any) -> None:
         self.piece = piece
 
     def query(self) -> bool:
@@ -105,7 +89,7 @@ class Extent:
 
     def __init__(self, start: int, nbytes: int) -> None:
         self.start, self.nbytes = start, nbytes
-        self.is_read = False  # or a read is queued, and wants what is still to be written
+        self.is_read = False  # True: a read is queued, and needs what is still to be written
         self.checksum: int | None = None  # None until it is written
         self.failure: DiskTierError | None = None
 
@@ -115,7 +99,7 @@ class DiskWrite(DiskEvent):
 
     __slots__ = ("__weakref__", "extent")
 
-    def __init__(self, piece: Work, extent: Extent) -> None:
+    def __init__(self, piece: Any, extent: Extent) -> None:
         super().__init__(piece)
         self.extent = extent
 
@@ -180,15 +164,13 @@ class DiskFile:
         new_checksum()  # its import must not be cut in two by a fork: the child would hang in it
         self._owner = current()
         self._free = FreeRanges()
-        self._end = 0
-        self._in_use_bytes = 0
-        self._lent: dict[int, tuple[weakref.ref[Extent], int, int]] = {}  # start and bytes
-        self._returned: deque[weakref.ref[Extent]] = deque()
-        self._needed: dict[int, tuple[weakref.ref[DiskWrite], int]] = {}
-        self._dropped: deque[weakref.ref[DiskWrite]] = deque()
+        self._end = self._in_use_bytes = 0
+        # Living extents, and writes, which have no start; with their bytes.
+        self._live: dict[int, tuple[weakref.ref[Any], int | None, int]] = {}
+        self._dead: deque[weakref.ref[Any]] = deque()
 
     def write(self, payloads: Sequence[Tensor], after: Sequence[Event] = ()) -> DiskWrite:
-        """Queue a write. That the file system has room is known only when it has ended.
+        """Queue a write. Whether the file system has room shows only when it has ended.
 
         Args:
             payloads: Flat contiguous ``uint8`` host tensors. The thread keeps their memory, but a
@@ -211,7 +193,7 @@ class DiskFile:
             except Exception as failure:  # the caller still has the bytes
                 extent.failure = self._error(extent, failure)
 
-        piece = self._threads.piece(self._told("write", extent.nbytes, run))
+        piece = self._threads.piece(self._heard("write", extent.nbytes, run))
         write = self._in_use(DiskWrite(piece, extent))
         owners.append(weakref.ref(write))
         self._threads.queue(piece)
@@ -221,18 +203,17 @@ class DiskFile:
     def read_into(
         self, write: DiskWrite, payloads: Sequence[Tensor], after: Sequence[Event] = ()
     ) -> DiskEvent:
-        """Queue a read of all that ``write`` wrote.
+        """Queue a read of all that ``write`` wrote, which may be dropped meanwhile.
 
         Args:
-            write: What :meth:`write` returned. What is on disk is read though it goes meanwhile.
-            payloads: Flat contiguous ``uint8`` host tensors, of as many bytes together; their
-                values are undefined until the event has ended, and if it failed.
+            write: What :meth:`write` returned.
+            payloads: As there, of as many bytes together; their values are undefined until the
+                event has ended, and if it failed.
             after: Earlier uses of ``payloads``, which the thread waits for first.
 
         Raises:
             ValueError: ``payloads`` have another number of bytes.
-            ClosedError: The file is closed.
-            ForkedError: It is that of another process.
+            ClosedError, ForkedError: As for :meth:`write`.
         """
         file, extent, written = self._open_file(), write.extent, write.event
         extent.is_read = True
@@ -257,7 +238,7 @@ class DiskFile:
             return None
 
         self.read_bytes += nbytes
-        return DiskEvent(self._threads.submit(self._told("read", nbytes, run)))
+        return DiskEvent(self._threads.submit(self._heard("read", nbytes, run)))
 
     @property
     def in_use_bytes(self) -> int:
@@ -283,27 +264,30 @@ class DiskFile:
         if start is None:
             start, self._end = self._end, self._end + room
         extent = Extent(start, nbytes)
-        lease = weakref.ref(extent, self._returned.append)  # C: see HostPool
-        self._lent[id(lease)] = lease, start, nbytes
+        self._follow(extent, start, nbytes)
         return extent
 
     def _in_use(self, write: DiskWrite) -> DiskWrite:
         """``write``, whose bytes are in use until it is garbage, though a thread goes on."""
-        ref, nbytes = weakref.ref(write, self._dropped.append), write.extent.nbytes
-        self._needed[id(ref)] = ref, nbytes
-        self._in_use_bytes += nbytes
+        self._follow(write, None, write.extent.nbytes)
+        self._in_use_bytes += write.extent.nbytes
         self.peak_bytes = max(self.peak_bytes, self._in_use_bytes)
         return write
 
-    def _collect(self) -> None:
-        while self._returned:
-            _, start, nbytes = self._lent.pop(id(self._returned.popleft()))
-            self._free.add(start, room_for(nbytes))
-        while self._dropped:
-            self._in_use_bytes -= self._needed.pop(id(self._dropped.popleft()))[1]
+    def _follow(self, owner: object, start: int | None, nbytes: int) -> None:
+        ref = weakref.ref(owner, self._dead.append)  # C: see HostPool
+        self._live[id(ref)] = ref, start, nbytes
 
-    def _told(self, kind: str, nbytes: int, run: Callable[[], object]) -> Callable[[], object]:
-        """``run``, of which the listeners are told."""
+    def _collect(self) -> None:
+        while self._dead:
+            _, start, nbytes = self._live.pop(id(self._dead.popleft()))
+            if start is None:
+                self._in_use_bytes -= nbytes
+            else:
+                self._free.add(start, room_for(nbytes))
+
+    def _heard(self, kind: str, nbytes: int, run: Callable[[], object]) -> Callable[[], object]:
+        """``run``, followed by calls of the listeners."""
         listeners = self.listeners
 
         def run_and_tell() -> object:
@@ -402,7 +386,14 @@ def unnamed_file(directory: Path) -> int:
     """A descriptor of a new file in ``directory``, which is made if need be."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _warn_if_in_memory(directory)
+        kind = file_system_of(directory)
+        if kind in ("tmpfs", "ramfs"):
+            logger.warning(
+                "the disk tier's directory %s is on %s, which is memory, so nothing is saved "
+                "there; set disk_dir to a directory on a disk",
+                directory,
+                kind,
+            )
         with suppress(AttributeError, OSError):  # not every file system can
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         fd, name = tempfile.mkstemp(prefix="pp_offload-", dir=directory)  # mode 0600
@@ -416,30 +407,13 @@ def unnamed_file(directory: Path) -> int:
     return fd
 
 
-def _warn_if_in_memory(directory: Path) -> None:
-    kind = file_system_of(directory)
-    if kind in ("tmpfs", "ramfs"):
-        logger.warning(
-            "the disk tier's directory %s is on %s, which is memory, so nothing is saved there; "
-            "set disk_dir to a directory on a disk",
-            directory,
-            kind,
-        )
-
-
 def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The kind of file system, such as ``ext4``; empty where the system does not say.
-
-    Args:
-        directory: Must exist.
-        mounts: The kernel's list.
-    """
+    """The kind of file system, such as ``ext4``; empty where the kernel's list does not say."""
     best, kind = -1, ""
     with suppress(OSError):
         inside = directory.resolve()
         for line in mounts.read_text().splitlines():
-            _, escaped, name, *_ = line.split(" ")
-            mount = _OCTAL.sub(lambda match: chr(int(match[1], 8)), escaped)
+            _, mount, name, *_ = line.split(" ")
             if inside.is_relative_to(mount) and len(mount) >= best:
                 best, kind = len(mount), name
     return kind

@@ -14,8 +14,8 @@ from bisect import bisect_left
 class FreeRanges:
     """Ranges in the order of their addresses. Neighbours are always merged.
 
-    First fit, because payloads that leave and return in turns then pack as in a ring: on the
-    shapes of models it wastes less than best fit, which leaves splinters.
+    First fit packs payloads that leave and return in turns as in a ring: on the shapes of models
+    it wastes less than best fit, which leaves splinters.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,7 @@ class FreeRanges:
     def take_whole(self, start: int, nbytes: int) -> bool:
         """Take exactly this range, if it is free and has no free neighbour."""
         index = bisect_left(self._starts, start)
-        if index == len(self._starts) or self._starts[index] != start:
-            return False
-        if self._sizes[index] != nbytes:
+        if (self._starts[index : index + 1], self._sizes[index : index + 1]) != ([start], [nbytes]):
             return False
         self._cut(index, nbytes)
         return True

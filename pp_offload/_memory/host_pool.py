@@ -23,10 +23,11 @@ from __future__ import annotations
 import logging
 import weakref
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,13 +65,10 @@ WASTE_ALLOWED = 1.03
 
 
 class Slab(NamedTuple):
-    """One system allocation."""
+    """One system allocation, of flat ``uint8``, and its part of the budget."""
 
     data: Tensor
-    """Flat ``uint8``."""
-
     reserved: Reserved
-    """Its part of the budget."""
 
 
 class Span(NamedTuple):
@@ -81,51 +79,41 @@ class Span(NamedTuple):
 
 
 class Lease(weakref.ref[object]):
-    """Ends with its owner. It names host bytes by a number, as a reference would be a cycle."""
+    """Ends with its owner. It has the number of host bytes, as a reference would be a cycle."""
 
     __slots__ = ("number",)
 
     number: int
 
 
+@dataclass(slots=True, eq=False)
 class HostBytes:
-    """Host memory of one owner.
+    """Host memory of one owner."""
 
-    Attributes:
-        sizes: Bytes of each payload.
-        nbytes: Their sum.
-        views: A flat ``uint8`` tensor for each payload.
-        tensors, specs: The same memory as somebody shaped it, and how; None before.
-        waits_for: Events of former owners' copies. The stream that first writes waits for them.
-        last_use: Event of the latest copy to or from these bytes; None before the first copy.
-    """
+    number: int
+    sizes: tuple[int, ...]
+    """Bytes of each payload."""
 
-    __slots__ = (
-        "last_use lease nbytes number sizes slabs spans specs tensors views waits_for".split()
-    )
+    nbytes: int
+    """Their sum."""
 
-    tensors: Sequence[Tensor]
-    is_refused = False  # unlike a disk, memory takes what it has room for
+    views: list[Tensor]
+    """A flat ``uint8`` tensor for each payload."""
 
-    def __init__(
-        self,
-        number: int,
-        sizes: tuple[int, ...],
-        views: list[Tensor],
-        spans: list[Span],
-        slabs: list[Slab],
-        waits_for: tuple[Event, ...],
-    ) -> None:
-        self.number = number
-        self.sizes = sizes
-        self.nbytes = sum(sizes)
-        self.views = views
-        self.spans = spans
-        self.slabs = slabs  # the budget counts them while an owner outlives the pool
-        self.waits_for = waits_for
-        self.last_use: Event | None = None
-        self.lease: Lease | None = None  # None while no owner has them
-        self.specs: Any = None
+    spans: list[Span]
+    slabs: list[Slab]  # the budget counts them while an owner outlives the pool
+    waits_for: tuple[Event, ...]
+    """Events of former owners' copies. The stream that first writes waits for them."""
+
+    last_use: Event | None = None
+    """Of the latest copy to or from these bytes; None before the first copy."""
+
+    lease: Lease | None = None  # None while no owner has them
+    specs: Any = None
+    """How somebody shaped the memory, as :attr:`tensors`; None before."""
+
+    tensors: Sequence[Tensor] = ()
+    is_refused: ClassVar[bool] = False  # unlike a disk, memory takes what it has room for
 
     def keep(self) -> None:
         """See :meth:`pp_offload._core.tiers.Place.keep`: no weak reference, so nothing ends it."""
@@ -133,7 +121,7 @@ class HostBytes:
 
 
 class PendingUse(NamedTuple):
-    """A copy that may still access a free range."""
+    """A copy that may still access a free range. The next owner of the range waits for it."""
 
     start: int
     end: int
@@ -149,7 +137,7 @@ class HostPool:
 
     Args:
         allocate: Asks the system, or the device.
-        budget: What the process may take; a share of what is available when not given.
+        budget: A share of the available memory when not given.
         trim: Has the system take back what was freed, where an allocator would keep it.
         is_capturing: Whether a graph is captured, when no event may be asked.
 
@@ -176,7 +164,7 @@ class HostPool:
         self._end = 0
         self._free = FreeRanges()
         self._pending: list[PendingUse] = []
-        self._idle: dict[tuple[int, ...], deque[HostBytes]] = {}
+        self._idle: defaultdict[tuple[int, ...], deque[HostBytes]] = defaultdict(deque)
         self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal ones are one object
         self._carved: dict[int, HostBytes] = {}  # idle and lent, by number
         self._num_carved = self._num_lent = 0
@@ -233,10 +221,9 @@ class HostPool:
         return self._free.longest
 
     def settle(self) -> None:
-        """Between steps: replace the slabs by fewer that hold the peak closely.
+        """Between steps: replace the slabs by fewer that hold the peak: see NOTE [ Footprint ].
 
-        Does nothing while bytes are in use or copies use the slabs, and at most once for each new
-        peak: see NOTE [ Footprint ].
+        Does nothing while bytes are in use or copies use the slabs.
         """
         self._collect()
         peak = self._peak_bytes
@@ -291,11 +278,7 @@ class HostPool:
             self._in_use_bytes -= host.nbytes
             if host.last_use is not None:  # else it was never used, and still waits as before
                 host.waits_for, host.last_use = (host.last_use,), None
-            same = idle.get(host.sizes)
-            if same is None:
-                idle[host.sizes] = deque((host,))
-            else:
-                same.append(host)
+            idle[host.sizes].append(host)
 
     def _carve(self, sizes: tuple[int, ...], force: bool) -> HostBytes:
         """Bytes from the free ranges; waiting bytes are broken up before the system is asked."""
@@ -318,7 +301,9 @@ class HostPool:
         sizes = self._sizes.setdefault(sizes, sizes)  # or each free would touch cold memory
         spans = merged(starts, rooms)
         self._num_carved += 1
-        host = HostBytes(self._num_carved, sizes, views, spans, slabs, self._claim(spans))
+        host = HostBytes(
+            self._num_carved, sizes, sum(sizes), views, spans, slabs, self._claim(spans)
+        )
         self._carved[host.number] = host
         return host
 

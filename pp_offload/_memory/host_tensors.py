@@ -18,12 +18,11 @@ from pp_offload._memory.host_pool import HostBytes, HostPool
 
 
 class Owner:
-    """Whoever has this has its host memory."""
+    """Whoever has this has its host memory, which the budget counts also when the pool is gone."""
 
     __slots__ = ("__weakref__", "host")
 
     host: HostBytes
-    """Here, so that the budget counts it also when the pool is gone."""
 
 
 def host_tensors(likes: Sequence[Tensor], pool: HostPool, *, force: bool = False) -> list[Tensor]:
@@ -31,25 +30,23 @@ def host_tensors(likes: Sequence[Tensor], pool: HostPool, *, force: bool = False
 
     Args:
         likes: Tensors on any device.
-        pool: Has the memory. No copy may use what it has free.
-        force: Take it even over the budget.
+        pool: No copy may use what it has free.
+        force: Take the memory even over the budget.
 
     Returns:
-        Each with a storage of its own. All of the memory is taken as long as one of them lives.
+        Each has its own storage. All of the memory is taken as long as one of them lives.
 
     Raises:
         MemoryError: The pool has no room.
     """
     owner = Owner()
     owner.host = host = pool.take([like.nbytes for like in likes], owner, force=force)
-    return [_on(view, like, owner) for view, like in zip(host.views, likes, strict=True)]
-
-
-def _on(view: Tensor, like: Tensor, owner: Owner) -> Tensor:
-    """A tensor like this one, on the bytes of ``view``."""
-    memory = owned_by(owner, view) if view.numel() else view.clone()
-    strides = torch.empty_like(like, device="meta").stride()
-    return memory.view(like.dtype).as_strided(like.shape, strides)
+    tensors = []
+    for view, like in zip(host.views, likes, strict=True):
+        memory = owned_by(owner, view) if view.numel() else view.clone()
+        strides = torch.empty_like(like, device="meta").stride()
+        tensors.append(memory.view(like.dtype).as_strided(like.shape, strides))
+    return tensors
 
 
 class _Memory(np.ndarray):

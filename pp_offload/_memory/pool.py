@@ -61,10 +61,7 @@ class _Lease:
 
 
 class PoolStatus(TypedDict):
-    """How much a pool, or one queue of it, holds at the moment of asking.
-
-    Allocated tensors were handed out and not freed; free ones wait to be handed out again.
-    """
+    """What a pool, or one queue of it, holds. Allocated: handed out, and not freed yet."""
 
     num_pools: int  # pairs of shape and dtype that hold at least one tensor
     total_count: int
@@ -79,15 +76,14 @@ class PoolStatus(TypedDict):
 class GPUTensorPool:
     """Tensors on one device, handed out and taken back in constant time.
 
-    NOTE [ Footprint ]. If no tensor of its shape and dtype is free, a new one gets bytes that the
-    pool has free. Before that, free tensors of other shapes are let go, the longest unused first,
-    until they have as many bytes as the new one, and more if their bytes do not lie together. So
-    tensors never hold more bytes than were once in use at the same time, however many shapes there
-    are. If all that does not help, unused memory goes back, and more is acquired.
+    NOTE [ Footprint ]. Before a tensor of a new shape or dtype is made, free tensors of others are
+    let go, the longest unused first, until they have as many bytes, and more if their bytes do not
+    lie together. So tensors never hold more bytes than were once in use at the same time, however
+    many shapes there are. If that does not help, unused memory goes back, and more is acquired.
 
-    A tensor is known by its address, so a view of a pooled tensor frees the whole of it. The pool
-    does not order streams: free a tensor only after waiting for the copies that use it. It is not
-    safe to call from two threads at once. Do not resize the storage of its tensors: it is shared.
+    A view of a pooled tensor frees the whole of it. The pool does not order streams: free a tensor
+    only after waiting for the copies that use it. It is not safe to call from two threads at once.
+    Do not resize the storage of its tensors: it is shared.
 
     Args:
         device: Where the tensors live.
@@ -156,33 +152,29 @@ class GPUTensorPool:
             [lease.key for lease in leases if wanted in (None, lease.key)]
             for leases in (self._in_use.values(), chain(*self._free.values()))
         )
-        num_held = len(in_use) + len(free)
         used_bytes, free_bytes = (
             sum(starmap(self._calculate_memory_size, keys)) for keys in (in_use, free)
         )
         return PoolStatus(
             num_pools=len({*in_use, *free}),
-            total_count=num_held,
+            total_count=len(in_use) + len(free),
             allocated_count=len(in_use),
             free_count=len(free),
             total_bytes=used_bytes + free_bytes,
             allocated_bytes=used_bytes,
             free_bytes=free_bytes,
-            utilization=len(in_use) / num_held if num_held else 0.0,
+            utilization=len(in_use) / max(1, len(in_use) + len(free)),
         )
 
     def reset(self) -> None:
-        """Make every tensor available, also those that nobody freed.
-
-        Whoever still uses one shares its bytes with the next to get it.
-        """
+        """Make every tensor available, also those still in use, whose bytes others then get."""
         for lease in list(self._in_use.values()):
             self._recycle(lease)
 
     def clear(self) -> None:
         """Let go of every tensor and give device memory back to the driver.
 
-        A tensor still in use stays valid for whoever holds it, but is no longer this pool's.
+        A tensor still in use stays valid, but is no longer this pool's.
         """
         self._forget_all()
         if self.device.type != "cpu":

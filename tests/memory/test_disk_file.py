@@ -276,10 +276,6 @@ def test_a_directory_in_memory_is_warned_of(
     assert file_system_of(tmp_path, mounts) == "tmpfs"
     assert file_system_of(tmp_path.parent, mounts) == "ext4"
     assert file_system_of(tmp_path, tmp_path / "none") == ""
-    spaced = tmp_path / "two words"
-    spaced.mkdir()
-    mounts.write_text(f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/two\\040words tmpfs rw 0 0\n")
-    assert file_system_of(spaced, mounts) == "tmpfs"
     monkeypatch.setattr("pp_offload._memory.disk_file.file_system_of", lambda directory: "tmpfs")
     with caplog.at_level(logging.WARNING, logger="pp_offload"):
         DiskFile(tmp_path)
