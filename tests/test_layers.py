@@ -74,7 +74,7 @@ ONE_JOB = [
     ("_groups.offloader", "Offloader"),
 ]
 
-NAMES_CUDA = {"_megatron.cuda_graph"}
+NAMES_CUDA = {"_megatron.cuda_graph", "_megatron.graph_state"}
 
 
 def module_name(path: Path) -> str:

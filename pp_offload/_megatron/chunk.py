@@ -69,8 +69,8 @@ class ChunkOffloadHandler(Chunk):
 
         Args:
             src_tensor: Any tensor.
-            pin_memory: Accepted for Megatron; the backend knows what its copies need.
-            use_cpu_pool: Accepted for Megatron; host memory is always reused.
+            pin_memory, use_cpu_pool: Accepted for Megatron; the backend knows what its copies need,
+                and host memory is always reused.
 
         Returns:
             An opaque state for :meth:`reload`; the host bytes live as long as it does.
@@ -115,9 +115,7 @@ class ChunkOffloadHandler(Chunk):
         """Commit the group started last; see :meth:`commit`."""
         self.commit(self._last_open().name, forced_released_tensors)
 
-    def bulk_offload(self, forced_released_tensors: Sequence[Tensor] | None) -> None:
-        """The same as :meth:`on_group_commit_forward`."""
-        self.on_group_commit_forward(forced_released_tensors)
+    bulk_offload = on_group_commit_forward
 
     def should_bulk_offload(self) -> bool:
         """Whether the group started last would leave the device if it was committed now."""
@@ -127,11 +125,11 @@ class ChunkOffloadHandler(Chunk):
         """Offload the group started last, whatever the plan says; without host room it stays."""
         self._send_open(self._last_open())
 
-    def _send_open(self, group: Group) -> None:
-        self.open_groups.remove(group)  # type: ignore[arg-type]
+    def _send_open(self, group: OffloadTensorGroup) -> None:
+        self.open_groups.remove(group)
         self.send(group)
 
-    def _last_open(self) -> Group:
+    def _last_open(self) -> OffloadTensorGroup:
         if not self.open_groups:
             raise GroupStateError(
                 "commit without an open group in this chunk; start one first, with "
@@ -142,11 +140,7 @@ class ChunkOffloadHandler(Chunk):
     # Backward
 
     def on_group_commit_backward(self, name: str) -> None:
-        """Backward reaches the next group of this name: bring its tensors.
-
-        Raises:
-            GroupStateError: The chunk's forward had no group of this name.
-        """
+        """Backward reaches the next group of this name, which must be there: bring its tensors."""
         if self.is_empty_chunk(name):
             raise GroupStateError(
                 f"backward of group '{name}', but this chunk's forward had none of that name; its "
@@ -154,13 +148,11 @@ class ChunkOffloadHandler(Chunk):
             )
         self._reach_next(name)
 
-    def on_group_start_backward(self) -> None:
-        """Backward leaves a group; reload what comes next."""
-        self.bulk_reload()
-
     def bulk_reload(self) -> None:
         """Reload ahead as far as the window allows."""
         self.offloader.engine.window.fill()
+
+    on_group_start_backward = bulk_reload
 
     def bulk_reload_group(self) -> None:
         """Reload the next group to run backward."""
@@ -168,13 +160,11 @@ class ChunkOffloadHandler(Chunk):
 
     def pre_reload_last_layer(self) -> None:
         """Reload the groups backward uses first, before it begins."""
-        group = self._next_in_backward(None)
-        if group is not None:
+        if (group := self._next_in_backward(None)) is not None:
             self.offloader.resume(group)
 
     def _reach_next(self, name: str | None) -> None:
-        group = self._next_in_backward(name)
-        if group is not None:
+        if (group := self._next_in_backward(name)) is not None:
             group.on_use()
 
     def _next_in_backward(self, name: str | None) -> Group | None:
@@ -191,9 +181,7 @@ class ChunkOffloadHandler(Chunk):
         """The first open group (of this name)."""
         return next((g for g in self.open_groups if name in (None, g.name)), None)
 
-    def finish_all_groups(self, name: str | None = None) -> bool:
-        """Whether backward has reached every group (of this name) that saved something."""
-        return self.is_finished(name)
+    finish_all_groups = Chunk.is_finished  # by its name in Megatron
 
     def get_max_deduplicated_groups(self) -> int:
         """How many distinct names its groups have."""

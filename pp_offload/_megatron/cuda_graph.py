@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import said
-from pp_offload._megatron.graph_state import NotedEvent
 from pp_offload._megatron.manager import PipelineOffloadManager
 
 
@@ -61,28 +60,3 @@ def record_and_join(event: Any) -> None:
     offloader = PipelineOffloadManager.get_instance().offloader
     event.record(offloader.backend.current_stream())
     offloader.engine.mover.join()
-
-
-def graph_stream(manager: PipelineOffloadManager) -> Any:
-    """The stream of a manager that graphs are captured and launched on; always the same.
-
-    Of PyTorch's own kind on CUDA. A device without graphs gives the live stream.
-    """
-    backend, graphs = manager.backend, manager.graphs
-    if backend.device.type != "cuda":
-        return backend.current_stream()
-    if graphs.stream is None:
-        graphs.stream = torch.cuda.Stream(device=backend.device)
-    return graphs.stream
-
-
-def graph_event(manager: PipelineOffloadManager) -> Any:
-    """The event of a manager that is recorded at the end of what is captured; always the same.
-
-    On CUDA an external one, so that what is not captured may wait for it.
-    """
-    graphs = manager.graphs
-    if graphs.event is None:
-        is_cuda = manager.backend.device.type == "cuda"
-        graphs.event = torch.cuda.Event(external=True) if is_cuda else NotedEvent()
-    return graphs.event

@@ -59,11 +59,7 @@ def use_backend(
 
 @contextmanager
 def use_manager(manager: PipelineOffloadManager) -> Iterator[None]:
-    """Work with a manager that is there already, on its backend; afterwards the old one is back.
-
-    Args:
-        manager: It is not retired, and may be used so again.
-    """
+    """Work with a manager that is not retired, on its backend; afterwards the old one is back."""
     before = PipelineOffloadManager.OFFLOAD_MGR
     PipelineOffloadManager.OFFLOAD_MGR = manager
     try:

@@ -1,29 +1,46 @@
-"""What Megatron-LM's main asks the manager for where others capture and launch CUDA graphs.
-
-The stream and the event are made when first asked for, by :mod:`pp_offload._megatron.cuda_graph`;
-a process without graphs has none.
-"""
+"""What Megatron-LM's main asks the manager for where others capture and launch CUDA graphs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from pp_offload.backends import Event, Stream
+import torch
+
+from pp_offload.backends import Backend, Event, Stream
 
 
-@dataclass
 class GraphState:
-    """Of one manager."""
+    """Of one manager. The stream and the event are made when first asked for.
 
-    is_in_replay: bool = False
-    """Whether a graph is launched: only then commits are delayed."""
+    Attributes:
+        is_in_replay: Whether a graph is launched: only then commits are delayed.
+    """
 
-    stream: Any = None
-    """The stream graphs are captured and launched on; the device's own kind."""
+    def __init__(self) -> None:
+        self.is_in_replay = False
+        self._stream: Any = None
+        self._event: Any = None
 
-    event: Any = None
-    """Recorded at the end of a captured forward and of a captured backward."""
+    def stream(self, backend: Backend) -> Any:
+        """The stream that graphs are captured and launched on, of PyTorch's own kind on CUDA.
+
+        A device without graphs gives the live stream.
+        """
+        if backend.device.type != "cuda":
+            return backend.current_stream()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device=backend.device)
+        return self._stream
+
+    def event(self, backend: Backend) -> Any:
+        """The event recorded at the end of a captured forward and of a captured backward.
+
+        On CUDA an external one, so that what is not captured may wait for it.
+        """
+        if self._event is None:
+            is_cuda = backend.device.type == "cuda"
+            self._event = torch.cuda.Event(external=True) if is_cuda else NotedEvent()
+        return self._event
 
 
 class NotedEvent:

@@ -13,6 +13,8 @@ from pp_offload.errors import GroupStateError
 class OffloadTensorGroup(Group):
     """Tensors saved between a start and its commit.
 
+    An event that was not recorded is not waited for.
+
     Source: Megatron-LM ``OffloadTensorGroup``.
     """
 
@@ -30,11 +32,7 @@ class OffloadTensorGroup(Group):
         self._tensors[tag] = tensor
 
     def pop_tensor(self, tag: object) -> Tensor:
-        """Take the tensor under ``tag`` out of the group.
-
-        Raises:
-            GroupStateError: Nothing is held under ``tag``.
-        """
+        """Take the tensor under ``tag``, which must be there, out of the group."""
         held = self._tensors or {}
         if tag not in held:
             raise GroupStateError(
@@ -58,7 +56,7 @@ class OffloadTensorGroup(Group):
         self._offload_event = stream.record_event()
 
     def wait_offload_event(self, stream: Stream) -> None:
-        """Make ``stream`` wait for the copies to the host. Without an event there is no wait."""
+        """Make ``stream`` wait for the copies to the host."""
         if self._offload_event is not None:
             stream.wait_event(self._offload_event)
 
@@ -67,7 +65,7 @@ class OffloadTensorGroup(Group):
         self._reload_event = stream.record_event()
 
     def wait_reload_event(self, stream: Stream) -> None:
-        """Make ``stream`` wait for the tensors to be back. Without an event there is no wait."""
+        """Make ``stream`` wait for the tensors to be back."""
         if self._reload_event is not None:
             stream.wait_event(self._reload_event)
 

@@ -31,12 +31,12 @@ from pp_offload.errors import GroupStateError
 
 
 def fine_grained_offloading_disable_offload() -> None:
-    """From now on nothing is offloaded. A group that starts meanwhile is left to autograd whole."""
+    """See :meth:`PipelineOffloadManager.disable_offload`."""
     PipelineOffloadManager.get_instance().disable_offload()
 
 
 def fine_grained_offloading_enable_offload() -> None:
-    """Offload again."""
+    """See :meth:`PipelineOffloadManager.enable_offload`."""
     PipelineOffloadManager.get_instance().enable_offload()
 
 
@@ -74,7 +74,7 @@ def fine_grained_offloading_group_commit(
     """Close a group and queue the copies of its tensors to the host.
 
     Args:
-        tensor: The group's output, or a tuple, list or dict of outputs; its structure is kept.
+        tensor: The group's output, or a tuple, list or dict of outputs.
         name: What the group was started with.
         forced_released_tensors: Tensors to empty after the copy although something still refers
             to them. Unlike in Megatron, one whose storage anybody else shares is left alone.
@@ -102,13 +102,7 @@ def fine_grained_offloading_group_flush_delayed_groups() -> None:
 
 
 def run_in_group(name: str, call: Callable[[], Any], begun: Callable[[], object]) -> Any:
-    """What ``call`` returns, as a group of this name, which is committed.
-
-    Args:
-        name: Of the group.
-        call: Computes.
-        begun: Called when the group is open; not where no group is opened.
-    """
+    """What ``call`` returns, as a group of this name; ``begun`` is called if and when it opens."""
     started = _start(name)
     if started is None:
         return call()
@@ -133,9 +127,6 @@ class FineGrainedActivationOffloadingInterface:
         offload: If False, nothing happens but that ``with`` gives back ``tensor``.
         tensor: The group's input.
         name: Of the group.
-
-    Raises:
-        ValueError: ``offload`` is neither on nor off.
 
     Source: Megatron-LM ``FineGrainedActivationOffloadingInterface``.
     """
@@ -183,9 +174,8 @@ class FineGrainedActivationOffloadingInterface:
         vp_size: int | None, vp_stage: int | None, min_offloaded_tensor_size: int
     ) -> None:
         """Begin the forward of one microbatch; see :meth:`PipelineOffloadManager.begin_chunk`."""
-        PipelineOffloadManager.get_instance().begin_chunk(
-            vp_size, vp_stage, min_offloaded_tensor_size
-        )
+        manager = PipelineOffloadManager.get_instance()
+        manager.begin_chunk(vp_size, vp_stage, min_offloaded_tensor_size)
 
     @staticmethod
     def get_context(flag: bool) -> AbstractContextManager[object]:
@@ -225,9 +215,7 @@ class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cpu_offload_handler: Any, name: str) -> Tensor:
-        """Open group ``name`` of a :class:`ChunkOffloadHandler`. Does nothing inside a checkpoint,
-        or while offload is disabled.
-        """
+        """Open a group, unless inside a checkpoint or while offload is disabled."""
         ctx.chunk = None
         if not is_recomputing() and not cpu_offload_handler.leaves_out(name):
             ctx.chunk = cpu_offload_handler
@@ -257,10 +245,7 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
         forced_released_tensors: Sequence[Tensor] | None,
         delay_offload: bool,
     ) -> Tensor:
-        """Commit group ``name`` of the chunk; with ``delay_offload``, only note that.
-
-        Does nothing in a recomputation, or if the group was started inside a checkpoint.
-        """
+        """Commit a group, now or later, unless in a recomputation or started in a checkpoint."""
         ctx.group = None
         if not is_recomputing() and not cur_forward_chunk.was_left_out(name):
             ctx.group = cur_forward_chunk.commit(name, forced_released_tensors, delay=delay_offload)

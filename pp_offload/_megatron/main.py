@@ -28,7 +28,6 @@ from pp_offload._megatron import manager as introduced_manager
 from pp_offload._megatron.cuda_graph import (
     FineGrainedOffloadingBackwardRecordFunction as _BackwardRecord,
 )
-from pp_offload._megatron.cuda_graph import graph_event, graph_stream
 from pp_offload._megatron.main_chunk import ChunkOffloadHandler
 
 the_manager = introduced_manager.PipelineOffloadManager.get_instance
@@ -57,12 +56,12 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
     @property
     def cuda_graph_stream(self) -> Any:
         """The stream to capture and launch graphs on."""
-        return graph_stream(the_manager())
+        return self.graphs.stream(self.backend)
 
     @property
     def cuda_graph_event(self) -> Any:
         """Recorded at the end of a captured forward and of a captured backward."""
-        return graph_event(the_manager())
+        return self.graphs.event(self.backend)
 
     def init_model_chunk_offload_handler(
         self,
@@ -78,17 +77,14 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
 
         Args:
             pp_rank: Of the pipeline; None leaves it at what it was, which is 0 at first.
-            vp_size: Number of virtual pipeline stages; None means 1.
-            vp_stage: Which of them; None means 0.
-            min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
+            vp_size, vp_stage, min_offloaded_tensor_size: See :meth:`Manager.begin_chunk`.
             delta_offload_bytes_across_pp_ranks: In place of the option of this name.
             activation_offload_fraction: In place of the option of this name. 0 bytes and 1.0
                 together are Megatron's defaults, and leave both options as they are.
             max_inflight_offloads: See :class:`ChunkOffloadHandler`.
 
         Raises:
-            ConfigError: An option has no value that is possible, or the manager has a plan, in
-                place of which they would be.
+            ConfigError: An option has an impossible value, or the manager has a plan already.
             ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or none.
         """
         manager = the_manager()
@@ -107,21 +103,16 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
 
     def _plan_with(self, delta_bytes: int, fraction: float) -> None:
         """Plan by these from now on; asked for every microbatch, and changed by few."""
-        step, config = self.step, the_manager().config
-        own = step.options or config
-        if (delta_bytes, fraction) == (
-            own.delta_offload_bytes_across_pp_ranks,
-            own.activation_offload_fraction,
-        ):
+        step, config = self.step, self.config
+        now = step.options or config
+        given = (delta_bytes, fraction)
+        if given == (now.delta_offload_bytes_across_pp_ranks, now.activation_offload_fraction):
             return
-        if (delta_bytes, fraction) == (0, 1):
-            step.options = None
-            return
-        step.options = replace(
-            config,
-            delta_offload_bytes_across_pp_ranks=delta_bytes,
-            activation_offload_fraction=fraction,
-        )
+        options = {
+            "delta_offload_bytes_across_pp_ranks": delta_bytes,
+            "activation_offload_fraction": fraction,
+        }
+        step.options = None if given == (0, 1) else replace(config, **options)
 
     def reset(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Close the last step and begin the next. Takes part in no collective.
@@ -132,26 +123,17 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
 
         Raises:
             GroupStateError: See :meth:`pp_offload.PipelineOffloadManager.reset`.
-            TypeError: ``process_group`` is none.
         """
         _check_process_group(process_group)
         the_manager().reset()
 
     def post_warmup_callback(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Derive the plan and the summary from the first complete step.
-
-        Args:
-            process_group: As for :meth:`reset`.
-        """
+        """Derive the plan and the summary from the first complete step; see :meth:`reset`."""
         _check_process_group(process_group)
         the_manager().post_warmup_callback()
 
     def mark_not_offload(self, tensor: Tensor | None) -> None:
-        """Keep ``tensor`` and every view of it on the device; None is ignored.
-
-        Raises:
-            TypeError: It is something else.
-        """
+        """Keep ``tensor`` and every view of it on the device; None is ignored."""
         if tensor is not None:
             self.mark_not_offloadable(tensor)
 
@@ -161,12 +143,7 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
         name: str,
         forced_released_tensors: Sequence[Tensor] | None,
     ) -> None:
-        """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive.
-
-        Raises:
-            TypeError: ``group_hook`` cannot be called, ``name`` is no ``str``, or the tensors are
-                no list of tensors.
-        """
+        """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive."""
         check_kind("name", name, str, "the name of a group")
         self._delay(group_hook, (name,), forced_released_tensors)
 
@@ -197,12 +174,6 @@ class FineGrainedOffloadingBackwardRecordFunction(_BackwardRecord):
 
 class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationOffloadingInterface):
     """A group as a context, closed by :meth:`group_offload`.
-
-    Args:
-        offload: If False, nothing happens but that ``with`` gives back ``tensor``, and
-            :meth:`group_offload` its own.
-        tensor: The group's input.
-        name: Of the group.
 
     Source: Megatron-LM ``FineGrainedActivationOffloadingInterface``.
     """
@@ -245,11 +216,7 @@ class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationO
 
     @staticmethod
     def forward_record(event: Any = None) -> None:
-        """At the end of a captured forward: record the event, and join the copies to the host.
-
-        Args:
-            event: The one of :meth:`cuda_graph_event` when None.
-        """
+        """At the end of a captured forward: record the event, and join the copies to the host."""
         event = _FACE.cuda_graph_event if event is None else event
         introduced.fine_grained_offloading_forward_record(event)
 

@@ -55,15 +55,12 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
     """Offloads and reloads the groups of one chunk.
 
     Args:
-        min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
-        cpu_tensor_pool: For callers that manage host tensors themselves; the engine does not.
+        min_offloaded_tensor_size, cpu_tensor_pool, offloader, vp_stage, microbatch: As in the class
+            of this name that it extends.
         max_inflight_offloads: Of this microbatch's groups of one name, how many may be on their
             way to the host without compute having waited for them. 0: compute waits for each.
             None: only ``OffloadConfig(max_in_flight_bytes=...)`` counts, as it does beside any
             number. Groups of other microbatches are counted on their own.
-        offloader: What it shares with other chunks; its own when not given.
-        vp_stage: Virtual pipeline stage it runs.
-        microbatch: Its number in the step; counted when None.
         graphs: Whether a graph is launched; a commit is delayed only then.
 
     Source: Megatron-LM ``ChunkOffloadHandler``.
@@ -109,10 +106,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         *,
         delay: bool = False,
     ) -> Group:
-        """Close the open group of this name, and offload it; later only while a graph is launched.
-
-        See :meth:`Chunk.commit`.
-        """
+        """See :meth:`Chunk.commit`. It is delayed only while a graph is launched."""
         if delay and not self.graphs.is_in_replay:
             check_switch("delay_offload", delay)
             delay = False
@@ -146,11 +140,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         """See :meth:`commit`."""
         self.commit(name, forced_released_tensors)
 
-    def bulk_offload(  # type: ignore[override]
-        self, name: str, forced_released_tensors: Sequence[Tensor] | None
-    ) -> None:
-        """See :meth:`commit`."""
-        self.commit(name, forced_released_tensors)
+    bulk_offload = on_group_commit_forward  # type: ignore[assignment]
 
     def should_bulk_offload(self, group: Group) -> bool:  # type: ignore[override]
         """Whether an open group would leave the device if it was committed now."""
@@ -160,15 +150,16 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         """Offload an open group, whatever the plan says; without host room it stays."""
         self._send_open(self._open(group_to_offload))
 
-    def _open(self, group: Group) -> Group:
+    def _open(self, group: Group) -> OffloadTensorGroup:
         check_kind("group", group, Group, "a group of this chunk")
-        if not any(one is group for one in self.open_groups):
-            raise GroupStateError(
-                f"group '{group.name}' is not open in this chunk; its open groups are "
-                f"{[one.name for one in self.open_groups]}; give one that on_group_start_forward "
-                "returned and nobody has committed"
-            )
-        return group
+        for open_group in self.open_groups:
+            if open_group is group:
+                return open_group
+        raise GroupStateError(
+            f"group '{group.name}' is not open in this chunk; its open groups are "
+            f"{[open_group.name for open_group in self.open_groups]}; give one that "
+            "on_group_start_forward returned and nobody has committed"
+        )
 
     @property
     def offload_groups(self) -> list[OffloadTensorGroup]:

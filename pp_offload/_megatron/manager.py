@@ -52,10 +52,9 @@ class SharedNames:
 
     @classmethod
     def reset_instance(cls) -> None:
-        """Drop the manager; the next ``get_instance`` makes a new one.
+        """Drop the manager and its idle host memory; the next ``get_instance`` makes a new one.
 
-        Graphs that still hold tensors saved by the old one stay good. Its idle host memory is free
-        for the next.
+        Graphs that still hold tensors saved by the old one stay good.
         """
         old, PipelineOffloadManager.OFFLOAD_MGR = PipelineOffloadManager.OFFLOAD_MGR, None
         if old is not None:
@@ -109,9 +108,8 @@ class SharedNames:
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
-        """Bytes copied to the host per group name, by the chunks live at the peak.
-
-        Of the last complete step; empty before there was one.
+        """Bytes copied to the host per group name, by the chunks live at the peak of the last
+        complete step; empty before there was one.
         """
         return dict(self.step.summary)
 
@@ -136,11 +134,7 @@ class SharedNames:
         self.switch(True)
 
     def mark_not_offloadable(self, tensor: Tensor) -> None:
-        """Keep ``tensor`` and every view of it on the device, as long as its storage lives.
-
-        Raises:
-            TypeError: It is no tensor.
-        """
+        """Keep ``tensor`` and every view of it on the device, as long as its storage lives."""
         check_kind("tensor", tensor, Tensor, "a tensor", "mark each tensor on its own")
         self.offloader.engine.eligibility.kept.add(tensor)
 
@@ -159,10 +153,8 @@ class SharedNames:
         refs = None if tensors is None else [weakref.ref(tensor) for tensor in tensors]
 
         def commit() -> None:
-            live = (
-                None if refs is None else [tensor for ref in refs if (tensor := ref()) is not None]
-            )
-            hook(*names, live)
+            live = [tensor for ref in refs or () if (tensor := ref()) is not None]
+            hook(*names, None if refs is None else live)
 
         self.offloader.delayed.append(commit)
 
@@ -187,11 +179,7 @@ class SharedNames:
 
     @exact_exit
     def __exit__(self, *args: Any) -> None:
-        """Leave the innermost scope; an exception passes on.
-
-        Raises:
-            GroupStateError: This thread has entered none.
-        """
+        """Leave the innermost scope of this thread; an exception passes on."""
         scopes = self._contexts.scopes
         if not scopes:
             raise GroupStateError(
@@ -217,11 +205,7 @@ class SharedNames:
 
 
 class PipelineOffloadManager(SharedNames, Manager):
-    """Coordinates the chunks of one process.
-
-    Args:
-        config: Options; the defaults when not given.
-        backend: Device to work on; the accelerator where there is one, else the CPU.
+    """Coordinates the chunks of one process. Args: see :class:`Manager`.
 
     Attributes:
         graphs: What callers of Megatron-LM's main ask for beside groups.
@@ -266,11 +250,7 @@ class PipelineOffloadManager(SharedNames, Manager):
         group_hook: Callable[[Sequence[Tensor] | None], None],
         forced_released_tensors: Sequence[Tensor] | None,
     ) -> None:
-        """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive.
-
-        Raises:
-            TypeError: ``group_hook`` cannot be called, or the tensors are no list of tensors.
-        """
+        """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive."""
         self._delay(group_hook, (), forced_released_tensors)
 
     def release_idle_memory(self) -> None:
