@@ -24,8 +24,7 @@ from torch.profiler import record_function
 from pp_offload._common.torch_private import is_profiling
 from pp_offload._core.batch import Batch
 from pp_offload._core.observer import Lap, Observer, Observers
-from pp_offload.backends import Backend, Event, Stream, TimedEvent
-from pp_offload.backends.host_clock import timed_by_host
+from pp_offload.backends import Backend, Event, Stream, TimedEvent, timed_by_host
 
 
 class Laps(Observer):

@@ -8,7 +8,7 @@ from pp_offload._common.checks import said
 from pp_offload.backends.accelerator import AcceleratorBackend
 from pp_offload.backends.base import Allocated, Backend, Event, Stream, TimedEvent
 from pp_offload.backends.captures import captured, those_captured
-from pp_offload.backends.cpu import CpuBackend
+from pp_offload.backends.cpu import CpuBackend, HostTimed, timed_by_host
 
 __all__ = [
     "AcceleratorBackend",
@@ -16,6 +16,7 @@ __all__ = [
     "Backend",
     "CpuBackend",
     "Event",
+    "HostTimed",
     "Stream",
     "TimedEvent",
     "backend_or_default",
@@ -23,39 +24,29 @@ __all__ = [
     "check_backend",
     "default_backend",
     "those_captured",
+    "timed_by_host",
 ]
 
 
 def check_backend(backend: object) -> None:
-    """Check that ``backend`` is one, and not its name or its class.
-
-    Raises:
-        TypeError: It is none.
-    """
+    """Raise a TypeError unless ``backend`` is one, and not its name or its class."""
     # A class has the names as well. Not isinstance of the protocol: that would read properties.
-    if isinstance(backend, type) or not hasattr(backend, "current_stream"):
+    is_class = isinstance(backend, type)
+    if is_class or not hasattr(backend, "current_stream"):
+        name = getattr(backend, "__name__", "")
+        what = f"the class {name}; write {name}()" if is_class else said(backend)
         raise TypeError(
-            f"backend is {_named(backend)}, expected a backend, such as CpuBackend(), "
+            f"backend is {what}, expected a backend, such as CpuBackend(), "
             'AcceleratorBackend() or pp_offload.testing.SimulatedBackend("late")'
         )
 
 
 def backend_or_default(backend: Backend | None) -> Backend:
-    """``backend`` itself, or the default one for None.
-
-    Raises:
-        TypeError: It is no backend.
-    """
+    """``backend`` itself, which is checked, or the default one for None."""
     if backend is None:
         return default_backend()
     check_backend(backend)
     return backend
-
-
-def _named(backend: object) -> str:
-    if isinstance(backend, type):
-        return f"the class {backend.__name__}; write {backend.__name__}()"
-    return said(backend)
 
 
 def default_backend(device: torch.device | None = None) -> Backend:

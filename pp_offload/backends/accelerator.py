@@ -7,10 +7,9 @@ which satisfy the protocols of :mod:`pp_offload.backends.base` as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import methodcaller
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,15 +21,12 @@ from pp_offload._common.torch_private import (
     set_accelerator_device,
     set_accelerator_stream,
 )
-from pp_offload.backends.base import Allocated, Stream, TimedEvent
+from pp_offload.backends.base import Allocated, Backend, Stream, TimedEvent
 from pp_offload.backends.captures import no_memory_in_captures
 from pp_offload.errors import NotWhileCapturingError
 
-ALLOCATED = "allocated_bytes.all"
-"""As torch calls it."""
 
-
-class AcceleratorBackend:
+class AcceleratorBackend(Backend):
     """An accelerator device, with one stream for each copy direction.
 
     Streams and events are the device's own, and asking for the live stream, or whether a graph is
@@ -46,17 +42,17 @@ class AcceleratorBackend:
             none.
     """
 
+    current_stream: Callable[[], Stream]
+    """The live stream of the calling thread; inside backward, that of the running node."""
+
     def __init__(self, device: torch.device | None = None) -> None:
         if device is not None:
             check_kind("device", device, torch.device, "a torch.device", "write torch.device(...)")
         self.device = _with_number(device)
         self.name = str(self.device)
         self.is_host = False
-        self.current_stream = cast(  # by index: a tenth of the time that asking by device takes
-            "Callable[[], Stream]", partial(accelerator_stream, self.device.index)
-        )
-        """The live stream of the calling thread; inside backward, that of the running node."""
-
+        # By index: a tenth of the time that asking by device takes.
+        self.current_stream = cast(Any, partial(accelerator_stream, self.device.index))
         self.d2h = cast(Stream, torch.Stream(device=self.device))
         self.h2d = cast(Stream, torch.Stream(device=self.device))
         module = torch.get_device_module(self.device)
@@ -121,15 +117,11 @@ class AcceleratorBackend:
     def allocated(self) -> Allocated | None:
         """What the allocator says; None where PyTorch cannot ask the one of this device."""
         try:
-            found = torch.accelerator.memory_stats(self.device)  # once, for it is slow
+            stats = torch.accelerator.memory_stats(self.device)  # once, for it is slow
         except (RuntimeError, NotImplementedError, AssertionError):
             return None
-        return Allocated(
-            int(found.get(f"{ALLOCATED}.current", 0)), int(found.get(f"{ALLOCATED}.peak", 0))
-        )
-
-    def open_disk(self, directory: object) -> None:
-        """The system's disks are used."""
+        now, peak = (stats.get(f"allocated_bytes.all.{name}", 0) for name in ("current", "peak"))
+        return Allocated(int(now), int(peak))
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
@@ -167,10 +159,6 @@ class AcceleratorBackend:
         if empty_cache is not None:
             empty_cache()
 
-    def activate(self) -> AbstractContextManager[object]:
-        """Nothing to enter."""
-        return nullcontext()
-
     def synchronize(self) -> None:
         """Block until both copy streams are empty; not in a capture, where they are."""
         for stream in () if self.is_capturing else (self.d2h, self.h2d):
@@ -187,9 +175,10 @@ def _with_number(device: torch.device | None) -> torch.device:
         return device
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
-        found = "there is" if device is None else f"device is {device}, and there is"
+        given = "" if device is None else f"device is {device}, and "
         raise ValueError(
-            f"{found} no accelerator here; use CpuBackend(), or a torch built for your device"
+            f"{given}there is no accelerator here; use CpuBackend(), or a torch built for your "
+            "device"
         )
     if device is not None and device.type != accelerator.type:
         raise ValueError(

@@ -10,8 +10,9 @@ satisfy :class:`Stream` and :class:`Event` as they are, so an accelerator needs 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,11 +23,9 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether everything before this point has finished, as far as the host can tell."""
-        ...
 
     def synchronize(self) -> None:
         """Block the host until everything before this point has finished."""
-        ...
 
 
 class TimedEvent(Event, Protocol):
@@ -34,7 +33,6 @@ class TimedEvent(Event, Protocol):
 
     def elapsed_time(self, end: Any, /) -> float:
         """Milliseconds from here to ``end``, another one; both have been passed."""
-        ...
 
 
 class Stream(Protocol):
@@ -42,11 +40,9 @@ class Stream(Protocol):
 
     def wait_event(self, event: Event) -> None:
         """Let nothing queued from now on run before ``event``. The host does not block."""
-        ...
 
     def record_event(self) -> Event:
         """A new event after everything queued so far."""
-        ...
 
 
 class Allocated(NamedTuple):
@@ -61,7 +57,10 @@ class Allocated(NamedTuple):
 
 @runtime_checkable
 class Backend(Protocol):
-    """One device: its live compute stream, two copy streams, and host memory for them."""
+    """One device: its live compute stream, two copy streams, and host memory for them.
+
+    A class that extends this has defaults for what most devices do not need.
+    """
 
     name: str
     """What to call it in messages: ``cpu``, ``simulated late``, ``cuda:0``."""
@@ -75,7 +74,6 @@ class Backend(Protocol):
     @property
     def is_capturing(self) -> bool:
         """Whether what is queued now becomes part of a graph instead of being run."""
-        ...
 
     d2h: Stream
     """Device to host copies, in order."""
@@ -83,29 +81,29 @@ class Backend(Protocol):
     h2d: Stream
     """Host to device copies, in order."""
 
-    def current_stream(self) -> Stream:
-        """The compute stream that is current now, on the calling thread. Never cache it."""
-        ...
+    if TYPE_CHECKING:  # at run time a property would hide what an instance has
+
+        @property
+        def current_stream(self) -> Callable[[], Stream]:
+            """The compute stream that is current now, on the calling thread. Never cache it."""
 
     def timed_event(self, stream: Stream) -> TimedEvent | None:
         """As :meth:`Stream.record_event`, with its time; None where the device has no clock."""
-        ...
+        return None
 
     def unused_bytes(self) -> int | None:
         """Device memory that nothing has needed yet; None where nobody can tell."""
-        ...
+        return None
 
     def allocated(self) -> Allocated | None:
         """Device memory that tensors have; None where nobody can tell. Takes tens of us."""
-        ...
+        return None
 
     def open_disk(self, directory: str | os.PathLike[str] | None) -> Any:
-        """A disk that the device has, with the methods of a disk tier's file; None for a file.
-
-        Args:
-            directory: Of the file, if the user gave one.
+        """A disk of the device's own, with the methods of a disk tier's file; None for a file
+        in ``directory``, or where the user gave none.
         """
-        ...
+        return None
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
@@ -117,10 +115,9 @@ class Backend(Protocol):
         Args:
             stream: :attr:`d2h` or :attr:`h2d`.
             targets: Tensors of the same shapes and dtypes as ``sources``, none overlapping another.
-            sources: What to copy.
+            sources: Each is read once.
             label: The group these bytes belong to, for messages.
         """
-        ...
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """A flat ``uint8`` host tensor that :meth:`copy` can use asynchronously.
@@ -128,20 +125,40 @@ class Backend(Protocol):
         Raises:
             MemoryError: The host cannot give ``nbytes``, or a graph is captured.
         """
-        ...
 
     def trim_host(self) -> None:
         """Give host memory that was allocated here and freed back to the system."""
-        ...
+        return
 
     def joined(self) -> None:
         """The compute stream has just waited for both copy streams, as a capture's end wants."""
-        ...
+        return
 
     def activate(self) -> AbstractContextManager[object]:
         """What must be entered while this backend is in use; most need nothing."""
-        ...
+        return nullcontext()
 
     def synchronize(self) -> None:
         """Block the host until both copy streams are empty."""
-        ...
+
+
+S = TypeVar("S")
+
+
+class HasLiveStream(Generic[S]):
+    """Knows which compute stream is current, for one thread, on a device unknown to PyTorch."""
+
+    _current: S
+
+    def current_stream(self) -> S:
+        """The live compute stream."""
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: S) -> Iterator[S]:
+        """Make ``stream`` the live compute stream inside."""
+        previous, self._current = self._current, stream
+        try:
+            yield stream
+        finally:
+            self._current = previous

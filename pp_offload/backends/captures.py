@@ -15,38 +15,27 @@ device's own, and cost nothing more.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from pp_offload.backends.base import Backend, Event, Stream
 
 
-class CapturingBackend(Backend, Protocol):
-    """A backend that knows of captures."""
-
-    def capture_id(self) -> int:
-        """The number of the capture that the current stream is part of; 0 outside."""
-        ...
-
-    def captures_on(self, stream: Stream) -> bool:
-        """Whether a stream, which need not be the current one, is part of a capture."""
-        ...
-
-
 class CapturedEvent(torch.Event):
-    """An event that was recorded in a capture.
+    """An event that was recorded in a capture of ``owner``, a backend.
 
-    For everybody outside it is an event that was never recorded, which PyTorch's streams take for
+    Outside of the capture it is an event that was never recorded, which PyTorch's streams take for
     one that has passed: only a launch of the graph reaches it.
     """
 
     capture: int
     inner: Event
-    owner: CapturingBackend
+    owner: Any
 
     @classmethod
-    def of(cls, inner: Event, capture: int, owner: CapturingBackend) -> CapturedEvent:
+    def of(cls, inner: Event, capture: int, owner: Any) -> CapturedEvent:
         """Wrap ``inner``."""
         event = cls(device="cpu")  # never recorded, so the device does not matter
         event.capture, event.inner, event.owner = capture, inner, owner
@@ -60,17 +49,15 @@ class CapturedEvent(torch.Event):
         """Return at once."""
 
 
+@dataclass(frozen=True)
 class CapturedStream:
-    """A stream as part of a capture; the same one in two captures is not equal, so that memory of
-    one graph is not used by the next.
+    """A stream as part of a capture. In another capture it is not equal to itself, or memory of one
+    graph would be used by the next.
     """
 
-    __slots__ = ("capture", "inner", "owner")
-
-    def __init__(self, inner: Stream, capture: int, owner: CapturingBackend) -> None:
-        self.inner = inner
-        self.capture = capture
-        self.owner = owner
+    inner: Stream
+    capture: int
+    owner: Any = field(compare=False)
 
     def wait_event(self, event: Event) -> None:
         """Let nothing queued from now on run before ``event``, if that is of the same capture."""
@@ -81,27 +68,21 @@ class CapturedStream:
         """A new event after everything queued so far."""
         return CapturedEvent.of(self.inner.record_event(), self.capture, self.owner)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, CapturedStream):
-            return False
-        return self.inner == other.inner and self.capture == other.capture
-
-    def __hash__(self) -> int:
-        return hash((self.inner, self.capture))
-
 
 def captured(backend: Backend, *streams: Stream) -> list[Any]:
-    """These streams as parts of the capture that goes on. One that is not part of it yet joins it
-    with its first wait.
+    """These streams as parts of the capture that goes on, which each joins with its first wait.
+
+    A backend with captures numbers them: ``capture_id()`` is that of the current stream, 0 outside;
+    ``captures_on(stream)`` is whether any stream is part of the present one.
     """
-    owner = cast(CapturingBackend, backend)
+    owner: Any = backend
     capture = owner.capture_id()
     return [CapturedStream(stream, capture, owner) for stream in streams]
 
 
 def those_captured(backend: Backend, streams: Iterable[Stream]) -> list[Any]:
     """Those of the streams that are part of the capture that goes on."""
-    owner = cast(CapturingBackend, backend)
+    owner: Any = backend
     return captured(backend, *filter(owner.captures_on, streams))
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -25,7 +24,7 @@ from pp_offload._common.checks import check_count
 from pp_offload._common.processes import HERE
 from pp_offload._common.torch_private import foreach_copy_
 from pp_offload._common.workers import Piece, Workers, inside_torch
-from pp_offload.backends.base import Event, Stream
+from pp_offload.backends.base import Backend, Event, Stream, TimedEvent
 
 INLINE_BYTES = 256 * 1024
 """Batches up to this many bytes are copied by the calling thread."""
@@ -45,29 +44,42 @@ class FinishedEvent:
 FINISHED = FinishedEvent()
 
 
-class ThreadEvent:
-    """A point in a worker thread's queue.
+class HostTimed:
+    """When a point was passed, by the host's clock, for devices without one."""
 
-    Attributes:
-        ended_s: When the worker passed it, by ``perf_counter``, if its stream is timed; None
-            before, and where something failed.
-    """
+    time_s: float | None = None
+    """By ``time.perf_counter``; None before, and behind work that failed."""
+
+    def elapsed_time(self, end: HostTimed) -> float:
+        """Milliseconds from here to ``end``.
+
+        Raises:
+            RuntimeError: One of the two was never passed.
+        """
+        if self.time_s is None or end.time_s is None:
+            raise RuntimeError("an event has no time, for what was before it has not ended well")
+        return (end.time_s - self.time_s) * 1e3
+
+
+class PassedNow(FinishedEvent, HostTimed):
+    """A point that the calling thread passes now."""
 
     def __init__(self) -> None:
-        self.ended_s: float | None = None
-        self._piece: Piece
+        self.time_s = time.perf_counter()
 
-    def follow(self, piece: Piece) -> None:
-        """It is passed when ``piece`` is done."""
-        self._piece = piece
+
+class ThreadEvent(HostTimed):
+    """A point in a worker thread's queue, passed when ``piece`` is done."""
+
+    piece: Piece
 
     def query(self) -> bool:
         """Whether the worker has passed this point, and nothing failed before it."""
-        return self._piece.done() and self._piece.failure is None
+        return self.piece.done() and self.piece.failure is None
 
     def synchronize(self) -> None:
         """Block until the worker has passed this point; re-raise what failed before it."""
-        self._piece.result()
+        self.piece.result()
 
 
 class ComputeStream:
@@ -89,13 +101,9 @@ class CopyStream:
     """A queue served by one daemon thread, started when first needed.
 
     A forked process begins with an empty one: copies under way do not follow.
-
-    Attributes:
-        is_timed: Whether events are told when they were passed. Whoever wants to know sets it.
     """
 
     def __init__(self, name: str) -> None:
-        self.is_timed = False
         self._workers = Workers(name)
         self._begin()
 
@@ -105,19 +113,12 @@ class CopyStream:
         self._lock = threading.RLock()
         self._owner = HERE[0]
 
-    def is_idle(self) -> bool:
-        """Whether all that was queued has finished."""
-        if self._owner != HERE[0]:
-            self._begin()
-        return self._last.query()
-
     def submit(self, work: Callable[[], object]) -> None:
         """Queue ``work`` after all that is queued."""
         if self._owner != HERE[0]:
             self._begin()
         event = ThreadEvent()
-        piece = self._workers.piece(partial(self._run, work, event))
-        event.follow(piece)
+        event.piece = piece = self._workers.piece(partial(self._run, work, event))
         # Engines that share a backend have a lock each. With another piece in between, the last
         # event would be of one that is done before this.
         with self._lock:
@@ -136,8 +137,7 @@ class CopyStream:
             raise self._failure
         try:
             work()
-            if self.is_timed:
-                event.ended_s = time.perf_counter()
+            event.time_s = time.perf_counter()
         except BaseException as failure:
             self._failure = failure
             raise
@@ -148,16 +148,23 @@ class CopyStream:
             self.submit(event.synchronize)
 
     def record_event(self) -> Event:
-        """The event of the last piece of work, since work ends in order."""
+        """The event of the last piece of work, since work ends in order; FINISHED if it has."""
         if self._owner != HERE[0]:
             self._begin()
         return FINISHED if self._last.query() and self._failure is None else self._last
 
     def synchronize(self) -> None:
         """Block until the queue is empty."""
-        if self._owner != HERE[0]:
-            self._begin()
-        self._last.synchronize()
+        self.record_event().synchronize()
+
+
+def timed_by_host(stream: Stream) -> TimedEvent:
+    """An event behind all that ``stream`` was given, timed by the host.
+
+    Of a stream that no thread of ours serves, the host knows only when it gave it work.
+    """
+    event = stream.record_event() if isinstance(stream, CopyStream) else FINISHED
+    return event if isinstance(event, ThreadEvent) else PassedNow()
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -166,7 +173,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         foreach_copy_(targets, sources)
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """The CPU as a device, with a worker thread for each direction of copies.
 
     Args:
@@ -185,23 +192,8 @@ class CpuBackend:
     is_capturing = False
     """A CPU has no graphs."""
 
-    def joined(self) -> None:
-        """A CPU has no graphs."""
-
     # The calling thread. A function in C, for it is asked for each saved tensor.
     current_stream: Callable[[], Stream] = staticmethod(repeat(COMPUTE).__next__)
-
-    def timed_event(self, stream: Stream) -> None:
-        """Compute is the calling thread, which is not timed."""
-
-    def unused_bytes(self) -> None:
-        """The device is the host, whose memory others use, too."""
-
-    def allocated(self) -> None:
-        """Nobody counts it."""
-
-    def open_disk(self, directory: object) -> None:
-        """The system's disks are used."""
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
@@ -209,7 +201,7 @@ class CpuBackend:
         """Copy here when small and nothing is queued, else on the stream's thread."""
         assert isinstance(stream, CopyStream)
         nbytes = sum(map(attrgetter("nbytes"), targets))
-        if nbytes <= self._inline_bytes and stream.is_idle():
+        if nbytes <= self._inline_bytes and stream.record_event() is FINISHED:
             foreach_copy_(targets, sources)
         else:
             stream.submit(partial(_copy, list(targets), list(sources)))
@@ -217,13 +209,6 @@ class CpuBackend:
     def allocate_host(self, nbytes: int) -> Tensor:
         """Ordinary memory: the device is the host."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def trim_host(self) -> None:
-        """Nothing is kept."""
-
-    def activate(self) -> AbstractContextManager[object]:
-        """Nothing to enter."""
-        return nullcontext()
 
     def synchronize(self) -> None:
         """Block until both queues are empty."""

@@ -24,8 +24,7 @@ from pp_offload._common.checks import check_kind
 from pp_offload._common.operators import operator
 from pp_offload._common.torch_private import TorchDispatchMode
 from pp_offload._memory.storages import has_storage
-from pp_offload.backends.base import Allocated, Stream
-from pp_offload.backends.live_stream import HasLiveStream
+from pp_offload.backends.base import Allocated, HasLiveStream, Stream
 from pp_offload.simulate.clocks import HostClock, VirtualEvent, VirtualStream
 from pp_offload.simulate.costs import OperatorCosts, tensors_in
 from pp_offload.simulate.disk import DiskClock, VirtualFile

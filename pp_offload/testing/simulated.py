@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from pp_offload._common.checks import said
-from pp_offload.backends.base import Allocated, Stream
+from pp_offload.backends.base import Allocated, HasLiveStream, Stream
 from pp_offload.backends.captures import no_memory_in_captures
-from pp_offload.backends.live_stream import HasLiveStream
 from pp_offload.errors import NotWhileCapturingError
 from pp_offload.testing.copies import POISON, QueuedCopy, WeakTensor, unwatched
 from pp_offload.testing.operators import Watch

@@ -15,8 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from pp_offload.backends import Backend, CpuBackend, TimedEvent
-from pp_offload.backends.host_clock import HostTimedEvent
+from pp_offload.backends import Backend, CpuBackend, HostTimed, TimedEvent
 
 DEVICE, HOST, AS_QUEUED, VIRTUAL = "device", "host", "host, as queued", "virtual"
 
@@ -44,7 +43,7 @@ class Clock:
             return cls(VIRTUAL, 0, begin, time.perf_counter())
         begin.synchronize()
         now_ns, now_s = time.time_ns(), time.perf_counter()
-        if isinstance(begin, HostTimedEvent):
+        if isinstance(begin, HostTimed):
             kind = HOST if isinstance(backend, CpuBackend) else AS_QUEUED
             return cls(kind, now_ns, begin, now_s)
         return cls(DEVICE, now_ns, begin, now_s)

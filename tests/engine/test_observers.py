@@ -22,7 +22,7 @@ from pp_offload._core.stopwatch import Laps
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.step import Step
-from pp_offload.backends.host_clock import timed_by_host
+from pp_offload.backends import timed_by_host
 from pp_offload.errors import VerifyError
 
 EVENTS = [event.name for event in fields(Observers)]
