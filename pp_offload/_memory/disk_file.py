@@ -21,7 +21,7 @@ import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,10 @@ ALIGNMENT = 4096
 BLOCK_BYTES = 2**19
 """Written or read by one system call, then summed while it is in the CPU's cache."""
 
-MAX_PARTS = 512
-"""Of a block; the system takes 1024."""
-
 NUM_THREADS = 4
 """Enough that the disk has work while blocks are summed."""
 
-Step = Callable[[int, list[memoryview], int], int]
+Step = Callable[[int, memoryview, int], int]
 """Writes or reads at an offset of a file; returns the number of bytes it managed."""
 
 Listener = Callable[[str, int, float, float], None]
@@ -148,8 +145,9 @@ class DiskFile:
         peak_bytes: The most bytes in use at once.
     """
 
-    _pwrite: Step = staticmethod(os.pwritev)  # a test of a failing file system replaces them
-    _pread: Step = staticmethod(os.preadv)
+    # A test of a failing file system replaces them.
+    _pwrite: Step = staticmethod(os.pwrite)
+    _pread: Step = staticmethod(lambda fd, view, offset: os.preadv(fd, [view], offset))
 
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, num_threads: int = NUM_THREADS
@@ -186,14 +184,18 @@ class DiskFile:
         extent = self._extent(sum(map(len, views)))
         owners: list[weakref.ref[DiskWrite]] = []  # weak: the thread keeps only the extent
 
+        def is_wanted() -> bool:
+            is_owned = extent.is_read or any(owner() is not None for owner in owners)
+            return is_owned and self._file is not None
+
         def run() -> None:
             try:
                 wait_for_all(after)
-                extent.checksum = self._transfer(file, extent, views, self._pwrite, owners)
+                extent.checksum = self._transfer(file, extent, views, self._pwrite, is_wanted)
             except Exception as failure:  # the caller still has the bytes
                 extent.failure = self._error(extent, failure)
 
-        piece = self._threads.piece(self._heard("write", extent.nbytes, run))
+        piece = self._threads.piece(self._reported("write", extent.nbytes, run))
         write = self._in_use(DiskWrite(piece, extent))
         owners.append(weakref.ref(write))
         self._threads.queue(piece)
@@ -238,7 +240,7 @@ class DiskFile:
             return None
 
         self.read_bytes += nbytes
-        return DiskEvent(self._threads.submit(self._heard("read", nbytes, run)))
+        return DiskEvent(self._threads.submit(self._reported("read", nbytes, run)))
 
     @property
     def in_use_bytes(self) -> int:
@@ -286,7 +288,7 @@ class DiskFile:
             else:
                 self._free.add(start, room_for(nbytes))
 
-    def _heard(self, kind: str, nbytes: int, run: Callable[[], object]) -> Callable[[], object]:
+    def _reported(self, kind: str, nbytes: int, run: Callable[[], object]) -> Callable[[], object]:
         """``run``, followed by calls of the listeners."""
         listeners = self.listeners
 
@@ -305,24 +307,20 @@ class DiskFile:
         extent: Extent,
         views: list[memoryview],
         step: Step,
-        owners: Sequence[weakref.ref[DiskWrite]] = (),
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Write or read all of ``views``, while they have an owner; returns their checksum."""
+        """Write or read all of ``views``, as long as it is wanted; returns their checksum."""
         total, offset = new_checksum(), extent.start
-        for block in blocks(views):
-            is_wanted = extent.is_read or any(owner() is not None for owner in owners)
-            if owners and not (is_wanted and self._file is not None):
-                raise ClosedError("nobody needs it any more")
-            rest = block
-            while rest:  # a system call may do only a part
-                done = step(file.fd, rest, offset)
+        for view in views:
+            while len(view):  # a system call may do only a part
+                if not is_wanted():
+                    raise ClosedError("nobody needs it any more")
+                done = step(file.fd, view[:BLOCK_BYTES], offset)
                 if done <= 0:
                     raise ValueError(f"the file ends at {offset}, before the end of the batch")
-                offset += done
-                rest = without(rest, done)
-            for part in block:
-                total.update(part)
-        return total.intdigest()
+                total.update(view[:done])
+                view, offset = view[done:], offset + done
+        return int(total.intdigest())
 
     def _error(self, extent: Extent, cause: Exception) -> DiskTierError:
         text = str(cause)
@@ -345,31 +343,6 @@ def wait_for_all(events: Sequence[Event]) -> None:
     for event in events:  # a copy ends; a disk may be stuck, and must not hold up the exit
         with nullcontext() if isinstance(event, DiskEvent) else inside_torch():
             event.synchronize()
-
-
-def blocks(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """All bytes in order, at most :data:`BLOCK_BYTES` at a time."""
-    block: list[memoryview] = []
-    room = BLOCK_BYTES
-    for view in views:
-        while len(view):
-            block.append(view[:room])
-            view = view[room:]
-            room -= len(block[-1])
-            if not room or len(block) == MAX_PARTS:
-                yield block
-                block, room = [], BLOCK_BYTES
-    if block:
-        yield block
-
-
-def without(parts: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What follows the first ``nbytes``."""
-    for index, part in enumerate(parts):
-        if nbytes < len(part):
-            return [part[nbytes:], *parts[index + 1 :]]
-        nbytes -= len(part)
-    return []
 
 
 def usable_directory(given: object) -> Path:

@@ -172,11 +172,11 @@ class HostPool:
         self._in_use_bytes = self._peak_bytes = self._settled_bytes = 0
 
     def take(self, sizes: Sequence[int], owner: object, *, force: bool = False) -> HostBytes:
-        """Host memory until ``owner`` is garbage.
+        """Host memory until ``owner``, any object with weak references, is garbage.
 
         Args:
             sizes: Bytes of each payload. A payload is contiguous; two may lie in two slabs.
-            owner: Any object that weak references can refer to.
+            owner: The memory is free at the next call after it is gone.
             force: Take it even over the budget, and then no more than is missing.
 
         Raises:
@@ -316,7 +316,7 @@ class HostPool:
             Their starts; None, and nothing taken, where they do not all fit.
 
         Raises:
-            MemoryError: They do not fit, and the pool cannot grow. Nothing is taken.
+            MemoryError: The pool may grow, and cannot. Nothing is taken.
         """
         missing = sum(rooms)
         starts: dict[int, int] = {}
@@ -451,11 +451,7 @@ def merged(starts: list[int], rooms: list[int]) -> list[Span]:
 
 
 def pageable(nbytes: int) -> Tensor:
-    """Ordinary host memory.
-
-    Raises:
-        MemoryError: The system has not so much.
-    """
+    """Ordinary host memory; raises a MemoryError if the system has not so much."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as failure:

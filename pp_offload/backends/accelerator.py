@@ -33,13 +33,12 @@ class AcceleratorBackend(Backend):
     captured, runs no Python code of ours. Both are asked for each saved tensor.
 
     Args:
-        device: Which one. One without a number, such as ``torch.device("cuda")``, is the current
-            one, as is None.
+        device: None, or a device without a number such as ``torch.device("cuda")``, is the current
+            device of the accelerator.
 
     Raises:
-        TypeError: It is no device.
-        ValueError: It has no number, and is of another kind than the accelerator here, or there is
-            none.
+        ValueError: A device without a number is of another kind than the accelerator here, or
+            there is none.
     """
 
     current_stream: Callable[[], Stream]
@@ -59,8 +58,7 @@ class AcceleratorBackend(Backend):
         self._ask: Callable[[], bool]
         self._ask = getattr(module, "is_current_stream_capturing", _NEVER)
         self._capture = 0
-        self._capturing: Stream | None = None
-        """Where the capture was seen first that is known to go on."""
+        self._capturing: Stream | None = None  # where the capture that goes on was seen first
 
     is_capturing = property(methodcaller("_ask"))
     """Whether what is queued now becomes part of a graph instead of being run."""
@@ -101,10 +99,7 @@ class AcceleratorBackend(Backend):
         return cast(TimedEvent, event)
 
     def unused_bytes(self) -> int | None:
-        """What the device has free, and this process may take.
-
-        What PyTorch reserved is not free: peaks may be reset by anybody.
-        """
+        """What the device has free, without what PyTorch reserved, and this process may take."""
         module = torch.get_device_module(self.device)
         if not hasattr(module, "mem_get_info"):
             return None
@@ -140,12 +135,7 @@ class AcceleratorBackend(Backend):
             set_accelerator_device(device)  # the program's, which may be another
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Pinned memory; while a graph is captured there is only what was there before.
-
-        Raises:
-            MemoryError: The host cannot give ``nbytes``.
-            NotWhileCapturingError: A graph is captured.
-        """
+        """Pinned memory; while a graph is captured there is only what was there before."""
         if self.is_capturing:
             raise NotWhileCapturingError(no_memory_in_captures(nbytes))
         try:

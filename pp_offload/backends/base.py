@@ -46,13 +46,10 @@ class Stream(Protocol):
 
 
 class Allocated(NamedTuple):
-    """Device memory that tensors have."""
+    """Device memory that tensors have now, and the most since anybody last reset the peak."""
 
     nbytes: int
-    """Now."""
-
     peak_bytes: int
-    """The most since somebody last reset that, who may be anybody."""
 
 
 @runtime_checkable
@@ -100,8 +97,8 @@ class Backend(Protocol):
         return None
 
     def open_disk(self, directory: str | os.PathLike[str] | None) -> Any:
-        """A disk of the device's own, with the methods of a disk tier's file; None for a file
-        in ``directory``, or where the user gave none.
+        """A disk of the device's own, with the methods of a disk tier's file. None: a file is used,
+        in ``directory`` if the user gave one.
         """
         return None
 
@@ -114,8 +111,7 @@ class Backend(Protocol):
 
         Args:
             stream: :attr:`d2h` or :attr:`h2d`.
-            targets: Tensors of the same shapes and dtypes as ``sources``, none overlapping another.
-            sources: Each is read once.
+            targets, sources: Of the same shapes and dtypes. No target overlaps another.
             label: The group these bytes belong to, for messages.
         """
 

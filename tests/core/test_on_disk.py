@@ -270,10 +270,10 @@ def test_a_flipped_bit_is_never_a_gradient(
 ) -> None:
     write = DiskFile._pwrite
 
-    def flip(fd: int, parts: list[memoryview], offset: int) -> int:
-        changed = bytearray(b"".join(parts))
+    def flip(fd: int, view: memoryview, offset: int) -> int:
+        changed = bytearray(view)
         changed[len(changed) // 2] ^= 1
-        return write(fd, [memoryview(changed)], offset)
+        return write(fd, memoryview(changed), offset)
 
     with session(kind, tiers=("disk",), disk_dir=tmp_path, max_in_flight_bytes=0) as manager:
         begin_step()

@@ -59,7 +59,7 @@ def slow(fd, data, offset):
     os.write(1, b"written\\n")  # one call, so that no other thread writes in between
     written.append(1)
     gate.wait()
-    return os.pwritev(fd, data, offset)
+    return os.pwrite(fd, data, offset)
 gate = threading.Event()
 """
 

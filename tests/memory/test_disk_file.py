@@ -26,7 +26,6 @@ from torch import Tensor
 from pp_offload import ClosedError, DiskTierError
 from pp_offload._memory.disk_file import (
     BLOCK_BYTES,
-    MAX_PARTS,
     DiskEvent,
     DiskFile,
     DiskWrite,
@@ -59,7 +58,7 @@ def descriptor(file: DiskFile) -> int:
 
 @pytest.mark.parametrize(
     "sizes",
-    [[1], [4097], [0, 5, 0], [BLOCK_BYTES, 1], [3 * BLOCK_BYTES + 13, 64], [10] * (MAX_PARTS + 3)],
+    [[1], [4097], [0, 5, 0], [BLOCK_BYTES, 1], [3 * BLOCK_BYTES + 13, 64], [10] * 515],
     ids=str,
 )
 def test_payloads_come_back(tmp_path: Path, sizes: list[int]) -> None:
@@ -173,7 +172,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_a_batch_that_nobody_has_is_not_written(tmp_path: Path) -> None:
     file = DiskFile(tmp_path, num_threads=1)
     calls: list[int] = []
-    file._pwrite = lambda fd, data, at: calls.append(at) or os.pwritev(fd, data, at)
+    file._pwrite = lambda fd, data, at: calls.append(at) or os.pwrite(fd, data, at)
     copy = Copy()
     first = file.write([some_bytes(10)], after=[copy])
     dropped = file.write([some_bytes(10)])
@@ -184,18 +183,18 @@ def test_a_batch_that_nobody_has_is_not_written(tmp_path: Path) -> None:
     assert calls == [first.extent.start, last.extent.start]
 
 
-Step = Callable[[int, list[memoryview], int], int]
+Step = Callable[[int, memoryview, int], int]
 
 
 def failing(number: int, after: int) -> Step:
     """A system call that writes half, and fails after so many calls."""
     calls = [0]
 
-    def step(fd: int, data: list[memoryview], offset: int) -> int:
+    def step(fd: int, view: memoryview, offset: int) -> int:
         calls[0] += 1
         if calls[0] > after:
             raise OSError(number, os.strerror(number))
-        return os.pwrite(fd, data[0][: len(data[0]) // 2], offset)
+        return os.pwrite(fd, view[: len(view) // 2], offset)
 
     return step
 
@@ -214,21 +213,21 @@ def test_a_write_that_fails_is_noted_and_the_next_may_work(
         assert part in str(write.failure)
     with pytest.raises(DiskTierError, match=os.strerror(number)):
         read(file, write)
-    file._pwrite = os.pwritev
+    file._pwrite = os.pwrite
     assert read(file, written(file, some_bytes(10_000))).equal(some_bytes(10_000))
 
 
 def test_short_writes_and_reads_go_on_where_they_ended(tmp_path: Path) -> None:
     file = DiskFile(tmp_path)
-    file._pwrite = lambda fd, parts, at: os.pwrite(fd, b"".join(parts)[:999], at)
-    file._pread = lambda fd, parts, at: os.preadv(fd, [parts[0][:777]], at)
+    file._pwrite = lambda fd, view, at: os.pwrite(fd, view[:999], at)
+    file._pread = lambda fd, view, at: os.preadv(fd, [view[:777]], at)
     payloads = [some_bytes(size, size) for size in (1, 998, 5000, 3)]
     assert read(file, written(file, *payloads)).equal(torch.cat(payloads))
 
 
 def test_a_write_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
     file = DiskFile(tmp_path)
-    file._pwrite = lambda fd, parts, at: 0
+    file._pwrite = lambda fd, view, at: 0
     assert written(file, some_bytes(100)).failure is not None
 
 
