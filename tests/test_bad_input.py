@@ -456,11 +456,6 @@ CALLS: Mapping[str, Case] = {
         TypeError,
         ["src_tensor is None", "expected a tensor"],
     ),
-    "nothing to reload": (
-        lambda: ChunkOffloadHandler(1, None).reload(None),  # type: ignore[arg-type]
-        TypeError,
-        ["state is None", "what offload"],
-    ),
     "an unknown option of a trainer": (
         lambda: MyTrainer(activation_offloading={"heads": "layers"}),
         ValueError,

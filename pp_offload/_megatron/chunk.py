@@ -16,15 +16,12 @@ from torch import Tensor
 
 from pp_offload._common.checks import check_count, check_kind
 from pp_offload._core.group import Group
-from pp_offload._core.saved import Packed, Resident, Saved, Wrapped
+from pp_offload._core.saved import Packed, Resident, Saved
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._memory.pool import GPUTensorPool
 from pp_offload.errors import GroupStateError
-
-PACKED = (Saved, Resident, Wrapped)
-"""What stands for a saved tensor."""
 
 
 class ChunkOffloadHandler(Chunk):
@@ -87,7 +84,6 @@ class ChunkOffloadHandler(Chunk):
             state: What :meth:`offload` returned. May be reloaded any number of times.
             non_blocking: Accepted for Megatron; the host never blocks on an accelerator.
         """
-        check_kind("state", state, PACKED, "what offload() returned")
         return state.unpack()
 
     # Autograd's hooks
@@ -102,7 +98,6 @@ class ChunkOffloadHandler(Chunk):
 
     def tensor_pop(self, tensor_tag: Packed) -> Tensor:
         """The tensor behind a tag. The tag stays good: popping it twice is fine."""
-        check_kind("tensor_tag", tensor_tag, PACKED, "what tensor_push() returned")
         return tensor_tag.unpack()
 
     # Forward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pp_offload._common.checks import check_count
 from pp_offload._core.group import Group, GroupState
 from pp_offload.backends import Event, Stream
 from pp_offload.errors import GroupStateError
@@ -76,8 +75,6 @@ class OffloadTensorGroup(Group):
 
     def set_duplicate_storage_info(self, tensor_count: int, duplicate_bytes: int) -> None:
         """Note repeated copies of the same bytes, which the engine itself never makes."""
-        check_count("tensor_count", tensor_count)
-        check_count("duplicate_bytes", duplicate_bytes, unit="bytes")
         self.duplicate_storage_tensor_count = tensor_count
         self.duplicate_storage_bytes = duplicate_bytes
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pp_offload._common.checks import check_count, check_kind
+from pp_offload._common.checks import check_count
 from pp_offload._megatron import interface as introduced
 from pp_offload._megatron import manager as introduced_manager
 from pp_offload._megatron.cuda_graph import (
@@ -124,12 +124,10 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
         Raises:
             GroupStateError: See :meth:`pp_offload.PipelineOffloadManager.reset`.
         """
-        _check_process_group(process_group)
         the_manager().reset()
 
     def post_warmup_callback(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Derive the plan and the summary from the first complete step; see :meth:`reset`."""
-        _check_process_group(process_group)
         the_manager().post_warmup_callback()
 
     def mark_not_offload(self, tensor: Tensor | None) -> None:
@@ -144,17 +142,10 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
         forced_released_tensors: Sequence[Tensor] | None,
     ) -> None:
         """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive."""
-        check_kind("name", name, str, "the name of a group")
         self._delay(group_hook, (name,), forced_released_tensors)
 
 
 _FACE = PipelineOffloadManager()
-
-
-def _check_process_group(value: object) -> None:
-    if value is not None and dist.is_available():
-        expected = "a process group of torch.distributed, or None"
-        check_kind("process_group", value, dist.ProcessGroup, expected)
 
 
 fine_grained_offloading_group_offload = introduced.fine_grained_offloading_group_commit

@@ -14,7 +14,6 @@ from toy import same_bits
 from pp_offload import CpuBackend, OffloadError, use_backend
 from pp_offload.compat.megatron import (
     ChunkOffloadHandler,
-    OffloadTensorGroup,
     PipelineOffloadManager,
     fine_grained_offloading_group_offload,
     print_offload_summary_table,
@@ -65,11 +64,6 @@ BAD: dict[str, tuple[Callable[[PipelineOffloadManager], Any], type[Exception], s
         ValueError,
         "max_inflight_offloads is 0.5",
     ),
-    "a rank for a group of them": (
-        lambda _: off_interface.reset(process_group=3),  # type: ignore[arg-type]
-        TypeError,
-        "process_group is 3, expected a process group",
-    ),
     "a number to mark": (
         lambda _: off_interface.mark_not_offload(3),  # type: ignore[arg-type]
         TypeError,
@@ -94,16 +88,6 @@ BAD: dict[str, tuple[Callable[[PipelineOffloadManager], Any], type[Exception], s
         lambda face: face.push_offload_groups(None, "act", None),  # type: ignore[arg-type]
         TypeError,
         "group_hook is None, expected a function of a name and tensors",
-    ),
-    "a hook without a name": (
-        lambda face: face.push_offload_groups(print, None, None),  # type: ignore[arg-type]
-        TypeError,
-        "name is None, expected the name of a group",
-    ),
-    "copies that are no number": (
-        lambda _: OffloadTensorGroup("act").set_duplicate_storage_info(-1, 0),
-        ValueError,
-        "tensor_count is -1",
     ),
     "an event that is none": (
         lambda _: off_interface.forward_record(3),
