@@ -92,7 +92,6 @@ class GPUTensorPool:
 
     Raises:
         ValueError: There is no such device, or ``pin_memory`` was asked for device memory.
-        TypeError: ``device`` is no device, and no name of one.
 
     Source: Megatron-LM ``GPUTensorPool``.
     """
@@ -118,8 +117,6 @@ class GPUTensorPool:
         """A contiguous tensor with undefined contents: the longest free one, or else a new one.
 
         Raises:
-            ValueError: A dimension is negative.
-            TypeError: ``shape`` is no tuple of integers, or ``dtype`` no dtype.
             MemoryError: Host memory would be over this process's share of what there is.
         """
         key = self._get_pool_key(shape, dtype)
@@ -133,18 +130,13 @@ class GPUTensorPool:
         Raises:
             ValueError: The tensor is not in use here: it is already free, is not of this pool, or
                 the pool was cleared since it was handed out.
-            TypeError: It is no tensor.
         """
         self._recycle(self._in_use.get(id(tensor)) or self._lease_of_view(tensor))
 
     def get_pool_status(
         self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
     ) -> PoolStatus:
-        """Of the whole pool, or of one shape and dtype: all zero if there is nothing of them.
-
-        Raises:
-            ValueError: Only one of ``shape`` and ``dtype`` was given.
-        """
+        """Of the whole pool, or of a shape and dtype: all zero if there is nothing of them."""
         if (shape is None) != (dtype is None):
             raise ValueError(f"found shape={shape}, dtype={dtype}; pass both, or neither")
         wanted = None if shape is None or dtype is None else self._get_pool_key(shape, dtype)
@@ -248,7 +240,7 @@ class GPUTensorPool:
         self._num_freed = lease.freed_at = self._num_freed + 1
         if key in self._free:
             self._free[key].append(lease)
-        else:
+        else:  # never empty, as an interrupt might leave it
             self._free[key] = deque([lease])
 
     def _lease_of_view(self, tensor: Tensor) -> _Lease:
