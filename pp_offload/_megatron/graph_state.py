@@ -60,7 +60,3 @@ class NotedEvent:
         """Make ``stream`` wait for what was noted."""
         if self._event is not None:
             stream.wait_event(self._event)
-
-    def query(self) -> bool:
-        """Whether it was reached."""
-        return self._event is None or self._event.query()

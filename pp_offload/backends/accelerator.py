@@ -99,7 +99,10 @@ class AcceleratorBackend(Backend):
         return cast(TimedEvent, event)
 
     def unused_bytes(self) -> int | None:
-        """What the device has free, without what PyTorch reserved, and this process may take."""
+        """What the device has free, and this process may take.
+
+        What PyTorch reserved is not free: peaks may be reset by anybody.
+        """
         module = torch.get_device_module(self.device)
         if not hasattr(module, "mem_get_info"):
             return None
