@@ -52,7 +52,6 @@ from pp_offload import (
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._activations.exclusions import exclude
 from pp_offload._core.saved import Resident
-from pp_offload._memory.disk_file import DiskFile
 from pp_offload.testing import SimulatedBackend
 
 
@@ -218,7 +217,6 @@ COUNTS: Mapping[str, tuple[Callable[[Any], object], str]] = {
         lambda n: op_params(recompute_every={"ops.aten.mm.default": n}),
         "recompute_every.*is {}, expected an integer of at least 1",
     ),
-    "num_threads": (lambda n: DiskFile(None, n), "num_threads is {}, expected an integer"),
     "inline_bytes": (lambda n: CpuBackend(inline_bytes=n), "inline_bytes is {}, expected an int"),
 }
 
@@ -415,11 +413,6 @@ CALLS: Mapping[str, Case] = {
         lambda: SimulatedBackend("random", seed=None),  # type: ignore[arg-type]
         ValueError,
         ["seed is None", "expected an integer"],
-    ),
-    "a number as directory": (
-        lambda: DiskFile(3),  # type: ignore[arg-type]
-        TypeError,
-        ["directory is 3", "expected a path"],
     ),
     "a device's name": (
         lambda: AcceleratorBackend("cuda"),  # type: ignore[arg-type]

@@ -175,16 +175,13 @@ def available_bytes(root: Path = Path("/")) -> int:
     Returns:
         The physical memory where nothing else can be read, as on a system without ``/proc``.
     """
-    available = [*_kernel(root), *_cgroups(root)]
+    available = list(_cgroups(root))
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            available.append(int(line.split()[1]) * 1024)
     if not available:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(0, min(available))
-
-
-def _kernel(root: Path) -> Iterator[int]:
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield int(line.split()[1]) * 1024
 
 
 def _cgroups(root: Path) -> Iterator[int]:

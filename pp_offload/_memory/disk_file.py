@@ -28,7 +28,6 @@ from typing import Any
 
 from torch import Tensor
 
-from pp_offload._common.checks import check_count, said
 from pp_offload._common.processes import check, current
 from pp_offload._common.workers import Workers, inside_torch
 from pp_offload._memory.checksum import new_checksum
@@ -136,7 +135,6 @@ class DiskFile:
 
     Raises:
         DiskTierError: The file cannot be made there.
-        TypeError: ``directory`` is no path.
 
     Attributes:
         listeners: Told by the thread of work that was queued after this was set.
@@ -152,8 +150,7 @@ class DiskFile:
     def __init__(
         self, directory: str | os.PathLike[str] | None = None, num_threads: int = NUM_THREADS
     ) -> None:
-        check_count("num_threads", num_threads, least=1)
-        self.directory = usable_directory(directory)
+        self.directory = Path(directory or tempfile.gettempdir())
         self.listeners: tuple[Listener, ...] = ()
         self.written_bytes = self.read_bytes = self.peak_bytes = 0
         self._file: OpenFile | None = OpenFile(unnamed_file(self.directory))
@@ -345,16 +342,6 @@ def wait_for_all(events: Sequence[Event]) -> None:
             event.synchronize()
 
 
-def usable_directory(given: object) -> Path:
-    """The directory a user gave, or that of temporary files."""
-    if given is None:
-        return Path(tempfile.gettempdir())
-    path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
-    if not isinstance(path, str) or not path:
-        raise TypeError(f"directory is {said(given)}, expected a path, or None")
-    return Path(path)
-
-
 def unnamed_file(directory: Path) -> int:
     """A descriptor of a new file in ``directory``, which is made if need be."""
     try:
@@ -371,7 +358,7 @@ def unnamed_file(directory: Path) -> int:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         fd, name = tempfile.mkstemp(prefix="pp_offload-", dir=directory)  # mode 0600
         os.unlink(name)
-    except (OSError, ValueError) as failure:  # ValueError: a NUL byte in the path
+    except OSError as failure:
         cause = "it is a file" if directory.is_file() else failure
         raise DiskTierError(
             f"disk tier: no file can be made in {str(directory)!r}: {cause}; set disk_dir to a "
