@@ -714,8 +714,8 @@ MUTANTS = [
     Mutant(
         "Python where a marked tensor dies",
         "pp_offload/_core/tensors.py",
-        "_Known(storage, self._gone.append)",
-        "_Known(storage, lambda ref: self._gone.append(ref))",
+        "_KeyedRef(storage, self._gone.append)",
+        "_KeyedRef(storage, lambda ref: self._gone.append(ref))",
         "what a signal handler raises there is printed and lost",
         ("tests/groups/test_lifetimes.py::test_no_python_code_runs_where_a_marked_tensor_dies",),
     ),
@@ -1574,8 +1574,8 @@ MUTANTS = [
     Mutant(
         "only complex dtypes are asked",
         "pp_offload/_core/tensors.py",
-        'one.is_complex or str(one).startswith("torch.q")',
-        "one.is_complex",
+        'dtype.is_complex or str(dtype).startswith("torch.q")',
+        "dtype.is_complex",
         "quantized tensors leave without their scales",
         ("tests/engine/test_zero_tensors.py::test_kinds_that_stay_are_known_by_their_dtype",),
     ),
