@@ -23,7 +23,6 @@ from pp_offload._common.offload_plan import RankPlan
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._policy.plan import ChunkKey, WeightPassKey
-from pp_offload._steps.watched_module import WatchedModule
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.errors import OffloadError
 from pp_offload.modules import (
@@ -83,7 +82,6 @@ class AttachedSchedule:
         self.manager = PipelineOffloadManager.get_instance()
         self._schedule = schedule
         self._stages = _stages(schedule)
-        self._watched = [WatchedModule() for _ in self._stages]
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._modules: OffloadModulesHandle | None = None
         _check_free(self._stages)
@@ -168,8 +166,12 @@ class AttachedSchedule:
             ) from None
 
     def _keep_modules(self) -> None:
-        for stage, watched in zip(self._stages, self._watched, strict=True):
-            watched.keep(stage.submod, self.manager.offloader.engine.eligibility.kept)
+        # In each step: parameters may get other memory, and modules others, at any time.
+        kept = self.manager.offloader.engine.eligibility.kept
+        for stage in self._stages:
+            for tensor in (*stage.submod.parameters(), *stage.submod.buffers()):
+                if tensor not in kept:
+                    kept.add(tensor)
 
     def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         inner, own = getattr(owner, name), owner.__dict__.get(name)

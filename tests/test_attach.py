@@ -141,7 +141,10 @@ def test_parameters_are_added_to_what_is_kept_where_one_changed(
         more = nn.Linear(8, 8, device=weight.device)
         schedule._stage.submod = nn.Sequential(*schedule._stage.submod, more)
         step(schedule)
-    assert len(added) == 3
+        assert len(added) == 3
+        schedule._stage.submod.register_buffer("first", torch.ones(5, device=weight.device))
+        step(schedule)
+    assert len(added) == 4
 
 
 def test_steps_with_before_and_after_are_equal(schedule: Any) -> None:
