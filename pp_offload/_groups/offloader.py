@@ -1,4 +1,4 @@
-"""What the chunks of a manager, or of a stash, share: the engine of now, and what it is to do.
+"""What the chunks of a manager, or of a stash, share: the engine, the step, and the plan.
 
     offloader = Offloader(backend, config, step)
     chunk = Chunk(min_offloaded_tensor_size, offloader)
@@ -13,24 +13,24 @@ NOTE [ Epochs ]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
 from pp_offload._core.observer import Observers
 from pp_offload._core.statistics import OffloadStatistics, collect
 from pp_offload._core.tier_chain import make_tier
+from pp_offload._core.window import Visit
 from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._groups.split_backward import SplitBackward
-from pp_offload._groups.step import Step
 from pp_offload._memory.host_pool import Allocate
-from pp_offload._policy.bounds import left_of_budget
+from pp_offload._policy.bounds import share_of_budget
 from pp_offload._policy.plan import Plan
-from pp_offload.backends import Backend, default_backend
-from pp_offload.config import AUTO, OffloadConfig
+from pp_offload.backends import Backend
+from pp_offload.config import OffloadConfig
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -38,7 +38,7 @@ _Act = Callable[Concatenate["Offloader", _Params], _Result]
 
 
 def _tears(act: _Act[_Params, _Result]) -> _Act[_Params, _Result]:
-    """What runs the engine's own code, so that an exception ends the epoch."""
+    """An exception out of ``act`` ends the epoch."""
 
     @wraps(act)
     def guarded(self: Offloader, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
@@ -52,13 +52,27 @@ def _tears(act: _Act[_Params, _Result]) -> _Act[_Params, _Result]:
     return guarded
 
 
+class NoStep:
+    """The step of a chunk without a manager: the chunk has no key, and no group a next one."""
+
+    def add(self, chunk: Any, split: SplitBackward | None) -> None:
+        """See :meth:`StepRecord.add`."""
+
+    def after(self, group: Group) -> Iterator[Visit]:
+        """See :meth:`StepRecord.after`."""
+        return iter(())
+
+    def begin(self, group: Group) -> None:
+        """See :meth:`StepRecord.begin`."""
+
+
 class Offloader:
     """What chunks share.
 
     Args:
         backend: Device to work on.
         config: The options; those about the plan are not used here.
-        step: Knows what backward visits next.
+        step: A ``StepRecord``, which knows what backward visits next; None for a lone chunk.
         allocate: Gives so many bytes of host memory; None for the backend's own.
 
     Attributes:
@@ -74,10 +88,11 @@ class Offloader:
         self,
         backend: Backend,
         config: OffloadConfig,
-        step: Step,
+        step: Any = None,
         allocate: Allocate | None = None,
     ) -> None:
-        self.backend, self.config, self.step = backend, config, step
+        self.backend, self.config = backend, config
+        self.step: Any = step or NoStep()
         self._allocate = allocate or backend.allocate_host
         self.plan = Plan()
         self.observers = Observers()
@@ -86,24 +101,22 @@ class Offloader:
         self._torn: list[Engine] = []  # those of former epochs that living graphs need
         self.engine = self._fresh_engine()
         self.release = ForcedRelease(self.engine.eligibility)
-        left = left_of_budget(config)
-        if left is not None:
-            num_auto = (config.max_in_flight_bytes, config.prefetch_bytes).count(AUTO)
-            most = left // max(1, num_auto)
-            self.engine.mover.in_flight.bound.limit(max(1, most))  # 0 would wait for each copy
-            self.engine.window.bound.limit(most)
+        most_bytes = share_of_budget(config)
+        if most_bytes is not None:
+            self.engine.mover.in_flight.bound.limit(max(1, most_bytes))  # 0: waits for each copy
+            self.engine.window.bound.limit(most_bytes)
             self.engine.window.resize()
 
     def _fresh_engine(self) -> Engine:
-        """One with memory of its own."""
+        """An engine with memory of its own."""
         tier = make_tier(self.backend, self.config, self._allocate)
         return Engine(self.backend, tier, self.step, self.config, self.observers)
 
     def renew_if_torn(self) -> None:
         """Begin a new epoch, if an exception came through the code of this one's engine.
 
-        Copies of the old engine may still use memory that goes with it, and which were queued is
-        not known; so the host waits for all.
+        The host waits for all copies: the old engine's may still use memory that goes with it, and
+        which of them were queued is not known.
         """
         old = self.engine
         if not old.is_torn or self.backend.is_capturing:
@@ -129,11 +142,6 @@ class Offloader:
             if not is_needed:
                 engine.end()
                 self._torn.remove(engine)
-
-    @classmethod
-    def alone(cls) -> Offloader:
-        """For a chunk without a manager: with no order known, a group comes alone."""
-        return cls(default_backend(), OffloadConfig(), Step())
 
     @property
     def lock(self) -> AbstractContextManager[object]:

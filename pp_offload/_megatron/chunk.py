@@ -21,6 +21,8 @@ from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
 from pp_offload._megatron.group import OffloadTensorGroup
 from pp_offload._memory.pool import GPUTensorPool
+from pp_offload.backends import default_backend
+from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError
 
 
@@ -53,7 +55,7 @@ class ChunkOffloadHandler(Chunk):
         smallest = min_offloaded_tensor_size
         check_count("min_offloaded_tensor_size", smallest)
         check_count("vp_stage", vp_stage)
-        offloader = offloader or Offloader.alone()
+        offloader = offloader or Offloader(default_backend(), OffloadConfig())
         super().__init__(smallest, offloader, vp_stage=vp_stage, microbatch=microbatch)
         self.cpu_tensor_pool = cpu_tensor_pool
 

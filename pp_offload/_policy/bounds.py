@@ -135,11 +135,19 @@ def is_wanted(config: OffloadConfig) -> bool:
 
 
 def left_of_budget(config: OffloadConfig) -> int | None:
-    """What is left of the budget for what the engine chooses; None without one."""
+    """Bytes of ``device_budget_bytes`` that given bounds leave to chosen ones; None without it."""
     if config.device_budget_bytes is None:
         return None
-    given = (config.max_in_flight_bytes, config.prefetch_bytes)
-    return max(0, config.device_budget_bytes - sum([one for one in given if isinstance(one, int)]))
+    options = (config.max_in_flight_bytes, config.prefetch_bytes)
+    given_bytes = sum([nbytes for nbytes in options if isinstance(nbytes, int)])
+    return max(0, config.device_budget_bytes - given_bytes)
+
+
+def share_of_budget(config: OffloadConfig) -> int | None:
+    """The most bytes of each chosen bound before times are known; None without a budget."""
+    left = left_of_budget(config)
+    num_chosen = (config.max_in_flight_bytes, config.prefetch_bytes).count(AUTO)
+    return None if left is None else left // max(1, num_chosen)
 
 
 def shares(wanted: Sequence[int], budget: int | None) -> list[int]:

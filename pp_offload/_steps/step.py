@@ -14,7 +14,6 @@ from pp_offload._core.group import Group
 from pp_offload._core.window import Visit
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.split_backward import SplitBackward, WeightPass
-from pp_offload._groups.step import Step
 from pp_offload._policy.fitting import InFlight
 from pp_offload._policy.plan import (
     ChunkKey,
@@ -30,7 +29,7 @@ from pp_offload._steps.idle_groups import GroupUse
 from pp_offload.config import OffloadConfig
 
 
-class StepRecord(Step):
+class StepRecord:
     """Follows a step, and tells the prefetcher what comes next in it.
 
     Args:

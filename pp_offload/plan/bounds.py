@@ -21,14 +21,14 @@ from pp_offload._policy.bounds import (
     IN_FLIGHT_BYTES,
     SMALL_BYTES,
     is_wanted,
-    left_of_budget,
     planned_bounds,
+    share_of_budget,
     within,
 )
 from pp_offload._policy.plan import GroupKey, Plan
 from pp_offload._steps.auto_bounds import GROWN, NUM_TIMED, least_bounds
 from pp_offload._steps.step_times import StepTimes
-from pp_offload.config import AUTO, OffloadConfig
+from pp_offload.config import OffloadConfig
 from pp_offload.plan.device import NumberDevice
 
 
@@ -47,12 +47,10 @@ class Bounds:
         self._are_planned = False
         self._timed: tuple[StepTimes, Laps] | None = None
         self._sent_when_timed = 0
-        left = left_of_budget(config)
-        if left is not None:
-            given = (config.max_in_flight_bytes, config.prefetch_bytes)
-            most = left // max(1, given.count(AUTO))
-            self.cap.limit(max(1, most))
-            self.window.limit(most)
+        most_bytes = share_of_budget(config)
+        if most_bytes is not None:
+            self.cap.limit(max(1, most_bytes))
+            self.window.limit(most_bytes)
 
     def follow(self, plan: Plan) -> None:
         """Go by a plan, if it has bounds; as ``AutoBounds.follow``."""

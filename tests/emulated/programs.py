@@ -32,7 +32,6 @@ from pp_offload._core.saved import Saved
 from pp_offload._core.stopwatch import Laps
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.step import Step
 from pp_offload._memory.host_pool import MIN_SLAB_BYTES
 from pp_offload._slices.plain_copies import PlainCopies
 from pp_offload.backends import AcceleratorBackend
@@ -81,7 +80,7 @@ def wiring_of(**options: Any) -> Offloader:
     """What chunks share."""
     gc.collect()
     config = OffloadConfig(min_offloaded_tensor_size=1, **options)
-    return Offloader(AcceleratorBackend(), config, Step())
+    return Offloader(AcceleratorBackend(), config)
 
 
 def side_stream(engine: Engine) -> torch.Stream:

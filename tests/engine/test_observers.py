@@ -21,7 +21,6 @@ from pp_offload._core.observer import Observer, Observers
 from pp_offload._core.stopwatch import Laps
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.step import Step
 from pp_offload.backends import timed_by_host
 from pp_offload.errors import VerifyError
 
@@ -108,7 +107,7 @@ def test_what_is_heard_is_what_happens(kind: str) -> None:
 
 
 def test_a_group_is_heard_from_open_to_use() -> None:
-    offloader = Offloader(make_backend("late"), OffloadConfig(), Step())
+    offloader = Offloader(make_backend("late"), OffloadConfig())
     heard = Heard(offloader.lock)
     offloader.observers.add(heard)
     chunk = Chunk(1, offloader)

@@ -19,7 +19,6 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._core.tensors import StorageSet
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.step import Step
 from pp_offload._memory.budget import reserved_bytes
 from pp_offload.backends import CpuBackend, cpu
 
@@ -247,7 +246,7 @@ def test_an_engine_that_goes_waits_for_its_own_copies_alone() -> None:
         def synchronize(self) -> None:
             raise AssertionError("what is about to be queued would be waited for, for ever")
 
-    engine = Offloader(Collected(inline_bytes=0), OffloadConfig(), Step()).engine
+    engine = Offloader(Collected(inline_bytes=0), OffloadConfig()).engine
     going = weakref.ref(engine.mover)
     with pytest.MonkeyPatch.context() as patch:
         failures: list[object] = []

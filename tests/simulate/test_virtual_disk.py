@@ -20,7 +20,6 @@ from pp_offload import OffloadConfig, use_backend
 from pp_offload._core.engine import Engine
 from pp_offload._core.saved import Saved
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.step import Step
 from pp_offload._memory.disk_file import DiskFile
 from pp_offload.simulate import DEVICES, Hardware, VirtualBackend
 from pp_offload.trace import Trace
@@ -42,7 +41,7 @@ PLAIN = replace(
 def engine_on(hardware: Hardware, **options: Any) -> tuple[VirtualBackend, Engine]:
     backend = VirtualBackend(hardware)
     config = OffloadConfig(tiers=("disk",), **options)
-    return backend, Offloader(backend, config, Step()).engine
+    return backend, Offloader(backend, config).engine
 
 
 def sent(engine: Engine) -> Saved:

@@ -87,7 +87,7 @@ def test_what_is_taken_back_is_no_use() -> None:
 
 
 def chosen(plan: Plan, offloads: list[Mark], uses: list[Mark], laps: Laps) -> tuple[int, int]:
-    offloader = Offloader(CpuBackend(), OffloadConfig(), Offloader.alone().step)
+    offloader = Offloader(CpuBackend(), OffloadConfig())
     unused_bytes = offloader.backend.unused_bytes
     bounds = AutoBounds(offloader, OffloadConfig(), unused_bytes)
     bounds.end_step(plan, is_complete=True)
