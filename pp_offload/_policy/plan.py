@@ -7,7 +7,7 @@ here touches a tensor, a stream or a clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -33,6 +33,13 @@ class WeightPassKey(NamedTuple):
     chunk: ChunkKey
 
 
+class Place(NamedTuple):
+    """Where a group is in the forward of a stage, the same for all microbatches."""
+
+    vp_stage: int
+    position: int
+
+
 class GroupKey(NamedTuple):
     """Which group of a step, the same in every step."""
 
@@ -40,12 +47,10 @@ class GroupKey(NamedTuple):
     position: int
     """Its position in the chunk's forward, from 0."""
 
-
-class Place(NamedTuple):
-    """Where a group is in the forward of a stage, the same for all microbatches."""
-
-    vp_stage: int
-    position: int
+    @property
+    def place(self) -> Place:
+        """The same without the microbatch."""
+        return Place(self.chunk.vp_stage, self.position)
 
 
 class GroupShape(NamedTuple):
@@ -91,36 +96,39 @@ class Plan:
     names: dict[ChunkKey, tuple[str, ...]] = field(default_factory=dict)
     """Names of each chunk's groups in forward order, as last seen."""
 
-    last: frozenset[GroupKey] = frozenset()
-    """The last group of each name in each chunk."""
-
     num_unplanned: int = 0
-    """Groups of a microbatch that the plan of the options does not know, or knows with other
-    bytes.
-    """
+    """Groups of a microbatch that the plan of the options lacks, or has with other bytes."""
 
     stay: Mapping[Place, int] = field(default_factory=dict)
     """Places whose groups stay below a limit, and the most bytes that they may have for that."""
 
     planned: tuple[tuple[PlannedGroup, ...], ...] = ()
-    """What the plan of the options says, by virtual stage: for chunks that no step has had yet."""
+    """The plan of the options, by virtual stage: for chunks that no step has had yet."""
 
     bounds: tuple[int, int] | None = None
-    """On bytes in flight and ahead, as the plan of the options has them; None where the engine is
-    to choose: without such a plan, or where a group is not as planned.
+    """On bytes in flight and ahead, from the plan of the options; None where the engine chooses:
+    without such a plan, or where a group is not as planned.
     """
 
     def keeps(self, key: GroupKey, name: str, nbytes: int) -> bool:
         """Whether the plan knows this very group and keeps it."""
         if key.chunk in self.names:
             return key in self.kept and self.names[key.chunk][key.position] == name
-        planned = self._planned(key)
-        return planned is not None and planned.keeps and planned.is_it(name, nbytes)
+        groups = self._planned_from(key)
+        return bool(groups) and groups[0].keeps and groups[0].is_it(name, nbytes)
 
-    def _planned(self, key: GroupKey) -> PlannedGroup | None:
-        stages, (chunk, position) = self.planned, key
-        stage = stages[chunk.vp_stage] if chunk.vp_stage < len(stages) else ()
-        return stage[position] if position < len(stage) else None
+    def _planned_from(self, key: GroupKey) -> tuple[PlannedGroup, ...]:
+        """The plan of the options for a group and those behind it in its chunk."""
+        vp_stage, position = key.place
+        return self.planned[vp_stage][position:] if vp_stage < len(self.planned) else ()
+
+    def is_last_of_its_name(self, key: GroupKey, name: str) -> bool:
+        """Whether the plan knows this very group, and no later one of its chunk has the name."""
+        if key.chunk in self.names:
+            names = self.names[key.chunk][key.position :]
+        else:
+            names = tuple(group.name for group in self._planned_from(key))
+        return names[:1] == (name,) and name not in names[1:]
 
     def without_room(self) -> Plan:
         """The same, with no room for what was to stay below a limit."""
@@ -128,16 +136,7 @@ class Plan:
 
     def has_no_room(self, key: GroupKey, nbytes: int) -> bool:
         """Whether a group was to stay below a limit, and is larger than it was then."""
-        return nbytes > self.stay.get(Place(key.chunk.vp_stage, key.position), nbytes)
-
-    def is_last_of_its_name(self, key: GroupKey, name: str) -> bool:
-        """Whether the plan knows this very group, and no later one of its chunk has the name."""
-        if key.chunk in self.names:
-            return key in self.last and self.names[key.chunk][key.position] == name
-        if self._planned(key) is None:
-            return False
-        later = self.planned[key.chunk.vp_stage][key.position :]
-        return [one.name for one in later].count(name) == 1 and later[0].name == name
+        return nbytes > self.stay.get(key.place, nbytes)
 
 
 @lru_cache(maxsize=8)
@@ -150,50 +149,43 @@ def make_plan(
     """The plan after a step whose chunks went backward in this order. Cached, for steps repeat.
 
     Args:
-        chunks: What the step was like.
+        chunks: Of the step.
         config: The options.
         pipeline_rank: Of this process.
         stay: Places of groups that stay below a limit, and the most bytes of each.
     """
     places = dict(stay)
-    kept = groups_to_keep(chunks, config, pipeline_rank) | groups_at(chunks, places)
-    names = {chunk.key: chunk.names for chunk in chunks}
-    last = (key for chunk in chunks for key in last_of_each_name(chunk).values())
+    at_places = {key for chunk in chunks for key, _ in chunk.by_key() if key.place in places}
     planned = planned_groups(chunks, config, pipeline_rank)
-    unknown = {Place(key.chunk.vp_stage, key.position) for key, group in planned if group is None}
+    unplanned = {key.place for key, group in planned if group is None}
     first = plan_of_options(config, pipeline_rank)
     return replace(
         first,
-        kept=kept,
-        names=names,
-        last=frozenset(last),
-        num_unplanned=len(unknown),
+        kept=groups_to_keep(chunks, config, pipeline_rank) | at_places,
+        names={chunk.key: chunk.names for chunk in chunks},
+        num_unplanned=len(unplanned),
         stay=places,
-        bounds=None if unknown else first.bounds,
+        bounds=None if unplanned else first.bounds,
     )
 
 
 def plan_of_options(config: OffloadConfig, pipeline_rank: int) -> Plan:
     """The plan before any step was seen.
 
-    Args:
-        config: The options.
-        pipeline_rank: Of this process.
-
     Raises:
         ConfigError: The plan of the options has fewer ranks.
     """
     if config.offload_plan is None:
         return Plan()
-    mine = config.offload_plan.rank(pipeline_rank)
-    return Plan(planned=mine.stages, bounds=mine.bounds)
+    rank = config.offload_plan.rank(pipeline_rank)
+    return Plan(planned=rank.stages, bounds=rank.bounds)
 
 
 def groups_to_keep(
     chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
 ) -> frozenset[GroupKey]:
-    """The margin, then the bytes that this pipeline rank keeps, then what the fraction keeps; or
-    the margin and what the plan of the options keeps.
+    """The margin, then the bytes that this pipeline rank keeps, then the fraction; or the margin and
+    the plan of the options.
     """
     kept = reload_margin(chunks)
     planned = planned_groups(chunks, config, pipeline_rank)
@@ -204,26 +196,20 @@ def groups_to_keep(
     return frozenset(kept)
 
 
-def groups_at(chunks: Sequence[ChunkShape], places: Collection[Place]) -> frozenset[GroupKey]:
-    """The groups of all microbatches that are there."""
-    keys = (GroupKey(chunk.key, at) for chunk in chunks for at in range(len(chunk.names)))
-    return frozenset(key for key in keys if (key.chunk.vp_stage, key.position) in places)
-
-
 def planned_groups(
     chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
 ) -> list[tuple[GroupKey, PlannedGroup | None]]:
-    """Each group with what the plan of the options says of it; nothing without one."""
+    """Each group with its entry in the plan of the options, or None; nothing without a plan."""
     if config.offload_plan is None:
         return []
     stages = config.offload_plan.rank(pipeline_rank).stages
-    found: list[tuple[GroupKey, PlannedGroup | None]] = []
+    groups: list[tuple[GroupKey, PlannedGroup | None]] = []
     for chunk in chunks:
         stage = stages[chunk.key.vp_stage] if chunk.key.vp_stage < len(stages) else ()
         for (key, group), planned in zip_longest(chunk.by_key(), stage[: len(chunk.names)]):
             is_known = planned is not None and planned.is_it(*group)
-            found.append((key, planned if is_known else None))
-    return found
+            groups.append((key, planned if is_known else None))
+    return groups
 
 
 def reload_margin(chunks: Sequence[ChunkShape]) -> set[GroupKey]:
@@ -233,13 +219,8 @@ def reload_margin(chunks: Sequence[ChunkShape]) -> set[GroupKey]:
     """
     margin: dict[str, GroupKey] = {}
     for chunk in chunks:
-        margin = last_of_each_name(chunk) | margin
+        margin = {group.name: key for key, group in chunk.by_key()} | margin
     return set(margin.values())
-
-
-def last_of_each_name(chunk: ChunkShape) -> dict[str, GroupKey]:
-    """The last group of each name in forward order."""
-    return {group.name: key for key, group in chunk.by_key()}
 
 
 def first_bytes(chunks: Sequence[ChunkShape], nbytes: int, kept: set[GroupKey]) -> set[GroupKey]:

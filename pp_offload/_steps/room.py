@@ -138,7 +138,7 @@ class DeviceRoom(Observer):
         seen, key = self._seen, group.key
         if seen is not None and key is not None:
             nbytes = 0 if payloads is None else payloads.beside_bytes
-            place = Place(key.chunk.vp_stage, key.position)
+            place = key.place
             seen.beside[place] = max(seen.beside.get(place, 0), nbytes)
 
     def reached(self, group: Group) -> None:

@@ -72,4 +72,4 @@ def test_a_step_asks_for_the_most_of_all_before() -> None:
     assert one.with_step([shape], {}, [((0, 1),)]) == one
     longer = one.with_step([shape._replace(sizes=(6, 1))], {}, [((0, 2),)])
     assert longer.sizes == {Place(0, 0): 6, Place(0, 1): 9}
-    assert longer.most_in_flight(0) == 2
+    assert longer.peak_bytes({0: 1}) == 2

@@ -932,8 +932,8 @@ MUTANTS = [
     Mutant(
         "the first step follows a plan for other bytes",
         "pp_offload/_policy/plan.py",
-        "        return planned is not None and planned.keeps and planned.is_it(name, nbytes)\n",
-        "        return planned is not None and planned.keeps\n",
+        "bool(groups) and groups[0].keeps and groups[0].is_it(name, nbytes)",
+        "bool(groups) and groups[0].keeps",
         "a plan for another length says what stays, and the peak is anywhere",
         (
             "tests/common/test_offload_plan.py::"

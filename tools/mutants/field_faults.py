@@ -323,8 +323,8 @@ FIELD_MUTANTS = [
     Mutant(
         "microbatches that the plan does not know stay",
         "pp_offload/_policy/plan.py",
-        "        return planned is not None and planned.keeps",
-        "        return bool(self.names) or planned is not None and planned.keeps",
+        "        return bool(groups) and groups[0].keeps",
+        "        return bool(self.names) or bool(groups) and groups[0].keeps",
         "of more microbatches than the first step had, the others are not offloaded",
         (f"{FIELD}/test_more_microbatches.py::test_number_of_microbatches_changes",),
         row="F21",
