@@ -182,12 +182,11 @@ class Chunk:
             offloader.after_copies(offloader.release.of(released))
 
     def _offload(self, group: Group) -> None:
-        engine = self.offloader.engine
-        payloads = engine.payloads(group)
+        payloads = self.offloader.engine.payloads(group)
         if self.may_leave(group) and payloads.tensors:
-            self._send(group, payloads)
+            self.send(group, payloads)
         else:
-            engine.keep(group, payloads)
+            self.offloader.engine.keep(group, payloads)
 
     def _close_delayed(self, group: Group, released: Sequence[weakref.ref[Tensor]]) -> None:
         """Close a group whose commit was delayed, which kept no tensor alive: some may be gone."""
@@ -202,8 +201,8 @@ class Chunk:
         """Whether a group being committed leaves the device, once its bytes are counted.
 
         Not if offload is disabled, the plan keeps it, or its backward has begun or is about to: it
-        is the last of its name in a chunk that certainly runs backward next. But also then if it is
-        larger than what a limit has room for.
+        is the last of its name in a chunk that certainly runs backward next. A group that is larger
+        than what a limit has room for leaves all the same.
         """
         offloader, key = self.offloader, group.key
         if not offloader.engine.is_enabled or group.is_used:
@@ -216,13 +215,10 @@ class Chunk:
         )
         return not stays or plan.has_no_room(key, nbytes)
 
-    def send(self, group: Group) -> None:
+    def send(self, group: Group, payloads: Payloads | None = None) -> None:
         """Queue the copies of a group being committed. With no room on the host it is kept."""
-        self._send(group, self.offloader.engine.payloads(group))
-
-    def _send(self, group: Group, payloads: Payloads) -> None:
-        self.offloader.engine.send(group, payloads)
-        split = self.offloader.split
+        engine, split = self.offloader.engine, self.offloader.split
+        engine.send(group, payloads or engine.payloads(group))
         if split is not None:
             with self.offloader.lock:
                 split.follow(group)
@@ -271,8 +267,12 @@ class Chunk:
 
     def is_finished(self, name: str | None = None) -> bool:
         """Whether backward has reached every group (of this name) that saved something."""
-        left = [g for g in self.groups if not g.is_used and g.counts.num_tensors]
-        return not any(name in (None, group.name) for group in left)
+        return all(
+            [
+                group.is_used or not group.counts.num_tensors or name not in (None, group.name)
+                for group in self.groups
+            ]
+        )
 
     def record(self, key: ChunkKey) -> ChunkRecord:
         """What it did as chunk ``key`` of the step."""
@@ -290,17 +290,17 @@ class Chunk:
         return record
 
     def _cut_off(self) -> list[Group]:
-        """Groups in which the forward raised, which explains that nobody has committed them.
+        """Groups in which the forward raised, so that nobody had to commit them.
 
         Between a start and its commit there need be no context that sees an exception. But then the
         forward did not go on behind them, and no backward came.
         """
-        found = [group for group in self.groups if group.has_failed]
+        groups = [group for group in self.groups if group.has_failed]
         for group in reversed(self.groups):
             if not (group.has_failed or group.is_left_behind):
                 break
-            found.append(group)
-        return found
+            groups.append(group)
+        return groups
 
     def reset(self) -> None:
         """Forget all groups. Tensors autograd still holds stay good."""

@@ -76,7 +76,7 @@ class ChunkShape(NamedTuple):
 
 
 class ChunkRecord(NamedTuple):
-    """All that is asked of a chunk at the end of its step; the counts are by group name."""
+    """What the end of a step needs of a chunk; counts are by group name."""
 
     shape: ChunkShape
     copied_bytes: Counter[str]
@@ -184,8 +184,8 @@ def plan_of_options(config: OffloadConfig, pipeline_rank: int) -> Plan:
 def groups_to_keep(
     chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
 ) -> frozenset[GroupKey]:
-    """The margin, then the bytes that this pipeline rank keeps, then the fraction; or the margin and
-    the plan of the options.
+    """The margin, then the bytes that this pipeline rank keeps, then the fraction; or the margin
+    and the plan of the options.
     """
     kept = reload_margin(chunks)
     planned = planned_groups(chunks, config, pipeline_rank)

@@ -10,37 +10,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from pp_offload._hooks.regions import was_warned_of
+from pp_offload._policy.plan import ChunkRecord
 
 logger = logging.getLogger(__name__)
 
-
 NUM_STEPS = 3
-"""After so many steps nothing is looked at any more, until more is asked for."""
-
-
-class GroupUse(NamedTuple):
-    """What a step did under one name."""
-
-    num_groups: int
-    num_tensors: int
-    """Payloads that could leave the device, whether or not the plan let them."""
-
-    num_open: int = 0
-    """Groups that were started and not committed."""
-
-    num_cut_off: int = 0
-    """Groups in which the forward raised. Whatever they lack, the exception has said why."""
+"""How many steps are checked after a name was asked for."""
 
 
 class IdleGroups:
     """Knows which names were asked for, and which it has warned of.
 
     Attributes:
-        num_steps_left: That are looked at.
+        num_steps_left: To check.
         was_disabled: Whether offload was off at any time in the step, which says nothing then.
     """
 
@@ -51,10 +36,10 @@ class IdleGroups:
         self._new: Counter[str] = Counter()
         """Of those, what the step that runs need not have yet."""
 
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def expect(self, names: Iterable[str]) -> None:
-        """Groups of these names are to come in every step, from the next begin of one on."""
+        """Groups of these names are to come in every step, from the next begin of a step on."""
         names = list(names)
         self._wanted.update(names)
         self._new.update(names)
@@ -70,55 +55,52 @@ class IdleGroups:
         """What was asked for before is to come from now on."""
         self._new.clear()
 
-    def stop(self) -> None:
-        """Look at nothing any more, until more is asked for."""
-        self.num_steps_left = 0
-
-    def check(
-        self, found: Mapping[str, GroupUse], smallest_numel: int, elsewhere: str = ""
-    ) -> None:
+    def check(self, records: Iterable[ChunkRecord], smallest_numel: int, elsewhere: str) -> None:
         """Warn of names that did nothing in a step.
 
         Args:
-            found: What the step did, by name.
+            records: All chunks of the step.
             smallest_numel: Elements that a tensor needs at least to leave, in the step's chunks.
             elsewhere: What is wrong where tensors are on another device; empty if none is.
         """
         self.num_steps_left -= 1
-        was_cut_off = any(use.num_cut_off for use in found.values())
+        started, cut_off = Counter[str](), Counter[str]()
+        still_open, tensors = Counter[str](), Counter[str]()
+        for record in records:
+            started.update(record.shape.names)
+            cut_off.update(record.num_cut_off)
+            still_open.update(record.num_open)
+            tensors.update(record.num_tensors)
         wanted = self._wanted - +self._new
-        missing = set() if was_cut_off else {*wanted}  # they may have been still to come
-        for name in sorted({*found, *missing}):
-            problem = _problem(found.get(name), smallest_numel, elsewhere)
-            if problem is None or was_warned_of(f"group '{name}'"):
-                continue  # nothing, or a checkpoint around it was said to be why
-            if name not in self._said:
-                self._said.add(name)
+        missing = set() if +cut_off else {*wanted}  # they may have been still to come
+        for name in sorted({*started, *missing}):
+            num_groups = started[name] - cut_off[name]
+            if name not in started:
+                problem = _NEVER_RAN
+            elif num_groups and num_groups == still_open[name]:
+                problem = _NEVER_COMMITTED.format(num_groups)
+            elif num_groups and not tensors[name]:
+                num_committed = num_groups - still_open[name]
+                problem = _NO_TENSOR.format(num_committed, smallest_numel)
+                problem += f"; {elsewhere}" if elsewhere else ""
+            else:
+                continue
+            # A warning of a checkpoint around the group has said why it does nothing.
+            if name not in self._warned and not was_warned_of(f"group '{name}'"):
+                self._warned.add(name)
                 logger.warning("group '%s' %s", name, problem)
 
 
-def _problem(use: GroupUse | None, smallest_numel: int, elsewhere: str) -> str | None:
-    if use is None:
-        return (
-            "never ran: a step had forwards, but none went through the modules its patterns match; "
-            "look whether the step calls them, and not a copy or a function of theirs, or compiles "
-            "around them"
-        )
-    num_groups = use.num_groups - use.num_cut_off
-    num_committed = num_groups - use.num_open
-    if num_groups == 0:
-        return None
-    if num_committed == 0:
-        return (
-            f"offloaded nothing: it was started {num_groups} times and never committed; call "
-            "group_commit(output, name), with the name it was started with, at the end of its "
-            "forward"
-        )
-    if use.num_tensors == 0:
-        return (
-            f"offloaded nothing: none of its {num_committed} groups saved a tensor of at least "
-            f"min_offloaded_tensor_size={smallest_numel} elements that may leave the device; lower "
-            "that, or look whether the group is around the layer's forward and outside "
-            f"torch.compile{'; ' * bool(elsewhere)}{elsewhere}"
-        )
-    return None
+_NEVER_RAN = (
+    "never ran: a step had forwards, but none went through the modules its patterns match; look "
+    "whether the step calls them, and not a copy or a function of theirs, or compiles around them"
+)
+_NEVER_COMMITTED = (
+    "offloaded nothing: it was started {} times and never committed; call "
+    "group_commit(output, name), with the name it was started with, at the end of its forward"
+)
+_NO_TENSOR = (
+    "offloaded nothing: none of its {} groups saved a tensor of at least "
+    "min_offloaded_tensor_size={} elements that may leave the device; lower that, or look whether "
+    "the group is around the layer's forward and outside torch.compile"
+)

@@ -1,8 +1,8 @@
 """The coordinator: which chunk is current, which step it is, and what the steps so far taught.
 
-A step runs from one :meth:`Manager.reset` to the next. When one has run complete, with the backward
-of every chunk that has groups, the plan is derived from it; when a later step differs, the plan is
-derived anew, and one line in the log says so.
+A step runs from one :meth:`Manager.reset` to the next. The plan is derived from a complete step,
+with the backward of every chunk that has groups. When a later step differs, the plan is derived
+anew, and one line in the log says so.
 
     manager.begin_chunk(vp_size, vp_stage)      # before each microbatch's forward
     chunk = manager.open_chunk("start", "mlp")  # for each group
@@ -38,7 +38,7 @@ from pp_offload.errors import GroupStateError, OffloadError
 logger = logging.getLogger(__name__)
 
 MANY_CHUNKS = 1024
-"""No step is expected to have so many microbatches; one that has forgets those that are over."""
+"""A step with more microbatches has no end, so it seems, and forgets those that are over."""
 
 
 class Forward(threading.local):
@@ -62,9 +62,10 @@ class Manager:
         step: What happened since the last :meth:`reset`.
         offloader: What its chunks share.
         forward: The forward of the thread that asks.
-        idle_groups: Which names are to have groups.
+        idle_groups: Warns of groups that were asked for and do nothing.
         plan_check: Warns once where a plan was made with other options.
         bounds: On copies; chosen from the plan, or from times.
+        on_begin: Called when a step begins.
         num_attached: Schedules, and loops, that begin its chunks. With none, a group without a
             chunk raises.
     """
@@ -74,17 +75,20 @@ class Manager:
     def __init__(
         self, *, config: OffloadConfig | None = None, backend: Backend | None = None
     ) -> None:
-        self.config = config_or_default(config)
-        self.step = StepRecord(ChunkQueue())
-        self.offloader = Offloader(backend_or_default(backend), self.config, self.step)
         self.num_attached = 0
         self.idle_groups = IdleGroups()
         self._has_warned_of_no_reset = False
-        self.forward = Forward()
-        self.plan_check = PlanCheck()
-        self._room = DeviceRoom(self.offloader, self.config, self.step.in_flight)
-        self.bounds = AutoBounds(self.offloader, self.config, self._room.unused_bytes)
         self.on_begin: tuple[Callable[[], None], ...] = ()
+        config = config_or_default(config)
+        step = StepRecord(ChunkQueue())
+        self._follow(config, step, Offloader(backend_or_default(backend), config, step))
+
+    def _follow(self, config: OffloadConfig, step: StepRecord, offloader: Offloader) -> None:
+        self.config, self.step, self.offloader = config, step, offloader
+        self.plan_check = PlanCheck()
+        self._room = DeviceRoom(offloader, config, step.in_flight)
+        self.bounds = AutoBounds(offloader, config, self._room.unused_bytes)
+        self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
 
     def take_over(self, old: Manager) -> None:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
@@ -112,13 +116,8 @@ class Manager:
         step.pipeline_rank = self.step.pipeline_rank
         offloader = Offloader(self.backend, config, step)  # first: without a disk it raises
         offloader.engine.go_on_as(self.offloader.engine)
-        room = DeviceRoom(offloader, config, step.in_flight)
-        bounds = AutoBounds(offloader, config, room.unused_bytes)
         self.retire()
-        self.config, self.step, self.offloader = config, step, offloader
-        self.plan_check = PlanCheck()
-        self._room, self.bounds = room, bounds
-        self.forward = Forward()  # of every thread, or one goes on with a chunk of the old step
+        self._follow(config, step, offloader)
         self._tell_begin()
 
     def _tell_begin(self) -> None:
@@ -126,11 +125,9 @@ class Manager:
             tell()
 
     def retire(self) -> None:
-        """Something else takes over: forget the step, and keep only what living graphs need."""
+        """Another manager takes over: forget the step, and keep only what living graphs need."""
         self._drop_step()
         self.offloader.retire()
-
-    # What it is made of
 
     @property
     def backend(self) -> Backend:
@@ -183,7 +180,7 @@ class Manager:
         )
 
     def _follow_options(self) -> None:
-        """Go by the plan of the options, before a step has shown anything."""
+        """Go by the plan of the options, before there was a step to learn from."""
         options = self.step.options or self.config
         if options.offload_plan is None or not self.step.is_warmup or self.offloader.plan.planned:
             return
@@ -192,7 +189,7 @@ class Manager:
             self.bounds.follow(self.offloader.plan)
 
     def _forget_finished(self) -> None:
-        """Nobody calls reset(), so it seems: do not grow with every microbatch."""
+        """Without reset(), do not grow with every microbatch."""
         with self.offloader.lock:
             self.step.forget_finished()
             self.offloader.engine.shared.forget_dead()
@@ -216,15 +213,16 @@ class Manager:
 
     @contextmanager
     def backward_pass(self, key: ChunkKey, part: BackwardPass) -> Iterator[None]:
-        """To be entered around one part of a chunk's backward, where that comes in two."""
+        """Around one part of a chunk's backward, where that comes in two."""
         chunk, split = self.step.chunk(key), self.offloader.split
         if chunk is None or split is None:
             yield
             return
         try:
             with self.offloader.lock:
-                split.begin(key, part)
-                self._begin_pass(chunk, key, part)
+                self.step.begin_part(chunk, key, part, split)
+                if part is BackwardPass.WEIGHT:
+                    self.offloader.resume(chunk.groups[-1])
             yield
         except BaseException:
             split.stop()
@@ -234,14 +232,7 @@ class Manager:
                 split.end()
         finally:
             with self.offloader.lock:
-                self.step.end_pass()
-
-    def _begin_pass(self, chunk: Chunk, key: ChunkKey, part: BackwardPass) -> None:
-        if part is BackwardPass.INPUT:
-            self.step.begin_backward(chunk)
-        else:
-            self.step.begin_weight_pass(chunk, key)
-            self.offloader.resume(chunk.groups[-1])
+                self.step.weight_pass = None
 
     def end_chunk(self) -> None:
         """The forward of the current chunk is over; there is no current chunk."""
@@ -356,13 +347,12 @@ class Manager:
 
     def _look_for_idle_groups(self) -> None:
         step, smallest = self.step, self.step.smallest_numel
-        is_silent = self.idle_groups.was_disabled or self.forward.is_evaluating
-        is_silent = is_silent or not self.idle_groups.num_steps_left
+        idle, engine = self.idle_groups, self.offloader.engine
+        is_silent = idle.was_disabled or self.forward.is_evaluating or not idle.num_steps_left
         if smallest is not None and not is_silent:
-            elsewhere = self.offloader.engine.eligibility.elsewhere_said()
-            self.idle_groups.check(step.group_uses(), smallest, elsewhere)
-        self.idle_groups.was_disabled = not self.offloader.engine.is_enabled
-        self.idle_groups.begin_step()
+            idle.check(step.records(), smallest, engine.eligibility.elsewhere_said())
+        idle.was_disabled = not engine.is_enabled
+        idle.begin_step()
 
     def learn(self) -> None:
         """Derive the plan, and the step's summary, from a step that is complete."""

@@ -1,7 +1,7 @@
 """What happens in one step: its chunks in forward and in backward order.
 
-When backward goes on to another chunk, and nothing of the last one is alive, only a record is kept
-of that: so the end of a step does not have to read and free all its groups.
+When backward goes on to another chunk, and nothing of the last chunk is alive, only a record of it
+is kept: so the end of a step does not have to read and free all its groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pp_offload._core.group import Group
 from pp_offload._core.window import Visit
 from pp_offload._groups.chunk import Chunk
-from pp_offload._groups.split_backward import SplitBackward, WeightPass
+from pp_offload._groups.split_backward import BackwardPass, SplitBackward, WeightPass
 from pp_offload._policy.fitting import InFlight
 from pp_offload._policy.plan import (
     ChunkKey,
@@ -25,7 +25,6 @@ from pp_offload._policy.plan import (
     make_plan,
 )
 from pp_offload._steps.chunk_queue import ChunkQueue
-from pp_offload._steps.idle_groups import GroupUse
 from pp_offload.config import OffloadConfig
 
 
@@ -41,7 +40,7 @@ class StepRecord:
         self.vp_size = 1
         self.pipeline_rank = 0
         self.options: OffloadConfig | None = None
-        """For the plan, in place of the manager's, where whoever begins chunks says other ones."""
+        """For the plan, in place of the manager's, where the caller that begins chunks has some."""
 
         self.is_warmup = True
         self.smallest_numel: int | None = None
@@ -60,7 +59,11 @@ class StepRecord:
         self._numbers: Counter[int] = Counter()
 
     def add(self, chunk: Chunk, split: SplitBackward | None) -> ChunkKey:
-        """A chunk's first group starts: give the chunk its number, and queue it."""
+        """Number and queue a chunk whose first group starts, by its two parts if ``split`` has it.
+
+        Returns:
+            The key of the chunk.
+        """
         number = chunk.microbatch
         if number is None:
             number = self._numbers[chunk.vp_stage]
@@ -82,9 +85,9 @@ class StepRecord:
         """Backward has reached ``group``."""
         chunk = self._chunk_of(group)
         if chunk is not None:
-            self.begin_chunk(chunk)
+            self.begin_backward(chunk)
 
-    def begin_chunk(self, chunk: Chunk) -> None:
+    def begin_backward(self, chunk: Chunk) -> None:
         """Backward has reached ``chunk``."""
         before, self.in_backward = self.in_backward, chunk
         if not self._backward:  # memory is highest when the first backward begins
@@ -95,12 +98,24 @@ class StepRecord:
         if before is not None and before is not chunk:
             self._leave(before)
 
+    def begin_part(
+        self, chunk: Chunk, key: ChunkKey, part: BackwardPass, split: SplitBackward
+    ) -> None:
+        """A part of the backward of ``chunk`` begins, where that comes in two."""
+        split.begin(key, part)
+        if part is BackwardPass.INPUT:
+            self.begin_backward(chunk)
+        else:
+            self.in_backward = chunk
+            self.weight_pass = self._weight_passes[key]
+            self.queue.remove(self.weight_pass)
+
     def _leave(self, chunk: Chunk) -> None:
         """Keep only the record of a chunk, if its backward is over."""
         key = chunk.key
         if key is None or key in self._weight_passes or chunk.open_groups:
             return
-        if chunk.is_over and _is_finished(chunk):
+        if chunk.is_over and chunk.is_finished():
             self._backward[key] = chunk.record(key)
             self._forget(key, chunk)
 
@@ -109,21 +124,6 @@ class StepRecord:
         self._forward.pop(key, None)
         self._weight_passes.pop(key, None)
         chunk.key = None  # a forward that goes on in it is added again
-
-    def begin_backward(self, chunk: Chunk) -> None:
-        """The backward of ``chunk`` begins, or the first part of it."""
-        self.weight_pass = None
-        self.begin_chunk(chunk)
-
-    def end_pass(self) -> None:
-        """A part is over."""
-        self.weight_pass = None
-
-    def begin_weight_pass(self, chunk: Chunk, key: ChunkKey) -> None:
-        """The second part of the backward of ``chunk`` begins."""
-        self.in_backward = chunk
-        self.weight_pass = one = self._weight_passes[key]
-        self.queue.remove(one)
 
     def skip(self, chunk: Chunk) -> None:
         """The forward of ``chunk`` is over. If it has no groups, its backward is not waited for."""
@@ -173,7 +173,7 @@ class StepRecord:
         """Whether groups saved something, and backward reached each group that did."""
         if self.is_partly_forgotten:
             return False
-        return bool(self._backward) and all(map(_is_finished, self._forward.values()))
+        return bool(self._backward) and all(c.is_finished() for c in self._forward.values())
 
     def forgotten(self) -> list[str]:
         """Names of groups that were started, used by backward, and never committed."""
@@ -186,13 +186,17 @@ class StepRecord:
         return tuple(sorted(nums.items()))
 
     def _is_in_flight(self, key: ChunkKey) -> bool:
-        if key not in self._backward or not _is_finished(self._forward[key]):
+        if key not in self._backward or not self._forward[key].is_finished():
             return True
         return key in self._weight_passes and not self.queue.has_begun(WeightPassKey(key))
 
     def shapes(self) -> tuple[ChunkShape, ...]:
         """Its chunks, in backward order."""
-        return tuple([_record(key, chunk).shape for key, chunk in self._backward.items()])
+        return tuple([record.shape for record in _records(self._backward)])
+
+    def records(self) -> list[ChunkRecord]:
+        """All its chunks, those without backward as well."""
+        return _records({**self._forward, **self._backward})
 
     def make_plan(
         self, config: OffloadConfig, stay: frozenset[tuple[Place, int]] = frozenset()
@@ -203,28 +207,13 @@ class StepRecord:
             config: The options.
             stay: As for :func:`pp_offload._policy.plan.make_plan`.
         """
-        records = [_record(key, chunk) for key, chunk in self._backward.items()]
         if not self.queue.is_told:
             self.queue.know_order(self._backward)
-        at_peak = [one.copied_bytes for one in records if one.shape.key in self._live_at_peak]
+        records = _records(self._backward)
+        at_peak = [each.copied_bytes for each in records if each.shape.key in self._live_at_peak]
         self.summary = dict(sum(at_peak, Counter()))  # which leaves out names with none
-        options = self.options or config
-        return make_plan(tuple(one.shape for one in records), options, self.pipeline_rank, stay)
-
-    def group_uses(self) -> dict[str, GroupUse]:
-        """What the step did, by group name."""
-        groups, tensors = Counter[str](), Counter[str]()
-        num_open, num_cut_off = Counter[str](), Counter[str]()
-        for key, chunk in {**self._forward, **self._backward}.items():
-            record = _record(key, chunk)
-            groups.update(record.shape.names)
-            tensors.update(record.num_tensors)
-            num_open.update(record.num_open)
-            num_cut_off.update(record.num_cut_off)
-        return {
-            name: GroupUse(groups[name], tensors[name], num_open[name], num_cut_off[name])
-            for name in groups
-        }
+        shapes = tuple([record.shape for record in records])
+        return make_plan(shapes, self.options or config, self.pipeline_rank, stay)
 
     def clear(self) -> None:
         """Forget the step."""
@@ -247,10 +236,7 @@ class StepRecord:
         return chunk if chunk.groups[key.position] is group else None
 
 
-def _record(key: ChunkKey, chunk: Chunk | ChunkRecord) -> ChunkRecord:
-    return chunk.record(key) if isinstance(chunk, Chunk) else chunk
-
-
-def _is_finished(chunk: Chunk) -> bool:
-    """As :meth:`Chunk.is_finished`; in one loop where backward has reached every group."""
-    return all([group.is_used for group in chunk.groups]) or chunk.is_finished()
+def _records(chunks: dict[ChunkKey, Chunk | ChunkRecord]) -> list[ChunkRecord]:
+    return [
+        chunk.record(key) if isinstance(chunk, Chunk) else chunk for key, chunk in chunks.items()
+    ]

@@ -342,14 +342,11 @@ class _Step:
     def begin_part(self, chunk: NumberChunk, part: BackwardPass) -> None:
         """As ``Manager.backward_pass``, when it is entered."""
         assert chunk.key is not None
-        self.split.begin(chunk.key, part)
-        if part is BackwardPass.INPUT:
-            self.record.begin_backward(chunk)
-            return
-        self.record.begin_weight_pass(chunk, chunk.key)
-        self.engine.window.resume(chunk.groups[-1])
+        self.record.begin_part(chunk, chunk.key, part, self.split)
+        if part is BackwardPass.WEIGHT:
+            self.engine.window.resume(chunk.groups[-1])
 
     def end_part(self) -> None:
         """As the same, when it is left."""
         self.split.end()
-        self.record.end_pass()
+        self.record.weight_pass = None

@@ -140,7 +140,7 @@ def _record_rank(
         with use_manager(manager):
             mine = work.on(order, rank, backend)
             if without is not None:  # groups are idle in layers that are recomputed
-                manager.idle_groups.stop()
+                manager.idle_groups.num_steps_left = 0
             try:
                 mine.begin_step()
                 _run_once(mine, order.stages_of(rank))
@@ -148,7 +148,8 @@ def _record_rank(
                 if without is None:
                     made = _updates(mine, order.stages_of(rank), recorder)
                 mine.begin_step()
-                manager.idle_groups.stop()  # from now on stages run alone, without groups of others
+                # From now on stages run alone, without groups of others.
+                manager.idle_groups.num_steps_left = 0
                 gc.collect()
                 resident = backend.memory.live_bytes - made.state_bytes
                 manager.offloader.observers.add(recorder)

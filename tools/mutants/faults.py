@@ -1461,8 +1461,8 @@ MUTANTS = [
     Mutant(
         "options of the plan ignored",
         "pp_offload/_steps/step.py",
-        "options = self.options or config",
-        "options = config",
+        "self.options or config, self.pipeline_rank",
+        "config, self.pipeline_rank",
         "ranks do not keep what Megatron's options say",
         (f"{MAIN_CALLS}::test_options_of_the_plan_do_what_those_of_the_config_do",),
     ),
@@ -1574,7 +1574,7 @@ MUTANTS = [
     Mutant(
         "a failed forward is blamed on its group",
         "pp_offload/_groups/chunk.py",
-        "found = [group for group in self.groups if group.has_failed]",
+        "groups = [group for group in self.groups if group.has_failed]",
         "return []",
         "after an exception one is told to commit its group",
         (f"{RAISED}::test_no_warning_after_a_forward_that_raised",),
@@ -1590,8 +1590,8 @@ MUTANTS = [
     Mutant(
         "a forward that went on was cut off",
         "pp_offload/_groups/chunk.py",
-        "                break\n            found.append(group)",
-        "                continue\n            found.append(group)",
+        "                break\n            groups.append(group)",
+        "                continue\n            groups.append(group)",
         "a group whose commit was forgotten is not named",
         (f"{RAISED}::test_a_forward_that_went_on_was_not_cut_off",),
     ),
@@ -1606,7 +1606,7 @@ MUTANTS = [
     Mutant(
         "what was still to come is missing",
         "pp_offload/_steps/idle_groups.py",
-        "missing = set() if was_cut_off else {",
+        "missing = set() if +cut_off else {",
         "missing = {",
         "after an exception one is told that modules never ran",
         (

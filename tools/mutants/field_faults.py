@@ -310,12 +310,12 @@ FIELD_MUTANTS = [
     Mutant(
         "bytes behind the group in backward are dropped",
         "pp_offload/_steps/step.py",
-        "        if chunk is not None:\n            self.begin_chunk(chunk)",
+        "        if chunk is not None:\n            self.begin_backward(chunk)",
         "        if chunk is not None:\n"
         "            for later in chunk.groups[group.key.position + 1 :]:\n"
         "                for ticket in later.waiting():\n"
         "                    ticket.block = None\n"
-        "            self.begin_chunk(chunk)",
+        "            self.begin_backward(chunk)",
         "a backward that visits groups in another order finds nothing",
         (f"{FIELD}/test_backward_in_any_order.py::test_groups_in_every_order",),
         row="F20",
@@ -425,7 +425,7 @@ FIELD_MUTANTS = [
     Mutant(
         "idle groups are named in every step",
         "pp_offload/_steps/idle_groups.py",
-        "                self._said.add(name)\n",
+        "                self._warned.add(name)\n",
         "",
         "the warning comes as often as there are steps",
         (f"{FIELD}/test_groups_that_do_nothing.py::test_each_idle_name_once",),
