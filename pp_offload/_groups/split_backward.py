@@ -1,8 +1,8 @@
 """Backward in two parts: the gradients of a chunk's inputs first, those of its weights later.
 
 Both read the same payloads, the second part only some of them. The weight pass is one more visit of
-the chunk's groups. Which payloads a part uses is learnt from the last chunk of the same stage, so
-that nothing else comes back for it; a part of which nothing is known gets all.
+the chunk's groups. Which payloads a part uses is learnt from the last chunk of the same stage, and
+only these come back for it; before that, all do.
 
     split.begin(key, BackwardPass.INPUT)   # backward_one_chunk(full_backward=False)
     split.end()
@@ -41,24 +41,16 @@ class Visited(NamedTuple):
     part: BackwardPass
 
 
-class Running:
-    """The part that runs.
+class Running(NamedTuple):
+    """The part that runs."""
 
-    Args:
-        key: The chunk's.
-        part: Which of the two.
-        batches: Of the chunk, by position; held, so that what they used is known when the graph is
-            gone.
+    key: ChunkKey
+    part: BackwardPass
+    positions: dict[Batch, int]
+    """Of the chunk's batches; held, so that what they used can be read when the graph is gone."""
 
-    Attributes:
-        uses: How often it has used each payload, by position and index; the first one first.
-    """
-
-    def __init__(self, key: ChunkKey, part: BackwardPass, batches: dict[int, Batch]) -> None:
-        self.key = key
-        self.part = part
-        self.positions = {batch: position for position, batch in batches.items()}
-        self.uses: Counter[tuple[int, int]] = Counter()
+    uses: Counter[tuple[int, int]]
+    """How often it has used each payload, by position and index; the first one first."""
 
 
 class SplitBackward(Observer):
@@ -85,7 +77,7 @@ class SplitBackward(Observer):
         """What the first part got. The mover gives it out again while it lives."""
 
     def follow(self, group: Group) -> None:
-        """A group left: know what each part of its backward will use, as far as that was seen."""
+        """A group left: expect the uses of each part of its backward, as far as they were seen."""
         batch, key = _batch(group), group.key
         if batch is None or key is None or key.chunk not in self.chunks:
             return
@@ -104,8 +96,8 @@ class SplitBackward(Observer):
     def begin(self, key: ChunkKey, part: BackwardPass) -> None:
         """A part of a chunk's backward begins."""
         groups = enumerate(self._groups(key))
-        batches = {position: batch for position, group in groups if (batch := _batch(group))}
-        self._running = Running(key, part, batches)
+        positions = {batch: position for position, group in groups if (batch := _batch(group))}
+        self._running = Running(key, part, positions, Counter())
 
     def used(self, saved: Saved, payload: Tensor) -> None:
         """See :meth:`Observer.used`."""
@@ -124,7 +116,7 @@ class SplitBackward(Observer):
         self._running = None
 
     def end(self) -> None:
-        """The part that runs ended well: know what it used, and what the second part will use."""
+        """The part that runs ended well: learn its uses, and expect those of the second part."""
         running, self._running = self._running, None
         if running is None:
             return

@@ -1,7 +1,7 @@
 """Chooses how much may be in flight and how far reloads run ahead, from steps that it times.
 
-The first complete steps tell, and after a change of the plan the next ones. Times are read when all
-that was timed has ended, when a later step begins; so nobody waits for them.
+The first complete steps are timed, and after a change of the plan the next ones. Times are read at
+the begin of a later step, once all that was timed has ended: nothing waits for them.
 
     bounds = AutoBounds(offloader, config, room.unused_bytes)
     bounds.begin_step()
@@ -31,7 +31,7 @@ from pp_offload._policy.bounds import (
     within,
 )
 from pp_offload._policy.plan import GroupKey, Plan
-from pp_offload._steps.step_times import ClockWithoutWaits, Mark, StepTimes, rate
+from pp_offload._steps.step_times import Mark, StepTimes, clock_without_waits, rate
 from pp_offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,6 @@ class AutoBounds:
         unused_bytes: Callable[[], int | None],
     ) -> None:
         self._offloader = offloader
-        self._observers = offloader.observers
         self._config = config
         self._unused_bytes = unused_bytes
         self._num_left = NUM_TIMED if is_wanted(config) else 0
@@ -77,21 +76,23 @@ class AutoBounds:
         self._sent = self._sent_when_timed = 0
 
     def begin_step(self) -> None:
-        """Choose, if the times of an earlier step are known by now; then time this one, perhaps.
+        """Choose, if all that was timed has ended; then time this step, if steps are left to time.
 
         Not in a capture, where nothing can be asked of an event.
         """
         if self._offloader.backend.is_capturing:
             return
         try:
-            if self._timed is not None:
-                self._read(*self._timed)
+            if self._timed is not None and self._timed[1].are_over():
+                timed, self._timed = self._timed, None
+                self._num_left -= 1
+                self._choose(*timed)
             backend = self._offloader.backend
             laps = Laps.started(backend) if self._num_left and self._timed is None else None
             if laps is not None:
                 self._running = StepTimes(partial(laps.now, backend)), laps
                 for observer in self._running:
-                    self._observers.add(observer)
+                    self._offloader.observers.add(observer)
         except RuntimeError as failure:  # events of this device, or of another stream, have no time
             self._timed = None
             self._num_left = max(0, self._num_left - 1)
@@ -102,15 +103,15 @@ class AutoBounds:
         """The step is over.
 
         Args:
-            plan: For the steps to come. Another one is a reason to time steps again, as are more
-                bytes than those timed had.
+            plan: For the steps to come. After a change of it steps are timed again, as where more
+                bytes leave than in the timed step.
             is_complete: Whether the step says what others will be like.
         """
         running, self._running = self._running, None
         sent = self._offloader.engine.mover.counts.bytes_offloaded - self._sent
         if running is not None:
             for observer in running:
-                self._observers.remove(observer)
+                self._offloader.observers.remove(observer)
             if is_complete and not running[1].is_cut:
                 self._timed, self._sent_when_timed = running, sent
         has_grown = is_complete and 0 < self._sent_when_timed * GROWN < sent
@@ -118,22 +119,15 @@ class AutoBounds:
             self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
-        """From now on steps are to go by this plan: with its bounds, or by times of the next ones.
+        """Take the bounds of a plan, or have the next steps timed.
 
-        Args:
-            plan: Whose bounds hold for as long as all is as planned, whatever steps take. So
-                memory stays below the limit that it was made for.
+        Planned bounds hold as long as all is as planned, whatever the times: memory stays below the
+        limit that the plan was made for.
         """
         self._plan = plan
         self._num_left = NUM_TIMED if is_wanted(self._config) else 0
         if plan.bounds is not None:
             self._take(planned_bounds(self._config, plan.bounds))
-
-    def _read(self, times: StepTimes, laps: Laps) -> None:
-        if laps.are_over():
-            self._timed = None
-            self._num_left -= 1
-            self._choose(times, laps)
 
     def _choose(self, times: StepTimes, laps: Laps) -> None:
         stalled_s = seconds(laps.waits)
@@ -154,7 +148,7 @@ class AutoBounds:
             stalled_s * 1e3,
             (rate(laps.offloads) or 0) / 1e9,
             (rate(laps.reloads) or 0) / 1e9,
-            *(one // MIB for one in self.now),
+            *(nbytes // MIB for nbytes in self.now),
         )
 
     def _take(self, bounds: tuple[int, int]) -> None:
@@ -187,22 +181,20 @@ def least_bounds(
     offload_rate, reload_rate = rate(laps.offloads), rate(laps.reloads)
     if offload_rate is None or reload_rate is None:
         return None
-    clock = ClockWithoutWaits(laps)
-    offloads = [
-        [Moment(clock.seconds(mark.at), mark.nbytes) for mark in marks]
+    clock = clock_without_waits(laps)
+    caps = [
+        in_flight_bytes([Moment(clock(m.at), m.nbytes) for m in marks], offload_rate * CAUTION)
         for marks in _by_chunk(times.offloads, kept)
     ]
-    uses = [
-        [Use(clock.seconds(mark.at), mark.nbytes, mark.freed) for mark in marks]
+    windows = [
+        window_bytes([Use(clock(m.at), m.nbytes, m.freed) for m in marks], reload_rate * CAUTION)
         for marks in _by_chunk(times.uses, kept)
     ]
-    caps = [in_flight_bytes(one, offload_rate * CAUTION) for one in offloads]
-    windows = [window_bytes(one, reload_rate * CAUTION) for one in uses]
     # small tensors come back in batches of SMALL_BYTES
     return max([LEAST_IN_FLIGHT_BYTES, *caps]), max([SMALL_BYTES, *windows])
 
 
 def _by_chunk(marks: Iterable[Mark], kept: Collection[GroupKey]) -> Iterable[list[Mark]]:
     """Those of the groups that are not kept; each time a chunk was at work."""
-    left = (mark for mark in marks if mark.group not in kept)
-    return [list(one) for _, one in groupby(left, key=lambda mark: mark.group.chunk)]
+    leaving = (mark for mark in marks if mark.group not in kept)
+    return [list(of_chunk) for _, of_chunk in groupby(leaving, key=lambda mark: mark.group.chunk)]

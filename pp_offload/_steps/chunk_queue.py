@@ -1,9 +1,8 @@
 """Which chunk runs backward next. It steers prefetch; no tensor depends on it.
 
-The order comes from one of two sources: the schedule's own list of actions, known beforehand; or
-the order seen in an earlier step. Until one is known, chunks are queued by the reference's rule:
-those of the last virtual stage as they come, the others once every stage has as many, last stage
-first.
+The order comes from the schedule's own list of actions, or was seen in an earlier step. Before
+either, chunks are queued by the reference's rule: those of the last virtual stage as they come, the
+others once every stage has as many, last stage first.
 
     forward   s0 m0, s0 m1, s1 m0, s1 m1      staged   s0: m0 m1     queued   s1 m0, s1 m1
     then      flush                                                  queued   ..., s0 m0, s0 m1
@@ -19,8 +18,6 @@ from pp_offload._groups.split_backward import WeightPass
 from pp_offload._policy.plan import ChunkKey, WeightPassKey
 
 Key = ChunkKey | WeightPassKey
-
-
 QueuedChunk = Chunk | WeightPass
 """A chunk, or the second part of its backward."""
 
@@ -43,7 +40,7 @@ class ChunkQueue:
 
         Args:
             keys: First to run backward first.
-            is_told: Whether a schedule said so; then an order that was seen does not replace it.
+            is_told: Whether it comes from a schedule; an order that was seen does not replace it.
         """
         self._order = list(keys)
         self._position = {key: position for position, key in enumerate(self._order)}
@@ -111,7 +108,7 @@ class ChunkQueue:
         return (chunk for chunk in self._queued if not chunk.is_empty_chunk())
 
     def certain(self) -> Iterator[QueuedChunk]:
-        """The queued chunks, next one first, up to where one is known to come but not there yet.
+        """The queued chunks, next one first, up to a chunk that is still to come.
 
         Prefetching chunks behind that gap would take the room that its groups need.
         """

@@ -4,8 +4,8 @@
     check = PlanCheck()                      # one for each manager
     check.check(config, pipeline_rank)       # logs what differs, the first time that it is asked
 
-Options with their default are not kept, so one that is missing in a plan was left out. A plan of an
-older file has none at all: nothing but the number of its ranks is known of it.
+Options with their default are left out. A plan of an older file has none at all, and is compared by
+the number of its ranks alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def options_of(config: OffloadConfig, *, num_microbatches: int, schedule: str) -
         schedule: The name of its class, or of its file.
     """
     defaults = _plain(OffloadConfig())
-    given = {name: one for name, one in _plain(config).items() if one != defaults[name]}
+    given = {name: value for name, value in _plain(config).items() if value != defaults[name]}
     return given | {"num_microbatches": num_microbatches, "schedule": schedule}
 
 
@@ -72,16 +72,16 @@ class PlanCheck:
             config: Of the run; without a plan nothing is compared.
             pipeline_rank: Of this process.
             smallest_numel: Elements that a tensor needs to leave, if chunks have their own number.
-            schedule: ``num_microbatches``, ``schedule`` and ``num_ranks``, where they are known.
+            schedule: ``num_microbatches``, ``schedule`` and ``num_ranks``, where they are given.
         """
         plan = config.offload_plan
         if self._is_done or plan is None:
             return
         self._is_done = True
-        found = _with_smallest(config, smallest_numel) | schedule
+        run = _plain(config, smallest_numel) | schedule
         others = [
-            f"{name} {planned!r}, here {found[name]!r}"
-            for name, planned in _others(plan, pipeline_rank, found)
+            f"{name} {planned!r}, here {run[name]!r}"
+            for name, planned in _others(plan, pipeline_rank, run)
         ]
         if others:
             logger.warning(
@@ -94,33 +94,23 @@ class PlanCheck:
 
 
 def why_unplanned(config: OffloadConfig, smallest_numel: int | None) -> str:
-    """Why groups of a run are not those of its plan, and what to do, for the end of a message.
-
-    Args:
-        config: Of the run, with its plan.
-        smallest_numel: As for :meth:`PlanCheck.check`.
-    """
+    """Why groups of a run are not those of its plan, and what to do, for the end of a message."""
     name, plan = "min_offloaded_tensor_size", config.offload_plan
-    found = _with_smallest(config, smallest_numel)
-    planned = _planned(plan) if plan is not None else {}
-    if name in planned and planned[name] != found[name]:
+    here = _plain(config, smallest_numel)[name]
+    planned = here if plan is None else _planned(plan).get(name, here)
+    if planned != here:
         return (
-            f"{name} was {planned[name]} for the plan, and is {found[name]} here; give the same, "
-            "or plan again"
+            f"{name} was {planned} for the plan, and is {here} here; give the same, or plan again"
         )
     return f"make a plan for this model, length and {name}; {OTHERS_ON_A_CPU}"
 
 
-def _plain(config: OffloadConfig) -> dict[str, Any]:
+def _plain(config: OffloadConfig, smallest_numel: int | None = None) -> dict[str, Any]:
     """The options, as JSON can hold them."""
-    return {name: getattr(config, name) for name in OPTIONS} | {"tiers": list(config.tiers)}
-
-
-def _with_smallest(config: OffloadConfig, smallest_numel: int | None) -> dict[str, Any]:
-    found = _plain(config)
+    options = {name: getattr(config, name) for name in OPTIONS} | {"tiers": list(config.tiers)}
     if smallest_numel is not None:
-        found["min_offloaded_tensor_size"] = smallest_numel
-    return found
+        options["min_offloaded_tensor_size"] = smallest_numel
+    return options
 
 
 def _planned(plan: OffloadPlan) -> Mapping[str, Any]:
@@ -130,16 +120,16 @@ def _planned(plan: OffloadPlan) -> Mapping[str, Any]:
 
 
 def _others(
-    plan: OffloadPlan, pipeline_rank: int, found: Mapping[str, Any]
+    plan: OffloadPlan, pipeline_rank: int, run: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Options that are not as planned, with what they were."""
+    """Options of a run that are not as planned, with what was planned."""
     rank = plan.rank(pipeline_rank)
     defaults = _plain(OffloadConfig())
     for name, planned in _planned(plan).items():
-        if name not in found or found[name] == planned:
+        if name not in run or run[name] == planned:
             continue
-        if name in BOUNDS and rank.bounds is not None and found[name] == defaults[name]:
+        if name in BOUNDS and rank.bounds is not None and run[name] == defaults[name]:
             continue  # the engine takes those of the plan
-        if name == "host_budget_bytes" and planned is None and found[name] >= rank.host_peak_bytes:
+        if name == "host_budget_bytes" and planned is None and run[name] >= rank.host_peak_bytes:
             continue  # it was to be as much as it takes, and that is there
         yield name, planned

@@ -1,4 +1,4 @@
-"""How many groups may stay below a limit of device memory, as steps show it.
+"""``plan="auto"``: how many groups may stay below a limit of device memory, as steps show it.
 
     room = DeviceRoom(offloader, config, step.in_flight)
     room.begin_step()
@@ -10,17 +10,16 @@ At first all groups leave, and bounds on what is on its way are chosen. Then one
 device needs whatever leaves, and what the limit leaves beside that and the bounds is filled.
 
 NOTE [ What a peak does not say ]
-    A device tells the peak since somebody has reset that, and many programs do so between steps. So
-    it is also asked for when a backward goes on to another chunk, for memory is high then. And an
-    optimizer makes its states when the first step is over. So that one only says what its groups
-    are like, and so does one that asks for more than all before.
+    A device tells the peak since its last reset, and many programs reset it between steps. So the
+    peak is also read when a backward goes on to another chunk, for memory is high then. And an
+    optimizer makes its states when the first step is over. So the first step only says what its
+    groups are like, and so does a step that asks for more than all before.
 
 NOTE [ What is needed whatever leaves ]
-    Where a backward goes on to another chunk, what is allocated less what is on its way: there it
-    is known how much that is. What the peak of the step is above all that was allocated at these
-    times comes on top, such as what the backward of a loss takes. What is on its way may be as much
-    as the bounds let it at any time, whatever it was in this step: where less leaves, more of it
-    comes back sooner.
+    Where a backward goes on to another chunk: bytes allocated, less bytes on their way, which can
+    be counted there. The peak of the step above all that was allocated at these times comes on top,
+    such as what the backward of a loss takes. Bytes on their way may be as many as the bounds let,
+    whatever they were in this step: where less leaves, more of it comes back sooner.
 """
 
 from __future__ import annotations
@@ -136,10 +135,9 @@ class DeviceRoom(Observer):
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         """A group that stays holds storages whole, also where it has saved parts of them."""
         seen, key = self._seen, group.key
-        if seen is not None and key is not None:
-            nbytes = 0 if payloads is None else payloads.beside_bytes
-            place = key.place
-            seen.beside[place] = max(seen.beside.get(place, 0), nbytes)
+        if seen is not None and key is not None and payloads is not None:
+            nbytes = max(seen.beside.get(key.place, 0), payloads.beside_bytes)
+            seen.beside[key.place] = nbytes
 
     def reached(self, group: Group) -> None:
         """With the first one of a chunk, see NOTE [ What a peak does not say ]."""
@@ -181,7 +179,7 @@ class DeviceRoom(Observer):
             seen.fixed_bytes = max(seen.fixed_bytes, allocated.nbytes - moving_bytes)
 
     def _judge(self, seen: Seen) -> None:
-        """Fill what is left of the limit when bounds are chosen, and see to it that it is kept."""
+        """Fill what is left of the limit once bounds are chosen, and give up if it is exceeded."""
         allocated = self._offloader.backend.allocated()
         peak_bytes = max(seen.peak_bytes, 0 if allocated is None else allocated.peak_bytes)
         self._foreseen_bytes = peak_bytes
@@ -196,7 +194,7 @@ class DeviceRoom(Observer):
             self._fill(seen.fixed_bytes + above_bytes, limit_bytes)
 
     def _fill(self, needed_bytes: int, limit_bytes: int) -> None:
-        """As much stays as there is room for beside what is needed whatever leaves."""
+        """Choose what stays beside what is needed whatever leaves."""
         moving_bytes = self._moving_bytes()
         self._stay = fitting(self._demand, limit_bytes - needed_bytes, moving_bytes)
         stay_bytes = self._demand.nbytes(self._stay)
@@ -208,11 +206,11 @@ class DeviceRoom(Observer):
             rank_said(),
             len(self._stay),
             len(self._demand.sizes),
-            *(one / MIB for one in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
+            *(num / MIB for num in (stay_bytes, needed_bytes, moving_bytes, limit_bytes)),
         )
 
     def _moving_bytes(self) -> int:
-        """What bounds let be on its way, both ways together. A group is not cut by one."""
+        """The most bytes on their way, both ways together. A bound cuts no group."""
         largest = max(self._demand.sizes.values(), default=0)
         cap_bytes = self._offloader.engine.mover.in_flight.bound.nbytes
         return max(cap_bytes, largest) + max(self._offloader.engine.window.bound.nbytes, largest)

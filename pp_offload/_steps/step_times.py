@@ -3,8 +3,8 @@
 times = StepTimes(partial(laps.now, backend))
 observers.add(times)
 ...
-clock = ClockWithoutWaits(laps)
-[clock.seconds(use.at) for use in times.uses]
+clock = clock_without_waits(laps)
+[clock(use.at) for use in times.uses]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pp_offload.backends import TimedEvent
 
 @dataclass(slots=True)
 class Mark:
-    """A point of compute's time, at which a group was offloaded or some of it was used."""
+    """A point of compute's time at which a group was offloaded, or some of it was used."""
 
     group: GroupKey
     at: TimedEvent
@@ -36,7 +36,7 @@ class Mark:
 
 
 class StepTimes(Observer):
-    """Hears when groups leave, and when what came back is used.
+    """Marks when groups leave, and when what came back is used.
 
     Args:
         now: Gives an event on the live compute stream; None where nothing can be timed.
@@ -83,25 +83,19 @@ class StepTimes(Observer):
             marks.append(Mark(key, now, nbytes, freed))
 
 
-class ClockWithoutWaits:
-    """When compute would have passed a mark, had it never waited for copies.
+def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:
+    """When compute would have passed an event, in seconds, had it never waited for copies."""
+    took = [wait.begin.elapsed_time(wait.end) / 1e3 for wait in laps.waits]
+    ends = [laps.seconds_until(wait.end) for wait in laps.waits]
+    waits = sorted(zip(ends, took, strict=True))  # of several threads, in no order
+    ends_s = [end_s for end_s, _ in waits]
+    waited_s = [0.0, *accumulate(took_s for _, took_s in waits)]
 
-    Args:
-        laps: Say when and how long it waited.
-    """
+    def seconds_until(event: TimedEvent) -> float:
+        at_s = laps.seconds_until(event)
+        return at_s - waited_s[bisect.bisect_right(ends_s, at_s)]
 
-    def __init__(self, laps: Laps) -> None:
-        self._laps = laps
-        took = [wait.begin.elapsed_time(wait.end) / 1e3 for wait in laps.waits]
-        ends = [laps.seconds_until(wait.end) for wait in laps.waits]
-        waits = sorted(zip(ends, took, strict=True))  # of several threads, in no order
-        self._ends_s = [end_s for end_s, _ in waits]
-        self._waited_s = [0.0, *accumulate(took_s for _, took_s in waits)]
-
-    def seconds(self, event: TimedEvent) -> float:
-        """From the begin to ``event``, less what compute waited before."""
-        at_s = self._laps.seconds_until(event)
-        return at_s - self._waited_s[bisect.bisect_right(self._ends_s, at_s)]
+    return seconds_until
 
 
 def rate(laps: Sequence[Lap]) -> float | None:

@@ -733,7 +733,7 @@ MUTANTS = [
     Mutant(
         "waits count as compute",
         "pp_offload/_steps/step_times.py",
-        "return at_s - self._waited_s[bisect.bisect_right(self._ends_s, at_s)]",
+        "return at_s - waited_s[bisect.bisect_right(ends_s, at_s)]",
         "return at_s",
         "a step that stalled seems to compute for longer, so less memory seems enough",
         ("tests/steps/test_auto_bounds.py::test_what_compute_waited_is_taken_from_the_times",),
