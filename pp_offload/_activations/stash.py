@@ -29,7 +29,6 @@ from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
 from pp_offload._hooks.regions import is_in_backward
 from pp_offload._memory.host_pool import pageable
-from pp_offload._steps.chunk_queue import ChunkQueue
 from pp_offload._steps.step import StepRecord
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, config_or_default
@@ -85,7 +84,7 @@ class ActivationStash:
     def _start(self) -> None:
         self._owner = current()
         self._forward = _Forward()
-        self._step = StepRecord(ChunkQueue())
+        self._step = StepRecord()
         self._offloader = self._make(self._step)
 
     def _start_in_child(self) -> None:

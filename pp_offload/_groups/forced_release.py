@@ -5,7 +5,7 @@ emptied only when it is certain that nobody else shares it: a saved tensor in an
 in the user's hands, or anything autograd saved without hooks counts as a holder, and then it stays.
 So does memory that is not torch's own, with a warning, for naming it never helps.
 
-    transfer.after_copies(release.of(tensors))
+    offloader.after_copies(release.of(tensors))
 """
 
 from __future__ import annotations
@@ -28,23 +28,18 @@ from pp_offload._memory.storages import has_storage
 
 logger = logging.getLogger(__name__)
 
-
 _EXTERNAL = "its memory is not torch's own, or shared with other processes; do not name it"
 
 
 class ForcedRelease:
-    """Empties what users name, where that harms nobody.
-
-    Args:
-        eligibility: Knows the storages that stay whatever the user says.
-    """
+    """Empties what users name, where that harms nobody."""
 
     def __init__(self, eligibility: Eligibility) -> None:
         self._eligibility = eligibility
         self._has_warned = False
 
     def of(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
-        """A function that empties them, to be called after their copies. It holds them weakly."""
+        """A function that empties ``tensors``, to be called after their copies; refers weakly."""
         return partial(self._run, [weakref.ref(tensor) for tensor in tensors])
 
     def _run(self, refs: Sequence[weakref.ref[Tensor]]) -> None:

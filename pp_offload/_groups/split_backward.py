@@ -166,13 +166,7 @@ class SplitBackward(Observer):
 
 
 class WeightPass:
-    """The second part of a chunk's backward, for the queue and the window: one more visit.
-
-    Args:
-        key: The chunk's.
-        groups: The chunk's.
-        split: Knows what it will use.
-    """
+    """The second part of a chunk's backward, for the queue and the window: one more visit."""
 
     def __init__(self, key: ChunkKey, groups: Sequence[Group], split: SplitBackward) -> None:
         self.key = WeightPassKey(key)
@@ -180,13 +174,13 @@ class WeightPass:
         self._split = split
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
-        """Whether it has nothing to visit. With a name always, for it has no groups of its own."""
+        """Whether it has nothing to visit; of a name always, for the groups are the chunk's."""
         return name is not None or not self._groups
 
     def visits(self) -> Iterator[WeightVisit]:
-        """The chunk's groups in the order in which it will come to them: none, before it is known.
+        """The chunk's groups in the order of the last weight pass of the stage; none before it.
 
-        Not that of the first part: PyTorch goes through the parameters.
+        It is not the order of the first part: PyTorch goes through the parameters.
         """
         stage = self.key.chunk.vp_stage
         for position in self._split.order.get(stage, ()):
@@ -210,7 +204,7 @@ class WeightVisit:
         self._used = used
 
     def wanted(self) -> list[tuple[Batch, list[int]]]:
-        """What it will ask for, is not on the device, and is not brought for the first part."""
+        """What it will ask for, unless on the device or brought for the first part."""
         wanted = []
         for batch, indices in self.uses():
             first, device = batch.back.part or (), batch.back.device
@@ -224,8 +218,8 @@ class WeightVisit:
         batch = None if self.batch is None else self.batch()
         if batch is None:
             return []
-        left = enumerate(batch.back.left)
-        return [(batch, [index for index, num in left if num > 0 and index in self._used])]
+        counts = enumerate(batch.back.left)
+        return [(batch, [index for index, num in counts if num > 0 and index in self._used])]
 
 
 def _expect(

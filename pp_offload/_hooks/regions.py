@@ -7,10 +7,10 @@
 NOTE [ Inside a checkpoint ]
     PyTorch's non-reentrant checkpoint finds saved tensors by position: the n-th of the
     recomputation is the n-th of the forward. Hooks inside its region would take tensors away from
-    the checkpoint, and would have to take the same ones away when the region runs again. So inside
-    a region nothing of ours pushes hooks, neither in forward nor in recomputation: the checkpoint
-    drops and recomputes what is saved there. The hook on top of autograd's stack shows the region.
-    A reentrant checkpoint has no hooks: its region runs without grad, and again inside a backward.
+    the checkpoint, and would have to take the same ones away when the region runs again. So we push
+    no hooks inside a region, neither in forward nor in recomputation: the checkpoint drops and
+    recomputes what is saved there. The hook on top of autograd's stack shows the region. A
+    reentrant checkpoint has no hooks: its region runs without grad, and again inside a backward.
 """
 
 from __future__ import annotations
@@ -97,11 +97,7 @@ def is_recomputing() -> bool:
 
 
 def warn_of_region(what: str) -> None:
-    """Warn, once for each subject, that it is inside a checkpoint and does nothing.
-
-    Args:
-        what: The subject, such as ``group 'mlp'``.
-    """
+    """Warn, once for each subject such as ``group 'mlp'``, that a checkpoint around it decides."""
     if _here.is_expected or what in _warned:
         return
     _warned.add(what)
@@ -130,10 +126,7 @@ def expected() -> Iterator[None]:
 
 
 class _OfThread(threading.local):
-    """Whether groups of a thread are expected to do nothing."""
-
-    def __init__(self) -> None:
-        self.is_expected = False
+    is_expected = False
 
 
 _here = _OfThread()

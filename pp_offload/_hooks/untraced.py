@@ -1,8 +1,8 @@
 """Hooks that a compiler does not look into.
 
 Autograd calls a pack hook from inside an operator. Where ``torch.compile`` leaves a forward as it
-is, it compiles each function that is called there instead, and would take the hook for one. And a
-backward that is compiled has the unpack hooks in it.
+is, it compiles each function that is called there instead, the hook as well. And a compiled
+backward has the unpack hooks in it.
 
     hook = Untraced(pack, group)   # as functools.partial
     hook = untraced(unpack)        # a function without arguments of its own
@@ -32,26 +32,23 @@ class Untraced(partial):  # type: ignore[type-arg]
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which runs as it is, whatever is compiled around it."""
-    return _untraced(function) if COMPILER in sys.modules else function
-
-
-_UNTRACED: dict[Callable[..., Any], Untraced] = {}
-"""One for each function, for one is wanted at every group. No ``functools.cache``: a compiler looks
-into that where it is called, and warns.
-"""
-
-_CALLERS: list[Callable[..., Any]] = []
-"""The caller below, once it is made."""
-
-
-def _untraced(function: Callable[..., Any]) -> Untraced:
+    if COMPILER not in sys.modules:
+        return function
     if function not in _UNTRACED:
         _UNTRACED[function] = Untraced(function)
     return _UNTRACED[function]
 
 
+_UNTRACED: dict[Callable[..., Any], Untraced] = {}
+"""Of each function, for every group asks for it. No ``functools.cache``: a compiler looks into that
+where it is called, and warns.
+"""
+
+_CALLERS: list[Callable[..., Any]] = []
+"""The caller below, once it is made: making it takes longer than calling it."""
+
+
 def _as_it_is() -> Callable[..., Any]:
-    """Calls what it is given. One for all: making it takes longer than calling it."""
     if not _CALLERS:
         _CALLERS.append(torch.compiler.disable(_call))
     return _CALLERS[0]

@@ -1,9 +1,8 @@
 """The least memory at which compute does not wait for copies, and what of it a budget has room for.
 
-Pure functions of when a step moved its bytes, and of options.
-
-The times are those of a step in which nothing waits, in seconds from any begin. A link that is
-slower than compute makes it wait whatever is chosen; then these bounds keep the link busy.
+Pure functions of options, and of the times of a step in which nothing waits, in seconds from any
+begin. If the link is slower than compute, compute waits whatever is chosen, and these bounds keep
+the link busy.
 
     in_flight_bytes([Moment(0.01, 2**28), Moment(0.02, 2**28)], 50e9)  # of a chunk's forward
     window_bytes([Use(0.03, 2**27, 2**27), Use(0.04, 2**27, 2**27)], 50e9)  # of its backward
@@ -151,20 +150,20 @@ def share_of_budget(config: OffloadConfig) -> int | None:
 
 
 def shares(wanted: Sequence[int], budget: int | None) -> list[int]:
-    """What each gets of a budget, in proportion to what is wanted; all of it without a budget."""
+    """Bytes of a budget for each, in proportion to what is wanted; all of it without a budget."""
     total = sum(wanted)
     if budget is None or total <= budget:
         return list(wanted)
-    return [one * budget // total for one in wanted]
+    return [nbytes * budget // total for nbytes in wanted]
 
 
 def grown(now: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """What each may be where together they grow by ``room`` at most.
+    """Each bound, where together they grow by ``room`` bytes at most.
 
-    What one gives up is no room for another: the two need not be full at the same time.
+    A bound that shrinks makes no room for another: the two need not be full at the same time.
     """
     more = shares([max(0, new - old) for old, new in zip(now, wanted, strict=True)], max(0, room))
-    return [min(new, old + one) for old, new, one in zip(now, wanted, more, strict=True)]
+    return [min(new, old + add) for old, new, add in zip(now, wanted, more, strict=True)]
 
 
 def within(

@@ -26,7 +26,6 @@ from pp_offload._groups.split_backward import BackwardPass
 from pp_offload._hooks.regions import is_in_region, is_recomputing, warn_of_region
 from pp_offload._policy.plan import ChunkKey, plan_of_options
 from pp_offload._steps.auto_bounds import AutoBounds
-from pp_offload._steps.chunk_queue import ChunkQueue
 from pp_offload._steps.idle_groups import IdleGroups
 from pp_offload._steps.plan_options import PlanCheck, why_unplanned
 from pp_offload._steps.room import DeviceRoom
@@ -79,8 +78,7 @@ class Manager:
         self.idle_groups = IdleGroups()
         self._has_warned_of_no_reset = False
         self.on_begin: tuple[Callable[[], None], ...] = ()
-        config = config_or_default(config)
-        step = StepRecord(ChunkQueue())
+        config, step = config_or_default(config), StepRecord()
         self._follow(config, step, Offloader(backend_or_default(backend), config, step))
 
     def _follow(self, config: OffloadConfig, step: StepRecord, offloader: Offloader) -> None:
@@ -112,7 +110,7 @@ class Manager:
                 f"a schedule is attached with {self.config}, expected the same and not {config}; "
                 "detach() it first, or give both the same config"
             )
-        step = StepRecord(ChunkQueue())
+        step = StepRecord()
         step.pipeline_rank = self.step.pipeline_rank
         offloader = Offloader(self.backend, config, step)  # first: without a disk it raises
         offloader.engine.go_on_as(self.offloader.engine)
@@ -160,8 +158,7 @@ class Manager:
             ValueError: ``vp_stage`` is outside ``vp_size``, or a number is negative or none.
         """
         size, stage = _virtual_stage(vp_size, vp_stage)
-        smallest = min_offloaded_tensor_size
-        check_count("min_offloaded_tensor_size", smallest, unit="elements")
+        check_count("min_offloaded_tensor_size", min_offloaded_tensor_size, unit="elements")
         if microbatch is not None:
             check_count("microbatch", microbatch, unit="None counts them")
         if is_recomputing():
@@ -172,11 +169,13 @@ class Manager:
         if self.step.num_chunks >= MANY_CHUNKS:
             self._forget_finished()
         if torch.is_grad_enabled():
-            self.step.smallest_numel = smallest
+            self.step.smallest_numel = min_offloaded_tensor_size
         self.step.vp_size = size
-        make = make or self.make_chunk
-        self.forward.chunk = make(
-            smallest, offloader=self.offloader, vp_stage=stage, microbatch=microbatch
+        self.forward.chunk = (make or self.make_chunk)(
+            min_offloaded_tensor_size,
+            offloader=self.offloader,
+            vp_stage=stage,
+            microbatch=microbatch,
         )
 
     def _follow_options(self) -> None:
@@ -331,19 +330,18 @@ class Manager:
         with self.offloader.lock:
             self.bounds.end_step(self.offloader.plan, is_complete=False)
             self._room.end_step(None)
-        self._end_step()
+            self._end_step()
         self.offloader.settle()
 
     def _end_step(self) -> None:
-        with self.offloader.lock:
-            self.offloader.delayed.clear()
-            self.offloader.engine.shared.clear()
-            self.forward.chunk = None  # other threads have their own
-            self.forward.is_evaluating = False
-            self.step.clear()
-            self.offloader.resume(None)
-            if self.offloader.split is not None:
-                self.offloader.split.clear()
+        self.offloader.delayed.clear()
+        self.offloader.engine.shared.clear()
+        self.forward.chunk = None  # other threads have their own
+        self.forward.is_evaluating = False
+        self.step.clear()
+        self.offloader.resume(None)
+        if self.offloader.split is not None:
+            self.offloader.split.clear()
 
     def _look_for_idle_groups(self) -> None:
         step, smallest = self.step, self.step.smallest_numel
@@ -399,7 +397,7 @@ class Manager:
 
 
 def _virtual_stage(vp_size: object, vp_stage: object) -> tuple[int, int]:
-    """Number of virtual stages, and which of them; None for both is one."""
+    """Number of virtual stages, and which of them; None for both is a single stage."""
     size = 1 if vp_size is None else vp_size
     stage = 0 if vp_stage is None else vp_stage
     if type(size) is int and type(stage) is int and 0 <= stage < size:

@@ -1,7 +1,7 @@
 """Options that a plan was made with, and one warning where a run that follows it has others.
 
     plan.options == options_of(config, num_microbatches=16, schedule="Schedule1F1B")
-    check = PlanCheck()                      # one for each manager
+    check = PlanCheck()                      # each manager has its own
     check.check(config, pipeline_rank)       # logs what differs, the first time that it is asked
 
 Options with their default are left out. A plan of an older file has none at all, and is compared by

@@ -29,14 +29,10 @@ from pp_offload.config import OffloadConfig
 
 
 class StepRecord:
-    """Follows a step, and tells the prefetcher what comes next in it.
+    """Follows a step, and tells the prefetcher what comes next in it."""
 
-    Args:
-        queue: Chunks whose backward has not begun.
-    """
-
-    def __init__(self, queue: ChunkQueue) -> None:
-        self.queue = queue
+    def __init__(self) -> None:
+        self.queue = ChunkQueue()
         self.vp_size = 1
         self.pipeline_rank = 0
         self.options: OffloadConfig | None = None

@@ -43,7 +43,7 @@ class StepTimes(Observer):
 
     Attributes:
         offloads: In order.
-        uses: In order; small ones that follow each other count as one.
+        uses: In order; small ones that follow each other are added up.
     """
 
     def __init__(self, now: Callable[[], TimedEvent | None]) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pp_offload._core.mover import Counts
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward, Visited
 from pp_offload._policy.plan import ChunkKey, WeightPassKey, plan_of_options
-from pp_offload._steps.chunk_queue import ChunkQueue, Key
+from pp_offload._steps.chunk_queue import Key
 from pp_offload._steps.step import StepRecord
 from pp_offload.config import OffloadConfig
 from pp_offload.pipelining import Action
@@ -178,7 +178,7 @@ class NumberRank:
 
     def _new_step(self, device: NumberDevice, begin_s: float, messages: Mail) -> _Step:
         config = self._config or OffloadConfig()
-        record = StepRecord(ChunkQueue())
+        record = StepRecord()
         record.queue.know_order(self._order, is_told=True)
         engine = NumberEngine(device, self._places.tier(device, begin_s), record, config)
         engine.mover.counts = self.moved

@@ -36,7 +36,6 @@ from pp_offload import OffloadConfig, config
 from pp_offload._core.mover import Counts
 from pp_offload._policy.plan import Plan
 from pp_offload._steps import auto_bounds
-from pp_offload._steps.chunk_queue import ChunkQueue
 from pp_offload._steps.step import StepRecord
 from pp_offload.plan import device, predict, record
 from pp_offload.plan import rank as plan_rank
@@ -181,7 +180,7 @@ def test_steps_are_timed_again_when_more_leaves() -> None:
     for sent, is_timed in ((100, True), (100, False), (110, False), (111, True), (111, True)):
         number_device = NumberDevice(DEVICES["H100"])
         places = NumberPlaces(config, DEVICES["H100"])
-        tier, record = places.tier(number_device, 0.0), StepRecord(ChunkQueue())
+        tier, record = places.tier(number_device, 0.0), StepRecord()
         for what in (sent, None):
             engine = NumberEngine(number_device, tier, record, config)
             bounds.watch(engine, number_device)
