@@ -344,7 +344,7 @@ def _also(name: str, value: object) -> str:
 
 
 def add_tier_name(name: str) -> None:
-    """From now on the options may name this tier, which ``_core/tier_chain.py`` can make.
+    """From now on the options may name this tier, which ``_core/tiers.py`` can make.
 
     This module lies below that one, so it knows tiers by name alone.
     """

@@ -1,13 +1,13 @@
 """The bytes of one group off the device: one place on the host, one event each way.
 
     leaving      ``leaving`` keeps the device memory until the copy to the host has run
-    away         only ``place`` has the bytes
+    away         only ``place`` has the bytes; on disk alone, ``write``
     coming back  ``back.device[i]`` is memory for payload i, ``back.reloads[i]`` has its event
     used up      ``back.device[i]`` is None; ``back.given[i]`` refers weakly to what autograd got
 
-Autograd owns a batch, through the saved tensors in it. When the last of them goes, so does the
-batch; its host memory and what came back unused are returned by weak references, whose callbacks
-are C functions: Python code that runs where autograd frees a node would swallow exceptions.
+Autograd owns a batch, through the saved tensors in it, and its memory returns when the last of them
+goes. Autograd frees nodes in C++, where an exception from Python code is lost. So the callbacks of
+weak references are C functions.
 """
 
 from __future__ import annotations
@@ -15,26 +15,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from pp_offload._core.tiers import Place
 from pp_offload.backends import Event, Stream
 
-
-class Delivers(Protocol):
-    """Brings payloads back."""
-
-    def deliver(self, batch: Batch, index: int) -> Tensor:
-        """A payload on the device, ready for the live compute stream."""
-        ...
-
-    def expect_uses(
-        self, batch: Batch, uses: Sequence[int], part: frozenset[int] | None = None
-    ) -> None:
-        """A backward will use each payload so often, and its first part only those of ``part``."""
-        ...
+Spec = tuple[torch.Size, torch.dtype]
+"""The shape and dtype of a payload."""
 
 
 class Reload:
@@ -49,11 +38,11 @@ class Reload:
 
     __slots__ = ("event", "is_there", "read", "stream")
 
-    def __init__(self, stream: Stream, event: Event | None = None, is_there: bool = False) -> None:
+    def __init__(self, stream: Stream, *, is_there: bool = False) -> None:
         self.stream = stream
-        self.event = event
+        self.event: Event | None = None
         self.is_there = is_there
-        self.read: object = None
+        self.read: Any = None
 
     def is_cut_off(self) -> bool:
         """Whether an exception came before its copy was known to be queued."""
@@ -108,57 +97,57 @@ class Batch:
     """The payloads of one group off the device.
 
     Args:
-        mover: Orders its copies.
+        mover: The Mover that orders its copies.
         label: Name of the group, for messages.
         sizes: Bytes of each payload.
+        specs: Shape and dtype of each.
         uses: How many saved tensors each payload holds.
+        is_gone: A C function, called with ``back`` when the batch goes.
 
     Attributes:
-        place: Where the bytes are off the device.
+        place: Host memory that has the bytes; None once they are on disk alone.
+        passage: Owns that memory, where the bytes only pass through it to the disk.
+        write: The bytes on disk, or on their way there, if they go there.
         offloaded: Behind the copy to the host.
         leaving: What that copy reads; None once it has run.
         changed: Payloads that were changed in place before their copy had run.
         back: What is on the device again.
-        checksums: Of the payloads when they left, with ``verify``.
         later: Of payloads that hold saved tensors of other groups, too: the uses of each group that
             backward has not reached, by its id; its own, by None. And those of the second part of a
             backward, by the id of who follows the parts.
     """
 
     __slots__ = (
-        "__weakref__",
-        "back",
-        "changed",
-        "checksums",
-        "label",
-        "later",
-        "leaving",
-        "mover",
-        "offloaded",
-        "place",
-        "sizes",
-        "uses",
+        "__weakref__ back changed label later leaving mover offloaded passage place sizes specs "
+        "write".split()
     )
 
-    place: Place
+    place: Any
+    passage: Any
+    write: Any
     offloaded: Event
-    back: Back
 
-    def __init__(self, mover: Delivers, label: str, sizes: list[int], uses: list[int]) -> None:
-        self.mover = mover
-        self.label = label
-        self.sizes = sizes
-        self.uses = uses
+    def __init__(
+        self,
+        mover: Any,
+        label: str,
+        sizes: list[int],
+        specs: list[Spec],
+        uses: list[int],
+        is_gone: Callable[[Back], None],
+    ) -> None:
+        self.mover, self.label, self.sizes, self.specs = mover, label, sizes, specs
+        self.passage = self.write = None
         self.leaving: Leaving | None = None
         self.changed: frozenset[int] = frozenset()
-        self.checksums: Sequence[int] = ()
         self.later: dict[int, dict[int | None, int]] = {}
+        self.back = Back(self, uses, is_gone)
 
     def use_again(self, index: int, num: int, group: int) -> None:
         """So many more saved tensors hold a payload, of a group with this ``id``."""
         back = self.back
         self.later.setdefault(index, {None: max(back.left[index], 0)})[group] = num
-        self.uses[index] += num
+        back.uses[index] += num
         if back.left[index] <= 0 and back.device[index] is None:
             back.num_away += 1  # it was used up, and is to be used again
         back.left[index] += num
@@ -173,36 +162,32 @@ class Back(weakref.ref[Batch]):
         reloads: The copy that it came with.
         versions: Of the memory when it was last given out; -1 before.
         given: What autograd got, when it was taken out.
+        uses: How often it will be used each time it comes anew.
         left: How many uses are to come; 0 when it is used up.
         num_away: Payloads that are to be used and are neither on the device nor on their way.
         part: Where backward comes in two parts, the payloads that the first has still to use; the
             others are for the second one. None where there is one part, or the first is over.
         sizes: In bytes.
+        checksums: Of the payloads when they left, with ``verify``.
     """
 
-    __slots__ = ("device", "given", "left", "num_away", "part", "reloads", "sizes", "versions")
+    __slots__ = "checksums device given left num_away part reloads sizes uses versions".split()
 
     __eq__ = object.__eq__  # equal weak references to one object would be one element of a set
     __hash__ = object.__hash__
 
-    device: list[Tensor | None]
-    reloads: list[Reload | None]
-    versions: list[int]
-    given: list[weakref.ref[Tensor] | None]
-    left: list[int]
-    sizes: list[int]
-    num_away: int
-    part: frozenset[int] | None
+    def __new__(cls, batch: Batch, uses: list[int], is_gone: Callable[[Back], None]) -> Back:
+        return super().__new__(cls, batch, is_gone)  # type: ignore[arg-type]
 
-    @classmethod
-    def of(cls, batch: Batch, is_gone: Callable[[Back], None]) -> Back:
-        """Nothing yet. ``is_gone`` is a C function, called when the batch goes."""
-        back = cls(batch, is_gone)  # type: ignore[arg-type]
-        num = back.num_away = len(batch.sizes)
-        back.device, back.reloads, back.given = [None] * num, [None] * num, [None] * num
-        back.part = None
-        back.versions, back.left, back.sizes = [-1] * num, batch.uses.copy(), batch.sizes
-        return back
+    def __init__(self, batch: Batch, uses: list[int], is_gone: Callable[[Back], None]) -> None:
+        num = self.num_away = len(batch.sizes)
+        self.device: list[Tensor | None] = [None] * num
+        self.reloads: list[Reload | None] = [None] * num
+        self.given: list[weakref.ref[Tensor] | None] = [None] * num
+        self.versions, self.uses, self.left = [-1] * num, uses, uses.copy()
+        self.part: frozenset[int] | None = None
+        self.sizes = batch.sizes
+        self.checksums: Sequence[int] = ()
 
     def away(self) -> list[int]:
         """Payloads that this part of backward will use and that are neither on the device nor on
@@ -211,3 +196,11 @@ class Back(weakref.ref[Batch]):
         left, part = self.left, self.part
         away = [i for i, tensor in enumerate(self.device) if tensor is None and left[i] > 0]
         return away if part is None else [i for i in away if i in part]
+
+    def put(self, index: int, tensor: Tensor, reload: Reload) -> None:
+        """A payload is on the device, or on its way; if it was used up, for all its uses anew."""
+        self.device[index], self.reloads[index], self.versions[index] = tensor, reload, -1
+        if self.left[index] > 0:
+            self.num_away -= 1
+        else:
+            self.left[index] = self.uses[index]

@@ -22,7 +22,7 @@ from pp_offload._core.payloads import Payloads, collect
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import SharedCopies, restored_from
 from pp_offload._core.tensors import Eligibility, StorageSet
-from pp_offload._core.tiers import Busy, Tier
+from pp_offload._core.tiers import Busy, HostTier
 from pp_offload._core.verify import Verifier
 from pp_offload._core.window import Order, Window
 from pp_offload.backends import Backend, Event, Stream
@@ -53,7 +53,7 @@ class Engine:
     def __init__(
         self,
         backend: Backend,
-        tier: Tier,
+        tier: HostTier,
         order: Order,
         config: OffloadConfig,
         observers: Observers | None = None,

@@ -55,8 +55,7 @@ class InFlight:
         batch = leaving.batch()
         if batch is not None:
             batch.changed |= leaving.changed()
-            if not batch.place.is_refused:
-                batch.leaving = None
+            batch.leaving = None
         actions = []
         while self.then and self.then[0][0] is leaving:
             actions.append(self.then.popleft()[1])

@@ -46,13 +46,13 @@ import torch
 from torch import Tensor
 
 from pp_offload._core.batch import Back, Batch, Leaving, Reload, address_of
-from pp_offload._core.disk import DiskPlace, Read
 from pp_offload._core.in_flight import ComputeStreams, InFlight
 from pp_offload._core.observer import Observers
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.stopwatch import timed_copy, timed_wait
-from pp_offload._core.tiers import Place, Tier
+from pp_offload._core.tiers import HostTier, Read
 from pp_offload._core.verify import Verifier
+from pp_offload._memory.host_pool import HostBytes
 from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import IN_FLIGHT_BYTES
 from pp_offload.backends import Backend, Event, Stream, captured, those_captured
@@ -102,12 +102,12 @@ class Mover:
     def __init__(
         self,
         backend: Backend,
-        tier: Tier,
+        tier: HostTier,
         max_in_flight_bytes: int | str,
         observers: Observers,
     ) -> None:
         self.backend = backend
-        self.tier = tier
+        self.tier: Any = tier
         self.observers = observers
         self.current_stream = backend.current_stream
         self.lock = threading.RLock()
@@ -116,7 +116,7 @@ class Mover:
         self.arrived = Arrived()
         self.counts = Counts()
         self.window = Refill()
-        self.in_graphs: set[Place] = set()
+        self.in_graphs: set[HostBytes] = set()
         _MOVERS.add(self)
 
     # Off the device
@@ -136,8 +136,8 @@ class Mover:
         if self.in_flight.queue or arrived.gone or arrived.abandoned or self.tier.reads:
             self.poll()
         sources, sizes = payloads.tensors, payloads.sizes
-        batch = Batch(self, label, sizes, list(map(len, payloads.members)))
-        specs = list(map(_spec, sources))
+        specs, uses = list(map(_spec, sources)), list(map(len, payloads.members))
+        batch = Batch(self, label, sizes, specs, uses, arrived.gone.append)
         batch.place = place = self.tier.take(batch, sizes, specs)
         live, d2h = self.current_stream(), self.backend.d2h
         sides = () if streams == [live] else [stream for stream in streams if stream != live]
@@ -158,20 +158,15 @@ class Mover:
             d2h.wait_event(side.record_event())
         for event in place.waits_for:
             d2h.wait_event(event)  # a former owner's copy may still use this memory
-        if place.tensors:
-            moved = [(batch, range(len(sizes)))]
-            copies = list(place.tensors)
-            event = self._copy(self.backend.d2h, d2h.record_event, copies, sources, moved)
-        else:  # a thread writes the sources themselves
-            event = d2h.record_event()
-        place.last_use = event
-        if isinstance(place, DiskPlace):
-            event = place.write(sources, event)
+        moved, copies = [(batch, range(len(sizes)))], list(place.tensors)
+        event = self._copy(self.backend.d2h, d2h.record_event, copies, sources, moved)
         batch.offloaded = event
-        batch.back = self.arrived.expect(batch)
-        nbytes = sum(sizes)
-        self.counts.bytes_offloaded += nbytes
-        if not event.query() or place.is_refused:  # of which a thread may have heard by now
+        place.last_use = event
+        if batch.passage is not None:
+            self.tier.write(batch)
+        arrived.backs.add(batch.back)  # a weak reference calls nobody unless it lives itself
+        self.counts.bytes_offloaded += sum(sizes)
+        if not event.query():
             batch.leaving = leaving = _leaving(batch, payloads, live)
             self.in_flight.add(leaving)  # NOTE [ Keep-alive ]
         return batch
@@ -253,9 +248,9 @@ class Mover:
             (live,) = captured(self.backend, live)
         return live
 
-    def _keep_for_graph(self, place: Place) -> None:
+    def _keep_for_graph(self, place: HostBytes) -> None:
         """See NOTE [ Captures ]."""
-        place.keep()
+        place.lease = None  # the weak reference by which it would be free again
         self.in_graphs.add(place)
 
     # Back to it
@@ -277,14 +272,14 @@ class Mover:
         reload = Reload(live)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        on_disk: list[tuple[Batch, DiskPlace, list[int]]] = []
+        on_disk: list[Wanted] = []
         for batch, indices in wanted:
-            back, tensors = batch.back, batch.place.tensors
-            if isinstance(batch.place, DiskPlace):
-                batch.place.tier.check_capture()
-                if not tensors:
-                    on_disk.append((batch, batch.place, indices))
+            if batch.write is not None:
+                self.tier.check_capture("reading from")
+                if batch.place is None:
+                    on_disk.append((batch, indices))
                     continue
+            back, tensors = batch.back, batch.place.tensors
             if len(indices) == len(tensors) == back.num_away:  # nearly always, and in C
                 begun = list(map(partial(torch.empty_like, device=device), tensors))
                 back.device[:] = begun
@@ -297,7 +292,7 @@ class Mover:
             for index in indices:
                 if back.device[index] is None:  # not wanted twice, as by a group that borrows it
                     target = torch.empty_like(tensors[index], device=device)
-                    self.arrived.put(back, index, target, reload, batch.uses[index])
+                    back.put(index, target, reload)
                     targets.append(target)
                     sources.append(tensors[index])
         if not on_disk:  # nearly always
@@ -305,13 +300,11 @@ class Mover:
                 self._copy_back(reload, wanted, targets, sources)
             return 0
         if targets:
-            away = [batch for batch, _, _ in on_disk]
-            on_host = [pair for pair in wanted if pair[0] not in away]
-            self._copy_back(reload, on_host, targets, sources)
+            self._copy_back(reload, [w for w in wanted if w not in on_disk], targets, sources)
         # Last, for it lets go of host memory that is on disk by now, and was a source above.
         num_left = 0
-        for batch, place, indices in on_disk:
-            if not self._read(batch, place, indices, live, force=force):
+        for batch, indices in on_disk:
+            if not self._read(batch, indices, live, force=force):
                 num_left += len(indices)
         return num_left
 
@@ -338,36 +331,25 @@ class Mover:
         for batch, _ in wanted:
             batch.place.last_use = event
 
-    def _read(
-        self, batch: Batch, place: DiskPlace, indices: list[int], live: Stream, *, force: bool
-    ) -> bool:
-        """Have a thread read payloads that are on disk alone; False without room to read them to,
-        and where the disk has refused them. Their device memory is there at once, and
-        :meth:`_send_on` has it filled.
+    def _read(self, batch: Batch, indices: list[int], live: Stream, *, force: bool) -> bool:
+        """Have a thread read payloads that are on disk alone; False without room to read them to.
+        Their device memory is there at once, and :meth:`_send_on` has it filled.
         """
-        back, device = batch.back, self.backend.device
-        if place.is_refused:
-            return False  # the sources are there
+        back = batch.back
         indices = [index for index in indices if back.device[index] is None]
         if not indices:
             return True
         try:
-            passage = place.passage_back(force=force)
+            passage, event = self.tier.read(batch, force=force)
         except MemoryError:
             return False
-        if passage is None:
-            specs = [place.specs[index] for index in indices]
-            targets = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
-        else:
-            hosts = passage.host.tensors
-            targets = [torch.empty_like(hosts[index], device=device) for index in indices]
-        event = place.read(passage, indices, targets)
         reload = Reload(live)
+        for index in indices:
+            source = passage.host.tensors[index]
+            back.put(index, torch.empty_like(source, device=self.backend.device), reload)
+            self.arrived.unused_bytes += source.nbytes
+            self.counts.bytes_reloaded += source.nbytes
         reload.read = read = Read(back, indices, reload, event, live.record_event(), passage)
-        for index, target in zip(indices, targets, strict=True):
-            self.arrived.put(back, index, target, reload, batch.uses[index])
-            self.arrived.unused_bytes += target.nbytes
-            self.counts.bytes_reloaded += target.nbytes
         self.tier.reads.append(read)
         return True
 
@@ -381,25 +363,22 @@ class Mover:
         if reload.read is not read:
             return
         reload.read = None
-        wanted = [i for i in read.indices if back.reloads[i] is reload]
-        indices = [i for i in wanted if back.device[i] is not None]
+        pairs = [(i, back.device[i]) for i in read.indices if back.reloads[i] is reload]
+        there = {index: tensor for index, tensor in pairs if tensor is not None}
         try:
             read.event.synchronize()  # which has ended
         except TierError:
-            for index in indices:
+            for index in there:
                 self.arrived.put_away(back, index)
             raise
-        if read.passage is None or batch is None or not indices:
-            # It is in device memory already, or for nobody.
-            reload.is_there = True
-            return
+        if batch is None or not there:
+            return  # nobody wants it
         h2d, host = self.backend.h2d, read.passage.host
         for event in (read.allocated, *host.waits_for):  # a thread has waited for these, not h2d
             h2d.wait_event(event)
-        targets = [tensor for i in indices if (tensor := back.device[i]) is not None]
-        sources = [host.tensors[i] for i in indices]
+        targets, sources = list(there.values()), [host.tensors[index] for index in there]
         reload.event = host.last_use = self._copy(
-            h2d, h2d.record_event, targets, sources, [(batch, indices)]
+            h2d, h2d.record_event, targets, sources, [(batch, list(there))]
         )
 
     def deliver(self, batch: Batch, index: int) -> Tensor:
@@ -516,7 +495,7 @@ class Mover:
         and is not on the device. Or return what has to end first.
         """
         self.arrived.give_up(batch.back, live)
-        is_read = not batch.place.tensors  # from disk, and all at once
+        is_read = batch.place is None  # from disk, and all at once
         indices: list[int] = []
         if is_read or self.window.is_at(batch):
             indices = self.window.fitting(batch, batch.back.away())
@@ -563,12 +542,12 @@ class Mover:
         if leaving.stream != live:
             return False
         self.arrived.give_up(back, live)
-        reload = Reload(live, None, is_there=True)
+        reload = Reload(live, is_there=True)
         for index, source in enumerate(leaving.sources):
             if back.device[index] is not None or index in batch.changed:
                 continue
             if back.left[index] > 0 or index == asked:
-                self.arrived.put(back, index, source, reload, batch.uses[index])
+                back.put(index, source, reload)
                 back.versions[index] = source._version
                 self.arrived.unused_bytes += back.sizes[index]
                 self.counts.num_taken_back += 1
@@ -641,7 +620,7 @@ def _leaving(batch: Batch, payloads: Payloads, live: Stream) -> Leaving:
 def _changed(batch: Batch, index: int) -> OffloadError:
     return SavedTensorModifiedError(
         f"a tensor of group '{batch.label}' with payload shape "
-        f"{tuple(batch.place.specs[index][0])} was modified by an inplace operation, or its "
+        f"{tuple(batch.specs[index][0])} was modified by an inplace operation, or its "
         "storage emptied, after autograd saved it and before its bytes were copied; use an "
         "out-of-place operation there, mark the tensor with mark_not_offloadable, or have compute "
         "wait for copies with OffloadConfig(max_in_flight_bytes=0)"
@@ -675,51 +654,35 @@ class Arrived:
 
     Attributes:
         unused_bytes: Device bytes that autograd has still to ask for.
-        gone: What is left of batches that are gone.
+        backs: What came back of each batch.
+        gone: Those whose batches are gone.
         abandoned: Memory that nobody wants, until the copy into it has run, and that copy.
     """
 
     def __init__(self) -> None:
         self.unused_bytes = 0
+        self.backs: set[Back] = set()
         self.gone: deque[Back] = deque()
         self.abandoned: deque[tuple[Tensor, Event]] = deque()
-        self._backs: set[Back] = set()
-
-    def num_payloads(self) -> int:
-        """Payloads of living batches."""
-        return sum([len(back.sizes) for back in self._backs])
 
     def is_needed(self) -> bool:
         """Whether a batch lives."""
-        return any([back() is not None for back in self._backs])
-
-    def expect(self, batch: Batch) -> Back:
-        """A batch leaves, and will come back."""
-        back = Back.of(batch, self.gone.append)
-        self._backs.add(back)  # a weak reference calls nobody unless it lives itself
-        return back
-
-    def put(self, back: Back, index: int, tensor: Tensor, reload: Reload, num_uses: int) -> None:
-        """A payload is on the device, or on its way, for so many uses if it was used up before."""
-        back.device[index], back.reloads[index], back.versions[index] = tensor, reload, -1
-        if back.left[index] > 0:
-            back.num_away -= 1
-        else:
-            back.left[index] = num_uses
+        return any([back() is not None for back in self.backs])
 
     def put_away(self, back: Back, index: int) -> None:
-        """A payload that has further uses leaves the device; it will come again."""
-        back.device[index] = None
-        back.num_away += 1
-        self.unused_bytes -= back.sizes[index]
+        """A payload leaves the device; its memory stays until a copy into it has run."""
+        tensor, reload = back.device[index], back.reloads[index]
+        if tensor is not None:
+            if reload is not None and reload.event is not None and not reload.is_there:
+                self.abandoned.append((tensor, reload.event))
+            back.device[index] = None
+            back.num_away += 1
+            self.unused_bytes -= back.sizes[index]
 
     def expect_uses(self, back: Back, uses: Sequence[int]) -> None:
         """Each payload will be used so often. What will not be is put away."""
         for index, num in enumerate(uses):
-            if num <= 0 and back.device[index] is not None:
-                reload = back.reloads[index]
-                if reload is not None:
-                    self._abandon(back.device[index], reload)
+            if num <= 0:
                 self.put_away(back, index)
         back.left = list(uses)
         left = zip(back.device, uses, strict=True)
@@ -727,26 +690,17 @@ class Arrived:
 
     def give_up(self, back: Back, live: Stream) -> None:
         """Drop what came for another stream than the live one: that one may use it no more."""
-        for index, tensor in enumerate(back.device):
-            reload = back.reloads[index]
-            if tensor is not None and reload is not None and reload.stream != live:
-                self._abandon(tensor, reload)
+        for index, reload in enumerate(back.reloads):
+            if reload is not None and reload.stream != live:
                 self.put_away(back, index)
-
-    def _abandon(self, tensor: Tensor | None, reload: Reload) -> None:
-        if tensor is None or reload.event is None or reload.is_there:
-            return
-        self.abandoned.append((tensor, reload.event))
 
     def let_go(self) -> None:
         """Batches are gone: abandon what came back of them and was never used."""
         while self.gone:
             back = self.gone.popleft()
-            self._backs.discard(back)
+            self.backs.discard(back)
             for index, tensor in enumerate(back.device):
-                reload = back.reloads[index]
-                if tensor is not None and reload is not None:
-                    self._abandon(tensor, reload)
+                if tensor is not None:  # nearly never
                     self.put_away(back, index)
 
     def poll(self) -> None:

@@ -122,7 +122,7 @@ def _is_same(copy: Copy, batch: Batch, members: Sequence[Saved]) -> bool:
 
 def restored_from(batch: Batch, index: int, member: Saved) -> None:
     """Have a saved tensor be made of a payload that may be shaped like another view."""
-    (shape, dtype), tensor = batch.place.specs[index], member.tensor
+    (shape, dtype), tensor = batch.specs[index], member.tensor
     assert tensor is not None
     if shape != tensor.shape or dtype != tensor.dtype or not tensor.is_contiguous():
         member.restore = partial(_view_of, Geometry.of(tensor))

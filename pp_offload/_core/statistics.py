@@ -133,7 +133,7 @@ def collect(mover: Mover) -> OffloadStatistics:
             host_bytes_reserved=sum([pool.reserved_bytes for pool in pools]),
             bytes_in_flight=mover.in_flight.nbytes,
             bytes_reloaded_unused=mover.arrived.unused_bytes,
-            live_tensors=mover.arrived.num_payloads(),
+            live_tensors=sum([len(back.sizes) for back in mover.arrived.backs]),
             prefetched_reloads=counts.prefetched_reloads,
             on_demand_reloads=counts.on_demand_reloads,
             taken_back=counts.num_taken_back,

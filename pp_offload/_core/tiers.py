@@ -1,52 +1,66 @@
-"""Where the bytes of a batch are off the device: a tier gives a place, and gets it back by itself.
+"""Where the bytes of a batch are off the device: host memory, or a disk behind it.
 
-place = tier.take(batch, sizes, specs) # MemoryError: no room, nothing has changed
-place.tensors                        # host memory, shaped like the payloads
-...                                  # the place is free when the batch is garbage
+    tier = make_tier(backend, OffloadConfig(tiers=("host", "disk")), backend.allocate_host)
+    batch.place = tier.take(batch, sizes, specs)  # MemoryError: no room, nothing has changed
+    tier.write(batch)                             # behind ``batch.offloaded``, by a thread
+    ...                                           # all is free when the batch is garbage
+
+Once they are written, the disk alone has the bytes. To come back, a thread reads them to host
+memory, and h2d copies. What is asked for before it is written comes from host memory.
+
+A tier of your own writes and reads as :class:`~pp_offload._memory.disk_file.DiskFile` does: it has
+``write``, whose result has ``event`` and ``failure``, ``read_into``, ``close`` and the counts.
+
+    add_tier("own", lambda config: MyStore(...))
+    OffloadConfig(tiers=("host", "own"))
+
+NOTE [ When the disk fails ]
+    What could not be written stays in host memory, and later groups stay on the device until the
+    next step tries again. What cannot be read raises when it is asked for; asked for again, it is
+    read again.
+
+NOTE [ On the way ]
+    Host memory that bytes pass through is bounded like device memory in flight. Who finds it full
+    waits for the furthest work of a thread, without the lock. Without such work, a batch that
+    leaves stays on the device, and one that must come back goes over the budget: it has no other
+    way. A thread's work may outlive the batch, and a read must not write where others copy to by
+    then. So the read keeps its memory until it has ended; a write may read what it likes by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from pp_offload._memory.host_pool import HostBytes, HostPool
-from pp_offload.backends import Event
+from pp_offload._core.batch import Back, Batch, Reload, Spec
+from pp_offload._memory.budget import RAISE_IT, HostBudget
+from pp_offload._memory.disk_file import DiskFile
+from pp_offload._memory.host_pool import Allocate, HostBytes, HostPool
+from pp_offload._policy.bound import Bound
+from pp_offload.backends import Backend, Event
+from pp_offload.config import OffloadConfig, add_tier_name
+from pp_offload.errors import NotWhileCapturingError
 
-Spec = tuple[torch.Size, torch.dtype]
-"""What a payload looks like: its shape and dtype."""
+logger = logging.getLogger(__name__)
 
+STAGING_SHARE = 8
+"""One part in so many of the host budget is left for what passes through to the disk."""
 
-class Place(Protocol):
-    """Host memory of a batch, or what replaces it."""
+STAGING_BYTES = 2**29
+"""How much may pass through where no option says so."""
 
-    specs: Any
-    """What each payload looks like."""
+OR_THE_DISK = f'{RAISE_IT}, or let the disk take the rest with tiers=("host", "disk")'
+"""What helps where there is only host memory."""
 
-    last_use: Any
-    """The event of the copy that used the memory last; whoever gets it next waits for that."""
-
-    def keep(self) -> None:
-        """Never be free again: a captured graph copies to or from here whenever it is launched."""
-        ...
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """One for each payload, of its shape and dtype; none where the bytes are on disk alone."""
-        ...
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the bytes never came here, and are in the sources alone."""
-        ...
-
-    @property
-    def waits_for(self) -> Sequence[Event]:
-        """Copies of former owners that may still use the memory."""
-        ...
+FOR_THE_WAY = f"{RAISE_IT}: what goes to disk passes through host memory, a whole group at a time"
+"""What helps where the disk is there already."""
 
 
 class Busy(MemoryError):
@@ -57,68 +71,61 @@ class Busy(MemoryError):
         self.event = event
 
 
-class Tier(Protocol):
-    """A place for the bytes of batches. The caller holds the mover's lock around each method."""
+class Passage:
+    """Owns host memory that bytes pass through: free when nobody refers to this."""
 
-    name: str
+    __slots__ = ("__weakref__", "host")
 
-    pools: Sequence[HostPool]
-    """The host memory that it deals out."""
-
-    disk: Any = None
-    """What bytes go to behind host memory."""
-
-    reads: Any = ()
-    """What threads read for the mover, in order; it sends that on to the device."""
-
-    def take(self, owner: object, sizes: Sequence[int], specs: Sequence[Spec]) -> Place:
-        """Room for payloads, free again when ``owner`` is garbage.
-
-        Args:
-            owner: Referred to weakly.
-            sizes: Bytes of each payload.
-            specs: What each looks like.
-
-        Raises:
-            Busy: There will be room.
-            MemoryError: There is none. The message names the budget.
-        """
-        ...
-
-    def furthest(self) -> Event | None:
-        """The end of what makes room next, if something does."""
-        return None
-
-    def poll(self) -> None:
-        """Let go of what is not needed any more. Never blocks."""
-        return
-
-    def retry(self) -> None:
-        """A step has ended: what failed may work again."""
-        return
-
-    def host_bytes_in_use(self) -> int:
-        """Of living batches, and on their way."""
-        return sum([pool.in_use_bytes for pool in self.pools])
+    host: HostBytes
 
 
-class HostTier(Tier):
-    """Host memory under the budget of the process.
+class Read(NamedTuple):
+    """What a thread reads, until it is sent on to the device."""
+
+    back: Back
+    indices: Sequence[int]
+    reload: Reload
+    event: Event
+    allocated: Event
+    """Behind former uses of the device memory."""
+
+    passage: Passage
+
+
+class HostTier:
+    """Host memory under the budget of the process. The caller holds the mover's lock.
 
     Args:
         pool: Deals it out.
+
+    Attributes:
+        pools: All that deal out host memory.
+        disk: What bytes go to behind host memory.
+        reads: What threads read for the mover, in order; it sends that on to the device.
     """
 
-    name = "host"
+    disk: Any = None
+    reads: Any = ()
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
         self.pools = [pool]
 
     def take(
-        self, owner: object, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
+        self, owner: Any, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
     ) -> HostBytes:
-        """See :meth:`Tier.take`. With ``force``, also over the budget."""
+        """Host memory for payloads, shaped like them, free again when ``owner`` is garbage.
+
+        Args:
+            owner: Referred to weakly; the batch, or a passage.
+            sizes: Bytes of each payload.
+            specs: What each looks like.
+            force: Go over the budget.
+
+        Raises:
+            Busy: There will be room.
+            MemoryError: There is none. The message names the budget.
+        """
         place = self.pool.take(sizes, owner, force=force)
         if specs != place.specs:  # else the same as in the last step, and shaped already
             with torch.inference_mode(False):
@@ -126,3 +133,182 @@ class HostTier(Tier):
                 place.tensors = [view.view(dtype).view(shape) for view, (shape, dtype) in views]
             place.specs = specs  # last, for an interrupt
         return place
+
+    def furthest(self) -> Event | None:
+        """The end of what makes room next, if something does."""
+        return None
+
+    def poll(self) -> None:
+        """Let go of what is not needed any more. Never blocks."""
+
+    def retry(self) -> None:
+        """A step has ended: what failed may work again."""
+
+    def host_bytes_in_use(self) -> int:
+        """Of living batches, and on their way."""
+        return sum([pool.in_use_bytes for pool in self.pools])
+
+
+class DiskTier(HostTier):
+    """A disk, behind host memory that bytes pass through.
+
+    Args:
+        pool: Deals that memory out.
+        bound: On it.
+        backend: The device.
+        disk: Writes and reads.
+        host: Where batches stay that have room there; None if all go to disk.
+        name: In messages.
+
+    Attributes:
+        writing: Batches that threads write, in order.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        bound: Bound,
+        backend: Backend,
+        disk: Any,
+        host: HostTier | None = None,
+        name: str = "disk",
+    ) -> None:
+        super().__init__(pool)
+        if host is not None:
+            self.pools.insert(0, host.pool)
+        self.disk, self.name = disk, name
+        self.writing: deque[weakref.ref[Batch]] = deque()
+        self.reads: deque[Read] = deque()
+        self._backend, self._bound, self._host = backend, bound, host
+        self._failure: Exception | None = None
+        self._has_warned = False
+
+    def take(
+        self, owner: Any, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
+    ) -> HostBytes:
+        """See :meth:`HostTier.take`."""
+        if self._host is not None:
+            with suppress(MemoryError):
+                return self._host.take(owner, sizes, specs, force=force)
+        self.check_capture("writing to")
+        self.poll()
+        if self._failure is not None:
+            raise MemoryError(str(self._failure))
+        self._bound.expect(sum(sizes))
+        owner.passage = self._passage(sizes, specs)
+        return owner.passage.host
+
+    def write(self, batch: Batch) -> None:
+        """Have a thread write a batch that passes through, behind ``batch.offloaded``."""
+        batch.write = self.disk.write(batch.place.views, after=[batch.offloaded])
+        self.writing.append(weakref.ref(batch))
+
+    def read(self, batch: Batch, *, force: bool) -> tuple[Passage, Event]:
+        """Have a thread read a batch to host memory.
+
+        Returns:
+            Its new host memory, and the end of the read.
+
+        Raises:
+            MemoryError: There is no room.
+        """
+        passage = self._passage(batch.sizes, batch.specs, force=force)
+        host = passage.host
+        return passage, self.disk.read_into(batch.write, host.views, after=host.waits_for)
+
+    def _passage(
+        self, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
+    ) -> Passage:
+        """Host memory on the way; see NOTE [ On the way ]."""
+        self.poll()
+        passage, furthest = Passage(), self.furthest()
+        if furthest is not None and self.pool.in_use_bytes + sum(sizes) > self._bound.nbytes:
+            raise Busy(furthest)
+        try:
+            passage.host = super().take(passage, sizes, specs, force=force)
+        except MemoryError:
+            if furthest is None:
+                raise
+            raise Busy(furthest) from None
+        return passage
+
+    def furthest(self) -> Event | None:
+        """See :meth:`HostTier.furthest`."""
+        for ref in self.writing:
+            if (batch := ref()) is not None:
+                return batch.write.event  # type: ignore[no-any-return]
+        return self.reads[0].event if self.reads else None
+
+    def poll(self) -> None:
+        """Let go of host memory whose bytes are on disk; see NOTE [ When the disk fails ]."""
+        while self.writing:
+            batch = self.writing[0]()
+            if batch is not None:
+                if not batch.write.event.query():
+                    return
+                if batch.write.failure is None:
+                    batch.place = batch.passage = None
+                else:
+                    self._note(batch.write.failure)
+            self.writing.popleft()
+
+    def _note(self, failure: Exception) -> None:
+        self._failure = failure
+        logger.log(
+            logging.DEBUG if self._has_warned else logging.WARNING,
+            "offloaded activations could not be written and stay in memory, as will what follows "
+            "in this step; from now on without a warning: %s",
+            str(failure),
+        )
+        self._has_warned = True
+
+    def retry(self) -> None:
+        """See :meth:`HostTier.retry`."""
+        self._failure = None
+
+    def check_capture(self, act: str) -> None:
+        """Raise while a graph is captured: when it runs again, the bytes are elsewhere."""
+        if self._backend.is_capturing:
+            raise NotWhileCapturingError(
+                f"{act} {self.name} cannot be part of a captured graph; keep what it needs "
+                'in host memory, with tiers=("host",)'
+            )
+
+
+OWN: dict[str, Callable[[OffloadConfig], Any]] = {}
+"""By name: what makes the disk of a tier that somebody added."""
+
+
+def add_tier(name: str, make: Callable[[OffloadConfig], Any]) -> None:
+    """From now on ``name`` may be in :attr:`OffloadConfig.tiers`, alone or behind the host."""
+    OWN[name] = make
+    add_tier_name(name)
+
+
+def make_tier(backend: Backend, config: OffloadConfig, allocate: Allocate) -> HostTier:
+    """Where batches go.
+
+    Args:
+        backend: The device.
+        config: Says which tiers, and how much of them.
+        allocate: Gives host memory that copies can use.
+
+    Raises:
+        DiskTierError: The file of the disk tier cannot be made.
+    """
+    first, last = config.tiers[0], config.tiers[-1]
+    whole = HostBudget(config.host_budget_bytes, OR_THE_DISK if last == "host" else FOR_THE_WAY)
+
+    def pool_of(budget: HostBudget) -> HostPool:
+        is_capturing = partial(getattr, backend, "is_capturing")
+        return HostPool(allocate, budget, trim=backend.trim_host, is_capturing=is_capturing)
+
+    if last == "host":
+        return HostTier(pool_of(whole))
+    host = HostTier(pool_of(whole.but_for(STAGING_SHARE))) if first == "host" else None
+    if last in OWN:
+        disk = OWN[last](config)
+    else:
+        disk = backend.open_disk(config.disk_dir) or DiskFile(config.disk_dir)
+    bound = Bound(config.max_in_flight_bytes, STAGING_BYTES)
+    return DiskTier(pool_of(whole), bound, backend, disk, host, last)

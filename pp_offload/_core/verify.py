@@ -42,7 +42,7 @@ class Verifier:
 
     def leaves(self, batch: Batch, payloads: Payloads) -> None:
         """A batch leaves the device, and its payloads are there still; waits for the device."""
-        batch.checksums = [checksum_of(tensor) for tensor in payloads.tensors]
+        batch.back.checksums = [checksum_of(tensor) for tensor in payloads.tensors]
         for storage, nbytes in zip(payloads.storages, payloads.sizes, strict=True):
             if storage is not None:  # other tensors may need the storage of a view
                 self._watched.append((batch.label, nbytes, weakref.ref(storage)))
@@ -54,9 +54,9 @@ class Verifier:
         Raises:
             VerifyError: It is not what left.
         """
-        if batch.checksums:
+        if batch.back.checksums:
             what = f"a tensor of group '{batch.label}' with payload shape {tuple(tensor.shape)}"
-            check_same(tensor, batch.checksums[index], f"{what} came back")
+            check_same(tensor, batch.back.checksums[index], f"{what} came back")
 
     def check_freed(self) -> list[str]:
         """Which storages that were offloaded since the last call are still on the device.

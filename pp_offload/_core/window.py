@@ -170,7 +170,7 @@ class Window(Refill):
                 if size > room:
                     # A part of it, but no part of what a thread reads at once, for each part would
                     # be one more read; nor of what may be taken back when backward is there.
-                    may_part = batch.place.tensors or not mover.arrived.unused_bytes
+                    may_part = batch.place is not None or not mover.arrived.unused_bytes
                     if may_part and batch.leaving is None:
                         part = self.fitting(batch, indices)
                         if part and self._queue([(batch, part)]):

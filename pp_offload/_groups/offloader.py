@@ -22,7 +22,7 @@ from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
 from pp_offload._core.observer import Observers
 from pp_offload._core.statistics import OffloadStatistics, collect
-from pp_offload._core.tier_chain import make_tier
+from pp_offload._core.tiers import make_tier
 from pp_offload._core.window import Visit
 from pp_offload._groups.forced_release import ForcedRelease
 from pp_offload._groups.split_backward import SplitBackward

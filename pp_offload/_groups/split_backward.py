@@ -88,7 +88,7 @@ class SplitBackward(Observer):
         later = {i: num for i, num in second.items() if not (self._is_keeping and i in first)}
         for index, num in later.items():
             batch.later.setdefault(index, {})[id(self)] = num
-        indices = range(len(batch.uses))
+        indices = range(len(batch.sizes))
         uses = [first.get(index, 0) + later.get(index, 0) for index in indices]
         # A batch may be smaller than the last one, if another group has copied some of its bytes.
         _expect(group, batch, uses, frozenset(first).intersection(indices))
@@ -148,7 +148,7 @@ class SplitBackward(Observer):
             for later in batch.later.values():
                 later.pop(id(self), None)
             second = self._seen(group.key, BackwardPass.WEIGHT)
-            uses = list(batch.uses)
+            uses = list(batch.back.uses)
             if second is not None:
                 uses = [second.get(index, 0) for index in range(len(uses))]
             for index in range(len(uses)):

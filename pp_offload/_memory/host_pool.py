@@ -113,11 +113,6 @@ class HostBytes:
     """How somebody shaped the memory, as :attr:`tensors`; None before."""
 
     tensors: Sequence[Tensor] = ()
-    is_refused: ClassVar[bool] = False  # unlike a disk, memory takes what it has room for
-
-    def keep(self) -> None:
-        """See :meth:`pp_offload._core.tiers.Place.keep`: no weak reference, so nothing ends it."""
-        self.lease = None
 
 
 class PendingUse(NamedTuple):

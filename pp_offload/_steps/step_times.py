@@ -66,7 +66,7 @@ class StepTimes(Observer):
         if reload is None or reload.event is None:
             return
         nbytes, left = batch.sizes[index], batch.back.left[index]
-        is_first, is_last = left >= batch.uses[index] - 1, left <= 0
+        is_first, is_last = left >= batch.back.uses[index] - 1, left <= 0
         self.note(self.uses, self._reached, nbytes * is_first, nbytes * is_last)
 
     def note(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:

@@ -66,7 +66,7 @@ class Backend(Protocol):
     """Where this backend's device tensors live; what a reload allocates on."""
 
     is_host: bool
-    """Whether device tensors are ordinary host memory, so that a file can take them directly."""
+    """Whether device tensors are ordinary host memory."""
 
     @property
     def is_capturing(self) -> bool:

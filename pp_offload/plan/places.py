@@ -13,9 +13,7 @@ import copy
 from functools import partial
 from typing import Any
 
-from pp_offload._core.disk import DiskTier
-from pp_offload._core.tier_chain import STAGING_BYTES, STAGING_SHARE
-from pp_offload._core.tiers import HostTier, Tier
+from pp_offload._core.tiers import STAGING_BYTES, STAGING_SHARE, DiskTier, HostTier
 from pp_offload._memory.budget import UNLIMITED
 from pp_offload._memory.disk_file import DiskWrite, Extent
 from pp_offload._memory.host_pool import HostPool
@@ -101,7 +99,7 @@ class NumberPlaces:
         allocate: Any = partial(HostNumbers, self._back_to)
         return HostPool(allocate, budget)
 
-    def tier(self, device: NumberDevice, begin_s: float) -> Tier:
+    def tier(self, device: NumberDevice, begin_s: float) -> HostTier:
         """That of a step.
 
         Args:
@@ -112,15 +110,13 @@ class NumberPlaces:
         before, self._disk = self._disk, DiskClock(device.host)
         # What is written for nobody may take longer than the step that has queued it.
         self._disk.free_at_s = max(0.0, before.free_at_s - begin_s)
-        host, staging = (
-            HostTier(self._pools[name]) if name in self._pools else None
-            for name in ("host", "disk")
-        )
-        if staging is None:
-            assert host is not None
-            return host
-        backend: Any = device
-        return DiskTier(backend, NumberFile(self._disk), host, staging, self._bound)
+        host = HostTier(self._pools["host"]) if "host" in self._pools else None
+        if "disk" in self._pools:
+            backend: Any = device
+            staging, file = self._pools["disk"], NumberFile(self._disk)
+            return DiskTier(staging, self._bound, backend, file, host)
+        assert host is not None
+        return host
 
     def settle(self) -> None:
         """Between steps, when all copies are over and clocks begin anew."""

@@ -220,9 +220,9 @@ class Recorder(Observer):
         self._add(Payload(nbytes, rounded(nbytes), source, len(members), version), members)
         # Nothing is brought ahead, and each use brings its payload anew: it has memory of its own,
         # and what backward lets go of shows.
-        batch.uses[:] = [1] * len(batch.uses)
+        batch.back.uses[:] = [1] * len(batch.sizes)
         mover: Any = batch.mover
-        mover.arrived.expect_uses(batch.back, [0] * len(batch.uses))
+        mover.arrived.expect_uses(batch.back, [0] * len(batch.sizes))
 
     def _source_of(self, name: str, nbytes: int, storage: UntypedStorage) -> int:
         chunk = self.chunk

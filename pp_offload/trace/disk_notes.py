@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from pp_offload._core.tiers import Tier
+from pp_offload._core.tiers import HostTier
 from pp_offload.trace.events import DISK
 from pp_offload.trace.notes import DiskNote, Room
 
@@ -27,7 +27,7 @@ class DiskNotes:
         found: What was written and read, in the order in which it ended.
     """
 
-    def __init__(self, tier: Tier, room: Room) -> None:
+    def __init__(self, tier: HostTier, room: Room) -> None:
         self.found: list[DiskNote] = []
         self._room = room
         self._disk = tier.disk if hasattr(tier.disk, "listeners") else None  # of somebody's own

@@ -168,10 +168,10 @@ def test_host_memory_is_kept_until_it_is_copied_from(
         gate = Gate(monkeypatch)
         y = group(group(h, torch.sin, name="third"), torch.cos, name="fourth")
         settle(manager)
-        places = [ref() for ref in manager.offloader.engine.mover.tier.writing]
+        batches = [ref() for ref in manager.offloader.engine.mover.tier.writing]
         gate.gate.set()
-        for place in places:
-            place.written().synchronize()  # and nothing has asked the engine since
+        for batch in batches:
+            batch.write.event.synchronize()  # and nothing has asked the engine since
         y.sum().backward()
         plain = x.detach().requires_grad_()
         plain.sin().cos().sin().cos().sum().backward()

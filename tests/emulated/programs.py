@@ -588,17 +588,12 @@ def disk_engine(on: Program) -> Engine:
     return wiring_of(tiers=("disk",), disk_dir=on.folder, max_in_flight_bytes=2**30).engine
 
 
-def place_of(saved: Saved) -> Any:
-    """Where its bytes are."""
-    return saved.batch.place
-
-
 def on_disk(engine: Engine, given: Tensor) -> list[Saved]:
     """One whose bytes are on disk alone."""
     saved = away(engine, given)
-    place_of(saved[0]).written().synchronize()
+    saved[0].batch.write.event.synchronize()
     engine.mover.poll()
-    assert not place_of(saved[0]).tensors
+    assert saved[0].batch.place is None
     return saved
 
 
@@ -624,7 +619,7 @@ def written_before_it_arrived(on: Program) -> bool:
     x = given.to("emulated")
     with on.late(engine.mover.backend.d2h):
         (saved,) = saved_by(engine, x)
-        written = place_of(saved).written()
+        written = saved.batch.write.event
         if not on.waits:
             written.synchronize()
     written.synchronize()
@@ -638,8 +633,7 @@ def staged_before_it_was_written(on: Program) -> bool:
         (saved,) = away(engine, given)
         (again,) = away(engine, some(N))
     for one in (saved, again):
-        for write in place_of(one).writes:
-            write.event.synchronize()
+        one.batch.write.event.synchronize()
     return brings(engine, saved, given)
 
 
@@ -650,7 +644,7 @@ def staged_while_the_copy_back_reads(on: Program) -> bool:
     with on.late(engine.mover.backend.h2d, engine.mover.backend.d2h):
         address = read_ahead(engine, saved)
         (again,) = saved_by(engine, x)
-        assert place_of(again).tensors[0].data_ptr() == address
+        assert again.batch.place.tensors[0].data_ptr() == address
     return brings(engine, saved, given)
 
 

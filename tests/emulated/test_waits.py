@@ -23,7 +23,7 @@ from emulated.programs import Program
 MOVER, ARRIVED = "_core/mover:Mover", "_core/mover:Arrived"
 IN_FLIGHT, STREAMS = "_core/in_flight:InFlight", "_core/in_flight:ComputeStreams"
 CHUNK, POOL = "_groups/chunk:Chunk", "_memory/host_pool:HostPool"
-DISK, FILE = "_core/disk", "_memory/disk_file:DiskFile"
+DISK, FILE = "_core/tiers:DiskTier", "_memory/disk_file:DiskFile"
 PLAIN = "_slices/plain_copies:PlainCopies"
 
 Case = tuple[Any, ...]
@@ -137,18 +137,17 @@ CASES: dict[str, Case] = {
     ),
     "a target nobody wants is kept until it is written": (
         programs.target_nobody_wants,
-        Fault(f"{ARRIVED}.expect", "self._backs.add(back)"),
-        Fault(f"{ARRIVED}.let_go", "self._abandon(tensor, reload)"),
-        Fault(f"{ARRIVED}._abandon", "self.abandoned.append((tensor, reload.event))"),
+        Fault(f"{MOVER}.offload", "arrived.backs.add(batch.back)"),
+        Fault(f"{ARRIVED}.put_away", "self.abandoned.append((tensor, reload.event))"),
         Fault(f"{ARRIVED}.poll", "self.abandoned[0][1].query()", "True"),
     ),
     "so is one that came for another stream": (
         programs.target_of_another_stream,
-        Fault(f"{ARRIVED}.give_up", "self._abandon(tensor, reload)"),
+        Fault(f"{ARRIVED}.put_away", "self.abandoned.append((tensor, reload.event))"),
     ),
     "and one that a part of a backward does not use": (
         programs.target_that_a_part_of_backward_does_not_use,
-        Fault(f"{ARRIVED}.expect_uses", "self._abandon(back.device[index], reload)"),
+        Fault(f"{ARRIVED}.put_away", "self.abandoned.append((tensor, reload.event))"),
     ),
     "an engine that goes waits for its copies": (
         programs.engine_gone,
@@ -183,12 +182,12 @@ CASES: dict[str, Case] = {
     ),
     "disk: a thread writes what has arrived": (
         programs.written_before_it_arrived,
-        Fault(f"{DISK}:DiskPlace.write", "after=[arrived]", "after=[]"),
+        Fault(f"{DISK}.write", "after=[batch.offloaded]", "after=[]"),
         Fault(f"{FILE}.write", "wait_for_all(after)"),
     ),
     "disk: host memory is kept until it is written": (
         programs.staged_before_it_was_written,
-        Fault(f"{DISK}:DiskTier.poll", "not place.written().query()", "False"),
+        Fault(f"{DISK}.poll", "not batch.write.event.query()", "False"),
     ),
     "disk: d2h waits for the copy back of what was there": (
         programs.staged_while_the_copy_back_reads,
@@ -196,7 +195,7 @@ CASES: dict[str, Case] = {
     ),
     "disk: so does a thread that reads into it": (
         programs.read_while_the_copy_back_reads,
-        Fault(f"{DISK}:DiskPlace.read", ", after=host.waits_for", ""),
+        Fault(f"{DISK}.read", ", after=host.waits_for", ""),
         Fault(f"{FILE}.read_into", "wait_for_all([event])"),
     ),
     "disk: host memory is kept until it was read to": (
@@ -247,7 +246,6 @@ CASES: dict[str, Case] = {
 
 
 PINNED = "pinned memory is nobody's before its copies were made"
-PASSES_ON = "only passes it on"
 BY_OTHERS = {
     f"{MOVER}.join": "a copy stream waits for compute only to be part of a capture",
     f"{MOVER}.synchronize": PINNED,
@@ -256,9 +254,7 @@ BY_OTHERS = {
     "_core/engine:Engine.send": "until there is room; else it would ask again and again",
     f"{MOVER}.poll": "the same question, so that this never blocks",
     "_core/mover:_block": "for the thread, without the lock; what is behind it waits again",
-    f"{DISK}:Together.query": PASSES_ON,
-    f"{DISK}:Together.synchronize": PASSES_ON,
-    "_memory/disk_file:wait_for_all": PASSES_ON,
+    "_memory/disk_file:wait_for_all": "only passes it on",
     f"{FILE}.read_into": "the core has bytes read that it knows to be written",
     "_core/stopwatch:Laps.are_over": "times are read behind it, and no bytes",
     f"{POOL}._has_copies": "else more slabs would be made while those that copies use stay",

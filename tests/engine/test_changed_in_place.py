@@ -78,7 +78,7 @@ def wait_for_copies(manager: PipelineOffloadManager) -> None:
 def test_what_the_disk_refused_and_somebody_changes(
     kind: str, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A change after the bytes have left does no harm. These have left if they were staged."""
+    """A change after the bytes have left does no harm: they are in host memory."""
     monkeypatch.setattr(DiskFile, "_pwrite", staticmethod(refuse))
     with session(kind, tiers=("disk",), disk_dir=tmp_path) as manager:
         x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
@@ -89,13 +89,8 @@ def test_what_the_disk_refused_and_somebody_changes(
         wait_for_copies(manager)
         with torch.no_grad():
             y.add_(1)
-        if manager.backend.is_host and "columns" not in saved:
-            with pytest.raises(SavedTensorModifiedError, match=r"group 'core'"):
-                torch.autograd.grad(loss, x)
-        else:
-            assert same_bits(torch.autograd.grad(loss, x), [expected])
+        assert same_bits(torch.autograd.grad(loss, x), [expected])
         del loss
-        torch.ones((), requires_grad=True).backward()  # autograd forgets the backward that failed
         manager.reset()
         assert_idle(manager)
 

@@ -13,7 +13,7 @@ from pp_offload import OffloadConfig
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
 from pp_offload._core.saved import Saved
-from pp_offload._core.tier_chain import make_tier
+from pp_offload._core.tiers import make_tier
 from pp_offload.backends import CpuBackend
 from pp_offload.config import AUTO
 

@@ -12,7 +12,7 @@ import pytest
 from beside_engine import Found, compare, drawn_of_any_kind, ran_with_disk, run_and_recorded
 from random_pipelines import draw_pipeline
 
-from pp_offload._core.disk import DiskTier
+from pp_offload._core.tiers import DiskTier
 from pp_offload._steps import auto_bounds
 from pp_offload.plan import places as plan_places
 from pp_offload.plan import predict, record

@@ -205,7 +205,7 @@ FIELD_MUTANTS = [
         "what came for another microbatch",
         "pp_offload/_core/mover.py",
         "                tensor = back.device[index]\n                if tensor is not None and back.left[index] == 1",
-        "                same = [other for other in self.arrived._backs if other.sizes == back.sizes]\n                there = [tensor for other in same if (tensor := other.device[index]) is not None]\n                tensor = there[0] if there else None\n                if tensor is not None and back.left[index] == 1",
+        "                same = [other for other in self.arrived.backs if other.sizes == back.sizes]\n                there = [tensor for other in same if (tensor := other.device[index]) is not None]\n                tensor = there[0] if there else None\n                if tensor is not None and back.left[index] == 1",
         "backward computes with a tensor of the same size that another microbatch saved",
         (f"{FIELD}/test_order_of_microbatches.py::test_order_of_backward",),
         row="F49",

@@ -286,7 +286,7 @@ EDITS: dict[str, Edit] = {
     ),
     "unused memory is dropped under its copy": Edit(
         MOVER,
-        "Arrived._abandon",
+        "Arrived.put_away",
         "self.abandoned.append((tensor, reload.event))",
         "pass",
         "it is used again while the copy writes it",
@@ -294,8 +294,8 @@ EDITS: dict[str, Edit] = {
     ),
     "nothing keeps what a dead batch brought": Edit(
         MOVER,
-        "Arrived.expect",
-        "self._backs.add(back)",
+        "Mover.offload",
+        "arrived.backs.add(batch.back)",
         "pass",
         "its memory is used again while the copy writes it; accounts are wrong",
         BOUNDS,
