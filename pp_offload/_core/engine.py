@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group, GroupState
-from pp_offload._core.mover import Mover, Refill
+from pp_offload._core.mover import Mover
 from pp_offload._core.observer import Observers
 from pp_offload._core.payloads import Payloads, collect
 from pp_offload._core.saved import Saved
@@ -99,7 +99,7 @@ class Engine:
         goes, and not where garbage is collected.
         """
         self.window.begin_at(None)
-        self.mover.window = Refill()
+        self.mover.window = None
 
     def keep(self, group: Group, payloads: Payloads | None = None) -> None:
         """The group stays on the device."""

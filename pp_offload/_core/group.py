@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -19,26 +19,9 @@ from torch.nn import Parameter
 from pp_offload._core.batch import Batch
 from pp_offload._core.saved import Packed, Resident, Saved, Wrapped
 from pp_offload._core.subclasses import is_wrapper
-from pp_offload._core.tensors import Eligibility
 from pp_offload._policy.plan import GroupKey
 from pp_offload.backends import Stream
 from pp_offload.errors import GroupStateError
-
-
-class Offloads(Protocol):
-    """What a group asks of the engine."""
-
-    eligibility: Eligibility
-    is_enabled: bool
-    current_stream: Callable[[], Stream]
-
-    def reach(self, group: Group) -> None:
-        """Backward is about to use the group for the first time."""
-        ...
-
-    def tear(self, failure: BaseException) -> None:
-        """An exception comes through the engine's own code."""
-        ...
 
 
 class GroupState(enum.Enum):
@@ -67,7 +50,7 @@ class Group:
 
     Args:
         name: The user's name for it, such as ``mlp_norm``.
-        engine: Offloads it, even if the next step has another one.
+        engine: The Engine that offloads it, even if the next step has another one.
         min_numel: Smaller tensors stay on the device. In elements.
 
     Attributes:
@@ -90,7 +73,7 @@ class Group:
         self,
         name: str,
         *,
-        engine: Offloads = None,  # type: ignore[assignment]  # Megatron's users give a name alone
+        engine: Any = None,  # Megatron's users give a name alone
         min_numel: int = 0,
     ) -> None:
         self.name = name
@@ -143,7 +126,7 @@ class Group:
         self.saved_refs = []
 
     def tear(self, failure: BaseException) -> None:
-        """See :meth:`Offloads.tear`."""
+        """An exception comes through the engine's own code."""
         self.engine.tear(failure)
 
     def drop(self) -> None:

@@ -38,7 +38,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 from weakref import WeakSet
 
@@ -72,7 +72,7 @@ class Counts:
     bytes_reloaded: int = 0
     prefetched_reloads: int = 0
     on_demand_reloads: int = 0
-    num_taken_back: int = 0
+    taken_back: int = 0
     stalled_ms: float | None = None
 
 
@@ -91,12 +91,12 @@ class Mover:
         in_flight: Copies to the host that are not known to be over, in order.
         arrived: What came back.
         counts: What was moved.
-        window: Says what stays for further uses, and brings more when little is unused.
+        window: The Window: says what stays for further uses, and brings what comes next.
         verifier: Compares what comes back with what left; None without ``verify``.
         in_graphs: Host memory of captured copies.
     """
 
-    window: Refill
+    window: Any = None
     verifier: Verifier | None = None
 
     def __init__(
@@ -115,19 +115,13 @@ class Mover:
         self.in_flight = InFlight(ComputeStreams.of(backend), bound)
         self.arrived = Arrived()
         self.counts = Counts()
-        self.window = Refill()
         self.in_graphs: set[HostBytes] = set()
         _MOVERS.add(self)
 
     # Off the device
 
     def offload(self, label: str, payloads: Payloads, streams: Sequence[Stream]) -> Batch:
-        """Queue the copies of a group. Never waits; the lock is held.
-
-        Args:
-            label: The group.
-            payloads: At least one.
-            streams: Those that saved it.
+        """Queue the copies of a group that was saved on ``streams``. Never waits; the lock is held.
 
         Raises:
             MemoryError: The tier has no room. Nothing was queued.
@@ -172,13 +166,9 @@ class Mover:
         return batch
 
     def keep_bounded(self, last_bytes: int) -> None:
-        """Have compute wait for copies to the host until no more is in flight than may be.
-
-        Not to be called with the lock held: NOTE [ One lock ].
-
-        Args:
-            last_bytes: Of the group committed last. Its sources had to be there until now, so a
-                wait for it would take time and lower no peak.
+        """Have compute wait for copies to the host until no more is in flight than may be, beside
+        the group committed last: its sources had to be there until now, so a wait for it would
+        lower no peak. Not to be called with the lock held: NOTE [ One lock ].
         """
         while self.in_flight.is_over(last_bytes):
             self.poll()
@@ -241,12 +231,9 @@ class Mover:
                 with suppress(TierError):  # who asks for it reads it again, and hears why not
                     self._send_on(reads.popleft())
 
-    def _live(self) -> Stream:
-        """The live compute stream, as part of the capture that goes on, if any."""
-        live = self.current_stream()
-        if self.backend.is_capturing:
-            (live,) = captured(self.backend, live)
-        return live
+    def _known(self, stream: Stream) -> Stream:
+        """The stream, as part of the capture that goes on, if any: NOTE [ Captures ]."""
+        return captured(self.backend, stream)[0] if self.backend.is_capturing else stream
 
     def _keep_for_graph(self, place: HostBytes) -> None:
         """See NOTE [ Captures ]."""
@@ -261,14 +248,12 @@ class Mover:
 
         Args:
             wanted: Payloads, at least one of them not on the device, or on its way.
-            force: Go over the budget for host memory rather than leave one where it is.
+            force: Go over the budget for host memory rather than leave payloads on disk.
 
         Returns:
-            How many found no host memory to be read to, and are where they were.
+            How many payloads have no host memory to be read to, and stay on disk.
         """
-        live, device = self.current_stream(), self.backend.device
-        if self.backend.is_capturing:
-            (live,) = captured(self.backend, live)
+        live, device = self._known(self.current_stream()), self.backend.device
         reload = Reload(live)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -309,15 +294,10 @@ class Mover:
         return num_left
 
     def _copy_back(
-        self,
-        reload: Reload,
-        wanted: Sequence[Wanted],
-        targets: list[Tensor],
-        sources: list[Tensor],
+        self, reload: Reload, wanted: Sequence[Wanted], targets: list[Tensor], sources: list[Tensor]
     ) -> None:
-        live, h2d = reload.stream, self.backend.h2d
+        live, h2d = reload.stream, self._known(self.backend.h2d)
         if self.backend.is_capturing:
-            (h2d,) = captured(self.backend, h2d)
             for batch, _ in wanted:
                 self._keep_for_graph(batch.place)
         nbytes = sum(map(attrgetter("nbytes"), targets))
@@ -382,10 +362,9 @@ class Mover:
         )
 
     def deliver(self, batch: Batch, index: int) -> Tensor:
-        """A payload on the device, ready for the live compute stream.
-
-        Copies it now if nobody did before, or if it came for another stream: that one could use the
-        memory again while this one still reads it.
+        """A payload on the device, ready for the live compute stream. It is copied now if nobody
+        did before, or if it came for another stream: that one could use the memory again while this
+        one still reads it.
 
         Raises:
             SavedTensorModifiedError: It was changed in place before it was copied.
@@ -406,7 +385,7 @@ class Mover:
                 else:
                     tensor = self._use(batch, index)
         if tensor is None:
-            tensor = self._bring(batch, index, self._live())
+            tensor = self._bring(batch, index, self._known(self.current_stream()))
         if self.verifier is not None and not self.backend.is_capturing:
             self.verifier.came(batch, index, tensor)
         if self.arrived.unused_bytes < self.window.below_bytes:
@@ -473,7 +452,7 @@ class Mover:
                     busy = read.event
             if busy is not None:
                 with suppress(TierError):
-                    self._wait(_block, busy)  # for a thread: NOTE [ One lock ]
+                    self._wait(methodcaller("synchronize"), busy)  # NOTE [ One lock ]
                 if read is not None:
                     # What could not be read ahead, perhaps long ago, is read once more.
                     with self.lock, suppress(*([] if reload is asked else [TierError])):
@@ -515,7 +494,7 @@ class Mover:
         sources: list[Tensor],
         moved: Sequence[tuple[Batch, Sequence[int]]],
     ) -> Event:
-        """Queue the copies of some payloads on ``stream``, and ``record`` what is behind them."""
+        """Queue copies on ``stream``, and ``record`` what is behind them."""
         if self.observers.copied:
             return timed_copy(self.observers, self.backend, stream, record, targets, sources, moved)
         self.backend.copy(stream, targets, sources, moved[0][0].label)
@@ -530,12 +509,10 @@ class Mover:
 
     def take_back(self, batch: Batch, asked: int = -1) -> bool:
         """Use the sources themselves, whose copy to the host has still to run: of payloads that
-        have uses to come, and of the one that is asked for. The lock is held.
-
-        Returns:
-            Whether there are any, and the live stream may use them.
+        have uses to come, and of the one that is asked for. The lock is held. Returns whether there
+        are any, and the live stream may use them.
         """
-        leaving, back, live = batch.leaving, batch.back, self._live()
+        leaving, back, live = batch.leaving, batch.back, self._known(self.current_stream())
         if leaving is None:
             return False
         batch.changed |= leaving.changed()  # on another stream, too
@@ -550,17 +527,8 @@ class Mover:
                 back.put(index, source, reload)
                 back.versions[index] = source._version
                 self.arrived.unused_bytes += back.sizes[index]
-                self.counts.num_taken_back += 1
+                self.counts.taken_back += 1
         return True
-
-    def expect_uses(
-        self, batch: Batch, uses: Sequence[int], part: frozenset[int] | None = None
-    ) -> None:
-        """What is left of a backward will use each payload so often, and its first part only those
-        of ``part``. What will not be used is put away. The lock is held.
-        """
-        batch.back.part = part
-        self.arrived.expect_uses(batch.back, uses)
 
     def join(self) -> None:
         """Have compute wait for all copies queued so far, as the end of a capture wants."""
@@ -571,10 +539,9 @@ class Mover:
         self.backend.joined()
 
     def __del__(self) -> None:
-        """Wait for copies that may still use memory which goes with the engine.
-
-        Not for all that is on their streams: garbage may be collected in the middle of a call of
-        another engine on this very thread, which has yet to queue its part on the same stream.
+        """Wait for copies that may still use memory which goes with the engine. Not for all that is
+        on their streams: garbage may be collected in the middle of a call of another engine on this
+        very thread, which has yet to queue its part on the same stream.
         """
         with suppress(Exception):  # a copy that failed is over; at exit, the driver may be gone
             if not self.backend.is_capturing:
@@ -592,13 +559,9 @@ class Mover:
         self.poll()
 
 
-def _block(event: Event) -> None:
-    event.synchronize()
-
-
 def _leaving(batch: Batch, payloads: Payloads, live: Stream) -> Leaving:
     """What the copies of these payloads read; members are on the device still."""
-    sources, nbytes = payloads.tensors, sum(payloads.sizes)
+    sources = payloads.tensors
     watched: list[Tensor] = []
     versions: list[int] = []
     indices: list[int] = []
@@ -610,10 +573,16 @@ def _leaving(batch: Batch, payloads: Payloads, live: Stream) -> Leaving:
             watched.append(member.tensor)
             versions.append(member.version)
             indices.append(index)
-    addresses = list(map(address_of, sources))
-    event = batch.offloaded
     return Leaving(
-        weakref.ref(batch), event, nbytes, sources, watched, versions, indices, addresses, live
+        weakref.ref(batch),
+        batch.offloaded,
+        sum(payloads.sizes),
+        sources,
+        watched,
+        versions,
+        indices,
+        list(map(address_of, sources)),
+        live,
     )
 
 
@@ -625,28 +594,6 @@ def _changed(batch: Batch, index: int) -> OffloadError:
         "out-of-place operation there, mark the tensor with mark_not_offloadable, or have compute "
         "wait for copies with OffloadConfig(max_in_flight_bytes=0)"
     )
-
-
-class Refill:
-    """What the mover asks of the window. This one brings nothing ahead."""
-
-    below_bytes = 0
-    """With fewer bytes unused, :meth:`fill` is called."""
-
-    def fill(self) -> None:
-        """Bring what comes next."""
-
-    def comes_soon(self, batch: Batch, index: int) -> bool:
-        """Whether backward will ask for a payload again within the window."""
-        return True
-
-    def fitting(self, batch: Batch, indices: list[int]) -> list[int]:
-        """Those payloads of a batch that the window has room for."""
-        return indices
-
-    def is_at(self, batch: Batch) -> bool:
-        """Whether backward is at the group that the batch is of."""
-        return True
 
 
 class Arrived:
@@ -679,8 +626,13 @@ class Arrived:
             back.num_away += 1
             self.unused_bytes -= back.sizes[index]
 
-    def expect_uses(self, back: Back, uses: Sequence[int]) -> None:
-        """Each payload will be used so often. What will not be is put away."""
+    def expect_uses(
+        self, back: Back, uses: Sequence[int], part: frozenset[int] | None = None
+    ) -> None:
+        """What is left of a backward will use each payload so often, and its first part only those
+        of ``part``. What will not be used is put away. The lock is held.
+        """
+        back.part = part
         for index, num in enumerate(uses):
             if num <= 0:
                 self.put_away(back, index)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -28,27 +28,12 @@ from pp_offload._core.subclasses import is_pending, take_apart, witness
 from pp_offload.errors import SavedTensorModifiedError
 
 
-class Owner(Protocol):
-    """The group that a saved tensor belongs to."""
-
-    name: str
-    is_used: bool
-
-    def on_use(self) -> None:
-        """Backward is about to use a tensor of the group for the first time."""
-        ...
-
-    def tear(self, failure: BaseException) -> None:
-        """An exception comes through the engine's own code."""
-        ...
-
-
 class Saved:
     """A saved tensor that may leave the device.
 
     Args:
         tensor: What autograd saves.
-        group: The open group it joins.
+        group: The open Group it joins.
 
     Attributes:
         tensor: An alias of it, as long as it is on the device; None once its batch has left.
@@ -61,22 +46,12 @@ class Saved:
         restore: Makes the tensor from that payload; None where it is the payload.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "batch",
-        "group",
-        "index",
-        "origin",
-        "restore",
-        "tensor",
-        "version",
-        "wrapper",
-    )
+    __slots__ = "__weakref__ batch group index origin restore tensor version wrapper".split()
 
     batch: Batch
     index: int
 
-    def __init__(self, tensor: Tensor, group: Owner) -> None:
+    def __init__(self, tensor: Tensor, group: Any) -> None:
         # An alias, for the output of an operator would keep its own graph alive from here.
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version

@@ -124,20 +124,15 @@ def collect(mover: Mover) -> OffloadStatistics:
     """The statistics of an engine."""
     with mover.lock:
         mover.poll()
-        counts, pools, disk = mover.counts, mover.tier.pools, mover.tier.disk
+        pools, disk = mover.tier.pools, mover.tier.disk
         return OffloadStatistics(
-            bytes_offloaded=counts.bytes_offloaded,
-            bytes_reloaded=counts.bytes_reloaded,
+            **vars(mover.counts),
             host_bytes_in_use=sum([pool.in_use_bytes for pool in pools]),
             host_bytes_peak=sum([pool.peak_bytes for pool in pools]),
             host_bytes_reserved=sum([pool.reserved_bytes for pool in pools]),
             bytes_in_flight=mover.in_flight.nbytes,
             bytes_reloaded_unused=mover.arrived.unused_bytes,
             live_tensors=sum([len(back.sizes) for back in mover.arrived.backs]),
-            prefetched_reloads=counts.prefetched_reloads,
-            on_demand_reloads=counts.on_demand_reloads,
-            taken_back=counts.num_taken_back,
-            stalled_ms=counts.stalled_ms,
             host_allocations=sum([pool.num_allocations for pool in pools]),
             disk_bytes_in_use=0 if disk is None else disk.in_use_bytes,
             disk_bytes_peak=0 if disk is None else disk.peak_bytes,

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group
-from pp_offload._core.mover import Mover, Refill, Wanted
+from pp_offload._core.mover import Mover, Wanted
 from pp_offload._policy.bound import Bound
 from pp_offload._policy.bounds import SMALL_BYTES, refill_below
 
@@ -56,7 +56,7 @@ class Order(Protocol):
         ...
 
 
-class Window(Refill):
+class Window:
     """Fills the window.
 
     Args:

@@ -226,7 +226,7 @@ def _expect(
     group: Group, batch: Batch, uses: Sequence[int], part: frozenset[int] | None = None
 ) -> None:
     try:
-        batch.mover.expect_uses(batch, uses, part)
+        batch.mover.arrived.expect_uses(batch.back, uses, part)
     except BaseException as failure:
         group.tear(failure)
         raise

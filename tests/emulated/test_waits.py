@@ -253,7 +253,6 @@ BY_OTHERS = {
     "_core/engine:Engine.check_freed": "it reports what is in use, and frees nothing",
     "_core/engine:Engine.send": "until there is room; else it would ask again and again",
     f"{MOVER}.poll": "the same question, so that this never blocks",
-    "_core/mover:_block": "for the thread, without the lock; what is behind it waits again",
     "_memory/disk_file:wait_for_all": "only passes it on",
     f"{FILE}.read_into": "the core has bytes read that it knows to be written",
     "_core/stopwatch:Laps.are_over": "times are read behind it, and no bytes",

@@ -99,7 +99,7 @@ def test_what_is_heard_is_what_happens(kind: str) -> None:
     assert heard.nbytes[False] == mover.counts.bytes_reloaded > 0
     assert heard.num("used") > 0
     num_queued = mover.counts.prefetched_reloads + mover.counts.on_demand_reloads
-    assert heard.num("used") >= num_queued or mover.counts.num_taken_back
+    assert heard.num("used") >= num_queued or mover.counts.taken_back
     for event, was_free in heard.was_free.items():
         assert was_free == {event not in UNDER_THE_LOCK}, event
     seen = [name for event, name in heard.told if event == "reached"]
