@@ -43,7 +43,6 @@ class Engine:
         observers: Hear what it does.
 
     Attributes:
-        mover, window, shared, eligibility: Its parts.
         reach: Called when backward is about to use a group for the first time.
         is_enabled: Whether groups leave now.
         is_torn: Whether an exception came through the engine's own code, so that its books may be
@@ -95,8 +94,8 @@ class Engine:
         self.eligibility.kept, self.is_enabled = old.eligibility.kept, old.is_enabled
 
     def end(self) -> None:
-        """No saved tensor needs it. Without a circle of references it goes when its last user
-        goes, and not where garbage is collected.
+        """No saved tensor needs it. Without a cycle of references it goes when its last user goes,
+        and not where garbage is collected.
         """
         self.window.begin_at(None)
         self.mover.window = None
@@ -108,10 +107,9 @@ class Engine:
             tell(group, payloads)
 
     def send(self, group: Group, payloads: Payloads) -> None:
-        """Queue the copies of what no other group has sent, and close the group.
-
-        What finds no room off the device stays, with one warning. Not to be called with the lock
-        held: compute may have to wait for earlier copies.
+        """Queue the copies of what no other group has sent, and close the group. Without room off
+        the device it stays, with one warning. Not to be called with the lock held: compute may have
+        to wait for earlier copies.
         """
         mover = self.mover
         try:
@@ -202,8 +200,6 @@ class Engine:
             logging.DEBUG if self._has_warned else logging.WARNING,
             "group '%s' stays on the device: its %d bytes find no room off it (%s); other groups "
             "may follow, without another warning",
-            group.name,
-            group.counts.nbytes,
-            str(failure),
+            *(group.name, group.counts.nbytes, str(failure)),
         )
         self._has_warned = True

@@ -33,16 +33,15 @@ class GroupState(enum.Enum):
 
 
 class Counts:
-    """What a group has to move, and what it moved."""
+    """What a group has to move, and what it moved.
 
-    num_tensors: int = 0
-    """Payloads that may leave, whether or not the plan lets them."""
+    Attributes:
+        num_tensors: Payloads that may leave, whether or not the plan lets them.
+        nbytes: Bytes of those payloads.
+        copied_bytes: Bytes that it copied itself: fewer, if another group had copied some of them.
+    """
 
-    nbytes: int = 0
-    """Bytes of those payloads."""
-
-    copied_bytes: int = 0
-    """Bytes that it copied itself: fewer, if another group had copied some of them."""
+    num_tensors = nbytes = copied_bytes = 0
 
 
 class Group:
@@ -125,10 +124,6 @@ class Group:
         self.state = state
         self.saved_refs = []
 
-    def tear(self, failure: BaseException) -> None:
-        """An exception comes through the engine's own code."""
-        self.engine.tear(failure)
-
     def drop(self) -> None:
         """Forget what was saved while it was open, as when the step was aborted."""
         self.saved_refs.clear()
@@ -148,7 +143,7 @@ class Group:
         try:
             self.engine.reach(self)
         except BaseException as failure:
-            self.tear(failure)
+            self.engine.tear(failure)
             raise
 
     def note_use(self) -> None:

@@ -20,14 +20,11 @@ from pp_offload.backends import Backend, Event, Stream
 class InFlight:
     """Sources of copies to the host, in the order in which the copies run.
 
-    Args:
-        streams: The compute streams of the device.
-        bound: On their bytes.
-
     Attributes:
         queue: What the copies read.
-        nbytes: Their bytes.
+        nbytes: Bytes of that, which ``bound`` limits.
         then: What is done when some sources were let go, in order.
+        streams: The compute streams of the device.
     """
 
     def __init__(self, streams: ComputeStreams, bound: Bound) -> None:
@@ -81,9 +78,6 @@ class ComputeStreams:
 
     All engines of a device share one: what one of them saw a forward compute, another may copy.
     There are few: PyTorch hands out the streams of a pool in turn.
-
-    Attributes:
-        seen: In the order in which they were first seen.
     """
 
     def __init__(self, seen: Iterable[Stream] = ()) -> None:
@@ -101,8 +95,8 @@ class ComputeStreams:
 
     @classmethod
     def of(cls, backend: Backend) -> ComputeStreams:
-        """Those of the backend's device. ``cpu`` and ``meta`` have no streams of their own: there
-        they belong to the backend.
+        """Those of the backend's device; of the backend alone on ``cpu`` and ``meta``, which have no
+        streams of their own.
         """
         if backend.device.type in ("cpu", "meta"):
             return _OF_BACKENDS.setdefault(backend, cls())

@@ -8,8 +8,8 @@ NOTE [ Keep-alive ]
     The sources of a copy stay referenced until its event has passed. They are let go without a wait
     once it has, or after a wait of compute when more bytes are in flight than the bound allows.
     Their memory returns to the stream it was allocated on, which may be any stream that computed,
-    so all of them wait. ``record_stream`` is no tool for this: with it, when memory is free again
-    differs from run to run. What came back and was never used is kept in the same way.
+    so all of them wait. With ``record_stream``, when memory is free again would differ from run to
+    run. What came back and was never used is kept in the same way.
 
 NOTE [ One lock ]
     Any number of backwards may run beside forwards. One lock guards the bookkeeping. It is never
@@ -47,7 +47,7 @@ from torch import Tensor
 
 from pp_offload._core.batch import Back, Batch, Leaving, Reload, address_of
 from pp_offload._core.in_flight import ComputeStreams, InFlight
-from pp_offload._core.observer import Observers
+from pp_offload._core.observer import Moved, Observers
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.stopwatch import timed_copy, timed_wait
 from pp_offload._core.tiers import HostTier, Read
@@ -66,7 +66,7 @@ Wanted = tuple[Batch, list[int]]
 
 @dataclass
 class Counts:
-    """Totals since the engine was made; ``OffloadStatistics`` says what each of them means."""
+    """Totals since the engine was made; see ``OffloadStatistics``."""
 
     bytes_offloaded: int = 0
     bytes_reloaded: int = 0
@@ -82,8 +82,7 @@ class Mover:
     Args:
         backend: The device.
         tier: Where batches go.
-        max_in_flight_bytes: Device bytes that may wait for their copy to the host, beside the group
-            that was committed last; ``auto`` lets the engine choose.
+        max_in_flight_bytes: See :class:`OffloadConfig`.
         observers: Hear of copies and waits.
 
     Attributes:
@@ -257,13 +256,14 @@ class Mover:
         reload = Reload(live)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
+        on_host: list[Wanted] = []
         on_disk: list[Wanted] = []
         for batch, indices in wanted:
             if batch.write is not None:
                 self.tier.check_capture("reading from")
-                if batch.place is None:
-                    on_disk.append((batch, indices))
-                    continue
+            (on_disk if batch.place is None else on_host).append((batch, indices))
+            if batch.place is None:
+                continue
             back, tensors = batch.back, batch.place.tensors
             if len(indices) == len(tensors) == back.num_away:  # nearly always, and in C
                 begun = list(map(partial(torch.empty_like, device=device), tensors))
@@ -280,18 +280,10 @@ class Mover:
                     back.put(index, target, reload)
                     targets.append(target)
                     sources.append(tensors[index])
-        if not on_disk:  # nearly always
-            if targets:
-                self._copy_back(reload, wanted, targets, sources)
-            return 0
         if targets:
-            self._copy_back(reload, [w for w in wanted if w not in on_disk], targets, sources)
+            self._copy_back(reload, on_host, targets, sources)
         # Last, for it lets go of host memory that is on disk by now, and was a source above.
-        num_left = 0
-        for batch, indices in on_disk:
-            if not self._read(batch, indices, live, force=force):
-                num_left += len(indices)
-        return num_left
+        return sum([len(i) for batch, i in on_disk if not self._read(batch, i, live, force=force)])
 
     def _copy_back(
         self, reload: Reload, wanted: Sequence[Wanted], targets: list[Tensor], sources: list[Tensor]
@@ -492,7 +484,7 @@ class Mover:
         record: Callable[[], Event],
         targets: list[Tensor],
         sources: list[Tensor],
-        moved: Sequence[tuple[Batch, Sequence[int]]],
+        moved: Moved,
     ) -> Event:
         """Queue copies on ``stream``, and ``record`` what is behind them."""
         if self.observers.copied:

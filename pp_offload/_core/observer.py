@@ -1,4 +1,4 @@
-"""Who watches an engine: traces, the choice of bounds, and what plans are made from.
+"""Observers of an engine: traces, the choice of bounds, and what plans are made from.
 
     class Peak(Observer):
         def reached(self, group):
@@ -6,8 +6,7 @@
 
     engine.observers.add(peak)
 
-A method that no observer overrides is not called. With no observer a group costs a look at an empty
-tuple each time, and a saved tensor costs nothing.
+A method that no observer overrides is not called.
 
 NOTE [ Where observers are called ]
     On the thread that acted, after it did. Where a method says "Under the lock", the engine's lock
@@ -21,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,6 +29,9 @@ from pp_offload._core.group import Group
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
 from pp_offload.backends import Event, TimedEvent
+
+Moved = Sequence[tuple[Batch, Sequence[int]]]
+"""Payloads by batch."""
 
 
 class Lap(NamedTuple):
@@ -50,45 +52,30 @@ class Observer:
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         """A group was committed: its batch left, or it stays on the device; its state says which.
 
-        Args:
-            group: The group.
-            payloads: What it saved, still on the device; members whose bytes left have a batch.
-                None where a program records operators, and nothing was collected.
+        ``payloads`` are what it saved; members whose bytes left have a batch. None where a program
+        records operators, and nothing was collected.
         """
 
     def reached(self, group: Group) -> None:
         """Backward is about to use the first tensor of the group. Under the lock."""
 
     def used(self, saved: Saved, payload: Tensor) -> None:
-        """Autograd is about to get a tensor that left, in order with the live compute stream.
-
-        Only for groups that were closed while an observer wanted to hear this.
+        """Autograd is about to get a tensor that left, in order with the live compute stream. Only
+        for groups that were closed while an observer overrode this.
         """
 
-    def copied(
-        self,
-        lap: Lap | None,
-        moved: Sequence[tuple[Batch, Sequence[int]]],
-        event: Event,
-        *,
-        to_host: bool,
-    ) -> None:
-        """Copies of payloads are queued. Under the lock.
+    def copied(self, lap: Lap | None, moved: Moved, event: Event, *, to_host: bool) -> None:
+        """Copies of payloads are queued, to the host or to the device. Under the lock.
 
         Args:
             lap: When they run; None in a capture, where nothing runs.
-            moved: Which payloads, by batch. An observer that keeps a batch keeps its bytes.
+            moved: Which payloads. An observer that keeps a batch keeps its bytes.
             event: Behind them.
             to_host: Else to the device.
         """
 
     def waited(self, lap: Lap | None, event: Event) -> None:
-        """The live compute stream waits for ``event``.
-
-        Args:
-            lap: When; None in a capture.
-            event: Behind copies.
-        """
+        """The live compute stream waits for ``event``, behind copies; no ``lap`` in a capture."""
 
 
 @dataclass(slots=True)
@@ -106,14 +93,15 @@ class Observers:
         """Have ``observer`` hear the events that it overrides, behind those added before."""
         for event in fields(self):
             if getattr(type(observer), event.name) is not getattr(Observer, event.name):
-                told = getattr(self, event.name)
-                setattr(self, event.name, (*told, getattr(observer, event.name)))
+                setattr(
+                    self, event.name, (*getattr(self, event.name), getattr(observer, event.name))
+                )
 
     def remove(self, observer: Observer) -> None:
         """Have ``observer`` hear nothing any more."""
         for event in fields(self):
-            told = getattr(self, event.name)
-            rest = [tell for tell in told if getattr(tell, "__self__", None) is not observer]
+            calls = getattr(self, event.name)
+            rest = [call for call in calls if getattr(call, "__self__", None) is not observer]
             setattr(self, event.name, tuple(rest))
 
     def follow_uses(self, payloads: Payloads) -> None:
@@ -122,12 +110,7 @@ class Observers:
             for saved in members:  # weakly: a cycle would keep its bytes until garbage is collected
                 saved.restore = partial(self._use, weakref.ref(saved), saved.restore)
 
-    def _use(
-        self,
-        ref: weakref.ref[Saved],
-        restore: Callable[[Tensor], Tensor] | None,
-        payload: Tensor,
-    ) -> Tensor:
+    def _use(self, ref: weakref.ref[Saved], restore: Any, payload: Tensor) -> Tensor:
         saved = ref()
         assert saved is not None, "it is being unpacked"
         for tell in self.used:

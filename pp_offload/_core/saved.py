@@ -80,7 +80,7 @@ class Saved:
                 payload = self.batch.mover.deliver(self.batch, self.index)
                 return payload if self.restore is None else self.restore(payload)
         except BaseException as failure:
-            group.tear(failure)
+            group.engine.tear(failure)
             raise
         if tensor._version != self.version:
             raise modified(tensor, self.version, group.name)

@@ -30,9 +30,7 @@ from pp_offload._core.saved import Saved
 from pp_offload._core.tensors import Geometry
 
 NUM_OWN_HOLDERS = 2
-"""Of a storage: the saved tensor, and the column of storages. More means that somebody else has it,
-who may save it again.
-"""
+"""Of a storage: the saved tensor, and the column of storages. Any other may save it again."""
 
 
 class Copy(NamedTuple):
@@ -51,11 +49,7 @@ class Copy(NamedTuple):
 
 
 class SharedCopies:
-    """The payloads of this step that are whole storages.
-
-    Attributes:
-        copies: By the key of the storage.
-    """
+    """The payloads of this step that are whole storages, by the key of the storage."""
 
     def __init__(self) -> None:
         self.copies: dict[int, Copy] = {}
@@ -68,15 +62,13 @@ class SharedCopies:
             if copy is None or copy.storage() is not storage:
                 continue
             batch, members = copy.batch(), payloads.members[position]
-            if batch is None or not _is_same(copy, batch, members):
-                continue
-            shared[position] = batch, copy.position
+            if batch is not None and _is_same(copy, batch, members):
+                shared[position] = batch, copy.position
         return shared
 
     def add(self, payloads: Payloads, batch: Batch) -> None:
-        """Remember which storages left with ``batch``, before the members let go of them.
-
-        One that nobody else holds cannot be saved again, and is not remembered.
+        """Remember which storages left with ``batch``, before the members let go of them. A storage
+        that nobody else holds cannot be saved again, and is not remembered.
         """
         for index, storage in enumerate(payloads.storages):
             if storage is None or use_count(storage._cdata) <= NUM_OWN_HOLDERS:

@@ -8,14 +8,8 @@ from pp_offload._common.checks import check_kind
 from pp_offload._core.mover import Mover
 
 COUNTERS = (
-    "bytes_offloaded",
-    "bytes_reloaded",
-    "prefetched_reloads",
-    "on_demand_reloads",
-    "taken_back",
-    "host_allocations",
-    "disk_bytes_written",
-    "disk_bytes_read",
+    "bytes_offloaded bytes_reloaded prefetched_reloads on_demand_reloads taken_back "
+    "host_allocations disk_bytes_written disk_bytes_read".split()
 )
 """What only grows as long as an engine lives. The others say how it is, or the most there was."""
 
@@ -86,10 +80,8 @@ class OffloadStatistics:
             train_a_step()
             logger.log(manager.statistics().since(before).as_dict("offload/"))
 
-        Counters are differences: bytes and payloads that were moved, and allocations of host
-        memory. All others are as they are now: what is in use, reserved or in flight, and
-        ``stalled_ms``, which is of one step already. A peak is the most that ever was, also
-        before ``before``.
+        Counters are differences: bytes and payloads moved, and allocations of host memory. All
+        others are as they are now; a peak is the most that ever was, also before ``before``.
 
         Raises:
             TypeError: ``before`` is something else.
@@ -97,9 +89,7 @@ class OffloadStatistics:
         """
         check_kind("before", before, OffloadStatistics, "what statistics() returned before")
         counted = {name: getattr(self, name) - getattr(before, name) for name in COUNTERS}
-        wrong = [name for name, number in counted.items() if number < 0]
-        if wrong:
-            name = wrong[0]
+        for name in [name for name, number in counted.items() if number < 0]:
             raise ValueError(
                 f"before has {getattr(before, name)} {name}, more than the {getattr(self, name)} "
                 "of now; expected earlier statistics of the same engine: configure() makes another "
@@ -108,13 +98,8 @@ class OffloadStatistics:
         return replace(self, **counted)
 
     def as_dict(self, prefix: str = "") -> dict[str, int | float]:
-        """Plain numbers by name, for a logger.
-
-        What is not known, as ``stalled_ms`` on a device without a clock, is left out: a logger
-        takes numbers only, and 0 would be wrong.
-
-        Args:
-            prefix: Before each name, such as ``"offload/"``.
+        """Plain numbers by name, with a prefix such as ``"offload/"``, for a logger. What is None,
+        as ``stalled_ms`` on a device without a clock, is left out: 0 would be wrong.
         """
         numbers = {prefix + field.name: getattr(self, field.name) for field in fields(self)}
         return {name: number for name, number in numbers.items() if number is not None}

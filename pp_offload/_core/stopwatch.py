@@ -1,43 +1,35 @@
-"""When copies and waits begin and end, by the device's own clock.
-
-Events that know their time are recorded around copies and waits while an observer wants to hear of
-them, and are read when all has ended: the host waits for nothing.
+"""When copies and waits begin and end, by the device's own clock: events that know their time are
+recorded around them while an observer listens. The host waits for nothing.
 
     laps = Laps.started(backend)
     observers.add(laps)
     ...
     at = laps.now(backend)
-    observers.remove(laps)
-    ...
-    if laps.are_over():
+    if laps.are_over():  # asked later
         laps.seconds_until(at)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 from torch.profiler import record_function
 
 from pp_offload._common.torch_private import is_profiling
-from pp_offload._core.batch import Batch
-from pp_offload._core.observer import Lap, Observer, Observers
+from pp_offload._core.observer import Lap, Moved, Observer, Observers
 from pp_offload.backends import Backend, Event, Stream, TimedEvent, timed_by_host
 
 
 class Laps(Observer):
-    """What was timed.
+    """Copies to the host, copies to the device, and waits of compute for them.
 
     Args:
         begin: The times count from here.
 
     Attributes:
-        offloads: Copies to the host.
-        reloads: Copies to the device.
-        waits: Of compute, for copies.
-        end: The last point that somebody asked for.
+        end: The last point that :meth:`now` gave.
         is_cut: Whether some of it ran in a capture, and has no times.
     """
 
@@ -51,9 +43,7 @@ class Laps(Observer):
     @classmethod
     def started(cls, backend: Backend) -> Laps | None:
         """Beginning now; None where the device has no clock, and in a capture."""
-        if backend.is_capturing:
-            return None
-        begin = backend.timed_event(backend.current_stream())
+        begin = None if backend.is_capturing else backend.timed_event(backend.current_stream())
         return None if begin is None else cls(begin)
 
     def now(self, backend: Backend) -> TimedEvent | None:
@@ -74,14 +64,7 @@ class Laps(Observer):
         """From the begin to ``event``."""
         return self.begin.elapsed_time(event) / 1e3
 
-    def copied(
-        self,
-        lap: Lap | None,
-        moved: Sequence[tuple[Batch, Sequence[int]]],
-        event: Event,
-        *,
-        to_host: bool,
-    ) -> None:
+    def copied(self, lap: Lap | None, moved: Moved, event: Event, *, to_host: bool) -> None:
         self._add(self.offloads if to_host else self.reloads, lap)
 
     def waited(self, lap: Lap | None, event: Event) -> None:
@@ -100,9 +83,8 @@ def seconds(laps: Iterable[Lap]) -> float:
 
 
 def time_of(backend: Backend, stream: Stream) -> TimedEvent | None:
-    """Behind all that ``stream`` was given, by the host's clock where the device has none.
-
-    None in a capture, where nothing runs.
+    """Behind all that ``stream`` was given, by the host's clock where the device has none; None in
+    a capture, where nothing runs.
     """
     if backend.is_capturing:
         return None
@@ -116,7 +98,7 @@ def timed_copy(
     record: Callable[[], Event],
     targets: list[Tensor],
     sources: list[Tensor],
-    moved: Sequence[tuple[Batch, Sequence[int]]],
+    moved: Moved,
 ) -> Event:
     """Have the backend queue copies on ``stream``, and tell when they run; the event behind."""
     label, to_host = moved[0][0].label, stream is backend.d2h

@@ -49,28 +49,19 @@ class Verifier:
 
     @staticmethod
     def came(batch: Batch, index: int, tensor: Tensor) -> None:
-        """A payload is delivered; waits for the device.
-
-        Raises:
-            VerifyError: It is not what left.
-        """
+        """A payload is delivered; waits for the device. Raises a VerifyError if it differs."""
         if batch.back.checksums:
             what = f"a tensor of group '{batch.label}' with payload shape {tuple(tensor.shape)}"
             check_same(tensor, batch.back.checksums[index], f"{what} came back")
 
     def check_freed(self) -> list[str]:
-        """Which storages that were offloaded since the last call are still on the device.
-
-        To be called when copies have ended and their sources were let go.
-
-        Returns:
-            The messages; each is logged once.
+        """Messages of storages that were offloaded since the last call and are still on the device;
+        each is logged once. To be called when copies have ended and their sources were let go.
         """
         watched, self._watched = self._watched, []
         messages = []
         for label, nbytes, ref in watched:
-            storage = ref()
-            if storage is not None:
+            if (storage := ref()) is not None:
                 key = storage._cdata
                 del storage
                 messages.append(_message(label, nbytes, _tensors_of(key)))
@@ -87,10 +78,8 @@ def checksum_of(tensor: Tensor) -> int:
 
 
 def check_same(tensor: Tensor, expected: int, came: str) -> None:
-    """Compare the checksum of a dense tensor with that of what left; waits for the device.
-
-    Raises:
-        VerifyError: They differ. The message begins with what ``came`` where.
+    """Compare the checksum of a dense tensor with that of what left; waits for the device. Raises a
+    VerifyError if they differ, whose message begins with what ``came`` where.
     """
     actual = checksum_of(tensor)
     if actual != expected:

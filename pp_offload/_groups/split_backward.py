@@ -228,7 +228,7 @@ def _expect(
     try:
         batch.mover.arrived.expect_uses(batch.back, uses, part)
     except BaseException as failure:
-        group.tear(failure)
+        group.engine.tear(failure)
         raise
 
 
