@@ -50,36 +50,34 @@ class Reload:
 
 
 class Leaving(NamedTuple):
-    """What a copy to the host reads, until it has run."""
+    """What a copy to the host reads, until it has run.
+
+    Attributes:
+        batch: Weakly: its host memory is free when autograd lets go, with an event for the next
+            owner.
+        watched: Tensors that share the memory of the sources: whoever changes one changes a source.
+        versions: Of each watched tensor when it was saved.
+        indices: The payload that each watched tensor belongs to.
+        addresses: Of the sources; an owner may empty a storage, and fill it again elsewhere.
+        stream: The compute stream of the commit, on which sources may be taken back.
+    """
 
     batch: weakref.ref[Batch]
-    """Weakly: its host memory is free when autograd lets go, with an event for the next owner."""
-
     offloaded: Event
     nbytes: int
     sources: Sequence[Tensor]
     watched: Sequence[Tensor]
-    """Tensors that share the memory of the sources: whoever changes one changes a source."""
-
     versions: list[int]
-    """Of each watched tensor when it was saved."""
-
     indices: Sequence[int]
-    """The payload that each watched tensor belongs to."""
-
     addresses: list[int]
-    """Of the sources; an owner may empty a storage, and fill it again elsewhere."""
-
     stream: Stream
-    """The compute stream of the commit, on which sources may be taken back."""
 
     def changed(self) -> frozenset[int]:
         """Payloads whose source is not as it was when it was saved."""
         changed = set()
         if list(map(_version, self.watched)) != self.versions:  # loops in C: thousands may leave
-            for tensor, version, index in zip(
-                self.watched, self.versions, self.indices, strict=True
-            ):
+            saved = zip(self.watched, self.versions, self.indices, strict=True)
+            for tensor, version, index in saved:
                 if tensor._version != version:
                     changed.add(index)
         addresses = list(map(address_of, self.sources))

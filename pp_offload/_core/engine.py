@@ -72,9 +72,7 @@ class Engine:
 
     def follow(self, stream: Stream) -> None:
         """A forward computes on this stream, and sources may be allocated there."""
-        streams = self.mover.in_flight.streams
-        if stream not in streams.seen:  # nearly never
-            streams.follow(stream)
+        self.mover.in_flight.streams.follow(stream)
 
     def payloads(self, group: Group) -> Payloads:
         """What may leave of an open group, which counts it."""

@@ -6,7 +6,7 @@ See NOTE [ Keep-alive ] of ``mover.py``, the only user.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -73,31 +73,26 @@ class InFlight:
         return self.nbytes > (max(bound, last_bytes) if bound else 0)
 
 
-class ComputeStreams:
+class ComputeStreams(list[Stream]):
     """Compute streams of a device on which sources may have been allocated.
 
     All engines of a device share one: what one of them saw a forward compute, another may copy.
     There are few: PyTorch hands out the streams of a pool in turn.
     """
 
-    def __init__(self, seen: Iterable[Stream] = ()) -> None:
-        self.seen = list(seen)
-
     def follow(self, stream: Stream) -> None:
         """Remember a compute stream."""
-        if stream not in self.seen:
-            self.seen.append(stream)
+        if stream not in self:
+            self.append(stream)
 
     def wait(self, event: Event) -> None:
         """Have each of them wait. Blocks the thread where the device is the host."""
-        for stream in list(self.seen):
+        for stream in list(self):
             stream.wait_event(event)
 
     @classmethod
     def of(cls, backend: Backend) -> ComputeStreams:
-        """Those of the backend's device; of the backend alone on ``cpu`` and ``meta``, which have no
-        streams of their own.
-        """
+        """Those of the backend's device; of the backend, where that is ``cpu`` or ``meta``."""
         if backend.device.type in ("cpu", "meta"):
             return _OF_BACKENDS.setdefault(backend, cls())
         return _OF_DEVICES.setdefault(backend.device, cls())

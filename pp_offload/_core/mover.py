@@ -198,7 +198,7 @@ class Mover:
             return
         streams = self.in_flight.streams
         if self.backend.is_capturing:
-            streams = ComputeStreams(those_captured(self.backend, streams.seen))
+            streams = ComputeStreams(those_captured(self.backend, streams))
         # Blocks on a host: NOTE [ One lock ].
         self._wait(streams.wait, event)
         with self.lock:
@@ -565,17 +565,9 @@ def _leaving(batch: Batch, payloads: Payloads, live: Stream) -> Leaving:
             watched.append(member.tensor)
             versions.append(member.version)
             indices.append(index)
-    return Leaving(
-        weakref.ref(batch),
-        batch.offloaded,
-        sum(payloads.sizes),
-        sources,
-        watched,
-        versions,
-        indices,
-        list(map(address_of, sources)),
-        live,
-    )
+    addresses, nbytes = list(map(address_of, sources)), sum(payloads.sizes)
+    own = weakref.ref(batch), batch.offloaded, nbytes, sources
+    return Leaving(*own, watched, versions, indices, addresses, live)
 
 
 def _changed(batch: Batch, index: int) -> OffloadError:

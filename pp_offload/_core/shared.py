@@ -34,18 +34,19 @@ NUM_OWN_HOLDERS = 2
 
 
 class Copy(NamedTuple):
-    """A storage that left, and where to."""
+    """A storage that left with a payload of a batch.
+
+    Attributes:
+        saved: The first tensor that was saved with it.
+        counters: Without memory, with the version counters of all that saved it at version 0.
+        position: Which payload of the batch.
+    """
 
     storage: weakref.ref[UntypedStorage]
     saved: weakref.ref[Saved]
-    """The first tensor that was saved with it."""
-
     counters: tuple[Tensor, ...]
-    """Without memory, with the version counters of all that saved it at version 0."""
-
     batch: weakref.ref[Batch]
     position: int
-    """Which payload of the batch."""
 
 
 class SharedCopies:
@@ -80,13 +81,9 @@ class SharedCopies:
                     break  # the wrapper counts changes that the version of its part misses
                 counters += (_counter_of(member.tensor),)
             else:
-                self.copies[storage._cdata] = Copy(
-                    weakref.ref(storage),
-                    weakref.ref(members[0]),
-                    () if members[0].version else counters,
-                    weakref.ref(batch),
-                    index,
-                )
+                counters = () if members[0].version else counters
+                refs = weakref.ref(storage), weakref.ref(members[0])
+                self.copies[storage._cdata] = Copy(*refs, counters, weakref.ref(batch), index)
 
     def forget_dead(self) -> None:
         """Forget what is gone, for a program that never ends a step."""

@@ -144,10 +144,6 @@ class HostTier:
     def retry(self) -> None:
         """A step has ended: what failed may work again."""
 
-    def host_bytes_in_use(self) -> int:
-        """Of living batches, and on their way."""
-        return sum([pool.in_use_bytes for pool in self.pools])
-
 
 class DiskTier(HostTier):
     """A disk, behind host memory that bytes pass through.

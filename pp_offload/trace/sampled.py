@@ -23,7 +23,7 @@ class Counters:
         mover = self._offloader.engine.mover
         with mover.lock:
             found = {
-                HOST: mover.tier.host_bytes_in_use(),
+                HOST: sum([pool.in_use_bytes for pool in mover.tier.pools]),
                 IN_FLIGHT: mover.in_flight.nbytes,
                 RELOADED: mover.arrived.unused_bytes,
             }

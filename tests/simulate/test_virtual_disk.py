@@ -55,7 +55,7 @@ def at(backend: VirtualBackend, engine: Engine, time_s: float) -> None:
 
 
 def staged(engine: Engine) -> int:
-    return engine.mover.tier.host_bytes_in_use()
+    return sum(pool.in_use_bytes for pool in engine.mover.tier.pools)
 
 
 def test_there_and_back() -> None:
