@@ -72,7 +72,8 @@ class Engine:
 
     def follow(self, stream: Stream) -> None:
         """A forward computes on this stream, and sources may be allocated there."""
-        self.mover.in_flight.streams.follow(stream)
+        if stream not in self.mover.in_flight.streams:  # nearly never
+            self.mover.in_flight.streams.follow(stream)
 
     def payloads(self, group: Group) -> Payloads:
         """What may leave of an open group, which counts it."""
