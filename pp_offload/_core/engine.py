@@ -40,7 +40,7 @@ class Engine:
         tier: Where batches go.
         order: Knows what backward visits.
         config: The options; those of the plan are not used here.
-        observers: Hear what it does.
+        observers: Observe what it does.
 
     Attributes:
         reach: Called when backward is about to use a group for the first time.
@@ -113,7 +113,7 @@ class Engine:
         mover = self.mover
         try:
             while (busy := self._try_to_send(group, payloads)) is not None:
-                with suppress(OffloadError):  # whoever asks for what could not be read hears of it
+                with suppress(OffloadError):  # a failed read raises for who asks for its tensor
                     busy.synchronize()
             if mover.in_flight.queue:
                 mover.keep_bounded(group.counts.copied_bytes)

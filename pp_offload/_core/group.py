@@ -68,13 +68,8 @@ class Group:
     key: GroupKey | None = None
     has_failed = False
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        engine: Any = None,  # Megatron's users give a name alone
-        min_numel: int = 0,
-    ) -> None:
+    # Megatron's users give a name alone.
+    def __init__(self, name: str, *, engine: Any = None, min_numel: int = 0) -> None:
         self.name = name
         self.state = GroupState.OPEN
         self.is_used = False
@@ -111,11 +106,7 @@ class Group:
         return any([ref is not None and ref() is not None for ref in [*refs, *self.saved_refs]])
 
     def move_to(self, state: GroupState) -> None:
-        """It is offloaded, or kept.
-
-        Raises:
-            GroupStateError: It was closed before.
-        """
+        """Close the group. Raises a GroupStateError if it was closed before."""
         if self.state is not GroupState.OPEN:
             raise GroupStateError(
                 f"group '{self.name}' is {self.state.value} and cannot become {state.value}; only "
@@ -130,12 +121,12 @@ class Group:
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether its forward ended well, backward used it, and nobody has committed it."""
+        """Whether its forward ended well, backward used it, and it was never committed."""
         return self.state is GroupState.OPEN and self.is_used and not self.has_failed
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether nobody has committed it, and no backward has used what it saved."""
+        """Whether it was never committed, and no backward has used what it saved."""
         return self.state is GroupState.OPEN and not self.is_used and bool(self.saved_refs)
 
     def on_use(self) -> None:
@@ -147,7 +138,7 @@ class Group:
             raise
 
     def note_use(self) -> None:
-        """Backward has reached it: what it uses is used no later than now."""
+        """Backward has reached the group: what it uses is used no later than now."""
         self.is_used = True
         batch = None if self.batch is None else self.batch()
         if batch is not None and batch.later:

@@ -83,7 +83,7 @@ class Mover:
         backend: The device.
         tier: Where batches go.
         max_in_flight_bytes: See :class:`OffloadConfig`.
-        observers: Hear of copies and waits.
+        observers: Observe copies and waits.
 
     Attributes:
         lock: See NOTE [ One lock ].
@@ -230,7 +230,7 @@ class Mover:
                 with suppress(TierError):  # who asks for it reads it again, and hears why not
                     self._send_on(reads.popleft())
 
-    def _known(self, stream: Stream) -> Stream:
+    def _captured(self, stream: Stream) -> Stream:
         """The stream, as part of the capture that goes on, if any: NOTE [ Captures ]."""
         return captured(self.backend, stream)[0] if self.backend.is_capturing else stream
 
@@ -252,7 +252,7 @@ class Mover:
         Returns:
             How many payloads have no host memory to be read to, and stay on disk.
         """
-        live, device = self._known(self.current_stream()), self.backend.device
+        live, device = self._captured(self.current_stream()), self.backend.device
         reload = Reload(live)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -288,7 +288,7 @@ class Mover:
     def _copy_back(
         self, reload: Reload, wanted: Sequence[Wanted], targets: list[Tensor], sources: list[Tensor]
     ) -> None:
-        live, h2d = reload.stream, self._known(self.backend.h2d)
+        live, h2d = reload.stream, self._captured(self.backend.h2d)
         if self.backend.is_capturing:
             for batch, _ in wanted:
                 self._keep_for_graph(batch.place)
@@ -377,7 +377,7 @@ class Mover:
                 else:
                     tensor = self._use(batch, index)
         if tensor is None:
-            tensor = self._bring(batch, index, self._known(self.current_stream()))
+            tensor = self._bring(batch, index, self._captured(self.current_stream()))
         if self.verifier is not None and not self.backend.is_capturing:
             self.verifier.came(batch, index, tensor)
         if self.arrived.unused_bytes < self.window.below_bytes:
@@ -504,7 +504,7 @@ class Mover:
         have uses to come, and of the one that is asked for. The lock is held. Returns whether there
         are any, and the live stream may use them.
         """
-        leaving, back, live = batch.leaving, batch.back, self._known(self.current_stream())
+        leaving, back, live = batch.leaving, batch.back, self._captured(self.current_stream())
         if leaving is None:
             return False
         batch.changed |= leaving.changed()  # on another stream, too

@@ -10,8 +10,8 @@ A method that no observer overrides is not called.
 
 NOTE [ Where observers are called ]
     On the thread that acted, after it did. Where a method says "Under the lock", the engine's lock
-    is held: an observer may note something there, but neither wait nor call the engine. What an
-    observer raises goes to the program, as if the engine had raised it.
+    is held: an observer may neither wait nor call the engine there. What an observer raises goes to
+    the program, as if the engine had raised it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Lap(NamedTuple):
 
 
 class Observer:
-    """Does nothing. Override what you want to hear."""
+    """Does nothing. Override what you want to observe."""
 
     def opened(self, group: Group) -> None:
         """What autograd saves from now on joins the group. Under the lock."""
@@ -80,7 +80,7 @@ class Observer:
 
 @dataclass(slots=True)
 class Observers:
-    """What to call at each event, as in ``for tell in observers.reached: tell(group)``."""
+    """What to call at each event, as in ``for call in observers.reached: call(group)``."""
 
     opened: tuple[Callable[[Group], None], ...] = ()
     closed: tuple[Callable[[Group, Payloads | None], None], ...] = ()
@@ -90,7 +90,7 @@ class Observers:
     waited: tuple[Callable[[Lap | None, Event], None], ...] = ()
 
     def add(self, observer: Observer) -> None:
-        """Have ``observer`` hear the events that it overrides, behind those added before."""
+        """Call the methods that ``observer`` overrides, behind those of observers added before."""
         for event in fields(self):
             if getattr(type(observer), event.name) is not getattr(Observer, event.name):
                 setattr(
@@ -98,7 +98,7 @@ class Observers:
                 )
 
     def remove(self, observer: Observer) -> None:
-        """Have ``observer`` hear nothing any more."""
+        """Call ``observer`` no more."""
         for event in fields(self):
             calls = getattr(self, event.name)
             rest = [call for call in calls if getattr(call, "__self__", None) is not observer]
@@ -113,6 +113,6 @@ class Observers:
     def _use(self, ref: weakref.ref[Saved], restore: Any, payload: Tensor) -> Tensor:
         saved = ref()
         assert saved is not None, "it is being unpacked"
-        for tell in self.used:
-            tell(saved, payload)
+        for call in self.used:
+            call(saved, payload)
         return payload if restore is None else restore(payload)

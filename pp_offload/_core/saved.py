@@ -4,8 +4,6 @@
     Saved     stays with its group, or leaves with the group's batch
     Wrapped   a tensor made of others, each of them saved by itself
 
-A third fate belongs here, too: a tensor that is computed again from other saved tensors.
-
 NOTE [ Version check ]
     Autograd does not compare versions of tensors that were saved through hooks, so a program that
     changes a saved tensor in place would get wrong gradients without an error. Each object here

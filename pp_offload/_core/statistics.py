@@ -11,7 +11,7 @@ COUNTERS = (
     "bytes_offloaded bytes_reloaded prefetched_reloads on_demand_reloads taken_back "
     "host_allocations disk_bytes_written disk_bytes_read".split()
 )
-"""What only grows as long as an engine lives. The others say how it is, or the most there was."""
+"""Numbers that only grow as long as an engine lives. The others are states and peaks."""
 
 
 @dataclass(frozen=True)

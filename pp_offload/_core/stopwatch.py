@@ -100,7 +100,7 @@ def timed_copy(
     sources: list[Tensor],
     moved: Moved,
 ) -> Event:
-    """Have the backend queue copies on ``stream``, and tell when they run; the event behind."""
+    """Have the backend queue copies on ``stream``, and tell observers when they run."""
     label, to_host = moved[0][0].label, stream is backend.d2h
     begin = time_of(backend, stream)
     with named(label, direction(to_host)):
@@ -115,7 +115,7 @@ def timed_copy(
 def timed_wait(
     observers: Observers, backend: Backend, wait: Callable[[Event], None], event: Event
 ) -> None:
-    """Have compute wait for ``event``, and tell how long the live stream does."""
+    """Have compute wait for ``event``, and tell observers how long."""
     live = backend.current_stream()
     begin = time_of(backend, live)
     wait(event)
@@ -134,5 +134,5 @@ def direction(to_host: bool) -> str:
 
 
 def named(label: str, what: str) -> AbstractContextManager[object]:
-    """What shows this name in ``torch.profiler`` while it is entered, where that runs."""
+    """A context with this name in ``torch.profiler``, where that runs."""
     return record_function(f"{label} ({what})") if is_profiling() else nullcontext()

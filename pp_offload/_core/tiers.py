@@ -72,7 +72,7 @@ class Busy(MemoryError):
 
 
 class Passage:
-    """Owns host memory that bytes pass through: free when nobody refers to this."""
+    """Owner of host memory that bytes pass through, which is free when the owner is garbage."""
 
     __slots__ = ("__weakref__", "host")
 
