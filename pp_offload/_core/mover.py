@@ -251,35 +251,45 @@ class Mover:
 
         Returns:
             How many payloads have no host memory to be read to, and stay on disk.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no memory for them; nothing has changed.
         """
         live, device = self._captured(self.current_stream()), self.backend.device
-        reload = Reload(live)
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
         on_host: list[Wanted] = []
         on_disk: list[Wanted] = []
+        begun: list[list[Tensor]] = []
         for batch, indices in wanted:
             if batch.write is not None:
                 self.tier.check_capture("reading from")
-            (on_disk if batch.place is None else on_host).append((batch, indices))
             if batch.place is None:
+                on_disk.append((batch, indices))
                 continue
-            back, tensors = batch.back, batch.place.tensors
-            if len(indices) == len(tensors) == back.num_away:  # nearly always, and in C
-                begun = list(map(partial(torch.empty_like, device=device), tensors))
-                back.device[:] = begun
-                back.reloads[:] = [reload] * len(begun)
-                back.versions[:] = [-1] * len(begun)
+            hosts, there = batch.place.tensors, batch.back.device
+            if len(indices) < len(hosts):
+                indices = [index for index in indices if there[index] is None]
+                hosts = [hosts[index] for index in indices]
+            on_host.append((batch, indices))
+            begun.append(list(map(partial(torch.empty_like, device=device), hosts)))
+        # All memory is there: without it, each payload would be where it was.
+        reload = Reload(live)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for (batch, indices), tensors in zip(on_host, begun, strict=True):
+            back, hosts = batch.back, batch.place.tensors
+            if len(indices) == len(hosts) == back.num_away:  # nearly always, and in C
+                back.device[:] = tensors
+                back.reloads[:] = [reload] * len(tensors)
+                back.versions[:] = [-1] * len(tensors)
                 back.num_away = 0
-                targets += begun
-                sources += tensors
+                targets += tensors
+                sources += hosts
                 continue
-            for index in indices:
+            for index, target in zip(indices, tensors, strict=True):
                 if back.device[index] is None:  # not wanted twice, as by a group that borrows it
-                    target = torch.empty_like(tensors[index], device=device)
                     back.put(index, target, reload)
                     targets.append(target)
-                    sources.append(tensors[index])
+                    sources.append(hosts[index])
         if targets:
             self._copy_back(reload, on_host, targets, sources)
         # Last, for it lets go of host memory that is on disk by now, and was a source above.
@@ -311,16 +321,17 @@ class Mover:
         indices = [index for index in indices if back.device[index] is None]
         if not indices:
             return True
+        device, specs = self.backend.device, [batch.specs[index] for index in indices]
+        targets = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
         try:
             passage, event = self.tier.read(batch, force=force)
         except MemoryError:
             return False
         reload = Reload(live)
-        for index in indices:
-            source = passage.host.tensors[index]
-            back.put(index, torch.empty_like(source, device=self.backend.device), reload)
-            self.arrived.unused_bytes += source.nbytes
-            self.counts.bytes_reloaded += source.nbytes
+        for index, target in zip(indices, targets, strict=True):
+            back.put(index, target, reload)
+            self.arrived.unused_bytes += target.nbytes
+            self.counts.bytes_reloaded += target.nbytes
         reload.read = read = Read(back, indices, reload, event, live.record_event(), passage)
         self.tier.reads.append(read)
         return True
@@ -473,7 +484,12 @@ class Mover:
         if index not in indices:
             indices = [index]
         busy = self.tier.furthest() if is_read else None
-        if self.reload([(batch, indices)], force=busy is None):
+        try:
+            num_left = self.reload([(batch, indices)], force=busy is None)
+        except torch.OutOfMemoryError:
+            indices = [index]  # the others wait until they are asked for
+            num_left = self.reload([(batch, indices)], force=busy is None)
+        if num_left:
             return busy
         self.counts.on_demand_reloads += len(indices)
         return None

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
+import torch
+
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group
 from pp_offload._core.mover import Mover, Wanted
@@ -98,8 +100,8 @@ class Window:
             if batch is not None and batch.back.num_away:
                 indices = self.fitting(batch, batch.back.away())
                 if indices:
-                    num = len(indices) - mover.reload([(batch, indices)])
-                    mover.counts.on_demand_reloads += num
+                    num_left = self._reload([(batch, indices)])
+                    mover.counts.on_demand_reloads += len(indices) - num_left
             if mover.arrived.unused_bytes <= self.below_bytes:
                 self.fill()
 
@@ -186,12 +188,23 @@ class Window:
         return self._queue(together)
 
     def _queue(self, wanted: list[Wanted]) -> bool:
-        """Whether there is host memory to read all of it to, where it is on disk."""
-        num_left = self._mover.reload(wanted) if wanted else 0
+        """Queue what comes ahead; whether all of it comes."""
+        num_left = self._reload(wanted) if wanted else 0
         self._mover.counts.prefetched_reloads -= num_left
         for _, indices in wanted:
             self._mover.counts.prefetched_reloads += len(indices)
         return not num_left
+
+    def _reload(self, wanted: list[Wanted]) -> int:
+        """How many payloads stay where they are. What is on disk needs host memory to be read to.
+        On a device that is full, nothing comes until it is asked for, or backward reaches another
+        group.
+        """
+        try:
+            return self._mover.reload(wanted)
+        except torch.OutOfMemoryError:
+            self.below_bytes = 0
+            return sum([len(indices) for _, indices in wanted])
 
     def fitting(self, batch: Batch, indices: list[int]) -> list[int]:
         """Those payloads of a batch that the window has room for; one of them always, where nothing
