@@ -105,7 +105,7 @@ class OffloadConfig:
     for compute never to wait, as far as the link to the host permits and the device has room: 512
     MiB or more. One line in the log says what was chosen.
 
-    Behind an accelerator, this also limits the host bytes on the way to and from the disk.
+    This also limits the host bytes on the way to and from the disk.
     """
 
     prefetch_bytes: int | Literal["auto"] = "auto"
@@ -158,8 +158,8 @@ class OffloadConfig:
     """Where offloaded bytes go: ``("host",)``, ``("disk",)``, or ``("host", "disk")``, where the
     disk takes what is over the host budget.
 
-    Behind an accelerator the disk needs some pinned memory to pass through. Where the device is the
-    host, only the disk frees memory.
+    The disk needs some host memory to pass through, pinned behind an accelerator. Where the device
+    is the host, only the disk frees memory.
     """
 
     disk_dir: str | os.PathLike[str] | None = None

@@ -65,8 +65,8 @@ def stands_still() -> Any:
 
 
 def saved(uses: int, left: int, event: object = "behind the copy") -> Any:
-    back = SimpleNamespace(left=[left], reloads=[SimpleNamespace(event=event)])
-    return SimpleNamespace(batch=SimpleNamespace(sizes=[MB], uses=[uses], back=back), index=0)
+    back = SimpleNamespace(uses=[uses], left=[left], reloads=[SimpleNamespace(event=event)])
+    return SimpleNamespace(batch=SimpleNamespace(sizes=[MB], back=back), index=0)
 
 
 def test_bytes_that_are_used_twice_are_noted_at_both() -> None:
