@@ -6,6 +6,7 @@ report.failure  # a Failure, whose script runs the smallest program that fails a
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -96,6 +97,8 @@ def explore(number: int, programs: int, backend: str | None = None) -> Totals:
         try:
             report = check(program)
         except Exception as error:
+            if not failed:  # at once, for to make it small may take minutes
+                sys.stderr.write(f"{type(error).__name__}: {error}\n{script(program)}\n")
             failed.append(Failure(program, f"{type(error).__name__}: {error}"))
             raise
         if not failed:
