@@ -13,6 +13,7 @@ Conflicts between two compute operations are not our business and are not report
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
@@ -184,11 +185,19 @@ class RaceDetector:
 
     def __init__(self) -> None:
         self.host = VectorClock()
+        self._here = threading.local()
         self.device_bytes = 0
         self.device_bytes_peak = 0
         self._histories: dict[int, StorageHistory] = {}
         self._host_bytes: dict[int, range] = {}
         self._fault: RaceError | None = None
+
+    def known_here(self) -> VectorClock:
+        """What this thread has waited for and the host has not: nothing but on one of a tier, which
+        frees an engine's memory where garbage happens to be collected on it.
+        """
+        known: VectorClock = vars(self._here).setdefault("known", VectorClock())
+        return known
 
     def see(self, storage: UntypedStorage, owner: StreamClock, *, is_host: bool) -> StorageHistory:
         """The history of a storage, which begins now if it has none.
@@ -257,7 +266,9 @@ class RaceDetector:
             return
         self.device_bytes -= history.nbytes
         free = history.owner.access("free", WHOLE, "storage released")
-        known = self.host if history.is_host else history.owner.known.merged(self.host)
+        known = self.host.merged(self.known_here())
+        if not history.is_host:
+            known.merge(history.owner.known)
         race = history.first_race(free, known)
         if race is not None and self._fault is None:
             self._fault = RaceError(_unordered(free, race))

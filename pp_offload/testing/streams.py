@@ -66,11 +66,13 @@ class SimulatedEvent:
         """Run everything before this point; the host knows from now on.
 
         When a thread of a tier waits, the host does not learn of it: the program has yet to ask.
+        But what that thread frees then is over.
         """
         timeline = self.stream.timeline
         with timeline.lock:
             if is_worker():
                 timeline.force(self)
+                timeline.detector.known_here().merge(self.known)
                 return
             timeline.enter()
             timeline.forbid_in_capture("an event is synchronized")

@@ -3,13 +3,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from pp_offload._common.workers import Workers
 from pp_offload.backends.base import Backend, Event
 from pp_offload.errors import RaceError
 from pp_offload.testing.happens_before import RaceDetector
@@ -214,6 +215,25 @@ def test_a_free_after_a_wait_is_no_race(backend: SimulatedBackend, how: str) -> 
         backend.current_stream().wait_event(event)
     del source
     backend.check()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_free_on_a_thread_of_a_tier_is_behind_its_own_waits(
+    backend: SimulatedBackend, waits: bool
+) -> None:
+    """As of an engine that is garbage, and collected there."""
+    source = torch.ones(4)
+    memory = [host_like(backend, source)]
+    event = offload(backend, source, memory[0])
+
+    def free() -> None:
+        if waits:
+            event.synchronize()
+        memory.clear()
+
+    Workers("test").submit(free).result()
+    with nullcontext() if waits else pytest.raises(RaceError, match="storage released"):
+        backend.check()
 
 
 def test_a_free_after_a_true_query_is_no_race() -> None:
