@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -195,7 +196,13 @@ def activations(backend: Backend) -> Iterator[OffloadActivations]:
 
 @pytest.fixture(scope="module", autouse=True)
 def little_to_collect() -> None:
-    """Tests collect garbage to see what is left; that need not look at what others imported."""
+    """Tests collect garbage to see what is left; that need not look at what others imported.
+
+    What is alive now is never collected. So the frames of a test that failed last must go before,
+    which pytest keeps for a debugger until the next one: their engine would stay for the process.
+    """
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
     gc.collect()
     gc.freeze()
 
