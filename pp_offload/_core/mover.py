@@ -253,7 +253,8 @@ class Mover:
             How many payloads have no host memory to be read to, and stay on disk.
 
         Raises:
-            torch.OutOfMemoryError: The device has no memory for them; nothing has changed.
+            torch.OutOfMemoryError: The device has no memory for one of the batches. Those that came
+                from host memory are all where they were, and of the others each is or is not.
         """
         live, device = self._captured(self.current_stream()), self.backend.device
         on_host: list[Wanted] = []
@@ -321,13 +322,13 @@ class Mover:
         indices = [index for index in indices if back.device[index] is None]
         if not indices:
             return True
-        device, specs = self.backend.device, [batch.specs[index] for index in indices]
-        targets = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
         try:
-            passage, event = self.tier.read(batch, force=force)
+            passage = self.tier.passage(batch.sizes, batch.specs, force=force)
         except MemoryError:
             return False
-        reload = Reload(live)
+        reload, hosts, device = Reload(live), passage.host.tensors, self.backend.device
+        targets = [torch.empty_like(hosts[index], device=device) for index in indices]
+        event = self.tier.read(batch, passage)  # last, for a thread needs its memory until the end
         for index, target in zip(indices, targets, strict=True):
             back.put(index, target, reload)
             self.arrived.unused_bytes += target.nbytes
@@ -483,13 +484,14 @@ class Mover:
             indices = self.window.fitting(batch, batch.back.away())
         if index not in indices:
             indices = [index]
-        busy = self.tier.furthest() if is_read else None
         try:
-            num_left = self.reload([(batch, indices)], force=busy is None)
-        except torch.OutOfMemoryError:
-            indices = [index]  # the others wait until they are asked for
-            num_left = self.reload([(batch, indices)], force=busy is None)
-        if num_left:
+            return self._reload_on_demand(batch, indices)
+        except torch.OutOfMemoryError:  # the others wait until they are asked for
+            return self._reload_on_demand(batch, [index])
+
+    def _reload_on_demand(self, batch: Batch, indices: list[int]) -> Event | None:
+        busy = self.tier.furthest() if batch.place is None else None
+        if self.reload([(batch, indices)], force=busy is None):
             return busy
         self.counts.on_demand_reloads += len(indices)
         return None

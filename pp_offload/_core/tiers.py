@@ -191,7 +191,7 @@ class DiskTier(HostTier):
         if self._failure is not None:
             raise MemoryError(str(self._failure))
         self._bound.expect(sum(sizes))
-        owner.passage = self._passage(sizes, specs)
+        owner.passage = self.passage(sizes, specs)
         return owner.passage.host
 
     def write(self, batch: Batch) -> None:
@@ -199,23 +199,20 @@ class DiskTier(HostTier):
         batch.write = self.disk.write(batch.place.views, after=[batch.offloaded])
         self.writing.append(weakref.ref(batch))
 
-    def read(self, batch: Batch, *, force: bool) -> tuple[Passage, Event]:
-        """Have a thread read a batch to host memory.
-
-        Returns:
-            Its new host memory, and the end of the read.
-
-        Raises:
-            MemoryError: There is no room.
-        """
-        passage = self._passage(batch.sizes, batch.specs, force=force)
+    def read(self, batch: Batch, passage: Passage) -> Event:
+        """Have a thread read a batch to host memory; returns the end of it."""
         host = passage.host
-        return passage, self.disk.read_into(batch.write, host.views, after=host.waits_for)
+        return self.disk.read_into(batch.write, host.views, after=host.waits_for)  # type: ignore[no-any-return]
 
-    def _passage(
+    def passage(
         self, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
     ) -> Passage:
-        """Host memory on the way; see NOTE [ On the way ]."""
+        """Host memory on the way; see NOTE [ On the way ]. Arguments as those of :meth:`take`.
+
+        Raises:
+            Busy: A thread's work makes room.
+            MemoryError: There is no room.
+        """
         self.poll()
         passage, furthest = Passage(), self.furthest()
         if furthest is not None and self.pool.in_use_bytes + sum(sizes) > self._bound.nbytes:

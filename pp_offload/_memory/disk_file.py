@@ -26,6 +26,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pp_offload._common.processes import check, current
@@ -337,8 +338,10 @@ def room_for(nbytes: int) -> int:
 
 def wait_for_all(events: Sequence[Event]) -> None:
     """Block a thread until all have ended; raises what a copy raised."""
-    for event in events:  # a copy ends; a disk may be stuck, and must not hold up the exit
-        with nullcontext() if isinstance(event, DiskEvent) else inside_torch():
+    for (
+        event
+    ) in events:  # a device's copy ends; a thread may be stuck, and must not hold up the exit
+        with inside_torch() if isinstance(event, torch.Event) else nullcontext():
             event.synchronize()
 
 
