@@ -97,7 +97,8 @@ class Layer(nn.Module):
     def attention(self, x: Tensor) -> Tensor:
         y, (q, o, k, v, *_) = self.norm(x, 0), self.weights
         parts = [
-            F.linear(y, one).unflatten(-1, (-1, self.head)).transpose(1, 2) for one in (q, k, v)
+            F.linear(y, weight).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for weight in (q, k, v)
         ]
         repeats = self.case.heads // self.case.kv_heads
         if repeats > 1:

@@ -192,12 +192,12 @@ class RaceDetector:
         self._host_bytes: dict[int, range] = {}
         self._fault: RaceError | None = None
 
-    def known_here(self) -> VectorClock:
+    def thread_clock(self) -> VectorClock:
         """What this thread has waited for and the host has not: nothing but on one of a tier, which
         frees an engine's memory where garbage happens to be collected on it.
         """
-        known: VectorClock = vars(self._here).setdefault("known", VectorClock())
-        return known
+        clock: VectorClock = vars(self._here).setdefault("clock", VectorClock())
+        return clock
 
     def see(self, storage: UntypedStorage, owner: StreamClock, *, is_host: bool) -> StorageHistory:
         """The history of a storage, which begins now if it has none.
@@ -266,10 +266,10 @@ class RaceDetector:
             return
         self.device_bytes -= history.nbytes
         free = history.owner.access("free", WHOLE, "storage released")
-        known = self.host.merged(self.known_here())
+        clock = self.host.merged(self.thread_clock())
         if not history.is_host:
-            known.merge(history.owner.known)
-        race = history.first_race(free, known)
+            clock.merge(history.owner.known)
+        race = history.first_race(free, clock)
         if race is not None and self._fault is None:
             self._fault = RaceError(_unordered(free, race))
 

@@ -72,7 +72,7 @@ class SimulatedEvent:
         with timeline.lock:
             if is_worker():
                 timeline.force(self)
-                timeline.detector.known_here().merge(self.known)
+                timeline.detector.thread_clock().merge(self.known)
                 return
             timeline.enter()
             timeline.forbid_in_capture("an event is synchronized")

@@ -50,8 +50,8 @@ def test_what_compute_waited_is_taken_from_the_times() -> None:
     laps = Laps(At(100))
     laps.waits = [lap(120, 130), lap(150, 150), lap(160, 165)]
     clock = clock_without_waits(laps)
-    found = [round(clock(At(ms)) * 1e3, 6) for ms in (100, 119, 130, 155, 165, 200)]
-    assert found == [0, 19, 20, 45, 50, 85]
+    milliseconds = [round(clock(At(ms)) * 1e3, 6) for ms in (100, 119, 130, 155, 165, 200)]
+    assert milliseconds == [0, 19, 20, 45, 50, 85]
 
 
 def test_a_rate_is_of_the_time_in_which_copies_ran() -> None:
