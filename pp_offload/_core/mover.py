@@ -253,8 +253,7 @@ class Mover:
             How many payloads have no host memory to be read to, and stay on disk.
 
         Raises:
-            torch.OutOfMemoryError: The device has no memory for one of the batches. Those that came
-                from host memory are all where they were, and of the others each is or is not.
+            torch.OutOfMemoryError: The device is full. A batch on disk may follow others that come.
         """
         live, device = self._captured(self.current_stream()), self.backend.device
         on_host: list[Wanted] = []
@@ -490,6 +489,7 @@ class Mover:
             return self._reload_on_demand(batch, [index])
 
     def _reload_on_demand(self, batch: Batch, indices: list[int]) -> Event | None:
+        """Queue the reload of payloads that backward waits for, or return what has to end first."""
         busy = self.tier.furthest() if batch.place is None else None
         if self.reload([(batch, indices)], force=busy is None):
             return busy
