@@ -30,16 +30,17 @@ from pp_offload._activations.exclusions import forget_excluded, is_excluded
 from pp_offload._activations.met_modules import MetModules
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._common.checks import check_all, check_kind, count_problem, flag_problem, said
+from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
 from pp_offload._hooks.regions import (
+    PackHook,
     is_in_region,
     is_left_to_checkpoint,
     top_pack,
     warn_of_region,
 )
-from pp_offload._hooks.untraced import Untraced
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig, config_or_default
 from pp_offload.errors import OffloadError
@@ -184,7 +185,7 @@ class OffloadActivations(saved_tensors_hooks, ContextDecorator):
         if not self._knows_model:
             entered.met = MetModules(self._keep_buffers)
             entered.met.begin()
-        entered.scope.enter(Untraced(self.pack_hook), self)
+        entered.scope.enter(PackHook(self.pack_hook), self)
 
     @exact_exit
     def __exit__(self, *args: object) -> None:
@@ -266,6 +267,7 @@ class _OfThread(threading.local):
 
 
 def _unless_excluded(pack: Callable[[Tensor], Packed]) -> Callable[[Tensor], Packed]:
+    @never_compiled
     def hook(tensor: Tensor) -> Packed:
         return Resident(tensor) if is_excluded() else pack(tensor)
 

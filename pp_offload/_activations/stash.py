@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from pp_offload._common.processes import current
-from pp_offload._common.torch_private import records_operators, sequence_number
+from pp_offload._common.torch_private import never_compiled, records_operators, sequence_number
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
@@ -141,6 +141,7 @@ class ActivationStash:
         """What was moved and what is in use, exact at the call."""
         return self._offloader.statistics()
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> Packed:
         """Save ``tensor``; it leaves with the others."""
         chunk = self._forward.chunk

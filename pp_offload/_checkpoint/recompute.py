@@ -27,16 +27,15 @@ from pp_offload._checkpoint.module_state import BufferMemory
 from pp_offload._checkpoint.modules_of import modules_of
 from pp_offload._checkpoint.selective import CheckpointCounts, KeptOutputs, OpPolicy
 from pp_offload._common.torch_private import (
-    disable_dynamo,
     is_transformed,
+    never_compiled,
     records_operators,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
 )
 from pp_offload._hooks.hook_scopes import saving
-from pp_offload._hooks.regions import expected, is_left_to_checkpoint, is_recomputing
-from pp_offload._hooks.untraced import Untraced
+from pp_offload._hooks.regions import PackHook, expected, is_left_to_checkpoint, is_recomputing
 
 
 class Recompute:
@@ -92,7 +91,7 @@ class Recompute:
             "are part of it; save model.state_dict(), whose names are those without checkpoints"
         )
 
-    @disable_dynamo  # as torch.compiler.disable, but imports no compiler
+    @never_compiled
     def begin(self) -> None:
         """The forward of a microbatch begins."""
         if self.stash is not None:
@@ -117,7 +116,7 @@ class Recompute:
                 stacklevel=2,
             )
 
-    @disable_dynamo
+    @never_compiled
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` under a checkpoint; as it is without grad, or where it is recorded.
 
@@ -204,11 +203,11 @@ class Recompute:
         preserve = self._options["preserve_rng_state"]
         return KeptOutputs(self._policy, self.stash, self.counts, preserve_rng_state=preserve)
 
-    def _pack(self) -> Untraced | None:
+    def _pack(self) -> PackHook | None:
         """The hook that saves inputs; None where they stay."""
         if self._inputs is None or is_left_to_checkpoint() or is_transformed():
             return None  # for the last one see NOTE [ Recorded operators ]
-        return Untraced(self._inputs.pack)
+        return PackHook(self._inputs.pack)
 
     def _send(self) -> None:
         if self.stash is not None:

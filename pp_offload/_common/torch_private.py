@@ -18,11 +18,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import SelectiveCheckpointContext
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 SEEN = ("2.10.0", "2.13.0", "2.14.1")
 """Releases of torch that have every name below, unless :data:`ONLY_IN` says otherwise. Each was
@@ -46,10 +48,12 @@ FUNCTIONS = (
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._current_graph_task_id",
     "torch._C._dispatch_tls_is_dispatch_key_included",
+    "torch._C._dynamo.eval_frame._FrameAction",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._C._get_dispatch_mode",
     "torch._C._is_tracing",
     "torch._C._storage_Use_Count",
-    "torch._disable_dynamo",
     "torch._foreach_copy_",
     "torch._has_compatible_shallow_copy_type",
     "torch._neg_view",
@@ -201,7 +205,6 @@ try:
     from torch.utils.checkpoint import _CachedTorchDispatchMode as CachedTorchDispatchMode
     from torch.utils.checkpoint import _CachingTorchDispatchMode as CachingTorchDispatchMode
 
-    disable_dynamo = torch._disable_dynamo
     DisableTorchDispatch = torch._C._DisableTorchDispatch
     SetExcludeDispatchKeyGuard = torch._C._SetExcludeDispatchKeyGuard
     foreach_copy_ = torch._foreach_copy_
@@ -238,12 +241,26 @@ try:
     is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
     """Whether operators that run now stand for others, as in the transforms of ``torch.func``."""
 
+    _compiler = torch._C._dynamo.eval_frame  # in C++: its Python takes seconds to import
+    _set_strategy = _compiler.set_code_exec_strategy
+    _SKIP = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.SKIP)
+
     _mode = torch._C._get_dispatch_mode
     _is_included = torch._C._dispatch_tls_is_dispatch_key_included
     _is_tracing = torch._C._is_tracing
     _RECORDS = torch._C._TorchDispatchModeKey.PROXY
 except (AttributeError, ImportError) as failure:
     raise ImportError(complaint(failure)) from failure
+
+
+def never_compiled(function: F) -> F:
+    """The function itself, which runs as it is, and all that it calls, whatever is compiled around.
+
+    As ``torch.compiler.disable``, without a wrapper that each call would go through.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where a graph has a call
+    _set_strategy(function.__code__, _SKIP)  # type: ignore[attr-defined]  # and where it is called
+    return function
 
 
 def is_profiling() -> bool:
@@ -328,7 +345,6 @@ __all__ = [
     "apply_activation_checkpointing",
     "checkpoint_wrapper",
     "disable_current_modes",
-    "disable_dynamo",
     "foreach_copy_",
     "forward_pre_hooks",
     "graph_task_id",
@@ -338,6 +354,7 @@ __all__ = [
     "is_transformed",
     "knows_sizes",
     "neg_view",
+    "never_compiled",
     "no_dispatch",
     "policies_see_outputs",
     "pop_hooks",

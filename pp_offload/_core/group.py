@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.batch import Batch
 from pp_offload._core.saved import Packed, Resident, Saved, Wrapped
 from pp_offload._core.subclasses import is_wrapper
@@ -80,6 +81,7 @@ class Group:
         self._min_numel = min_numel
         self.batch: weakref.ref[Batch] | None = None
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> Packed:
         """The pack hook: save ``tensor`` here; of a wrapper, the tensors inside it."""
         engine = self.engine

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.checks import described, version_of
+from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.batch import Batch
 from pp_offload._core.subclasses import is_pending, take_apart, witness
 from pp_offload.errors import SavedTensorModifiedError
@@ -63,6 +64,7 @@ class Saved:
         self.wrapper: Tensor | None = None
         self.restore: Callable[[Tensor], Tensor] | None = None
 
+    @never_compiled
     def unpack(self) -> Tensor:
         """The tensor as it was saved: values, size, stride, offset and dtype.
 
@@ -97,6 +99,7 @@ class Resident:
         self.tensor = tensor if is_parameter and tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
+    @never_compiled
     def unpack(self) -> Tensor:
         """The tensor, if nobody has changed it since."""
         tensor = self.tensor
@@ -131,6 +134,7 @@ class Wrapped:
         """Whether nothing inside may leave the device."""
         return all(isinstance(part, Resident) for part in self.inner.values())
 
+    @never_compiled
     def unpack(self) -> Tensor:
         """The tensor as it was saved, made anew around the tensors inside."""
         if self.witness._version != self.version:

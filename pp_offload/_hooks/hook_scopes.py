@@ -37,7 +37,6 @@ from torch import Tensor
 
 from pp_offload._common.torch_private import push_hooks, top_hooks
 from pp_offload._hooks.regions import all_packs, popped, top_pack
-from pp_offload._hooks.untraced import untraced
 
 T = TypeVar("T")
 
@@ -56,10 +55,10 @@ def saving(
         args: Of ``call``.
         kwargs: Of ``call``.
     """
-    pops, given_back = popped(until=top_hooks(True)), untraced(unpack)
+    pops = popped(until=top_hooks(True))
     try:
         if pack is not None:
-            push_hooks(pack, given_back)
+            push_hooks(pack, unpack)
         return call(*args, **kwargs)
     finally:
         deque(pops, maxlen=0)
@@ -83,10 +82,10 @@ class HookScope:
             pack: Returns something with an ``unpack``. No other scope has this object.
             owner: Has the ``__exit__`` of the ``with``.
         """
-        self._pack, given_back = pack, untraced(unpack)
+        self._pack = pack
         self._pops = pops = popped(until=top_hooks(True))
         self._with = _here.entering(owner, partial(countOf, pops))
-        push_hooks(pack, given_back)
+        push_hooks(pack, unpack)
 
     def leave(self) -> None:
         """Pop the hooks, and what was left inside. A second call does nothing."""

@@ -28,15 +28,23 @@ from typing import Any
 from torch.utils import checkpoint as torch_checkpoint
 
 from pp_offload._common.torch_private import graph_task_id, pop_hooks, push_hooks, top_hooks
-from pp_offload._hooks.untraced import Untraced
 
 logger = logging.getLogger(__name__)
 
 Pack = Callable[..., Any]
 
 
-class Chaining(Untraced):
-    """A pack hook of ours that passes tensors on to the hooks entered before it."""
+class PackHook(partial):  # type: ignore[type-arg]
+    """A pack hook of ours.
+
+    Autograd calls it from inside an operator. Where ``torch.compile`` leaves a forward as it is, it
+    would compile each function that is called there, and a compiled backward has the unpack hooks
+    in it. So the functions of both are :func:`never_compiled`.
+    """
+
+
+class Chaining(PackHook):
+    """It passes tensors on to the hooks entered before it."""
 
     outer: Pack | None = None
 
@@ -50,7 +58,7 @@ def top_pack() -> Pack | None:
 def is_in_region() -> bool:
     """Whether this code is inside a checkpoint that has hooks, in forward or in recomputation."""
     pack = _last_pack()
-    if pack is None or isinstance(pack, Untraced):  # none of ours is inside a checkpoint
+    if pack is None or isinstance(pack, PackHook):  # none of ours is inside a checkpoint
         return False
     # Hooks of others may pass tensors on to those of a checkpoint.
     return _is_checkpoint(pack) or any(map(_is_checkpoint, all_packs()))

@@ -23,8 +23,7 @@ from pp_offload._common.checks import check_switch
 from pp_offload._core.group import Group
 from pp_offload._groups.chunk import Chunk
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, saving
-from pp_offload._hooks.regions import is_recomputing
-from pp_offload._hooks.untraced import Untraced
+from pp_offload._hooks.regions import PackHook, is_recomputing
 from pp_offload._megatron.cuda_graph import fine_grained_offloading_forward_record
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload.errors import GroupStateError
@@ -109,7 +108,7 @@ def run_in_group(name: str, call: Callable[[], Any], begun: Callable[[], object]
     chunk, group = started
     try:
         begun()
-        output = saving(Untraced(chunk.pack, group), call)
+        output = saving(PackHook(chunk.pack, group), call)
     except BaseException as error:
         group.has_failed = True
         if isinstance(error, Exception):  # which somebody may handle, and go on
@@ -154,7 +153,7 @@ class FineGrainedActivationOffloadingInterface:
             if started is not None:
                 chunk, self._group = started
                 self._hooks = HookScope()
-                self._hooks.enter(Untraced(chunk.pack, self._group), self)
+                self._hooks.enter(PackHook(chunk.pack, self._group), self)
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise

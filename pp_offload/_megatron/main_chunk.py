@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.checks import check_count, check_kind, check_switch
+from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._groups.offloader import Offloader
@@ -88,6 +89,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         self.graphs = graphs or GraphState()
         self._on_their_way: dict[str, deque[Any]] = defaultdict(deque)
 
+    @never_compiled
     def pack(self, group: Group, tensor: Tensor) -> Packed:
         """Save ``tensor`` in ``group``; one that is flagged stays, and so does its storage."""
         if is_flagged(tensor):

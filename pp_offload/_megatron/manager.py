@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from pp_offload._common.checks import check_kind, checked_tensors, said
+from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
-from pp_offload._hooks.regions import is_in_backward, is_left_to_checkpoint
-from pp_offload._hooks.untraced import Untraced
+from pp_offload._hooks.regions import PackHook, is_in_backward, is_left_to_checkpoint
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._megatron.graph_state import GraphState
 from pp_offload._memory.pool import GPUTensorPool
@@ -171,7 +171,7 @@ class SharedNames:
         scopes.append(HookScope())  # first, or an interrupt would have it forgotten
         try:
             if not is_left_to_checkpoint():
-                scopes[-1].enter(Untraced(self.on_save_for_backward), self)
+                scopes[-1].enter(PackHook(self.on_save_for_backward), self)
         except BaseException:
             self.__exit__()
             raise
@@ -192,6 +192,7 @@ class SharedNames:
         if args and args[0] is not None and chunk is not None and chunk.open_groups:
             chunk.open_groups[-1].has_failed = True
 
+    @never_compiled
     def on_save_for_backward(self, tensor: Tensor) -> Packed:
         """The pack hook: the tag it returns is bound to the group open now."""
         chunk = self.forward.chunk

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
-from pp_offload._common.torch_private import neg_view, top_hooks
+from pp_offload._common.torch_private import neg_view, never_compiled, top_hooks
 from pp_offload._core.saved import Resident, modified
 from pp_offload._core.tensors import Geometry, flat_bytes
 from pp_offload._hooks.regions import Chaining, is_in_backward
@@ -30,6 +30,7 @@ from pp_offload.errors import OffloadError
 class Unpacks(Protocol):
     """What a pack hook returns."""
 
+    @never_compiled
     def unpack(self) -> Tensor:
         """The tensor as it was saved."""
         ...
@@ -81,6 +82,7 @@ class SlicedRun:
         places = {one.untyped_storage()._cdata: i for i, one in enumerate(tensors) if one.numel()}
         outer = top_hooks(False)
 
+        @never_compiled
         def pack(tensor: Tensor) -> Unpacks:
             if has_storage(tensor):
                 place = places.get(tensor.untyped_storage()._cdata)
@@ -107,6 +109,7 @@ class ParameterReference:
         self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
         self._stamp = stamp(run.slices[index].parameters[parameter])
 
+    @never_compiled
     def unpack(self) -> Tensor:
         """This view of the parameter, on the device.
 
@@ -152,6 +155,7 @@ class Chained:
         self._packed = pack(tensor)
         self._unpack = unpack
 
+    @never_compiled
     def unpack(self) -> Tensor:
         """What those hooks unpack it to."""
         return self._unpack(self._packed)

@@ -45,8 +45,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from pp_offload._common.torch_private import never_compiled
 from pp_offload._hooks.regions import Chaining, is_in_backward, is_recomputing
-from pp_offload._hooks.untraced import Untraced
 from pp_offload._slices.cache import Slice
 from pp_offload._slices.gradients import GradientPath, Turn, gated, on_device
 from pp_offload._slices.layer_stream import LayerStream
@@ -101,6 +101,7 @@ class StreamedForward:
         """The layer's own forward; :func:`inspect.signature` asks for it."""
         return self.own if self.own is not None else type(self._layer).forward.__get__(self._layer)
 
+    @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output.
 
@@ -108,9 +109,6 @@ class StreamedForward:
             OffloadError: A parameter is not on the host, the layer writes its parameters, or
                 another thread is in a layer of the model.
         """
-        return Untraced(self._forward, args, kwargs)()
-
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compute = self.__wrapped__
         if self._thread is threading.current_thread() and is_recomputing():
             call = partial(compute, *args, **kwargs)
