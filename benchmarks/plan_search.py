@@ -58,7 +58,7 @@ from every_choice import best_followed, choices, each_number, num_groups
 from many_groups import limit_between, many_groups
 from small import limits, planned
 
-from pp_offload._steps import auto_bounds
+from pp_offload._groups import auto_bounds
 from pp_offload.plan import InfeasibleError, choose, steps
 from pp_offload.plan.steps import MAX_TRIES, Steps
 

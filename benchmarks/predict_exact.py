@@ -39,7 +39,7 @@ from beside_engine import (
     ran_with_recomputed,
 )
 
-from pp_offload._steps import auto_bounds
+from pp_offload._groups import auto_bounds
 
 KINDS = (
     *(ran, ran_with_recomputed, ran_split, ran_v_shaped),

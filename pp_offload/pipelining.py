@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from pp_offload._checkpoint.recomputed_layers import is_recomputed
 from pp_offload._common.checks import said
 from pp_offload._common.offload_plan import RankPlan
+from pp_offload._core.keys import ChunkKey, WeightPassKey
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
 from pp_offload._megatron.manager import PipelineOffloadManager
-from pp_offload._policy.plan import ChunkKey, WeightPassKey
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.errors import OffloadError
 from pp_offload.modules import (

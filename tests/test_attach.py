@@ -36,9 +36,9 @@ from pp_offload import (
     FineGrainedActivationOffloadingInterface as off_interface,
 )
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._core.keys import ChunkKey
 from pp_offload._core.tensors import StorageSet
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
-from pp_offload._policy.plan import ChunkKey
 from pp_offload.pipelining import attach
 
 WRAPPED = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")

@@ -34,17 +34,17 @@ from pp_offload import (
 )
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
+from pp_offload._core.bound import Bound
 from pp_offload._core.mover import Mover
 from pp_offload._core.verify import Verifier
 from pp_offload._core.window import Window
+from pp_offload._groups import step
 from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory import disk_file
 from pp_offload._memory.budget import HostBudget
-from pp_offload._policy.bound import Bound
 from pp_offload._slices import plain_copies
-from pp_offload._steps import step
-from pp_offload._steps.room import DeviceRoom
 
 
 class Listened(NamedTuple):

@@ -16,13 +16,11 @@ ROOT = Path(pp_offload.__file__).parent
 
 ROWS = [
     ("errors", "_common", "config"),
-    ("_policy",),
     ("_hooks",),
     ("backends",),
     ("_memory",),
     ("_core",),
     ("_groups",),
-    ("_steps",),
     ("_activations", "_checkpoint", "_slices", "_megatron"),
     ("modules", "pipelining", "activations", "checkpointing", "offload_model", "layers", "summary"),
     (
@@ -68,7 +66,7 @@ ORDERS_COPIES = {
 ONE_JOB = [
     ("_core.engine", "Engine"),
     ("_core.mover", "Mover"),
-    ("_steps.manager", "Manager"),
+    ("_groups.manager", "Manager"),
     ("_groups.chunk", "Chunk"),
     ("_core.group", "Group"),
     ("_groups.offloader", "Offloader"),

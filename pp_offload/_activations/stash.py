@@ -27,9 +27,9 @@ from pp_offload._core.saved import Packed, Resident
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.offloader import Offloader
+from pp_offload._groups.step import StepRecord
 from pp_offload._hooks.regions import is_in_backward
 from pp_offload._memory.host_pool import pageable
-from pp_offload._steps.step import StepRecord
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, config_or_default
 

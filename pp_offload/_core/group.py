@@ -18,9 +18,9 @@ from torch.nn import Parameter
 
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.batch import Batch
+from pp_offload._core.keys import GroupKey
 from pp_offload._core.saved import Packed, Resident, Saved, Wrapped
 from pp_offload._core.subclasses import is_wrapper
-from pp_offload._policy.plan import GroupKey
 from pp_offload.backends import Stream
 from pp_offload.errors import GroupStateError
 

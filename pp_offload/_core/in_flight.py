@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 
 from pp_offload._core.batch import Leaving
-from pp_offload._policy.bound import Bound
+from pp_offload._core.bound import Bound
 from pp_offload.backends import Backend, Event, Stream
 
 

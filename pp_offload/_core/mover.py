@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 from pp_offload._core.batch import Back, Batch, Leaving, Reload, address_of
+from pp_offload._core.bound import IN_FLIGHT_BYTES, Bound
 from pp_offload._core.in_flight import ComputeStreams, InFlight
 from pp_offload._core.observer import Moved, Observers
 from pp_offload._core.payloads import Payloads
@@ -53,8 +54,6 @@ from pp_offload._core.stopwatch import timed_copy, timed_wait
 from pp_offload._core.tiers import HostTier, Read
 from pp_offload._core.verify import Verifier
 from pp_offload._memory.host_pool import HostBytes
-from pp_offload._policy.bound import Bound
-from pp_offload._policy.bounds import IN_FLIGHT_BYTES
 from pp_offload.backends import Backend, Event, Stream, captured, those_captured
 from pp_offload.errors import ForkedError, OffloadError, SavedTensorModifiedError, TierError
 

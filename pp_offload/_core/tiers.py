@@ -40,10 +40,10 @@ from typing import Any, NamedTuple
 import torch
 
 from pp_offload._core.batch import Back, Batch, Reload, Spec
+from pp_offload._core.bound import Bound
 from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.disk_file import DiskFile
 from pp_offload._memory.host_pool import Allocate, HostBytes, HostPool
-from pp_offload._policy.bound import Bound
 from pp_offload.backends import Backend, Event
 from pp_offload.config import OffloadConfig, add_tier_name
 from pp_offload.errors import NotWhileCapturingError

@@ -18,10 +18,9 @@ from typing import Protocol
 import torch
 
 from pp_offload._core.batch import Batch
+from pp_offload._core.bound import SMALL_BYTES, Bound, refill_below
 from pp_offload._core.group import Group
 from pp_offload._core.mover import Mover, Wanted
-from pp_offload._policy.bound import Bound
-from pp_offload._policy.bounds import SMALL_BYTES, refill_below
 
 
 class Visit(Protocol):

@@ -1,1 +1,1 @@
-"""Which microbatch, which group: from the start of a group to its last use in backward."""
+"""Which microbatch, which group, what stays on the device, and what a step teaches the next."""

@@ -26,11 +26,12 @@ from torch import Tensor
 from pp_offload._common.checks import check_group_name, check_switch, checked_tensors
 from pp_offload._common.torch_private import is_transformed, records_operators
 from pp_offload._core.group import Group, GroupState
+from pp_offload._core.keys import ChunkKey, GroupKey
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Packed
 from pp_offload._groups.offloader import Offloader
+from pp_offload._groups.plan import ChunkRecord, ChunkShape
 from pp_offload._hooks.regions import is_in_region, warn_of_region
-from pp_offload._policy.plan import ChunkKey, ChunkRecord, ChunkShape, GroupKey
 from pp_offload.errors import GroupStateError
 
 

@@ -24,11 +24,11 @@ from pp_offload._core.observer import Observers
 from pp_offload._core.statistics import OffloadStatistics, collect
 from pp_offload._core.tiers import make_tier
 from pp_offload._core.window import Visit
+from pp_offload._groups.bounds import share_of_budget
 from pp_offload._groups.forced_release import ForcedRelease
+from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory.host_pool import Allocate
-from pp_offload._policy.bounds import share_of_budget
-from pp_offload._policy.plan import Plan
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 

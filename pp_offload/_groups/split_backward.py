@@ -21,9 +21,9 @@ from torch import Tensor
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group
+from pp_offload._core.keys import ChunkKey, GroupKey, WeightPassKey
 from pp_offload._core.observer import Observer
 from pp_offload._core.saved import Saved
-from pp_offload._policy.plan import ChunkKey, GroupKey, WeightPassKey
 
 
 class BackwardPass(enum.Enum):

@@ -20,13 +20,13 @@ from torch import Tensor
 from pp_offload._common.checks import check_kind, checked_tensors, said
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
+from pp_offload._groups.manager import Forward, Manager
+from pp_offload._groups.step import StepRecord
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
 from pp_offload._hooks.regions import PackHook, is_in_backward, is_left_to_checkpoint
 from pp_offload._megatron.chunk import ChunkOffloadHandler
 from pp_offload._megatron.graph_state import GraphState
 from pp_offload._memory.pool import GPUTensorPool
-from pp_offload._steps.manager import Forward, Manager
-from pp_offload._steps.step import StepRecord
 from pp_offload.backends import Backend, Stream
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import GroupStateError

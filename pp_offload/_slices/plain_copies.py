@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pp_offload._core.bound import IN_FLIGHT_BYTES, Bound
 from pp_offload._core.in_flight import ComputeStreams
 from pp_offload._core.statistics import OffloadStatistics
 from pp_offload._core.tensors import as_dense
@@ -31,8 +32,6 @@ from pp_offload._core.verify import check_same, checksum_of
 from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.host_pool import HostPool
 from pp_offload._memory.host_tensors import host_tensors
-from pp_offload._policy.bound import Bound
-from pp_offload._policy.bounds import IN_FLIGHT_BYTES
 from pp_offload.backends import Backend, Event, Stream
 from pp_offload.config import OffloadConfig
 

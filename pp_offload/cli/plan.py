@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pp_offload._common.option_sources import UNITS, parse_limit
-from pp_offload._steps.plan_options import OPTIONS
+from pp_offload._groups.plan_options import OPTIONS
 from pp_offload.cli.pipelines import (
     MIN_NUMEL,
     GibOption,

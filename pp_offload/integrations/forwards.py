@@ -26,7 +26,7 @@ from torch.nn import Module
 from pp_offload._activations.output_head import get_lora_act_offloading_ctx_manager
 from pp_offload._common.checks import check_kind, check_known
 from pp_offload._core.statistics import OffloadStatistics
-from pp_offload._steps.manager import Manager
+from pp_offload._groups.manager import Manager
 from pp_offload.backends import Backend, default_backend
 from pp_offload.config import OffloadConfig, check_config
 from pp_offload.modules import Patterns, offload_modules

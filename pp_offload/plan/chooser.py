@@ -31,7 +31,7 @@ from typing import NamedTuple
 from pp_offload._common.checks import check_count
 from pp_offload._common.garbage import collector_off
 from pp_offload._common.offload_plan import OffloadPlan
-from pp_offload._steps.plan_options import options_of
+from pp_offload._groups.plan_options import options_of
 from pp_offload.config import AUTO, OffloadConfig
 from pp_offload.plan.search import InfeasibleError, Search
 from pp_offload.plan.steps import SAME, Steps, Tried, most_tries

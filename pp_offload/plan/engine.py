@@ -20,12 +20,13 @@ from typing import Any
 from pp_offload._core.batch import Batch
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
+from pp_offload._core.keys import ChunkKey
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import Copy, SharedCopies
 from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
-from pp_offload._policy.plan import ChunkKey, Plan
 from pp_offload.plan.device import Held, NumberDevice, NumberTensor
 from pp_offload.plan.tape import Tape
 

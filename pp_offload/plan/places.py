@@ -13,11 +13,11 @@ import copy
 from functools import partial
 from typing import Any
 
+from pp_offload._core.bound import Bound
 from pp_offload._core.tiers import STAGING_BYTES, STAGING_SHARE, DiskTier, HostTier
 from pp_offload._memory.budget import UNLIMITED
 from pp_offload._memory.disk_file import DiskWrite, Extent
 from pp_offload._memory.host_pool import HostPool
-from pp_offload._policy.bound import Bound
 from pp_offload.config import OffloadConfig
 from pp_offload.plan.device import Bytes, Held, HostNumbers, NumberDevice, OnDevice
 from pp_offload.simulate.clocks import HostClock

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from pp_offload._core.keys import ChunkKey, WeightPassKey
 from pp_offload._core.mover import Counts
+from pp_offload._groups.chunk_queue import Key
+from pp_offload._groups.plan import plan_of_options
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward, Visited
-from pp_offload._policy.plan import ChunkKey, WeightPassKey, plan_of_options
-from pp_offload._steps.chunk_queue import Key
-from pp_offload._steps.step import StepRecord
+from pp_offload._groups.step import StepRecord
 from pp_offload.config import OffloadConfig
 from pp_offload.pipelining import Action
 from pp_offload.plan.bounds import Bounds

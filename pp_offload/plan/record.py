@@ -17,11 +17,12 @@ from math import inf
 from typing import NamedTuple, TypeVar
 
 from pp_offload._common.garbage import collector_off
+from pp_offload._core.keys import ChunkKey
+from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._megatron.current import use_manager
 from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
-from pp_offload._policy.plan import ChunkKey, Plan
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
 from pp_offload.plan.tape import Backward, Event, RankTapes, Stretch, Tape, Update

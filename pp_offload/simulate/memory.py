@@ -23,7 +23,7 @@ from pp_offload._common.checks import said
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
-from pp_offload._steps.manager import Manager
+from pp_offload._groups.manager import Manager
 from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
 
 ROUNDING_BYTES = 512

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pp_offload._common.offload_plan import PlannedGroup, RankPlan
-from pp_offload._policy.plan import Place
-from pp_offload._steps.plan_options import OTHERS_ON_A_CPU
+from pp_offload._core.keys import Place
+from pp_offload._groups.plan_options import OTHERS_ON_A_CPU
 from pp_offload.trace.events import Span
 from pp_offload.trace.intervals import Interval
 from pp_offload.trace.kinds import Kind, kind_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pp_offload._core.group import Counts, GroupState
-from pp_offload._policy.plan import GroupKey
+from pp_offload._core.keys import GroupKey
 from pp_offload.backends import TimedEvent
 
 

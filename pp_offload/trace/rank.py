@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from pp_offload._groups.manager import Manager
 from pp_offload._groups.offloader import Offloader
-from pp_offload._steps.manager import Manager
 from pp_offload.errors import NotWhileCapturingError
 from pp_offload.trace.assembled import assembled
 from pp_offload.trace.events import Timeline

@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pp_offload._common.checks import check_count, check_kind
+from pp_offload._groups.manager import Manager
 from pp_offload._megatron.manager import PipelineOffloadManager
-from pp_offload._steps.manager import Manager
 from pp_offload.errors import OffloadError
 from pp_offload.trace.chrome import write
 from pp_offload.trace.events import Timeline, joined

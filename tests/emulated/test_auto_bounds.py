@@ -15,8 +15,8 @@ from toy import assert_idle, batches, make_model, run_step, same_bits
 from emulated.test_engine import DELAYS, WIDTH
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
-from pp_offload._policy.bounds import IN_FLIGHT_BYTES
-from pp_offload._steps import auto_bounds
+from pp_offload._core.bound import IN_FLIGHT_BYTES
+from pp_offload._groups import auto_bounds
 from pp_offload.backends import AcceleratorBackend
 
 pytestmark = pytest.mark.emulated

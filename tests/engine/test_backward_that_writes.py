@@ -21,8 +21,8 @@ from pp_offload import (
     SavedTensorModifiedError,
     use_backend,
 )
+from pp_offload._core.keys import ChunkKey
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
-from pp_offload._policy.plan import ChunkKey
 
 REAL = ["cpu", "cpu threads", *ACCELERATORS]
 

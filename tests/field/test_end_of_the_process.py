@@ -18,8 +18,8 @@ from toy import assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, use_backend
+from pp_offload._core.keys import ChunkKey
 from pp_offload._memory.disk_file import NUM_THREADS
-from pp_offload._policy.plan import ChunkKey
 from pp_offload.backends import CpuBackend
 
 pytestmark = pytest.mark.field("F59")

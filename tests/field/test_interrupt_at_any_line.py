@@ -35,7 +35,7 @@ from pp_offload import OffloadActivations, PipelineOffloadManager, offload_modul
 
 pytestmark = pytest.mark.field("F57")
 
-LINES = folders("_core", "_groups", "_steps", "_megatron", "_activations")
+LINES = folders("_core", "_groups", "_megatron", "_activations")
 WITHOUT = cache(plain)
 DELAY = 1
 """How far the second part of a backward is behind the first, in microbatches."""

@@ -12,7 +12,7 @@ from toy import assert_idle, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
-from pp_offload._policy.plan import Plan
+from pp_offload._groups.plan import Plan
 
 pytestmark = pytest.mark.field("F14")
 

@@ -36,9 +36,9 @@ from pp_offload import (
 )
 from pp_offload._activations.stash import ActivationStash
 from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._core.keys import ChunkKey
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
-from pp_offload._policy.plan import ChunkKey
 from pp_offload.errors import GroupStateError
 from pp_offload.simulate import VirtualBackend
 from pp_offload.testing import SimulatedBackend
@@ -429,7 +429,7 @@ def fine_thresholds() -> Iterator[None]:
     """Tensors of a program are tiny; sizes that decide something become as small."""
     with (
         patch("pp_offload._core.window.SMALL_BYTES", 64),
-        patch("pp_offload._policy.bounds.SMALL_BYTES", 64),
+        patch("pp_offload._core.bound.SMALL_BYTES", 64),
         patch("pp_offload._core.tensors.MAX_PADDING_BYTES", 8),
         patch("pp_offload._memory.host_pool.HostPool.min_slab_bytes", 1024),
     ):

@@ -51,9 +51,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pp_offload import OffloadStatistics, RaceError, SavedTensorModifiedError
 from pp_offload._checkpoint.recompute import Recompute
+from pp_offload._core.keys import ChunkKey
 from pp_offload._core.tensors import flat_bytes
 from pp_offload._groups.split_backward import BackwardPass
-from pp_offload._policy.plan import ChunkKey
 
 AT_END = 10**6
 """Behind all operations of a step."""

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, checkpoint, offload_modules, use_backend
-from pp_offload._steps.manager import Manager
+from pp_offload._groups.manager import Manager
 from pp_offload.backends import Backend
 
 Function = Callable[[Tensor], Tensor]

@@ -16,10 +16,10 @@ from toy import assert_idle, batches, make_model, same_bits
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload._core.keys import ChunkKey, WeightPassKey
 from pp_offload._core.observer import Observer
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward
-from pp_offload._policy.plan import ChunkKey, WeightPassKey
 
 MICROBATCHES = 6
 GROUP_BYTES = 3 * 5 * 8 * 4

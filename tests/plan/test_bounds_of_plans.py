@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
 from pp_offload import OffloadConfig
-from pp_offload._steps import auto_bounds
+from pp_offload._groups import auto_bounds
 from pp_offload.plan import (
     Chooser,
     InfeasibleError,

@@ -13,7 +13,7 @@ from random_pipelines import Drawn
 from small import limits, planned, with_disk, with_host_memory
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
-from pp_offload._steps import auto_bounds
+from pp_offload._groups import auto_bounds
 from pp_offload.plan import (
     InfeasibleError,
     OffloadPlan,

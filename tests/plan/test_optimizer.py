@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
 from pp_offload import OffloadConfig
-from pp_offload._steps import auto_bounds
+from pp_offload._groups import auto_bounds
 from pp_offload.plan import Chooser, InfeasibleError, OffloadPlan, choose, predict, record
 from pp_offload.plan.recorder import rounded
 from pp_offload.simulate import DEVICES, Modules, PipelineOrder, run_pipeline

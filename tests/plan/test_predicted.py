@@ -34,9 +34,9 @@ from torch.distributed.pipelining import (
 
 from pp_offload import OffloadConfig, config
 from pp_offload._core.mover import Counts
-from pp_offload._policy.plan import Plan
-from pp_offload._steps import auto_bounds
-from pp_offload._steps.step import StepRecord
+from pp_offload._groups import auto_bounds
+from pp_offload._groups.plan import Plan
+from pp_offload._groups.step import StepRecord
 from pp_offload.plan import device, predict, record
 from pp_offload.plan import rank as plan_rank
 from pp_offload.plan.bounds import Bounds

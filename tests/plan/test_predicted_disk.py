@@ -13,7 +13,7 @@ from beside_engine import Found, compare, drawn_of_any_kind, ran_with_disk, run_
 from random_pipelines import draw_pipeline
 
 from pp_offload._core.tiers import DiskTier
-from pp_offload._steps import auto_bounds
+from pp_offload._groups import auto_bounds
 from pp_offload.plan import places as plan_places
 from pp_offload.plan import predict, record
 

@@ -6,7 +6,7 @@ import pytest
 from small import planned
 from test_choose import slow
 
-from pp_offload._steps import auto_bounds
+from pp_offload._groups import auto_bounds
 from pp_offload.plan import Chooser, InfeasibleError, OffloadPlan, front
 from pp_offload.plan.trade_off import front_table, peak_of
 

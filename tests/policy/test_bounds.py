@@ -6,14 +6,13 @@ from itertools import accumulate
 
 import pytest
 
-from pp_offload._policy.bounds import (
-    REFILL_BYTES,
+from pp_offload._core.bound import REFILL_BYTES, refill_below
+from pp_offload._groups.bounds import (
     Moment,
     Use,
     grown,
     in_flight_bytes,
     is_in_time,
-    refill_below,
     shares,
     window_bytes,
 )

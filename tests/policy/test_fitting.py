@@ -7,8 +7,9 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pp_offload._policy.fitting import Demand, InFlight, fitting
-from pp_offload._policy.plan import ChunkKey, ChunkShape, Place
+from pp_offload._core.keys import ChunkKey, Place
+from pp_offload._groups.fitting import Demand, InFlight, fitting
+from pp_offload._groups.plan import ChunkShape
 
 places = st.builds(Place, st.integers(0, 1), st.integers(0, 3))
 moments = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(

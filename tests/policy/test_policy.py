@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pp_offload import OffloadConfig
-from pp_offload._policy.plan import (
-    ChunkKey,
+from pp_offload._core.keys import ChunkKey, GroupKey
+from pp_offload._groups.plan import (
     ChunkShape,
-    GroupKey,
     GroupShape,
     Plan,
     beyond_fraction,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload._groups import auto_bounds
 from pp_offload._memory.budget import as_another_process
-from pp_offload._steps import auto_bounds
 from pp_offload.plan import RankTapes, predict
 from pp_offload.simulate import PipelineStep, VirtualBackend, run_pipeline
 

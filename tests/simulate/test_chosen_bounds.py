@@ -18,11 +18,11 @@ from toy import batches, make_model, run_step
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadConfig, use_backend
+from pp_offload._core.bound import IN_FLIGHT_BYTES
 from pp_offload._core.observer import Observers
 from pp_offload._core.stopwatch import Laps, timed_copy, timed_wait
-from pp_offload._policy.bounds import IN_FLIGHT_BYTES
-from pp_offload._steps import auto_bounds
-from pp_offload._steps.manager import Manager
+from pp_offload._groups import auto_bounds
+from pp_offload._groups.manager import Manager
 from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.simulate.clocks import VirtualEvent, VirtualStream
 

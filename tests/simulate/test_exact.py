@@ -24,7 +24,7 @@ from run import Machine
 from steps import no_garbage
 
 from pp_offload._core.window import Window
-from pp_offload._policy.plan import Plan
+from pp_offload._groups.plan import Plan
 from pp_offload.simulate import Hardware, VirtualBackend
 from pp_offload.simulate.clocks import VirtualEvent
 from pp_offload.simulate.memory import DeviceMemory
@@ -214,7 +214,7 @@ PLANTED = {
         kinds=("tanh",) * 8,
     ),
     "nothing ahead": Planted(f"{CORE}.window.Window.fill", nothing),
-    "no margin": Planted("pp_offload._steps.step.make_plan", lambda *seen: Plan(), num_steps=2),
+    "no margin": Planted("pp_offload._groups.step.make_plan", lambda *seen: Plan(), num_steps=2),
     "nothing is taken back": Planted(f"{CORE}.mover.Mover.take_back", nothing, order="late"),
     "all that is saved is copied": Planted(
         f"{CORE}.shared.SharedCopies.share",

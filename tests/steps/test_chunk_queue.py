@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pp_offload._policy.plan import ChunkKey
-from pp_offload._steps.chunk_queue import ChunkQueue
+from pp_offload._core.keys import ChunkKey
+from pp_offload._groups.chunk_queue import ChunkQueue
 
 
 @dataclass(eq=False)

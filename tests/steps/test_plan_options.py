@@ -12,7 +12,7 @@ from toy import make_model
 from pp_offload import CpuBackend, OffloadConfig, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, PlannedGroup, RankPlan
-from pp_offload._steps.plan_options import PlanCheck, options_of
+from pp_offload._groups.plan_options import PlanCheck, options_of
 
 MADE_FOR = {"num_microbatches": 8, "schedule": "Schedule1F1B"}
 

@@ -10,8 +10,8 @@ import pytest
 from toy import batches, make_model, run_step, same_bits
 
 from pp_offload import PipelineOffloadManager
-from pp_offload._policy import plan as plans
-from pp_offload._policy.plan import ChunkShape
+from pp_offload._groups import plan as plans
+from pp_offload._groups.plan import ChunkShape
 
 
 @pytest.fixture

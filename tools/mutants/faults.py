@@ -26,7 +26,7 @@ MUTANTS = [
     ),
     Mutant(
         "groups are wanted before they can be",
-        "pp_offload/_steps/idle_groups.py",
+        "pp_offload/_groups/idle_groups.py",
         "wanted = self._wanted - +self._new",
         "wanted = +self._wanted",
         "a warning of groups that were asked for behind the forward, and never another",
@@ -108,7 +108,7 @@ MUTANTS = [
     ),
     Mutant(
         "window does not follow",
-        "pp_offload/_policy/bound.py",
+        "pp_offload/_core/bound.py",
         "max(self.nbytes, min(2 * group_bytes, self._most))",
         "max(self.nbytes, group_bytes // 2)",
         "the next group comes when it is needed, not before",
@@ -640,7 +640,7 @@ MUTANTS = [
     ),
     Mutant(
         "nobody elsewhere is awaited",
-        "pp_offload/_steps/step.py",
+        "pp_offload/_groups/step.py",
         "chunk.thread is not here and chunk.thread.is_alive() and chunk.is_awaited",
         "False",
         "a thread ends the step of another",
@@ -649,7 +649,7 @@ MUTANTS = [
     ),
     Mutant(
         "the dead are awaited",
-        "pp_offload/_steps/step.py",
+        "pp_offload/_groups/step.py",
         " and chunk.thread.is_alive() and",
         " and",
         "a thread that died in its forward ends all steps for ever",
@@ -657,7 +657,7 @@ MUTANTS = [
     ),
     Mutant(
         "no second look before the end",
-        "pp_offload/_steps/manager.py",
+        "pp_offload/_groups/manager.py",
         "            self._check_not_busy_elsewhere()  # again: nobody begins between this and the end\n",
         "",
         "a forward of another thread that begins amid reset() is forgotten",
@@ -665,7 +665,7 @@ MUTANTS = [
     ),
     Mutant(
         "finished chunks are kept",
-        "pp_offload/_steps/step.py",
+        "pp_offload/_groups/step.py",
         "self._backward.keys() - self._forward.keys():",
         "():",
         "a loop that never ends its steps grows",
@@ -673,7 +673,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbers of finished chunks are kept",
-        "pp_offload/_steps/chunk_queue.py",
+        "pp_offload/_groups/chunk_queue.py",
         "self._begun.discard(chunk.key)",
         "pass",
         "a loop that never ends its steps grows",
@@ -732,7 +732,7 @@ MUTANTS = [
     ),
     Mutant(
         "waits count as compute",
-        "pp_offload/_steps/step_times.py",
+        "pp_offload/_groups/step_times.py",
         "return at_s - waited_s[bisect.bisect_right(ends_s, at_s)]",
         "return at_s",
         "a step that stalled seems to compute for longer, so less memory seems enough",
@@ -740,7 +740,7 @@ MUTANTS = [
     ),
     Mutant(
         "a device without timed events is tried for ever",
-        "pp_offload/_steps/auto_bounds.py",
+        "pp_offload/_groups/auto_bounds.py",
         "0 < self._sent_when_timed * GROWN < sent",
         "self._sent_when_timed * GROWN < sent",
         "each step makes an exception, and a listener",
@@ -764,7 +764,7 @@ MUTANTS = [
     ),
     Mutant(
         "groups that stay count",
-        "pp_offload/_steps/auto_bounds.py",
+        "pp_offload/_groups/auto_bounds.py",
         "if mark.group not in kept",
         "if True",
         "memory for groups that do not leave",
@@ -772,7 +772,7 @@ MUTANTS = [
     ),
     Mutant(
         "two passes of a chunk count as one",
-        "pp_offload/_steps/auto_bounds.py",
+        "pp_offload/_groups/auto_bounds.py",
         "key=lambda mark: mark.group.chunk",
         "key=lambda mark: 0",
         "all forwards in a row are taken for one",
@@ -788,7 +788,7 @@ MUTANTS = [
     ),
     Mutant(
         "bounds outgrow the device",
-        "pp_offload/_policy/bounds.py",
+        "pp_offload/_groups/bounds.py",
         "wanted = grown(now, wanted, int(unused_bytes * SHARE_OF_UNUSED))",
         "pass",
         "the first step fits, the second does not",
@@ -796,7 +796,7 @@ MUTANTS = [
     ),
     Mutant(
         "the budget of bounds is forgotten",
-        "pp_offload/_policy/bounds.py",
+        "pp_offload/_groups/bounds.py",
         "shares(wanted, left_of_budget(config))",
         "shares(wanted, None)",
         "more is taken than the user gave",
@@ -804,7 +804,7 @@ MUTANTS = [
     ),
     Mutant(
         "steps are timed for ever",
-        "pp_offload/_steps/auto_bounds.py",
+        "pp_offload/_groups/auto_bounds.py",
         "self._num_left -= 1",
         "self._num_left -= 0",
         "each step pays for its events",
@@ -812,7 +812,7 @@ MUTANTS = [
     ),
     Mutant(
         "each copy finds the link idle",
-        "pp_offload/_policy/bounds.py",
+        "pp_offload/_groups/bounds.py",
         "free_s = max(free_s, at_s) + nbytes / bytes_per_s",
         "free_s = at_s + nbytes / bytes_per_s",
         "copies that queue up are taken for done",
@@ -822,7 +822,7 @@ MUTANTS = [
     ),
     Mutant(
         "what was used has no room",
-        "pp_offload/_policy/bounds.py",
+        "pp_offload/_groups/bounds.py",
         "        unused -= freed\n",
         "",
         "a window for all of a chunk",
@@ -830,7 +830,7 @@ MUTANTS = [
     ),
     Mutant(
         "small models have less in flight than before",
-        "pp_offload/_steps/auto_bounds.py",
+        "pp_offload/_groups/auto_bounds.py",
         "return max([LEAST_IN_FLIGHT_BYTES, *caps]), ",
         "return max(caps), ",
         "a step whose forwards come in a row takes longer than with the bounds before",
@@ -904,7 +904,7 @@ MUTANTS = [
     ),
     Mutant(
         "nobody follows a plan",
-        "pp_offload/_policy/plan.py",
+        "pp_offload/_groups/plan.py",
         "kept |= {key for key, group in planned if group is not None and group.keeps}",
         "",
         "what a plan keeps leaves all the same",
@@ -912,7 +912,7 @@ MUTANTS = [
     ),
     Mutant(
         "a plan for other bytes is followed",
-        "pp_offload/_policy/plan.py",
+        "pp_offload/_groups/plan.py",
         "is_known = planned is not None and planned.is_it(*group)",
         "is_known = planned is not None",
         "a plan for another length says what stays, and the peak is anywhere",
@@ -923,7 +923,7 @@ MUTANTS = [
     ),
     Mutant(
         "a plan is followed from the second step on",
-        "pp_offload/_steps/manager.py",
+        "pp_offload/_groups/manager.py",
         "            self.offloader.plan = plan_of_options(options, self.step.pipeline_rank)\n",
         "",
         "the first step takes more than the limit of the plan",
@@ -931,7 +931,7 @@ MUTANTS = [
     ),
     Mutant(
         "the first step follows a plan for other bytes",
-        "pp_offload/_policy/plan.py",
+        "pp_offload/_groups/plan.py",
         "bool(groups) and groups[0].keeps and groups[0].is_it(name, nbytes)",
         "bool(groups) and groups[0].keeps",
         "a plan for another length says what stays, and the peak is anywhere",
@@ -950,7 +950,7 @@ MUTANTS = [
     ),
     Mutant(
         "bounds of a plan are not taken",
-        "pp_offload/_steps/auto_bounds.py",
+        "pp_offload/_groups/auto_bounds.py",
         "            self._take(planned_bounds(self._config, plan.bounds))\n",
         "            pass\n",
         "an engine chooses others from its own times, and is above the limit of its plan",
@@ -961,7 +961,7 @@ MUTANTS = [
     ),
     Mutant(
         "bounds of a plan are chosen anew",
-        "pp_offload/_steps/auto_bounds.py",
+        "pp_offload/_groups/auto_bounds.py",
         "        if self._plan.bounds is not None:\n            return\n",
         "",
         "an engine chooses others from its own times, and is above the limit of its plan",
@@ -1389,7 +1389,7 @@ MUTANTS = [
     ),
     Mutant(
         "no room is left for what moves",
-        "pp_offload/_policy/fitting.py",
+        "pp_offload/_groups/fitting.py",
         "<= room_bytes - moving_bytes:",
         "<= room_bytes:",
         "a device takes more than the limit of an automatic plan",
@@ -1400,7 +1400,7 @@ MUTANTS = [
     ),
     Mutant(
         "with more chunks in flight as many groups stay",
-        "pp_offload/_steps/room.py",
+        "pp_offload/_groups/room.py",
         "            if self._stay and not self._demand.covers(now):",
         "            if False:",
         "the first step with more microbatches in flight takes more than the limit",
@@ -1416,7 +1416,7 @@ MUTANTS = [
     ),
     Mutant(
         "a peak is asked for at the end of a step alone",
-        "pp_offload/_steps/room.py",
+        "pp_offload/_groups/room.py",
         "            seen.peak_bytes = max(seen.peak_bytes, allocated.peak_bytes)\n",
         "",
         "a program that resets peaks between steps has more stay than fits",
@@ -1427,7 +1427,7 @@ MUTANTS = [
     ),
     Mutant(
         "the first step says what all need",
-        "pp_offload/_steps/room.py",
+        "pp_offload/_groups/room.py",
         "NUM_SETTLING = 3\n",
         "NUM_SETTLING = 0\n",
         "an optimizer's states have no room beside what stays",
@@ -1460,7 +1460,7 @@ MUTANTS = [
     ),
     Mutant(
         "options of the plan ignored",
-        "pp_offload/_steps/step.py",
+        "pp_offload/_groups/step.py",
         "self.options or config, self.pipeline_rank",
         "config, self.pipeline_rank",
         "ranks do not keep what Megatron's options say",
@@ -1605,7 +1605,7 @@ MUTANTS = [
     ),
     Mutant(
         "what was still to come is missing",
-        "pp_offload/_steps/idle_groups.py",
+        "pp_offload/_groups/idle_groups.py",
         "missing = set() if +cut_off else {",
         "missing = {",
         "after an exception one is told that modules never ran",

@@ -270,7 +270,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "groups without grad",
-        "pp_offload/_steps/manager.py",
+        "pp_offload/_groups/manager.py",
         "        if not torch.is_grad_enabled():\n            self.forward",
         "        if False:\n            self.forward",
         "the plan is for microbatches that no backward came for",
@@ -279,7 +279,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "a step without backward ends the plan",
-        "pp_offload/_steps/manager.py",
+        "pp_offload/_groups/manager.py",
         "            if is_complete:\n                self.learn()\n",
         "            if is_complete:\n"
         "                self.learn()\n"
@@ -309,7 +309,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "bytes behind the group in backward are dropped",
-        "pp_offload/_steps/step.py",
+        "pp_offload/_groups/step.py",
         "        if chunk is not None:\n            self.begin_backward(chunk)",
         "        if chunk is not None:\n"
         "            for later in chunk.groups[group.key.position + 1 :]:\n"
@@ -322,7 +322,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "microbatches that the plan does not know stay",
-        "pp_offload/_policy/plan.py",
+        "pp_offload/_groups/plan.py",
         "        return bool(groups) and groups[0].keeps",
         "        return bool(self.names) or bool(groups) and groups[0].keeps",
         "of more microbatches than the first step had, the others are not offloaded",
@@ -370,7 +370,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "groups while a compiler traces",
-        "pp_offload/_steps/manager.py",
+        "pp_offload/_groups/manager.py",
         "        if torch.compiler.is_compiling():\n            return None\n",
         "",
         "the compiler looks into the engine, and gives up",
@@ -424,7 +424,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "idle groups are named in every step",
-        "pp_offload/_steps/idle_groups.py",
+        "pp_offload/_groups/idle_groups.py",
         "                self._warned.add(name)\n",
         "",
         "the warning comes as often as there are steps",
@@ -461,7 +461,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "prefetch ends with the microbatch",
-        "pp_offload/_steps/step.py",
+        "pp_offload/_groups/step.py",
         "for following in self.queue.certain():",
         "for following in ():",
         "each backward waits for the first group it comes to",
@@ -479,7 +479,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "groups without a microbatch, with a schedule attached",
-        "pp_offload/_steps/manager.py",
+        "pp_offload/_groups/manager.py",
         "if chunk is None and not self.num_attached and not is_in_region():",
         "if chunk is None and not is_in_region():",
         "a schedule that runs its stages to infer shapes cannot begin",
@@ -515,7 +515,7 @@ FIELD_MUTANTS = [
     ),
     Mutant(
         "one forward for all threads",
-        "pp_offload/_steps/manager.py",
+        "pp_offload/_groups/manager.py",
         "class Forward(threading.local):",
         "class Forward:",
         "an evaluation beside training joins its groups, or closes them",

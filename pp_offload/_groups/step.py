@@ -11,20 +11,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pp_offload._core.group import Group
+from pp_offload._core.keys import ChunkKey, Place, WeightPassKey
 from pp_offload._core.window import Visit
 from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.chunk_queue import ChunkQueue
+from pp_offload._groups.fitting import InFlight
+from pp_offload._groups.plan import ChunkRecord, ChunkShape, Plan, make_plan
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward, WeightPass
-from pp_offload._policy.fitting import InFlight
-from pp_offload._policy.plan import (
-    ChunkKey,
-    ChunkRecord,
-    ChunkShape,
-    Place,
-    Plan,
-    WeightPassKey,
-    make_plan,
-)
-from pp_offload._steps.chunk_queue import ChunkQueue
 from pp_offload.config import OffloadConfig
 
 
@@ -201,7 +194,7 @@ class StepRecord:
 
         Args:
             config: The options.
-            stay: As for :func:`pp_offload._policy.plan.make_plan`.
+            stay: As for :func:`pp_offload._groups.plan.make_plan`.
         """
         if not self.queue.is_told:
             self.queue.know_order(self._backward)

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pp_offload._core.bound import refill_below
 from pp_offload.config import AUTO, OffloadConfig
 
 PRECISION = 64
@@ -28,15 +29,6 @@ PRECISION = 64
 
 SHARE_OF_UNUSED = 0.8
 """How much of the device's unused memory bounds may grow into: an allocator leaves gaps."""
-
-IN_FLIGHT_BYTES = 2**29
-"""How much may be on its way to the host where no option says so."""
-
-SMALL_BYTES = 2**18
-"""Below this, tensors of several groups are reloaded as one batch."""
-
-REFILL_BYTES = 2**22
-"""A reload of less costs the host more time than the link, at 50 GB/s."""
 
 
 class Moment(NamedTuple):
@@ -117,14 +109,6 @@ def is_in_time(uses: Sequence[Use], window: int, bytes_per_s: float) -> bool:
         unused -= freed
         asked_at_s = at_s
     return True
-
-
-def refill_below(window_bytes: int) -> int:
-    """With no more than so many bytes unused, a window is filled again.
-
-    At once where they are large, so that copies never pause; and not for each small tensor.
-    """
-    return window_bytes - max(window_bytes // 8, min(window_bytes // 2, REFILL_BYTES))
 
 
 def is_wanted(config: OffloadConfig) -> bool:

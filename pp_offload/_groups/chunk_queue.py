@@ -13,9 +13,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator
 
+from pp_offload._core.keys import ChunkKey, WeightPassKey
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.split_backward import WeightPass
-from pp_offload._policy.plan import ChunkKey, WeightPassKey
 
 Key = ChunkKey | WeightPassKey
 QueuedChunk = Chunk | WeightPass

@@ -30,11 +30,12 @@ from dataclasses import dataclass, field
 
 from pp_offload._common.processes import rank_said
 from pp_offload._core.group import Group
+from pp_offload._core.keys import ChunkKey, Place
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
+from pp_offload._groups.fitting import Demand, InFlight, fitting
 from pp_offload._groups.offloader import Offloader
-from pp_offload._policy.fitting import Demand, InFlight, fitting
-from pp_offload._policy.plan import ChunkKey, ChunkShape, Place
+from pp_offload._groups.plan import ChunkShape
 from pp_offload.config import AUTO, OffloadConfig
 
 logger = logging.getLogger(__name__)

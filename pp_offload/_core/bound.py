@@ -12,6 +12,15 @@ import sys
 
 from pp_offload.config import AUTO
 
+IN_FLIGHT_BYTES = 2**29
+"""How much may be on its way to the host where no option says so."""
+
+SMALL_BYTES = 2**18
+"""Below this, tensors of several groups are reloaded as one batch."""
+
+REFILL_BYTES = 2**22
+"""A reload of less costs the host more time than the link, at 50 GB/s."""
+
 
 class Bound:
     """Bytes that may be under way, in one direction.
@@ -45,3 +54,11 @@ class Bound:
         if self._is_auto:
             self._follows_groups = False
             self.nbytes = nbytes
+
+
+def refill_below(window_bytes: int) -> int:
+    """With no more than so many bytes unused, a window is filled again.
+
+    At once where they are large, so that copies never pause; and not for each small tensor.
+    """
+    return window_bytes - max(window_bytes // 8, min(window_bytes // 2, REFILL_BYTES))

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pp_offload._policy.plan import ChunkShape, Place
+from pp_offload._core.keys import Place
+from pp_offload._groups.plan import ChunkShape
 
 InFlight = tuple[tuple[int, int], ...]
 """Virtual stages, each with the number of its chunks that are between the begin of forward and the

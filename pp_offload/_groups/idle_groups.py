@@ -12,8 +12,8 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
+from pp_offload._groups.plan import ChunkRecord
 from pp_offload._hooks.regions import was_warned_of
-from pp_offload._policy.plan import ChunkRecord
 
 logger = logging.getLogger(__name__)
 

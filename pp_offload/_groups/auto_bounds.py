@@ -17,11 +17,10 @@ from functools import partial
 from itertools import groupby
 
 from pp_offload._common.processes import rank_said
+from pp_offload._core.bound import IN_FLIGHT_BYTES, SMALL_BYTES
+from pp_offload._core.keys import GroupKey
 from pp_offload._core.stopwatch import Laps, seconds
-from pp_offload._groups.offloader import Offloader
-from pp_offload._policy.bounds import (
-    IN_FLIGHT_BYTES,
-    SMALL_BYTES,
+from pp_offload._groups.bounds import (
     Moment,
     Use,
     in_flight_bytes,
@@ -30,8 +29,9 @@ from pp_offload._policy.bounds import (
     window_bytes,
     within,
 )
-from pp_offload._policy.plan import GroupKey, Plan
-from pp_offload._steps.step_times import Mark, StepTimes, clock_without_waits, rate
+from pp_offload._groups.offloader import Offloader
+from pp_offload._groups.plan import Plan
+from pp_offload._groups.step_times import Mark, StepTimes, clock_without_waits, rate
 from pp_offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)

@@ -19,17 +19,18 @@ from contextlib import contextmanager
 import torch
 
 from pp_offload._common.checks import check_count, said
+from pp_offload._core.keys import ChunkKey
 from pp_offload._core.statistics import OffloadStatistics
+from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
+from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
+from pp_offload._groups.plan import plan_of_options
+from pp_offload._groups.plan_options import PlanCheck, why_unplanned
+from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
+from pp_offload._groups.step import StepRecord
 from pp_offload._hooks.regions import is_in_region, is_recomputing, warn_of_region
-from pp_offload._policy.plan import ChunkKey, plan_of_options
-from pp_offload._steps.auto_bounds import AutoBounds
-from pp_offload._steps.idle_groups import IdleGroups
-from pp_offload._steps.plan_options import PlanCheck, why_unplanned
-from pp_offload._steps.room import DeviceRoom
-from pp_offload._steps.step import StepRecord
 from pp_offload.backends import Backend, backend_or_default
 from pp_offload.config import OffloadConfig, check_config, config_or_default
 from pp_offload.errors import GroupStateError, OffloadError

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from pp_offload._core.bound import SMALL_BYTES
 from pp_offload._core.group import Group, GroupState
+from pp_offload._core.keys import GroupKey
 from pp_offload._core.observer import Lap, Observer
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
 from pp_offload._core.stopwatch import Laps, seconds
-from pp_offload._policy.bounds import SMALL_BYTES
-from pp_offload._policy.plan import GroupKey
 from pp_offload.backends import TimedEvent
 
 

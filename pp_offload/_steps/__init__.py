@@ -1,1 +1,0 @@
-"""From one reset to the next: what comes next, and what a step teaches the ones to come."""
