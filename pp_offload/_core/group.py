@@ -87,6 +87,9 @@ class Group:
         engine = self.engine
         if self.state is not GroupState.OPEN or not engine.is_enabled:
             return Resident(tensor)
+        kind = type(tensor)
+        if kind is Tensor and tensor.numel() < self._min_numel:  # most that stay, so without a call
+            return Resident(tensor)
         if engine.eligibility.admits(tensor, self._min_numel):
             stream = engine.current_stream()
             if stream not in self.streams:
@@ -94,7 +97,6 @@ class Group:
             saved = Saved(tensor, self)
             self.saved_refs.append(weakref.ref(saved))
             return saved
-        kind = type(tensor)
         if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
             wrapped = Wrapped(tensor, self.name, self.pack)
             if not wrapped.is_resident:

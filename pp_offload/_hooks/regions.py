@@ -97,9 +97,11 @@ def is_left_to_checkpoint() -> bool:
 
 def is_recomputing() -> bool:
     """Whether this code runs again: in a backward, or for somebody who looks at a saved tensor."""
-    if is_in_backward():
+    if graph_task_id() != -1:
         return True
     pack = _last_pack()
+    if pack is None:  # nearly always
+        return False
     name = getattr(pack, "__qualname__", "")
     return _is_checkpoint(pack) and name.startswith("_recomputation_hook.")
 
@@ -144,7 +146,10 @@ _warned: set[str] = set()
 
 def _last_pack() -> Pack | None:
     """The pack hook that tensors saved now end up in, behind those that pass them on."""
-    pack = top_pack()
+    hooks = top_hooks(True)
+    if hooks is None:  # nearly always
+        return None
+    pack: Pack | None = hooks[0]
     while isinstance(pack, Chaining):
         pack = pack.outer
     return pack
