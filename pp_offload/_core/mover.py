@@ -235,7 +235,7 @@ class Mover:
 
     def _keep_for_graph(self, place: HostBytes) -> None:
         """See NOTE [ Captures ]."""
-        place.lease = None  # the weak reference by which it would be free again
+        place.is_in_graph = True
         self.in_graphs.add(place)
 
     # Back to it

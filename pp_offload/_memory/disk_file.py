@@ -32,7 +32,7 @@ from torch import Tensor
 from pp_offload._common.processes import check, current
 from pp_offload._common.workers import Workers, inside_torch
 from pp_offload._memory.checksum import new_checksum
-from pp_offload._memory.free_ranges import FreeRanges
+from pp_offload._memory.ranges import Ranges
 from pp_offload._memory.storages import as_array
 from pp_offload.backends import Event
 from pp_offload.errors import ClosedError, DiskTierError
@@ -159,7 +159,7 @@ class DiskFile:
         self._threads = Workers("disk", num_threads, keep=self._file)
         new_checksum()  # its import must not be cut in two by a fork: the child would hang in it
         self._owner = current()
-        self._free = FreeRanges()
+        self._free = Ranges()
         self._end = self._in_use_bytes = 0
         # Living extents, and writes, which have no start; with their bytes.
         self._live: dict[int, tuple[weakref.ref[Any], int | None, int]] = {}

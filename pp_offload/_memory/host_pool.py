@@ -24,16 +24,17 @@ import logging
 import weakref
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pp_offload._memory.budget import HostBudget, Reserved
-from pp_offload._memory.free_ranges import FreeRanges
+from pp_offload._memory.ranges import Ranges
 from pp_offload.backends import Event
 from pp_offload.errors import NotWhileCapturingError
 
@@ -71,26 +72,10 @@ class Slab(NamedTuple):
     reserved: Reserved
 
 
-class Span(NamedTuple):
-    """Addresses that belong together, within one slab."""
-
-    start: int
-    end: int
-
-
-class Lease(weakref.ref[object]):
-    """Ends with its owner. It has the number of host bytes, as a reference would be a cycle."""
-
-    __slots__ = ("number",)
-
-    number: int
-
-
 @dataclass(slots=True, eq=False)
 class HostBytes:
     """Host memory of one owner."""
 
-    number: int
     sizes: tuple[int, ...]
     """Bytes of each payload."""
 
@@ -100,7 +85,7 @@ class HostBytes:
     views: list[Tensor]
     """A flat ``uint8`` tensor for each payload."""
 
-    spans: list[Span]
+    ranges: Ranges
     slabs: list[Slab]  # the budget counts them while an owner outlives the pool
     waits_for: tuple[Event, ...]
     """Events of former owners' copies. The stream that first writes waits for them."""
@@ -108,7 +93,7 @@ class HostBytes:
     last_use: Event | None = None
     """Of the latest copy to or from these bytes; None before the first copy."""
 
-    lease: Lease | None = None  # None while no owner has them
+    is_in_graph: bool = False  # then never free: each launch of the graph copies to or from them
     specs: Any = None
     """How somebody shaped the memory, as :attr:`tensors`; None before."""
 
@@ -157,13 +142,12 @@ class HostPool:
         self._budget = budget or HostBudget()
         self._slabs: dict[int, Slab] = {}  # by address, rising
         self._end = 0
-        self._free = FreeRanges()
+        self._free = Ranges()
         self._pending: list[PendingUse] = []
         self._idle: defaultdict[tuple[int, ...], deque[HostBytes]] = defaultdict(deque)
         self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal ones are one object
-        self._carved: dict[int, HostBytes] = {}  # idle and lent, by number
-        self._num_carved = self._num_lent = 0
-        self._returned: deque[Lease] = deque()
+        self._lent: dict[int, tuple[weakref.ref[Any], HostBytes]] = {}  # by id of the reference
+        self._returned: deque[weakref.ref[Any]] = deque()
         self._in_use_bytes = self._peak_bytes = self._settled_bytes = 0
 
     def take(self, sizes: Sequence[int], owner: object, *, force: bool = False) -> HostBytes:
@@ -183,10 +167,9 @@ class HostPool:
         same = self._idle.get(sizes)
         # Oldest first: the copies of the latest are the least likely to have finished.
         host = same.popleft() if same else self._carve(sizes, force)
-        # Last, or a refusal's traceback would keep a lease of nothing that ends with the owner.
-        host.lease = lease = Lease(owner, self._returned.append)
-        lease.number = host.number
-        self._num_lent += 1
+        # Last, or a refusal's traceback would keep a reference that has no memory.
+        ref = weakref.ref(owner, self._returned.append)
+        self._lent[id(ref)] = ref, host
         self._in_use_bytes += host.nbytes
         return host
 
@@ -206,7 +189,7 @@ class HostPool:
     def num_payloads(self) -> int:
         """Payloads whose owner lives. Exact at the call."""
         self._collect()
-        return sum(len(host.sizes) for host in self._carved.values() if host.lease is not None)
+        return sum(len(host.sizes) for _, host in self._lent.values())
 
     @property
     def longest_free_bytes(self) -> int:
@@ -222,7 +205,7 @@ class HostPool:
         """
         self._collect()
         peak = self._peak_bytes
-        if self._num_lent or peak == self._settled_bytes:
+        if self._lent or peak == self._settled_bytes:
             return
         sizes = slabs_for(peak + peak // SETTLED_FRACTION)
         enough = max(sum(sizes), WASTE_ALLOWED * peak, self.min_slab_bytes)
@@ -246,17 +229,21 @@ class HostPool:
     def forget_copies(self) -> None:
         """All copies are over: nobody waits for them."""
         self._pending.clear()
-        for host in self._carved.values():
+        for host in self._hosts():
             host.waits_for, host.last_use = (), None
 
     def copies(self) -> list[Event]:
         """Behind those that may still access the slabs."""
         events = [use.event for use in self._pending]
-        for host in self._carved.values():
+        for host in self._hosts():
             events += host.waits_for
             if host.last_use is not None:
                 events.append(host.last_use)
         return events
+
+    def _hosts(self) -> Iterator[HostBytes]:
+        yield from (host for _, host in self._lent.values())
+        yield from chain(*self._idle.values())
 
     def _has_copies(self) -> bool:
         return not all(event.query() for event in self.copies())
@@ -265,11 +252,13 @@ class HostPool:
         """Take back what has no owner any more."""
         if self._in_use_bytes > self._peak_bytes:
             self._peak_bytes = self._in_use_bytes  # bytes in use only rise between two calls
-        returned, carved, idle = self._returned, self._carved, self._idle
+        returned, lent, idle = self._returned, self._lent, self._idle
         while returned:
-            host = carved[returned.popleft().number]
-            host.lease = None
-            self._num_lent -= 1
+            ref = returned.popleft()
+            _, host = lent[id(ref)]
+            if host.is_in_graph:
+                continue
+            del lent[id(ref)]
             self._in_use_bytes -= host.nbytes
             if host.last_use is not None:  # else it was never used, and still waits as before
                 host.waits_for, host.last_use = (host.last_use,), None
@@ -294,13 +283,10 @@ class HostPool:
                 views.append(slab.data.narrow(0, start - address, size))
                 slabs.append(slab)
         sizes = self._sizes.setdefault(sizes, sizes)  # or each free would touch cold memory
-        spans = merged(starts, rooms)
-        self._num_carved += 1
-        host = HostBytes(
-            self._num_carved, sizes, sum(sizes), views, spans, slabs, self._claim(spans)
-        )
-        self._carved[host.number] = host
-        return host
+        ranges = Ranges()
+        for start, room in zip(starts, rooms, strict=True):
+            ranges.add(start, room)
+        return HostBytes(sizes, sum(sizes), views, ranges, slabs, self._claim(ranges))
 
     def _place(
         self, rooms: list[int], *, may_grow: bool = False, force: bool = False
@@ -332,12 +318,13 @@ class HostPool:
                     self._free.add(start, rooms[index])
         return None if missing else [starts[index] for index in range(len(rooms))]
 
-    def _claim(self, spans: list[Span]) -> tuple[Event, ...]:
-        """Events of copies that may still access ``spans``; their new owner waits for them."""
+    def _claim(self, ranges: Ranges) -> tuple[Event, ...]:
+        """Events of copies that may still access ``ranges``; their new owner waits for them."""
         if not self._pending:
             return ()
         events: dict[int, Event] = {}
-        for start, end in spans:
+        for start, nbytes in ranges:
+            end = start + nbytes
             rest: list[PendingUse] = []
             for use in self._pending:
                 if use.end <= start or end <= use.start:
@@ -364,19 +351,18 @@ class HostPool:
         del self._pending[:done]
         for same in self._idle.values():
             for host in same:
-                del self._carved[host.number]
                 events = self._unfinished(host.waits_for)
-                for start, end in host.spans:
-                    self._free.add(start, end - start)
-                    self._pending += [PendingUse(start, end, event) for event in events]
+                for start, nbytes in host.ranges:
+                    self._free.add(start, nbytes)
+                    self._pending += [PendingUse(start, start + nbytes, event) for event in events]
         self._idle.clear()
         self._sizes.clear()
 
     def _grow(self, room: int, missing: int, force: bool) -> None:
         """Add a slab of at least ``room`` bytes, for ``missing`` bytes if they fit together."""
         force = force and room > self._budget.left_bytes
-        size = max(floor_power(missing), ceil_power(room) if floor_power(missing) < room else 0)
-        size = max(size, self.min_slab_bytes, floor_power(self.reserved_bytes // GROWTH_FRACTION))
+        growth = floor_power(self.reserved_bytes // GROWTH_FRACTION)
+        size = max(floor_power(missing), ceil_power(room), self.min_slab_bytes, growth)
         if force:  # over the budget, no more than is missing
             size = room = missing
         while True:
@@ -432,17 +418,6 @@ class HostPool:
                 self.reserved_bytes -= nbytes
         self._pending = busy
         self._trim()
-
-
-def merged(starts: list[int], rooms: list[int]) -> list[Span]:
-    """Ranges at ``starts``, in any order; neighbours become one."""
-    spans: list[Span] = []
-    for start, room in sorted(zip(starts, rooms, strict=True)):
-        if spans and spans[-1].end == start:
-            spans[-1] = Span(spans[-1].start, start + room)
-        else:
-            spans.append(Span(start, start + room))
-    return spans
 
 
 def pageable(nbytes: int) -> Tensor:

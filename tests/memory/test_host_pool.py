@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,10 +86,10 @@ def test_bytes_are_counted_while_their_owner_lives() -> None:
 
 
 def test_no_python_code_of_the_pool_runs_where_an_owner_dies() -> None:
-    owner = Owner(small_pool(), [100])
-    assert owner.host.lease is not None
-    callback = owner.host.lease.__callback__
-    assert type(callback) is type([].append), "a function of C"
+    pool = small_pool()
+    owner = Owner(pool, [100])
+    (ref,) = weakref.getweakrefs(owner)
+    assert type(ref.__callback__) is type([].append), "a function of C"
 
 
 def test_an_owner_may_take_twice_and_die_in_a_cycle_on_any_thread() -> None:

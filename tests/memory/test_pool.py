@@ -181,7 +181,7 @@ def test_an_interrupt_at_any_line_loses_no_bytes_and_shares_none() -> None:
             pool.free(tensor)
         pool.free(pool.allocate((80, 1000)))
 
-    lines = files("_memory/pool", "_memory/host_pool", "_memory/free_ranges", "_memory/budget")
+    lines = files("_memory/pool", "_memory/host_pool", "_memory/ranges", "_memory/budget")
     before = reserved_bytes()
     for point in chosen(points_in(lines, lambda: work(GPUTensorPool("cpu"))), every=3):
         pool = GPUTensorPool("cpu")

@@ -1,17 +1,18 @@
-"""Free ranges of an address space, such as host slabs or a file.
+"""Ranges of an address space, such as the free ones of host slabs or of a file.
 
-ranges = FreeRanges()
-ranges.add(0, 4096)
-start = ranges.take(1000)  # at the lowest address that has room; None if no range has
-ranges.add(start, 1000)    # merges with its neighbours
+free = Ranges()
+free.add(0, 4096)
+start = free.take(1000)  # at the lowest address that has room; None if no range has
+free.add(start, 1000)    # merges with its neighbours
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 
 
-class FreeRanges:
+class Ranges:
     """Ranges in the order of their addresses. Neighbours are always merged.
 
     First fit packs payloads that leave and return in turns as in a ring: on the shapes of models
@@ -22,13 +23,17 @@ class FreeRanges:
         self._starts: list[int] = []
         self._sizes: list[int] = []
 
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Start and bytes of each."""
+        return zip(self._starts, self._sizes, strict=True)
+
     @property
     def longest(self) -> int:
         """Bytes of the longest range."""
         return max(self._sizes, default=0)
 
     def take(self, nbytes: int) -> int | None:
-        """Start of a range of ``nbytes``, now taken; None if no free range is long enough."""
+        """Take ``nbytes`` out; returns where they start, or None if no range is long enough."""
         for index, size in enumerate(self._sizes):
             if size >= nbytes:
                 start = self._starts[index]
@@ -37,7 +42,7 @@ class FreeRanges:
         return None
 
     def add(self, start: int, nbytes: int) -> None:
-        """Free a range that is not free."""
+        """Add a range that overlaps none."""
         starts, sizes = self._starts, self._sizes
         index = bisect_left(starts, start)
         if index < len(starts) and start + nbytes == starts[index]:
@@ -50,7 +55,7 @@ class FreeRanges:
             sizes.insert(index, nbytes)
 
     def take_whole(self, start: int, nbytes: int) -> bool:
-        """Take exactly this range, if it is free and has no free neighbour."""
+        """Take exactly this range out, if it is there and has no neighbour."""
         index = bisect_left(self._starts, start)
         if (self._starts[index : index + 1], self._sizes[index : index + 1]) != ([start], [nbytes]):
             return False
