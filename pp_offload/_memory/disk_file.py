@@ -64,7 +64,6 @@ class DiskEvent:
         self.piece = piece
 
     def query(self) -> bool:
-        """Whether it has ended, well or not."""
         return self.piece.done()
 
     def synchronize(self) -> None:
@@ -180,11 +179,11 @@ class DiskFile:
         file = self._open_file()
         views = [as_array(payload).data for payload in payloads]
         extent = self._extent(sum(map(len, views)))
-        owners: list[weakref.ref[DiskWrite]] = []  # weak: the thread keeps only the extent
+        write = self._in_use(DiskWrite(None, extent))
+        owner = weakref.ref(write)  # weak: the thread keeps only the extent
 
         def is_wanted() -> bool:
-            is_owned = extent.is_read or any(owner() is not None for owner in owners)
-            return is_owned and self._file is not None
+            return (extent.is_read or owner() is not None) and self._file is not None
 
         def run() -> None:
             try:
@@ -193,10 +192,8 @@ class DiskFile:
             except Exception as failure:  # the caller still has the bytes
                 extent.failure = self._error(extent, failure)
 
-        piece = self._threads.piece(self._reported("write", extent.nbytes, run))
-        write = self._in_use(DiskWrite(piece, extent))
-        owners.append(weakref.ref(write))
-        self._threads.queue(piece)
+        write.piece = self._threads.piece(self._reported("write", extent.nbytes, run))
+        self._threads.queue(write.piece)
         self.written_bytes += extent.nbytes
         return write
 
@@ -338,9 +335,8 @@ def room_for(nbytes: int) -> int:
 
 def wait_for_all(events: Sequence[Event]) -> None:
     """Block a thread until all have ended; raises what a copy raised."""
-    for (
-        event
-    ) in events:  # a device's copy ends; a thread may be stuck, and must not hold up the exit
+    for event in events:
+        # A device's copy ends; a thread may be stuck, and must not hold up the exit.
         with inside_torch() if isinstance(event, torch.Event) else nullcontext():
             event.synchronize()
 
@@ -349,34 +345,35 @@ def unnamed_file(directory: Path) -> int:
     """A descriptor of a new file in ``directory``, which is made if need be."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        kind = file_system_of(directory)
-        if kind in ("tmpfs", "ramfs"):
-            logger.warning(
-                "the disk tier's directory %s is on %s, which is memory, so nothing is saved "
-                "there; set disk_dir to a directory on a disk",
-                directory,
-                kind,
-            )
-        with suppress(AttributeError, OSError):  # not every file system can
-            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
-        fd, name = tempfile.mkstemp(prefix="pp_offload-", dir=directory)  # mode 0600
-        os.unlink(name)
+        with suppress(OSError):  # not every system says
+            kind = file_system_of(directory)
+            if kind in ("tmpfs", "ramfs"):
+                logger.warning(
+                    "the disk tier's directory %s is on %s, which is memory, so nothing is saved "
+                    "there; set disk_dir to a directory on a disk",
+                    directory,
+                    kind,
+                )
+        with tempfile.TemporaryFile(prefix="pp_offload-", dir=directory) as file:  # mode 0600
+            return os.dup(file.fileno())
     except OSError as failure:
         cause = "it is a file" if directory.is_file() else failure
         raise DiskTierError(
             f"disk tier: no file can be made in {str(directory)!r}: {cause}; set disk_dir to a "
             "directory this process may write to"
         ) from failure
-    return fd
 
 
 def file_system_of(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The kind of file system, such as ``ext4``; empty where the kernel's list does not say."""
-    best, kind = -1, ""
-    with suppress(OSError):
-        inside = directory.resolve()
-        for line in mounts.read_text().splitlines():
-            _, mount, name, *_ = line.split(" ")
-            if inside.is_relative_to(mount) and len(mount) >= best:
-                best, kind = len(mount), name
+    """The kind of file system, such as ``ext4``.
+
+    Raises:
+        OSError: The system does not say.
+    """
+    best, kind = -1, "unknown"
+    inside = directory.resolve()
+    for line in mounts.read_text().splitlines():
+        _, mount, name, *_ = line.split(" ")
+        if inside.is_relative_to(mount) and len(mount) >= best:
+            best, kind = len(mount), name
     return kind

@@ -48,18 +48,3 @@ def disk_speed(directory: Path, nbytes: int) -> DiskSpeed:
             pass
         read_s = time.perf_counter() - begin_s
     return DiskSpeed(num * PIECE_BYTES / written_s, num * PIECE_BYTES / read_s)
-
-
-def file_system_of(directory: Path, mounts: Path = Path("/proc/mounts")) -> str:
-    """Its kind, such as ext4. One in memory, tmpfs, saves none.
-
-    Raises:
-        OSError: The system does not say.
-    """
-    best, kind = "", "unknown"
-    where = f"{directory.resolve()}/"
-    for line in mounts.read_text().splitlines():
-        _, point, found, *_ = line.split()
-        if where.startswith(point.rstrip("/") + "/") and len(point) >= len(best):
-            best, kind = point, found
-    return kind

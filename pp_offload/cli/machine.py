@@ -26,8 +26,9 @@ from pp_offload._memory.budget import (
     ranks_on_this_host,
 )
 from pp_offload._memory.checksum import checksum_version
+from pp_offload._memory.disk_file import file_system_of
 from pp_offload.backends import default_backend
-from pp_offload.cli.disk_speed import disk_speed, file_system_of
+from pp_offload.cli.disk_speed import disk_speed
 
 MIB, GIB, GB = 2**20, 2**30, 10**9
 

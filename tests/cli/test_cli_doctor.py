@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from pp_offload._memory.budget import HostBudget
+from pp_offload._memory.disk_file import file_system_of
 from pp_offload.cli import machine
 from pp_offload.cli.app import app
-from pp_offload.cli.disk_speed import disk_speed, file_system_of
+from pp_offload.cli.disk_speed import disk_speed
 
 MIB, GIB = 2**20, 2**30
 TOPICS = ["versions", "device", "host memory", "pinned memory", "NUMA", "disk", "environment"]

@@ -231,8 +231,8 @@ FIELD_MUTANTS = [
     Mutant(
         "written though nobody needs it",
         "pp_offload/_memory/disk_file.py",
-        "is_owned = extent.is_read or any(owner() is not None for owner in owners)",
-        "is_owned = True",
+        "(extent.is_read or owner() is not None) and self._file is not None",
+        "self._file is not None",
         "a process ends late, for it writes what nobody will read",
         (
             f"{FIELD}/test_end_of_the_process.py::test_what_nobody_needs_is_not_written_while_training_goes_on",
