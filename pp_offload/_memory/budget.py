@@ -65,32 +65,21 @@ class Reserved:
 class _Process:
     """What all budgets of this process reserved together.
 
-    The sum is taken when asked for: there is no subtraction that an interrupt could leave out, and
-    no Python code runs where a reservation ends.
+    The sum is taken when asked for, so no Python code runs where a reservation ends.
     """
 
     def __init__(self) -> None:
-        self._reserved: list[weakref.ref[Reserved]] = []
+        self.reserved: list[weakref.ref[Reserved]] = []
         self.renew_lock()
 
     def renew_lock(self) -> None:
         """In a forked process a thread that is not there may hold the old lock."""
-        self._lock = threading.RLock()  # managers of several threads share the count
+        self.lock = threading.RLock()  # managers of several threads share the count
 
     @property
     def nbytes(self) -> int:
         """Exact at the call."""
-        return sum(live.nbytes for ref in self._reserved if (live := ref()) is not None)
-
-    def reserve(self, nbytes: int, limit: int) -> Reserved | None:
-        """None, and nothing counted, if that were over the limit."""
-        with self._lock:
-            if self.nbytes + nbytes > limit:
-                return None
-            reserved = Reserved(nbytes)
-            live = [ref for ref in self._reserved if ref() is not None]
-            self._reserved = [*live, weakref.ref(reserved)]
-            return reserved
+        return sum(live.nbytes for ref in self.reserved if (live := ref()) is not None)
 
 
 _PROCESS = _Process()
@@ -149,7 +138,14 @@ class HostBudget:
         Returns:
             None, and nothing is counted, if they are over the limit; with ``force`` never.
         """
-        return self._process.reserve(nbytes, UNLIMITED if force else self.limit_bytes)
+        process = self._process
+        with process.lock:
+            if nbytes > self.left_bytes and not force:
+                return None
+            reserved = Reserved(nbytes)
+            live = [ref for ref in process.reserved if ref() is not None]
+            process.reserved = [*live, weakref.ref(reserved)]
+            return reserved
 
 
 def reserved_bytes() -> int:

@@ -199,17 +199,14 @@ class HostPool:
         return self._free.longest
 
     def settle(self) -> None:
-        """Between steps: replace the slabs by fewer that hold the peak: see NOTE [ Footprint ].
-
-        Does nothing while bytes are in use or copies use the slabs.
-        """
+        """Between steps, where no byte is in use and no copy runs: see NOTE [ Footprint ]."""
         self._collect()
         peak = self._peak_bytes
         if self._lent or peak == self._settled_bytes:
             return
         sizes = slabs_for(peak + peak // SETTLED_FRACTION)
         enough = max(sum(sizes), WASTE_ALLOWED * peak, self.min_slab_bytes)
-        if self.reserved_bytes <= enough or self._has_copies():
+        if self.reserved_bytes <= enough or not all(event.query() for event in self.copies()):
             return
         self._drop_slabs()
         with suppress(MemoryError):  # other pools share the budget; the next take grows
@@ -244,9 +241,6 @@ class HostPool:
     def _hosts(self) -> Iterator[HostBytes]:
         yield from (host for _, host in self._lent.values())
         yield from chain(*self._idle.values())
-
-    def _has_copies(self) -> bool:
-        return not all(event.query() for event in self.copies())
 
     def _collect(self) -> None:
         """Take back what has no owner any more."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pp_offload._memory.host_pool import HostBytes, HostPool
+from pp_offload._memory.storages import owned_by
 
 
 class Owner:
@@ -47,16 +47,3 @@ def host_tensors(likes: Sequence[Tensor], pool: HostPool, *, force: bool = False
         strides = torch.empty_like(like, device="meta").stride()
         tensors.append(memory.view(like.dtype).as_strided(like.shape, strides))
     return tensors
-
-
-class _Memory(np.ndarray):
-    """Bytes that keep their owner for as long as a storage is on them."""
-
-    owner: object
-
-
-def owned_by(owner: object, data: Tensor) -> Tensor:
-    """The bytes of flat ``uint8`` host memory as a storage that alone keeps ``owner``."""
-    memory = data.numpy().view(_Memory)
-    memory.owner = owner
-    return torch.frombuffer(memory, dtype=torch.uint8)

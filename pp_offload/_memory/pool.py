@@ -24,8 +24,7 @@ from torch import Tensor
 from pp_offload._common.checks import check_flag, check_kind, described, said
 from pp_offload._memory.budget import UNLIMITED, HostBudget, as_another_process
 from pp_offload._memory.host_pool import HostPool, pageable
-from pp_offload._memory.host_tensors import owned_by
-from pp_offload._memory.storages import has_storage
+from pp_offload._memory.storages import has_storage, owned_by
 from pp_offload.backends import default_backend
 
 _Key = tuple[tuple[int, ...], torch.dtype]

@@ -18,10 +18,10 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 class _Memory:
-    """What numpy makes an array of, which keeps it."""
+    """What numpy makes an array of: the memory of ``tensor``, which it keeps with its ``owner``."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, owner: object) -> None:
+        self.tensor, self.owner = tensor, owner
         self.__array_interface__: dict[str, Any] = {
             "data": (tensor.data_ptr(), False),
             "shape": (tensor.numel(),),
@@ -30,9 +30,14 @@ class _Memory:
         }
 
 
-def as_array(tensor: Tensor) -> NDArray[np.uint8]:
-    """The memory of a flat ``uint8`` host tensor, which it keeps.
+def as_array(tensor: Tensor, owner: object = None) -> NDArray[np.uint8]:
+    """The memory of a flat ``uint8`` host tensor, which it keeps, and ``owner`` with it.
 
     ``Tensor.numpy()`` has the storage refuse another size for good, and it may be the user's.
     """
-    return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(0, np.uint8)
+    return np.asarray(_Memory(tensor, owner)) if tensor.numel() else np.empty(0, np.uint8)
+
+
+def owned_by(owner: object, memory: Tensor) -> Tensor:
+    """The bytes of flat ``uint8`` host memory as a storage of its own, which keeps ``owner``."""
+    return torch.frombuffer(as_array(memory, owner), dtype=torch.uint8)

@@ -143,8 +143,8 @@ MUTANTS = [
     Mutant(
         "budget off by one",
         "pp_offload/_memory/budget.py",
-        "self.nbytes + nbytes > limit",
-        "self.nbytes + nbytes >= limit",
+        "if nbytes > self.left_bytes",
+        "if nbytes >= self.left_bytes",
         "the last byte of the budget is never used",
         ("tests/memory/test_budget.py::test_two_budgets_share_one_count",),
     ),
@@ -1323,7 +1323,7 @@ MUTANTS = [
     Mutant(
         "memory is read through numpy",
         "pp_offload/_memory/storages.py",
-        "    return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(0, np.uint8)\n",
+        "    return np.asarray(_Memory(tensor, owner)) if tensor.numel() else np.empty(0, np.uint8)\n",
         "    return tensor.numpy()\n",
         "what has been on a disk can have no other size any more",
         ("tests/engine/test_sizes_stay_free.py",),
