@@ -56,12 +56,12 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
     @property
     def cuda_graph_stream(self) -> Any:
         """The stream to capture and launch graphs on."""
-        return self.graphs.stream(self.backend)
+        return self.graphs.stream
 
     @property
     def cuda_graph_event(self) -> Any:
         """Recorded at the end of a captured forward and of a captured backward."""
-        return self.graphs.event(self.backend)
+        return self.graphs.event
 
     def init_model_chunk_offload_handler(
         self,

@@ -86,7 +86,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
             smallest, pool, offloader=offloader, vp_stage=vp_stage, microbatch=microbatch
         )
         self.max_inflight_offloads = max_inflight_offloads
-        self.graphs = graphs or GraphState()
+        self.graphs = graphs or GraphState(self.offloader.backend)
         self._on_their_way: dict[str, deque[Any]] = defaultdict(deque)
 
     @never_compiled

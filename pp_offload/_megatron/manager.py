@@ -20,8 +20,7 @@ from torch import Tensor
 from pp_offload._common.checks import check_kind, checked_tensors, said
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
-from pp_offload._groups.manager import Forward, Manager
-from pp_offload._groups.step import StepRecord
+from pp_offload._groups.manager import Manager
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
 from pp_offload._hooks.regions import PackHook, is_in_backward, is_left_to_checkpoint
 from pp_offload._megatron.chunk import ChunkOffloadHandler
@@ -43,8 +42,8 @@ class SharedNames:
     """What both generations call with the same parameters. Nothing here sets an attribute."""
 
     backend: Backend
-    forward: Forward
-    step: StepRecord
+    forward: Any
+    step: Any
     offloader: Any
     switch: Callable[[bool], None]
     _contexts: _Contexts
@@ -62,12 +61,10 @@ class SharedNames:
 
     @property
     def d2h_stream(self) -> Stream:
-        """The stream of copies to the host."""
         return self.backend.d2h
 
     @property
     def h2d_stream(self) -> Stream:
-        """The stream of copies to the device."""
         return self.backend.h2d
 
     @property
@@ -79,15 +76,15 @@ class SharedNames:
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk whose forward runs on this thread."""
-        return _handler(self.forward.chunk)
+        return self.forward.chunk
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
-        """The chunk whose forward runs on this thread, whatever ``name`` is."""
-        return _handler(self.forward.chunk)
+        """As :meth:`cur_forward_chunk`, whatever ``name`` is."""
+        return self.cur_forward_chunk()
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk backward reached last."""
-        return _handler(self.step.in_backward)
+        return self.step.in_backward
 
     def push(self, handler: ChunkOffloadHandler) -> None:
         """Add a chunk to the backward queue."""
@@ -100,11 +97,11 @@ class SharedNames:
 
     def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """Take the next chunk that has groups (of that name) out of the backward queue."""
-        return _handler(self.step.queue.pop(name))
+        return self.step.queue.pop(name)
 
     def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """The next chunk that has groups (of that name); it stays queued."""
-        return _handler(self.step.queue.front(name))
+        return self.step.queue.front(name)
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
@@ -115,7 +112,6 @@ class SharedNames:
 
     @property
     def offload_summary_total_bytes(self) -> int:
-        """The sum of :attr:`offload_summary_bytes`."""
         return sum(self.step.summary.values())
 
     # Switches
@@ -130,7 +126,6 @@ class SharedNames:
         self.switch(False)
 
     def enable_offload(self) -> None:
-        """Offload again."""
         self.switch(True)
 
     def mark_not_offloadable(self, tensor: Tensor) -> None:
@@ -223,7 +218,7 @@ class PipelineOffloadManager(SharedNames, Manager):
     ) -> None:
         super().__init__(config=config, backend=backend)
         self._contexts = _Contexts()
-        self.graphs = GraphState()
+        self.graphs = GraphState(self.backend)
 
     @cached_property
     def _pool(self) -> GPUTensorPool:  # type: ignore[override]
@@ -261,10 +256,6 @@ class PipelineOffloadManager(SharedNames, Manager):
     def _drop_step(self) -> None:
         self.graphs.is_in_replay = False  # what failed in a replay may never say that it ended
         super()._drop_step()
-
-
-def _handler(chunk: object) -> ChunkOffloadHandler | None:
-    return chunk if isinstance(chunk, ChunkOffloadHandler) else None
 
 
 def _after_fork() -> None:
