@@ -23,7 +23,6 @@ from pp_offload._common.torch_private import (
 )
 from pp_offload.backends.base import Allocated, Backend, Stream, TimedEvent
 from pp_offload.backends.captures import no_memory_in_captures
-from pp_offload.errors import NotWhileCapturingError
 
 
 class AcceleratorBackend(Backend):
@@ -140,7 +139,7 @@ class AcceleratorBackend(Backend):
     def allocate_host(self, nbytes: int) -> Tensor:
         """Pinned memory; while a graph is captured there is only what was there before."""
         if self.is_capturing:
-            raise NotWhileCapturingError(no_memory_in_captures(nbytes))
+            raise no_memory_in_captures(nbytes)
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as failure:
@@ -154,8 +153,8 @@ class AcceleratorBackend(Backend):
 
     def synchronize(self) -> None:
         """Block until both copy streams are empty; not in a capture, where they are."""
-        for stream in () if self.is_capturing else (self.d2h, self.h2d):
-            stream.record_event().synchronize()
+        if not self.is_capturing:
+            super().synchronize()
 
 
 _NEVER: Callable[[], bool] = bool

@@ -136,18 +136,19 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until both copy streams are empty."""
+        for stream in (self.d2h, self.h2d):
+            stream.record_event().synchronize()
 
 
-S = TypeVar("S")
+S = TypeVar("S", bound=Stream)
 
 
-class HasLiveStream(Generic[S]):
+class HasLiveStream(Backend, Generic[S]):
     """Knows which compute stream is current, for one thread, on a device unknown to PyTorch."""
 
     _current: S
 
     def current_stream(self) -> S:
-        """The live compute stream."""
         return self._current
 
     @contextmanager

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from pp_offload.backends.base import Backend, Event, Stream
+from pp_offload.errors import NotWhileCapturingError
 
 
 class CapturedEvent(torch.Event):
@@ -86,9 +87,9 @@ def those_captured(backend: Backend, streams: Iterable[Stream]) -> list[Any]:
     return captured(backend, *filter(owner.captures_on, streams))
 
 
-def no_memory_in_captures(nbytes: int) -> str:
-    """The message where a capture asks for host memory that is not there."""
-    return (
+def no_memory_in_captures(nbytes: int) -> NotWhileCapturingError:
+    """The error where a capture asks for host memory that is not there."""
+    return NotWhileCapturingError(
         f"{nbytes} bytes of host memory cannot be made while a graph is captured; run a step with "
         "offload before capturing"
     )

@@ -30,25 +30,11 @@ INLINE_BYTES = 256 * 1024
 """Batches up to this many bytes are copied by the calling thread."""
 
 
-class FinishedEvent:
-    """A point the calling thread has already passed."""
-
-    def query(self) -> bool:
-        """Always true."""
-        return True
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-
-FINISHED = FinishedEvent()
-
-
 class HostTimed:
     """When a point was passed, by the host's clock, for devices without one."""
 
     time_s: float | None = None
-    """By ``time.perf_counter``; None before, and behind work that failed."""
+    """By ``time.perf_counter``; None before, behind work that failed, and where nobody asked."""
 
     def elapsed_time(self, end: HostTimed) -> float:
         """Milliseconds from here to ``end``.
@@ -61,11 +47,17 @@ class HostTimed:
         return (end.time_s - self.time_s) * 1e3
 
 
-class PassedNow(FinishedEvent, HostTimed):
-    """A point that the calling thread passes now."""
+class FinishedEvent(HostTimed):
+    """A point the calling thread has already passed."""
 
-    def __init__(self) -> None:
-        self.time_s = time.perf_counter()
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+FINISHED = FinishedEvent()
 
 
 class ThreadEvent(HostTimed):
@@ -86,11 +78,9 @@ class ComputeStream:
     """The calling thread, seen as a stream: always finished, and waiting blocks it."""
 
     def wait_event(self, event: Event) -> None:
-        """Block this thread until ``event``."""
         event.synchronize()
 
     def record_event(self) -> Event:
-        """Already finished."""
         return FINISHED
 
 
@@ -153,10 +143,6 @@ class CopyStream:
             self._begin()
         return FINISHED if self._last.query() and self._failure is None else self._last
 
-    def synchronize(self) -> None:
-        """Block until the queue is empty."""
-        self.record_event().synchronize()
-
 
 def timed_by_host(stream: Stream) -> TimedEvent:
     """An event behind all that ``stream`` was given, timed by the host.
@@ -164,7 +150,11 @@ def timed_by_host(stream: Stream) -> TimedEvent:
     Of a stream that no thread of ours serves, the host knows only when it gave it work.
     """
     event = stream.record_event() if isinstance(stream, CopyStream) else FINISHED
-    return event if isinstance(event, ThreadEvent) else PassedNow()
+    if isinstance(event, ThreadEvent):
+        return event
+    passed_now = FinishedEvent()
+    passed_now.time_s = time.perf_counter()
+    return passed_now
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -209,9 +199,3 @@ class CpuBackend(Backend):
     def allocate_host(self, nbytes: int) -> Tensor:
         """Ordinary memory: the device is the host."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def synchronize(self) -> None:
-        """Block until both queues are empty."""
-        for stream in (self.d2h, self.h2d):
-            assert isinstance(stream, CopyStream)
-            stream.synchronize()

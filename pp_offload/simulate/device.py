@@ -147,12 +147,6 @@ class VirtualBackend(HasLiveStream[VirtualStream]):
         except (OSError, OverflowError) as failure:
             raise MemoryError(f"no addresses for {nbytes} bytes: {failure}") from failure
 
-    def trim_host(self) -> None:
-        """Nothing is kept."""
-
-    def joined(self) -> None:
-        """There are no captures."""
-
     @contextmanager
     def activate(self) -> Iterator[None]:
         """Inside, operators on ``meta`` take time and memory, by the kernels of an accelerator.

@@ -21,7 +21,6 @@ from torch import Tensor
 from pp_offload._common.checks import said
 from pp_offload.backends.base import Allocated, HasLiveStream, Stream
 from pp_offload.backends.captures import no_memory_in_captures
-from pp_offload.errors import NotWhileCapturingError
 from pp_offload.testing.copies import POISON, QueuedCopy, WeakTensor, unwatched
 from pp_offload.testing.operators import Watch
 from pp_offload.testing.streams import (
@@ -86,9 +85,6 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         assert isinstance(stream, SimulatedStream)
         return stream.capture != 0
 
-    def joined(self) -> None:
-        """Nothing to do: captures are known by number here."""
-
     @contextmanager
     def capture(self) -> Iterator[None]:
         """What CUDA forbids while a graph is captured raises :class:`CaptureError` inside.
@@ -111,19 +107,10 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         """
         return self._timeline.add_stream(name, is_copy=False)
 
-    def timed_event(self, stream: Stream) -> None:
-        """Nothing takes time here."""
-
-    def unused_bytes(self) -> None:
-        """There is no end of it."""
-
     def allocated(self) -> Allocated:
         """What :attr:`device_bytes` is and was."""
         detector = self._timeline.detector
         return Allocated(detector.device_bytes, detector.device_bytes_peak)
-
-    def open_disk(self, directory: object) -> None:
-        """The system's disks are used."""
 
     def copy(
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
@@ -153,15 +140,12 @@ class SimulatedBackend(HasLiveStream[SimulatedStream]):
         """
         self._timeline.enter()
         if self.is_capturing:
-            raise NotWhileCapturingError(no_memory_in_captures(nbytes))
+            raise no_memory_in_captures(nbytes)
         self.num_host_allocations += 1
         with self._inside():
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu").fill_(POISON)
         self._timeline.detector.see(buffer.untyped_storage(), self._current.clock, is_host=True)
         return buffer
-
-    def trim_host(self) -> None:
-        """Nothing is kept."""
 
     def activate(self) -> AbstractContextManager[object]:
         """Watch every compute operation; :meth:`check` at the end."""

@@ -42,5 +42,5 @@ def test_an_event_is_behind_what_its_thread_has_queued(monkeypatch: pytest.Monke
     event.synchronize()
     assert done == ["mine"]
     other.join()
-    stream.synchronize()
+    stream.record_event().synchronize()
     assert others_ran.is_set()
