@@ -76,7 +76,7 @@ class SharedNames:
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk whose forward runs on this thread."""
-        return self.forward.chunk
+        return _handler(self.forward.chunk)
 
     def pop_forward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """As :meth:`cur_forward_chunk`, whatever ``name`` is."""
@@ -84,7 +84,7 @@ class SharedNames:
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk backward reached last."""
-        return self.step.in_backward
+        return _handler(self.step.in_backward)
 
     def push(self, handler: ChunkOffloadHandler) -> None:
         """Add a chunk to the backward queue."""
@@ -97,11 +97,11 @@ class SharedNames:
 
     def pop_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """Take the next chunk that has groups (of that name) out of the backward queue."""
-        return self.step.queue.pop(name)
+        return _handler(self.step.queue.pop(name))
 
     def front_backward_chunk(self, name: str | None = None) -> ChunkOffloadHandler | None:
         """The next chunk that has groups (of that name); it stays queued."""
-        return self.step.queue.front(name)
+        return _handler(self.step.queue.front(name))
 
     @property
     def offload_summary_bytes(self) -> dict[str, int]:
@@ -256,6 +256,13 @@ class PipelineOffloadManager(SharedNames, Manager):
     def _drop_step(self) -> None:
         self.graphs.is_in_replay = False  # what failed in a replay may never say that it ended
         super()._drop_step()
+
+
+def _handler(chunk: object) -> ChunkOffloadHandler | None:
+    """``chunk``; None for the weight pass of a schedule with split backwards, which has no names
+    of Megatron.
+    """
+    return chunk if isinstance(chunk, ChunkOffloadHandler) else None
 
 
 def _after_fork() -> None:

@@ -54,8 +54,8 @@ class AcceleratorBackend(Backend):
         self.d2h = cast(Stream, torch.Stream(device=self.device))
         self.h2d = cast(Stream, torch.Stream(device=self.device))
         module = torch.get_device_module(self.device)
-        self._ask: Callable[[], bool]
-        self._ask = getattr(module, "is_current_stream_capturing", _NEVER)
+        # Of a device without graphs, bool: bool() is False.
+        self._ask: Callable[[], bool] = getattr(module, "is_current_stream_capturing", bool)
         self._capture = 0
         self._capturing: Stream | None = None  # where the capture that goes on was seen first
 
@@ -92,7 +92,6 @@ class AcceleratorBackend(Backend):
         self._capturing = None
 
     def timed_event(self, stream: Stream) -> TimedEvent:
-        """A new event that knows its time."""
         event = torch.Event(device=self.device, enable_timing=True)
         event.record(cast(torch.Stream, stream))
         return cast(TimedEvent, event)
@@ -155,10 +154,6 @@ class AcceleratorBackend(Backend):
         """Block until both copy streams are empty; not in a capture, where they are."""
         if not self.is_capturing:
             super().synchronize()
-
-
-_NEVER: Callable[[], bool] = bool
-"""Of a device without graphs: ``bool()`` is False."""
 
 
 def _with_number(device: torch.device | None) -> torch.device:

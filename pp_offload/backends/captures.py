@@ -37,7 +37,6 @@ class CapturedEvent(torch.Event):
 
     @classmethod
     def of(cls, inner: Event, capture: int, owner: Any) -> CapturedEvent:
-        """Wrap ``inner``."""
         event = cls(device="cpu")  # never recorded, so the device does not matter
         event.capture, event.inner, event.owner = capture, inner, owner
         return event
@@ -47,7 +46,7 @@ class CapturedEvent(torch.Event):
         return self.capture != self.owner.capture_id()
 
     def synchronize(self) -> None:
-        """Return at once."""
+        pass
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,6 @@ class CapturedStream:
             self.inner.wait_event(event.inner)
 
     def record_event(self) -> CapturedEvent:
-        """A new event after everything queued so far."""
         return CapturedEvent.of(self.inner.record_event(), self.capture, self.owner)
 
 
