@@ -179,8 +179,7 @@ class Chunk:
         else:
             self._offload(group)  # whose local variables would hold what is released now
         if released and group.state is GroupState.OFFLOADED:
-            offloader = self.offloader
-            offloader.after_copies(offloader.release.of(released))
+            self.offloader.release_after_copies(released)
 
     def _offload(self, group: Group) -> None:
         payloads = self.offloader.engine.payloads(group)

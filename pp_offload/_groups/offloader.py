@@ -13,10 +13,13 @@ NOTE [ Epochs ]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from torch import Tensor
 
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
@@ -25,7 +28,7 @@ from pp_offload._core.statistics import OffloadStatistics, collect
 from pp_offload._core.tiers import make_tier
 from pp_offload._core.window import Visit
 from pp_offload._groups.bounds import share_of_budget
-from pp_offload._groups.forced_release import ForcedRelease
+from pp_offload._groups.forced_release import release
 from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
 from pp_offload._memory.host_pool import Allocate
@@ -77,7 +80,6 @@ class Offloader:
 
     Attributes:
         engine: Offloads groups, in this epoch.
-        release: Empties what users name, after its copy.
         plan: Which groups stay.
         observers: Hear what the engines do.
         delayed: Commits to be done later, in forward order.
@@ -100,7 +102,7 @@ class Offloader:
         self.split: SplitBackward | None = None
         self._torn: list[Engine] = []  # those of former epochs that living graphs need
         self.engine = self._fresh_engine()
-        self.release = ForcedRelease(self.engine.eligibility)
+        self._warned_releases: set[str] = set()
         most_bytes = share_of_budget(config)
         if most_bytes is not None:
             self.engine.mover.in_flight.bound.limit(max(1, most_bytes))  # 0: waits for each copy
@@ -128,7 +130,6 @@ class Offloader:
         new.mover.in_flight.bound, new.window.bound = old.mover.in_flight.bound, old.window.bound
         new.mover.counts, new.mover.in_graphs = old.mover.counts, old.mover.in_graphs
         new.window.resize()
-        self.release = ForcedRelease(new.eligibility)
         self._torn.append(old)
         self.engine = new  # last: an interrupt before leaves the old one, which is torn
         del old
@@ -162,9 +163,11 @@ class Offloader:
             self.delayed.pop(0)()
 
     @_tears
-    def after_copies(self, action: Callable[[], None]) -> None:
-        """Call ``action`` when the sources of the copies queued so far were let go."""
-        self.engine.mover.after_copies(action)
+    def release_after_copies(self, tensors: Iterable[Tensor]) -> None:
+        """Empty storages that a user named, once the copies queued so far are over."""
+        refs = [weakref.ref(tensor) for tensor in tensors]
+        kept = self.engine.eligibility.kept
+        self.engine.mover.after_copies(partial(release, refs, kept, self._warned_releases))
 
     @_tears
     def resume(self, group: Group | None) -> None:
