@@ -1,28 +1,33 @@
-"""Chooses how much may be in flight and how far reloads run ahead, from steps that it times.
-
-The first complete steps are timed, and after a change of the plan the next ones. Times are read at
-the begin of a later step, once all that was timed has ended: nothing waits for them.
+"""Chooses how much may be in flight and how far reloads run ahead, from the times of steps.
 
     bounds = AutoBounds(offloader, config, room.unused_bytes)
     bounds.begin_step()
     ...
     bounds.end_step(plan, is_complete=True)
+
+The first complete steps are timed, and after a change of the plan the next ones. Times are read at
+the begin of a later step, once all that was timed has ended: nothing waits for them.
 """
 
 from __future__ import annotations
 
+import bisect
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from pp_offload._common.processes import rank_said
 from pp_offload._core.bound import IN_FLIGHT_BYTES, SMALL_BYTES
+from pp_offload._core.group import Group, GroupState
 from pp_offload._core.keys import GroupKey
+from pp_offload._core.observer import Lap, Observer
+from pp_offload._core.payloads import Payloads
+from pp_offload._core.saved import Saved
 from pp_offload._core.stopwatch import Laps, seconds
 from pp_offload._groups.bounds import (
-    Moment,
-    Use,
+    TimedBytes,
     in_flight_bytes,
     is_wanted,
     planned_bounds,
@@ -31,7 +36,7 @@ from pp_offload._groups.bounds import (
 )
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import Plan
-from pp_offload._groups.step_times import Mark, StepTimes, clock_without_waits, rate
+from pp_offload.backends import TimedEvent
 from pp_offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -49,6 +54,65 @@ LEAST_IN_FLIGHT_BYTES = IN_FLIGHT_BYTES
 """Less is not chosen: small models have the memory, and with forwards in a row they need it."""
 
 MIB = 2**20
+
+
+@dataclass(slots=True)
+class Mark:
+    """A point of compute's time at which a group was offloaded, or some of it was used."""
+
+    group: GroupKey
+    at: TimedEvent
+    nbytes: int
+    freed: int = 0
+    """Of what is used for the last time."""
+
+
+class StepTimes(Observer):
+    """Marks when groups leave, and when what came back is used.
+
+    Args:
+        now: Gives an event on the live compute stream; None where nothing can be timed.
+
+    Attributes:
+        offloads: In order.
+        uses: In order; small ones that follow each other are added up.
+    """
+
+    def __init__(self, now: Callable[[], TimedEvent | None]) -> None:
+        self.offloads: list[Mark] = []
+        self.uses: list[Mark] = []
+        self._now = now
+        self._reached: GroupKey | None = None
+
+    def closed(self, group: Group, payloads: Payloads | None) -> None:
+        if group.state is GroupState.OFFLOADED:
+            self.note(self.offloads, group.key, group.counts.copied_bytes)
+
+    def reached(self, group: Group) -> None:
+        self._reached = group.key
+
+    def used(self, saved: Saved, payload: object) -> None:
+        """A first use, unless it came by no copy: then there is nothing to be ahead of."""
+        batch, index = saved.batch, saved.index
+        reload = batch.back.reloads[index]
+        if reload is None or reload.event is None:
+            return
+        nbytes, left = batch.sizes[index], batch.back.left[index]
+        is_first, is_last = left >= batch.back.uses[index] - 1, left <= 0
+        self.note(self.uses, self._reached, nbytes * is_first, nbytes * is_last)
+
+    def note(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:
+        """Mark this point for a group, or add to its last mark."""
+        if key is None or not (nbytes or freed):
+            return
+        last = marks[-1] if marks else None
+        if last is not None and last.group == key and last.nbytes + nbytes <= SMALL_BYTES:
+            last.nbytes += nbytes
+            last.freed += freed
+            return
+        now = self._now()
+        if now is not None:
+            marks.append(Mark(key, now, nbytes, freed))
 
 
 class AutoBounds:
@@ -183,11 +247,11 @@ def least_bounds(
         return None
     clock = clock_without_waits(laps)
     caps = [
-        in_flight_bytes([Moment(clock(m.at), m.nbytes) for m in marks], offload_rate * CAUTION)
+        in_flight_bytes(_on(clock, marks), offload_rate * CAUTION)
         for marks in _by_chunk(times.offloads, kept)
     ]
     windows = [
-        window_bytes([Use(clock(m.at), m.nbytes, m.freed) for m in marks], reload_rate * CAUTION)
+        window_bytes(_on(clock, marks), reload_rate * CAUTION)
         for marks in _by_chunk(times.uses, kept)
     ]
     # small tensors come back in batches of SMALL_BYTES
@@ -198,3 +262,28 @@ def _by_chunk(marks: Iterable[Mark], kept: Collection[GroupKey]) -> Iterable[lis
     """Those of the groups that are not kept; each time a chunk was at work."""
     leaving = (mark for mark in marks if mark.group not in kept)
     return [list(of_chunk) for _, of_chunk in groupby(leaving, key=lambda mark: mark.group.chunk)]
+
+
+def _on(clock: Callable[[TimedEvent], float], marks: Iterable[Mark]) -> list[TimedBytes]:
+    return [TimedBytes(clock(mark.at), mark.nbytes, mark.freed) for mark in marks]
+
+
+def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:
+    """When compute would have passed an event, in seconds, had it never waited for copies."""
+    took = [wait.begin.elapsed_time(wait.end) / 1e3 for wait in laps.waits]
+    ends = [laps.seconds_until(wait.end) for wait in laps.waits]
+    waits = sorted(zip(ends, took, strict=True))  # of several threads, in no order
+    ends_s = [end_s for end_s, _ in waits]
+    waited_s = [0.0, *accumulate(took_s for _, took_s in waits)]
+
+    def seconds_until(event: TimedEvent) -> float:
+        at_s = laps.seconds_until(event)
+        return at_s - waited_s[bisect.bisect_right(ends_s, at_s)]
+
+    return seconds_until
+
+
+def rate(laps: Sequence[Lap]) -> float | None:
+    """Bytes a second, while copies ran; None if none did, or none took time."""
+    took_s = seconds(laps)
+    return sum([lap.nbytes for lap in laps]) / took_s if took_s else None

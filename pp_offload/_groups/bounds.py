@@ -4,8 +4,8 @@ Pure functions of options, and of the times of a step in which nothing waits, in
 begin. If the link is slower than compute, compute waits whatever is chosen, and these bounds keep
 the link busy.
 
-    in_flight_bytes([Moment(0.01, 2**28), Moment(0.02, 2**28)], 50e9)  # of a chunk's forward
-    window_bytes([Use(0.03, 2**27, 2**27), Use(0.04, 2**27, 2**27)], 50e9)  # of its backward
+    in_flight_bytes([TimedBytes(0.01, 2**28), TimedBytes(0.02, 2**28)], 50e9)  # of one forward
+    window_bytes([TimedBytes(0.03, 2**27, 2**27)], 50e9)  # of one backward
 
 NOTE [ A chunk at a time ]
     In the steady state of a pipeline every forward is followed by a backward, in which what the
@@ -31,46 +31,39 @@ SHARE_OF_UNUSED = 0.8
 """How much of the device's unused memory bounds may grow into: an allocator leaves gaps."""
 
 
-class Moment(NamedTuple):
-    """When compute had made bytes that leave."""
-
-    at_s: float
-    nbytes: int
-
-
-class Use(NamedTuple):
-    """When compute asked for something that came back."""
+class TimedBytes(NamedTuple):
+    """When compute had made bytes that leave, or asked for bytes that came back."""
 
     at_s: float
 
     nbytes: int
-    """That it asked for by the first time."""
+    """Bytes that leave, or that are asked for the first time."""
 
-    freed: int
-    """By the last time; several saved tensors may share their bytes."""
+    freed: int = 0
+    """Bytes that are asked for the last time; several saved tensors may share them."""
 
 
-def in_flight_bytes(offloads: Sequence[Moment], bytes_per_s: float) -> int:
+def in_flight_bytes(offloads: Sequence[TimedBytes], bytes_per_s: float) -> int:
     """What is on its way to the host at most if compute never waits, the newest group included.
 
     Args:
         offloads: Of one chunk's forward, in order.
         bytes_per_s: Of the link.
     """
-    under_way: deque[Moment] = deque()
+    under_way: deque[TimedBytes] = deque()
     now = most = 0
     free_s = 0.0
-    for at_s, nbytes in offloads:
+    for at_s, nbytes, _ in offloads:
         while under_way and under_way[0].at_s <= at_s:
             now -= under_way.popleft().nbytes
         now += nbytes
         most = max(most, now)
         free_s = max(free_s, at_s) + nbytes / bytes_per_s
-        under_way.append(Moment(free_s, nbytes))
+        under_way.append(TimedBytes(free_s, nbytes))
     return most
 
 
-def window_bytes(uses: Sequence[Use], bytes_per_s: float) -> int:
+def window_bytes(uses: Sequence[TimedBytes], bytes_per_s: float) -> int:
     """The smallest window, nearly, that is always ahead of the uses.
 
     Args:
@@ -88,7 +81,7 @@ def window_bytes(uses: Sequence[Use], bytes_per_s: float) -> int:
     return high
 
 
-def is_in_time(uses: Sequence[Use], window: int, bytes_per_s: float) -> bool:
+def is_in_time(uses: Sequence[TimedBytes], window: int, bytes_per_s: float) -> bool:
     """Whether no use waits, where reloads run ahead by ``window`` bytes, as the prefetcher's do."""
     sizes = [use.nbytes for use in uses if use.nbytes]
     there_s: list[float] = []

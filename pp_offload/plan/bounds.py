@@ -18,10 +18,9 @@ from pp_offload._core.bound import IN_FLIGHT_BYTES, SMALL_BYTES, Bound
 from pp_offload._core.engine import Engine
 from pp_offload._core.keys import GroupKey
 from pp_offload._core.stopwatch import Laps
-from pp_offload._groups.auto_bounds import GROWN, NUM_TIMED, least_bounds
+from pp_offload._groups.auto_bounds import GROWN, NUM_TIMED, StepTimes, least_bounds
 from pp_offload._groups.bounds import is_wanted, planned_bounds, share_of_budget, within
 from pp_offload._groups.plan import Plan
-from pp_offload._groups.step_times import StepTimes
 from pp_offload.config import OffloadConfig
 from pp_offload.plan.device import NumberDevice
 

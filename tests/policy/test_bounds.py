@@ -8,8 +8,7 @@ import pytest
 
 from pp_offload._core.bound import REFILL_BYTES, refill_below
 from pp_offload._groups.bounds import (
-    Moment,
-    Use,
+    TimedBytes,
     grown,
     in_flight_bytes,
     is_in_time,
@@ -20,24 +19,24 @@ from pp_offload._groups.bounds import (
 MB = 10**6
 
 
-def every(seconds: float, *nbytes: int) -> list[Moment]:
+def every(seconds: float, *nbytes: int) -> list[TimedBytes]:
     """A moment each so many seconds; the first one after so many."""
-    return [Moment((1 + number) * seconds, one) for number, one in enumerate(nbytes)]
+    return [TimedBytes((1 + number) * seconds, size) for number, size in enumerate(nbytes)]
 
 
-def used(seconds: float, *nbytes: int) -> list[Use]:
+def used(seconds: float, *nbytes: int) -> list[TimedBytes]:
     """The same, of what is used once."""
-    return [Use(at_s, one, one) for at_s, one in every(seconds, *nbytes)]
+    return [TimedBytes(at_s, size, size) for at_s, size, _ in every(seconds, *nbytes)]
 
 
-def waits_s(offloads: list[Moment], cap: int, rate: float) -> float:
+def waits_s(offloads: list[TimedBytes], cap: int, rate: float) -> float:
     """How long compute waits with a cap: by the rule of ``InFlight.keep_bounded``."""
     waited = free_s = 0.0
-    queue: list[Moment] = []
-    for at_s, nbytes in offloads:
+    queue: list[TimedBytes] = []
+    for at_s, nbytes, _ in offloads:
         now_s = at_s + waited
         free_s = max(free_s, now_s) + nbytes / rate
-        queue.append(Moment(free_s, nbytes))
+        queue.append(TimedBytes(free_s, nbytes))
         queue = [one for one in queue if one.at_s > now_s]
         while sum(one.nbytes for one in queue) > max(cap, nbytes):
             waited, now_s = waited + queue[0].at_s - now_s, queue[0].at_s
@@ -111,8 +110,8 @@ def test_what_shrinks_is_no_room_for_what_grows() -> None:
 
 
 def test_bytes_that_several_share_take_room_until_the_last_of_them_is_used() -> None:
-    once = [Use(1.0, 10, 10), Use(2.0, 10, 10), Use(3.0, 10, 10), Use(3.0, 10, 10)]
-    twice = [Use(1.0, 10, 0), Use(2.0, 10, 10), Use(3.0, 10, 10), Use(3.0, 10, 10), Use(3.0, 0, 10)]
+    once = [TimedBytes(at_s, 10, 10) for at_s in (1.0, 2.0, 3.0, 3.0)]
+    twice = [TimedBytes(1.0, 10, 0), *once[1:], TimedBytes(3.0, 0, 10)]
     assert is_in_time(once, 20, bytes_per_s=11)
     assert not is_in_time(twice, 20, bytes_per_s=11)
     assert is_in_time(twice, 40, bytes_per_s=11)

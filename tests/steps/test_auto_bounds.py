@@ -13,10 +13,9 @@ from pp_offload._core.keys import ChunkKey, GroupKey
 from pp_offload._core.observer import Lap
 from pp_offload._core.stopwatch import Laps
 from pp_offload._groups import auto_bounds
-from pp_offload._groups.auto_bounds import AutoBounds
+from pp_offload._groups.auto_bounds import AutoBounds, Mark, StepTimes, clock_without_waits, rate
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import Plan
-from pp_offload._groups.step_times import Mark, StepTimes, clock_without_waits, rate
 from pp_offload.backends import CpuBackend
 
 MB = 10**6

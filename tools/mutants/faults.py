@@ -732,7 +732,7 @@ MUTANTS = [
     ),
     Mutant(
         "waits count as compute",
-        "pp_offload/_groups/step_times.py",
+        "pp_offload/_groups/auto_bounds.py",
         "return at_s - waited_s[bisect.bisect_right(ends_s, at_s)]",
         "return at_s",
         "a step that stalled seems to compute for longer, so less memory seems enough",
