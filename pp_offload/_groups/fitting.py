@@ -48,8 +48,8 @@ class Demand:
         """
         sizes = dict(self.sizes)
         for chunk in chunks:
-            for key, group in chunk.by_key():
-                nbytes = group.nbytes + beside.get(key.place, 0)
+            for key, _, group_bytes in chunk.by_key():
+                nbytes = group_bytes + beside.get(key.place, 0)
                 sizes[key.place] = max(sizes.get(key.place, 0), nbytes)
         more = [nums for nums in in_flight if not self.covers(nums)]
         return Demand(sizes, self.in_flight.union(more))

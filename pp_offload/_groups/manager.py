@@ -25,7 +25,7 @@ from pp_offload._groups.auto_bounds import AutoBounds
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.idle_groups import IdleGroups
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import plan_of_options
+from pp_offload._groups.plan import make_plan
 from pp_offload._groups.plan_options import PlanCheck, why_unplanned
 from pp_offload._groups.room import DeviceRoom
 from pp_offload._groups.split_backward import BackwardPass
@@ -185,7 +185,7 @@ class Manager:
         if options.offload_plan is None or not self.step.is_warmup or self.offloader.plan.planned:
             return
         with self.offloader.lock:
-            self.offloader.plan = plan_of_options(options, self.step.pipeline_rank)
+            self.offloader.plan = make_plan((), options, self.step.pipeline_rank)
             self.bounds.follow(self.offloader.plan)
 
     def _forget_finished(self) -> None:

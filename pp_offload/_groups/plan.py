@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
 from typing import NamedTuple
@@ -16,14 +16,6 @@ from typing import NamedTuple
 from pp_offload._common.offload_plan import PlannedGroup
 from pp_offload._core.keys import ChunkKey, GroupKey, Place
 from pp_offload.config import OffloadConfig
-
-
-class GroupShape(NamedTuple):
-    """A group as a step saw it."""
-
-    name: str
-    nbytes: int
-    """Bytes that offloading it moves."""
 
 
 class ChunkShape(NamedTuple):
@@ -34,10 +26,10 @@ class ChunkShape(NamedTuple):
     sizes: tuple[int, ...]
     """Bytes that offloading each group moves."""
 
-    def by_key(self) -> Iterator[tuple[GroupKey, GroupShape]]:
-        """Each group with its key, in forward order."""
-        for position, group in enumerate(zip(self.names, self.sizes, strict=True)):
-            yield GroupKey(self.key, position), GroupShape(*group)
+    def by_key(self) -> Iterator[tuple[GroupKey, str, int]]:
+        """Key, name and bytes of each group, in forward order."""
+        for position, (name, nbytes) in enumerate(zip(self.names, self.sizes, strict=True)):
+            yield GroupKey(self.key, position), name, nbytes
 
 
 class ChunkRecord(NamedTuple):
@@ -95,10 +87,6 @@ class Plan:
             names = tuple(group.name for group in self._planned_from(key))
         return names[:1] == (name,) and name not in names[1:]
 
-    def without_room(self) -> Plan:
-        """The same, with no room for what was to stay below a limit."""
-        return replace(self, stay=dict.fromkeys(self.stay, 0))
-
     def has_no_room(self, key: GroupKey, nbytes: int) -> bool:
         """Whether a group was to stay below a limit, and is larger than it was then."""
         return nbytes > self.stay.get(key.place, nbytes)
@@ -111,39 +99,30 @@ def make_plan(
     pipeline_rank: int,
     stay: frozenset[tuple[Place, int]] = frozenset(),
 ) -> Plan:
-    """The plan after a step whose chunks went backward in this order. Cached, for steps repeat.
+    """The plan after a step whose chunks went backward in this order. Cached, because steps repeat.
 
     Args:
-        chunks: Of the step.
+        chunks: Of the step; none before the first one.
         config: The options.
         pipeline_rank: Of this process.
         stay: Places of groups that stay below a limit, and the most bytes of each.
-    """
-    places = dict(stay)
-    at_places = {key for chunk in chunks for key, _ in chunk.by_key() if key.place in places}
-    planned = planned_groups(chunks, config, pipeline_rank)
-    unplanned = {key.place for key, group in planned if group is None}
-    first = plan_of_options(config, pipeline_rank)
-    return replace(
-        first,
-        kept=groups_to_keep(chunks, config, pipeline_rank) | at_places,
-        names={chunk.key: chunk.names for chunk in chunks},
-        num_unplanned=len(unplanned),
-        stay=places,
-        bounds=None if unplanned else first.bounds,
-    )
-
-
-def plan_of_options(config: OffloadConfig, pipeline_rank: int) -> Plan:
-    """The plan before any step was seen.
 
     Raises:
         ConfigError: The plan of the options has fewer ranks.
     """
-    if config.offload_plan is None:
-        return Plan()
-    rank = config.offload_plan.rank(pipeline_rank)
-    return Plan(planned=rank.stages, bounds=rank.bounds)
+    places = dict(stay)
+    at_places = {key for chunk in chunks for key, _, _ in chunk.by_key() if key.place in places}
+    planned = planned_groups(chunks, config, pipeline_rank)
+    unplanned = {key.place for key, group in planned if group is None}
+    rank = None if config.offload_plan is None else config.offload_plan.rank(pipeline_rank)
+    return Plan(
+        kept=groups_to_keep(chunks, config, pipeline_rank) | at_places,
+        names={chunk.key: chunk.names for chunk in chunks},
+        num_unplanned=len(unplanned),
+        stay=places,
+        planned=() if rank is None else rank.stages,
+        bounds=None if rank is None or unplanned else rank.bounds,
+    )
 
 
 def groups_to_keep(
@@ -171,9 +150,10 @@ def planned_groups(
     groups: list[tuple[GroupKey, PlannedGroup | None]] = []
     for chunk in chunks:
         stage = stages[chunk.key.vp_stage] if chunk.key.vp_stage < len(stages) else ()
-        for (key, group), planned in zip_longest(chunk.by_key(), stage[: len(chunk.names)]):
-            is_known = planned is not None and planned.is_it(*group)
-            groups.append((key, planned if is_known else None))
+        entries = zip_longest(chunk.by_key(), stage[: len(chunk.names)])
+        for (key, name, nbytes), planned in entries:
+            is_planned = planned is not None and planned.is_it(name, nbytes)
+            groups.append((key, planned if is_planned else None))
     return groups
 
 
@@ -184,7 +164,7 @@ def reload_margin(chunks: Sequence[ChunkShape]) -> set[GroupKey]:
     """
     margin: dict[str, GroupKey] = {}
     for chunk in chunks:
-        margin = {group.name: key for key, group in chunk.by_key()} | margin
+        margin = {name: key for key, name, _ in chunk.by_key()} | margin
     return set(margin.values())
 
 
@@ -192,12 +172,12 @@ def first_bytes(chunks: Sequence[ChunkShape], nbytes: int, kept: set[GroupKey]) 
     """Whole groups, chunk by chunk in backward order, until they make up at least ``nbytes``."""
     chosen: set[GroupKey] = set()
     for chunk in chunks:
-        for key, group in chunk.by_key():
+        for key, _, group_bytes in chunk.by_key():
             if nbytes <= 0:
                 return chosen
             if key not in kept:
                 chosen.add(key)
-                nbytes -= group.nbytes
+                nbytes -= group_bytes
     return chosen
 
 
@@ -211,7 +191,7 @@ def beyond_fraction(
     """
     chosen: set[GroupKey] = set()
     for chunk in chunks:
-        eligible = [key for key, _ in chunk.by_key() if key not in kept]
+        eligible = [key for key, _, _ in chunk.by_key() if key not in kept]
         num_kept = int(len(eligible) * (1 - fraction))
         chosen.update(eligible[len(eligible) - num_kept :])
     return chosen

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pp_offload._common.processes import rank_said
 from pp_offload._core.group import Group
@@ -131,7 +131,8 @@ class DeviceRoom(Observer):
             now = self._in_flight()
             seen.in_flight.add(now)
             if self._stay and not self._demand.covers(now):  # for so many there is no room
-                self._offloader.plan = self._offloader.plan.without_room()
+                plan = self._offloader.plan
+                self._offloader.plan = replace(plan, stay=dict.fromkeys(plan.stay, 0))
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         """A group that stays holds storages whole, also where it has saved parts of them."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pp_offload._core.keys import ChunkKey, WeightPassKey
 from pp_offload._core.mover import Counts
 from pp_offload._groups.chunk_queue import Key
-from pp_offload._groups.plan import plan_of_options
+from pp_offload._groups.plan import make_plan
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward, Visited
 from pp_offload._groups.step import StepRecord
 from pp_offload.config import OffloadConfig
@@ -115,7 +115,7 @@ class NumberRank:
         options = config or OffloadConfig()
         differ = options.offload_plan or options.delta_offload_bytes_across_pp_ranks
         self._rank_of_plan = number if differ else 0
-        self._plan = plan_of_options(options, self._rank_of_plan)
+        self._plan = make_plan((), options, self._rank_of_plan)
         self._bounds.follow(self._plan)
         self._step: _Step | None = None
         self.turns = self._turns_of(order)

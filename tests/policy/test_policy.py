@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ from pp_offload import OffloadConfig
 from pp_offload._core.keys import ChunkKey, GroupKey
 from pp_offload._groups.plan import (
     ChunkShape,
-    GroupShape,
     Plan,
     beyond_fraction,
     first_bytes,
@@ -21,7 +21,15 @@ from pp_offload._groups.plan import (
     reload_margin,
 )
 
-groups = st.builds(GroupShape, st.sampled_from(["a", "b", "c"]), st.integers(0, 20))
+
+class Shape(NamedTuple):
+    """A group of a step."""
+
+    name: str
+    nbytes: int
+
+
+groups = st.builds(Shape, st.sampled_from(["a", "b", "c"]), st.integers(0, 20))
 
 
 @st.composite
@@ -33,7 +41,7 @@ def steps(draw: st.DrawFn) -> list[ChunkShape]:
     return [shape(key, draw(st.lists(groups, max_size=5))) for key in keys]
 
 
-def shape(key: ChunkKey, groups: Sequence[GroupShape]) -> ChunkShape:
+def shape(key: ChunkKey, groups: Sequence[Shape]) -> ChunkShape:
     return ChunkShape(key, tuple(g.name for g in groups), tuple(g.nbytes for g in groups))
 
 
@@ -44,10 +52,8 @@ def key_of(chunk: ChunkShape, position: int) -> GroupKey:
     return GroupKey(chunk.key, position)
 
 
-def forward_keys(chunks: list[ChunkShape]) -> list[tuple[GroupKey, GroupShape]]:
-    return [
-        (key_of(c, i), g) for c in chunks for i, g in enumerate(map(GroupShape, c.names, c.sizes))
-    ]
+def forward_keys(chunks: list[ChunkShape]) -> list[tuple[GroupKey, Shape]]:
+    return [(key_of(c, i), g) for c in chunks for i, g in enumerate(map(Shape, c.names, c.sizes))]
 
 
 def margin_by_hand(chunks: list[ChunkShape]) -> set[GroupKey]:
@@ -171,8 +177,8 @@ def test_inputs_are_not_changed(
 
 
 def test_an_example_by_hand() -> None:
-    late = shape(ChunkKey(0, 0), [GroupShape(n, 10) for n in "abababab"])
-    early = shape(ChunkKey(0, 1), [GroupShape(n, 10) for n in "abab"])
+    late = shape(ChunkKey(0, 0), [Shape(n, 10) for n in "abababab"])
+    early = shape(ChunkKey(0, 1), [Shape(n, 10) for n in "abab"])
     config = OffloadConfig(delta_offload_bytes_across_pp_ranks=15, activation_offload_fraction=0.5)
     kept = groups_to_keep([late, early], config, 1)
     margin = {GroupKey(late.key, 6), GroupKey(late.key, 7)}

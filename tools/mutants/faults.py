@@ -913,8 +913,8 @@ MUTANTS = [
     Mutant(
         "a plan for other bytes is followed",
         "pp_offload/_groups/plan.py",
-        "is_known = planned is not None and planned.is_it(*group)",
-        "is_known = planned is not None",
+        "is_planned = planned is not None and planned.is_it(name, nbytes)",
+        "is_planned = planned is not None",
         "a plan for another length says what stays, and the peak is anywhere",
         (
             "tests/common/test_offload_plan.py::"
@@ -924,7 +924,7 @@ MUTANTS = [
     Mutant(
         "a plan is followed from the second step on",
         "pp_offload/_groups/manager.py",
-        "            self.offloader.plan = plan_of_options(options, self.step.pipeline_rank)\n",
+        "            self.offloader.plan = make_plan((), options, self.step.pipeline_rank)\n",
         "",
         "the first step takes more than the limit of the plan",
         ("tests/common/test_offload_plan.py::test_what_is_planned_stays_from_the_first_step_on",),
