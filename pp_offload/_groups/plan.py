@@ -17,6 +17,11 @@ from pp_offload._common.offload_plan import PlannedGroup
 from pp_offload._core.keys import ChunkKey, GroupKey, Place
 from pp_offload.config import OffloadConfig
 
+ChunksInFlight = tuple[tuple[int, int], ...]
+"""Virtual stages, each with the number of its chunks that are between the begin of forward and the
+end of backward at the same time.
+"""
+
 
 class ChunkShape(NamedTuple):
     """A chunk as a step saw it: its groups in forward order, by column, which compares fast."""

@@ -20,12 +20,17 @@ NOTE [ What is needed whatever leaves ]
     be counted there. The peak of the step above all that was allocated at these times comes on top,
     such as what the backward of a loss takes. Bytes on their way may be as many as the bounds let,
     whatever they were in this step: where less leaves, more of it comes back sooner.
+
+NOTE [ What stays counts for its whole chunk ]
+    From the begin of a chunk's forward to the end of its backward. So a step takes no more than is
+    counted, and less where a group is saved late, or was on its way at that time anyway.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pp_offload._common.processes import rank_said
@@ -33,9 +38,9 @@ from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey, Place
 from pp_offload._core.observer import Observer
 from pp_offload._core.payloads import Payloads
-from pp_offload._groups.fitting import Demand, InFlight, fitting
+from pp_offload._groups.bounds import SHARE_OF_UNUSED
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import ChunkShape
+from pp_offload._groups.plan import ChunkShape, ChunksInFlight
 from pp_offload.config import AUTO, OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -46,10 +51,87 @@ NUM_SETTLING = 3
 NUM_CHECKED = 4
 """Steps after those: the first one says what is needed, in the others the limit is looked at."""
 
-SHARE_OF_UNUSED = 0.8
-"""Of the device's unused memory, where no limit is given: an allocator leaves gaps."""
-
 MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The most that steps have asked for."""
+
+    sizes: Mapping[Place, int] = field(default_factory=dict)
+    """Device bytes of the largest group at each place."""
+
+    in_flight: frozenset[ChunksInFlight] = frozenset()
+    """Chunks in flight together; those that others cover are left out."""
+
+    def with_step(
+        self,
+        chunks: Iterable[ChunkShape],
+        beside: Mapping[Place, int],
+        in_flight: Iterable[ChunksInFlight],
+    ) -> Demand:
+        """The demand with one more step; an equal one if that step asks for no more.
+
+        Args:
+            chunks: Of the step.
+            beside: Bytes of the same storages that do not move, where groups save views.
+            in_flight: Chunks in flight, each time that another one began.
+        """
+        sizes = dict(self.sizes)
+        for chunk in chunks:
+            for key, _, group_bytes in chunk.by_key():
+                nbytes = group_bytes + beside.get(key.place, 0)
+                sizes[key.place] = max(sizes.get(key.place, 0), nbytes)
+        more = [nums for nums in in_flight if not self.covers(nums)]
+        return Demand(sizes, self.in_flight.union(more))
+
+    def covers(self, nums: ChunksInFlight) -> bool:
+        """Whether there were as many chunks of each stage before."""
+        before = map(dict, self.in_flight)
+        return any(all(each.get(stage, 0) >= num for stage, num in nums) for each in before)
+
+    def nbytes(self, places: Collection[Place]) -> int:
+        """The most bytes that groups at these places take together."""
+        by_stage = Counter[int]()
+        for place in places:
+            by_stage[place.vp_stage] += self.sizes[place]
+        return self.peak_bytes(by_stage)
+
+    def peak_bytes(self, by_stage: Mapping[int, int]) -> int:
+        """The most bytes at a time, where each chunk of a stage takes so many."""
+        return max(
+            [sum([num * by_stage.get(at, 0) for at, num in nums]) for nums in self.in_flight],
+            default=0,
+        )
+
+
+def fitting(demand: Demand, room_bytes: int, moving_bytes: int) -> frozenset[Place]:
+    """The places whose groups have room: all, or some beside what moves.
+
+    First of the stage with the fewest chunks in flight, where a byte of memory keeps most; within a
+    stage what is saved last, for backward uses it first. See NOTE [ What stays counts for its whole
+    chunk ].
+
+    Args:
+        demand: Of all steps that are to have room.
+        room_bytes: Beside what is needed whatever stays.
+        moving_bytes: Both ways together, as long as something leaves.
+    """
+    places = demand.sizes.keys()
+    if demand.nbytes(places) <= room_bytes:
+        return frozenset(places)
+
+    def order(place: Place) -> tuple[int, int]:
+        return demand.peak_bytes({place.vp_stage: 1}), -place.position
+
+    chosen: list[Place] = []
+    by_stage = Counter[int]()
+    for place in sorted(places, key=order):
+        more = by_stage + Counter({place.vp_stage: demand.sizes[place]})
+        if demand.peak_bytes(more) <= room_bytes - moving_bytes:
+            by_stage = more
+            chosen.append(place)
+    return frozenset(chosen)
 
 
 @dataclass
@@ -66,7 +148,7 @@ class Seen:
     begun: set[ChunkKey] = field(default_factory=set)
     """Chunks whose forward has begun."""
 
-    in_flight: set[InFlight] = field(default_factory=set)
+    in_flight: set[ChunksInFlight] = field(default_factory=set)
     beside: dict[Place, int] = field(default_factory=dict)
     """Bytes of the storages of which a group saves parts, that do not leave with it."""
 
@@ -83,19 +165,14 @@ class DeviceRoom(Observer):
     """
 
     def __init__(
-        self, offloader: Offloader, config: OffloadConfig, in_flight: Callable[[], InFlight]
+        self, offloader: Offloader, config: OffloadConfig, in_flight: Callable[[], ChunksInFlight]
     ) -> None:
         self._stay: frozenset[Place] = frozenset()
         self._offloader = offloader
         self._in_flight = in_flight
         self._is_wanted = config.plan == AUTO
         self._limit_bytes = config.device_limit_bytes
-        self._remedy = (
-            # The least bounds that are chosen take no notice of a small limit.
-            "device_budget_bytes"
-            if AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
-            else "max_in_flight_bytes and prefetch_bytes"
-        )
+        self._is_choosing = AUTO in (config.max_in_flight_bytes, config.prefetch_bytes)
         self._demand = Demand()
         self._num_left = NUM_SETTLING + NUM_CHECKED
         self._foreseen_bytes: int | None = None
@@ -218,6 +295,10 @@ class DeviceRoom(Observer):
         return max(cap_bytes, largest) + max(self._offloader.engine.window.bound.nbytes, largest)
 
     def _give_up(self, peak_bytes: int, limit_bytes: int) -> None:
+        # The least bounds that are chosen take no notice of a small limit.
+        options = "max_in_flight_bytes and prefetch_bytes"
+        if self._is_choosing:
+            options = "device_budget_bytes"
         logger.warning(
             "%sthe device took %d bytes, expected at most device_limit_bytes, which is %d: %s",
             rank_said(),
@@ -226,7 +307,7 @@ class DeviceRoom(Observer):
             "all groups leave from now on"
             if self._stay
             else f"all groups leave; let less than the {self._moving_bytes() / MIB:.1f} MiB of now "
-            f"be on its way, with {self._remedy}; have more of the model in groups, recompute "
+            f"be on its way, with {options}; have more of the model in groups, recompute "
             "layers, or make microbatches shorter",
         )
         self._stay = frozenset()

@@ -15,8 +15,7 @@ from pp_offload._core.keys import ChunkKey, Place, WeightPassKey
 from pp_offload._core.window import Visit
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
-from pp_offload._groups.fitting import InFlight
-from pp_offload._groups.plan import ChunkRecord, ChunkShape, Plan, make_plan
+from pp_offload._groups.plan import ChunkRecord, ChunkShape, ChunksInFlight, Plan, make_plan
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward, WeightPass
 from pp_offload.config import OffloadConfig
 
@@ -169,7 +168,7 @@ class StepRecord:
         groups = (group for chunk in self._forward.values() for group in chunk.open_groups)
         return [group.name for group in groups if group.is_forgotten]
 
-    def in_flight(self) -> InFlight:
+    def in_flight(self) -> ChunksInFlight:
         """How many chunks of each virtual stage there are whose backward is not over."""
         nums = Counter(key.vp_stage for key in self._forward if self._is_in_flight(key))
         return tuple(sorted(nums.items()))

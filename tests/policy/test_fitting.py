@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pp_offload._core.keys import ChunkKey, Place
-from pp_offload._groups.fitting import Demand, InFlight, fitting
-from pp_offload._groups.plan import ChunkShape
+from pp_offload._groups.plan import ChunkShape, ChunksInFlight
+from pp_offload._groups.room import Demand, fitting
 
 places = st.builds(Place, st.integers(0, 1), st.integers(0, 3))
 moments = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(
@@ -23,7 +23,7 @@ demands = st.builds(
 byte_counts = st.integers(-5, 120)
 
 
-def taken(demand: Demand, stay: Collection[Place], moment: InFlight) -> int:
+def taken(demand: Demand, stay: Collection[Place], moment: ChunksInFlight) -> int:
     """Chunk by chunk, group by group."""
     chunks = [stage for stage, num in moment for _ in range(num)]
     return sum(demand.sizes[place] for stage in chunks for place in stay if place.vp_stage == stage)

@@ -1389,7 +1389,7 @@ MUTANTS = [
     ),
     Mutant(
         "no room is left for what moves",
-        "pp_offload/_groups/fitting.py",
+        "pp_offload/_groups/room.py",
         "<= room_bytes - moving_bytes:",
         "<= room_bytes:",
         "a device takes more than the limit of an automatic plan",
