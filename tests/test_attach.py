@@ -442,8 +442,8 @@ def test_detaching_forgets_the_order_the_schedule_told(schedule: Any) -> None:
     with attach(schedule, {"layer": "*"}) as handle:
         queue = handle.manager.step.queue
         step(schedule)
-        assert queue.has_order and queue.is_told
-    assert not queue.has_order and not queue.is_told
+        assert queue._order and queue.is_told
+    assert not queue._order and not queue.is_told
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:

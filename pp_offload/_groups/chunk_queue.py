@@ -1,8 +1,8 @@
 """Which chunk runs backward next. It steers prefetch; no tensor depends on it.
 
-The order comes from the schedule's own list of actions, or was seen in an earlier step. Before
-either, chunks are queued by the reference's rule: those of the last virtual stage as they come, the
-others once every stage has as many, last stage first.
+The order is that of the schedule's own list of actions, or of an earlier step. Without either,
+chunks are queued by Megatron's rule: those of the last virtual stage at once, the others when every
+stage has as many, last stage first.
 
     forward   s0 m0, s0 m1, s1 m0, s1 m1      staged   s0: m0 m1     queued   s1 m0, s1 m1
     then      flush                                                  queued   ..., s0 m0, s0 m1
@@ -23,7 +23,11 @@ QueuedChunk = Chunk | WeightPass
 
 
 class ChunkQueue:
-    """Chunks whose backward has not begun."""
+    """Chunks whose backward has not begun.
+
+    Attributes:
+        is_told: Whether the order comes from a schedule.
+    """
 
     def __init__(self) -> None:
         self.is_told = False
@@ -48,14 +52,9 @@ class ChunkQueue:
         self.is_told = is_told
         self._queued.sort(key=self._rank)
 
-    @property
-    def has_order(self) -> bool:
-        """Whether the order is known, rather than guessed."""
-        return bool(self._position)
-
     def stage(self, chunk: QueuedChunk, vp_size: int, vp_stage: int) -> None:
-        """Queue a chunk by the reference's rule, or at once where the order is known."""
-        if self.has_order or vp_size == 1:
+        """Queue a chunk by Megatron's rule, or at once where the order is known."""
+        if self._order or vp_size == 1:
             self.push(chunk)
             return
         if vp_stage == vp_size - 1:
@@ -100,12 +99,8 @@ class ChunkQueue:
             self._begun.discard(chunk.key)
 
     def skip(self, key: ChunkKey) -> None:
-        """Note that no chunk of this key will come."""
+        """Do not wait for the backward of this chunk: it has no groups."""
         self._begun.update((key, WeightPassKey(key)))
-
-    def upcoming(self) -> Iterator[QueuedChunk]:
-        """The chunks that have groups, next one first."""
-        return (chunk for chunk in self._queued if not chunk.is_empty_chunk())
 
     def certain(self) -> Iterator[QueuedChunk]:
         """The queued chunks, next one first, up to a chunk that is still to come.
@@ -124,7 +119,7 @@ class ChunkQueue:
 
     def front(self, name: str | None = None) -> QueuedChunk | None:
         """The next chunk with a group (of that name); it stays queued."""
-        return next((c for c in self.upcoming() if not c.is_empty_chunk(name)), None)
+        return next((chunk for chunk in self._queued if not chunk.is_empty_chunk(name)), None)
 
     def pop(self, name: str | None = None) -> QueuedChunk | None:
         """Take out the next chunk with a group (of that name)."""
@@ -144,6 +139,3 @@ class ChunkQueue:
     def _rank(self, chunk: QueuedChunk) -> int:
         last = len(self._position)
         return last if chunk.key is None else self._position.get(chunk.key, last)
-
-    def __len__(self) -> int:
-        return len(self._queued) + sum(len(chunks) for chunks in self._staged.values())
