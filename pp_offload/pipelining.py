@@ -107,7 +107,7 @@ class AttachedSchedule:
         manager.plan_check.check(manager.config, _rank_of(self._stages), **told)
         if self._order.split:
             is_keeping = manager.config.split_backward == "keep"
-            self._split = SplitBackward(manager.step, self._order.split, is_keeping=is_keeping)
+            self._split = SplitBackward(self._order.split, is_keeping=is_keeping)
         manager.num_attached += 1
         self._is_attached = True
         for vp_stage, stage in enumerate(self._stages):

@@ -262,7 +262,7 @@ def test_an_interrupted_part_of_a_backward_ends(
     """What backward uses later is none of it, and the next step is right."""
     key = ChunkKey(0, 0)
     x = torch.ones(30, device=manager.backend.device, requires_grad=True)
-    split = SplitBackward(manager.step, frozenset([key]), is_keeping=True)
+    split = SplitBackward(frozenset([key]), is_keeping=True)
     manager.offloader.follow_parts(split)
     for ends in (False, True):
         off_interface.reset()

@@ -220,7 +220,7 @@ class Manager:
             return
         try:
             with self.offloader.lock:
-                self.step.begin_part(chunk, key, part, split)
+                self.step.begin_part(chunk, part, split)
                 if part is BackwardPass.WEIGHT:
                     self.offloader.resume(chunk.groups[-1])
             yield

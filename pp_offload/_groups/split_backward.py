@@ -1,13 +1,13 @@
 """Backward in two parts: the gradients of a chunk's inputs first, those of its weights later.
 
-Both read the same payloads, the second part only some of them. The weight pass is one more visit of
-the chunk's groups. Which payloads a part uses is learnt from the last chunk of the same stage, and
-only these come back for it; before that, all do.
+    split.begin(key, chunk.groups, BackwardPass.INPUT)   # backward_one_chunk(full_backward=False)
+    split.end()
+    split.begin(key, chunk.groups, BackwardPass.WEIGHT)  # backward_weight_one_chunk, later
+    split.end()
 
-    split.begin(key, BackwardPass.INPUT)   # backward_one_chunk(full_backward=False)
-    split.end()
-    split.begin(key, BackwardPass.WEIGHT)  # backward_weight_one_chunk, maybe much later
-    split.end()
+Both parts read the same payloads, the second part only some of them. The second part, the weight
+pass, visits the chunk's groups once more. Which payloads a part uses is learnt from the last chunk
+of the same stage, and only these come back for it. Before that, all do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -45,6 +45,7 @@ class Running(NamedTuple):
     """The part that runs."""
 
     key: ChunkKey
+    groups: Sequence[Group]
     part: BackwardPass
     positions: dict[Batch, int]
     """Of the chunk's batches; held, so that what they used can be read when the graph is gone."""
@@ -54,10 +55,9 @@ class Running(NamedTuple):
 
 
 class SplitBackward(Observer):
-    """Follows the parts of such chunks.
+    """Learns which payloads each part uses, and brings back only those.
 
     Args:
-        step: Has the chunks.
         chunks: Those whose backward comes in two parts.
         is_keeping: Whether what both parts use stays on the device in between.
 
@@ -66,15 +66,16 @@ class SplitBackward(Observer):
         order: The groups of a stage, by position, as its second part came to them.
     """
 
-    def __init__(self, step: Any, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> None:
+    def __init__(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> None:
         self.chunks = chunks
         self.uses: dict[Visited, dict[int, int]] = {}
         self.order: dict[int, list[int]] = {}
-        self._step = step
         self._is_keeping = is_keeping
         self._running: Running | None = None
         self._kept: dict[ChunkKey, dict[tuple[int, int], Tensor]] = {}
-        """What the first part got. The mover gives it out again while it lives."""
+        """What the first part got, by position and index. While it lives, the mover gives it to the
+        second part as well.
+        """
 
     def follow(self, group: Group) -> None:
         """A group left: expect the uses of each part of its backward, as far as they were seen."""
@@ -93,11 +94,11 @@ class SplitBackward(Observer):
         # A batch may be smaller than the last one, if another group has copied some of its bytes.
         _expect(group, batch, uses, frozenset(first).intersection(indices))
 
-    def begin(self, key: ChunkKey, part: BackwardPass) -> None:
-        """A part of a chunk's backward begins."""
-        groups = enumerate(self._groups(key))
-        positions = {batch: position for position, group in groups if (batch := _batch(group))}
-        self._running = Running(key, part, positions, Counter())
+    def begin(self, key: ChunkKey, groups: Sequence[Group], part: BackwardPass) -> None:
+        """A part of the backward of a chunk with these groups begins."""
+        batches = map(_batch, groups)
+        positions = {batch: position for position, batch in enumerate(batches) if batch is not None}
+        self._running = Running(key, groups, part, positions, Counter())
 
     def used(self, saved: Saved, payload: Tensor) -> None:
         """See :meth:`Observer.used`."""
@@ -120,12 +121,12 @@ class SplitBackward(Observer):
         running, self._running = self._running, None
         if running is None:
             return
-        key, part = running.key, running.part
+        key, groups, part, _, _ = running
         for position in running.positions.values():
             uses = {index: num for (other, index), num in running.uses.items() if other == position}
             self.uses[Visited(key.vp_stage, position, part)] = uses
         if part is BackwardPass.INPUT:
-            self._expect_second(key)
+            self._expect_second(key, groups)
         else:
             order = list(dict.fromkeys(position for position, _ in running.uses))
             before = self.order.get(key.vp_stage, [])
@@ -138,10 +139,10 @@ class SplitBackward(Observer):
         self._running = None
         self._kept.clear()
 
-    def _expect_second(self, key: ChunkKey) -> None:
-        """The second part will use what it used before, and is not kept for it; or else all."""
+    def _expect_second(self, key: ChunkKey, groups: Sequence[Group]) -> None:
+        """Expect what the last second part of the stage used, or all, but for what is kept."""
         kept = self._kept.get(key, {})
-        for position, group in enumerate(self._groups(key)):
+        for position, group in enumerate(groups):
             batch = _batch(group)
             if batch is None or group.key is None:
                 continue
@@ -151,22 +152,16 @@ class SplitBackward(Observer):
             uses = list(batch.back.uses)
             if second is not None:
                 uses = [second.get(index, 0) for index in range(len(uses))]
-            for index in range(len(uses)):
-                if (position, index) in kept:
-                    uses[index] = 0
+            uses = [0 if (position, index) in kept else num for index, num in enumerate(uses)]
             _expect(group, batch, uses)
 
     def _seen(self, key: GroupKey, part: BackwardPass) -> dict[int, int] | None:
         """How often a part used each payload in the last chunk of the same stage."""
         return self.uses.get(Visited(key.chunk.vp_stage, key.position, part))
 
-    def _groups(self, key: ChunkKey) -> Sequence[Group]:
-        chunk = self._step.chunk(key)
-        return () if chunk is None else chunk.groups
-
 
 class WeightPass:
-    """The second part of a chunk's backward, for the queue and the window: one more visit."""
+    """The second part of a chunk's backward, as an entry of the queue."""
 
     def __init__(self, key: ChunkKey, groups: Sequence[Group], split: SplitBackward) -> None:
         self.key = WeightPassKey(key)
@@ -174,13 +169,13 @@ class WeightPass:
         self._split = split
 
     def is_empty_chunk(self, name: str | None = None) -> bool:
-        """Whether it has nothing to visit; of a name always, for the groups are the chunk's."""
+        """Whether it has no group; none has a name, because the chunk itself is queued for it."""
         return name is not None or not self._groups
 
     def visits(self) -> Iterator[WeightVisit]:
         """The chunk's groups in the order of the last weight pass of the stage; none before it.
 
-        It is not the order of the first part: PyTorch goes through the parameters.
+        It is another order than that of the first part: PyTorch goes through the parameters.
         """
         stage = self.key.chunk.vp_stage
         for position in self._split.order.get(stage, ()):
@@ -190,11 +185,11 @@ class WeightPass:
 
 
 class WeightVisit:
-    """The second part comes to a group.
+    """A group, as the window sees it in the second part.
 
     Args:
         group: The group.
-        used: Which of its payloads this part used last time.
+        used: Indices of payloads that this part used last time.
     """
 
     borrowed = ()

@@ -86,16 +86,15 @@ class StepRecord:
         if before is not None and before is not chunk:
             self._leave(before)
 
-    def begin_part(
-        self, chunk: Chunk, key: ChunkKey, part: BackwardPass, split: SplitBackward
-    ) -> None:
+    def begin_part(self, chunk: Chunk, part: BackwardPass, split: SplitBackward) -> None:
         """A part of the backward of ``chunk`` begins, where that comes in two."""
-        split.begin(key, part)
+        assert chunk.key is not None, "a step finds its chunks by key"
+        split.begin(chunk.key, chunk.groups, part)
         if part is BackwardPass.INPUT:
             self.begin_backward(chunk)
         else:
             self.in_backward = chunk
-            self.weight_pass = self._weight_passes[key]
+            self.weight_pass = self._weight_passes[chunk.key]
             self.queue.remove(self.weight_pass)
 
     def _leave(self, chunk: Chunk) -> None:

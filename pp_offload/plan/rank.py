@@ -185,7 +185,7 @@ class NumberRank:
         engine.mover.counts = self.moved
         self._bounds.hold(engine)
         is_keeping = config.split_backward == "keep"
-        split = SplitBackward(record, self._split, is_keeping=is_keeping)
+        split = SplitBackward(self._split, is_keeping=is_keeping)
         split.uses, split.order = self._used, self._used_order
         engine.observers.add(split)
         return _Step(device, NumberOffloader(engine, record, self._plan, split), messages)
@@ -342,8 +342,7 @@ class _Step:
 
     def begin_part(self, chunk: NumberChunk, part: BackwardPass) -> None:
         """As ``Manager.backward_pass``, when it is entered."""
-        assert chunk.key is not None
-        self.record.begin_part(chunk, chunk.key, part, self.split)
+        self.record.begin_part(chunk, part, self.split)
         if part is BackwardPass.WEIGHT:
             self.engine.window.resume(chunk.groups[-1])
 

@@ -17,6 +17,7 @@ from math import inf
 from typing import NamedTuple, TypeVar
 
 from pp_offload._common.garbage import collector_off
+from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey
 from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
@@ -206,7 +207,7 @@ def _run_once(work: RankWork, stages: Sequence[int]) -> None:
 class _AllAnew(SplitBackward):
     """Has nothing brought ahead for a part of a backward: see :class:`Recorder`."""
 
-    def _expect_second(self, key: ChunkKey) -> None:
+    def _expect_second(self, key: ChunkKey, groups: Sequence[Group]) -> None:
         """Nothing is to come."""
 
 
@@ -292,7 +293,7 @@ class _Recording:
         offloader.plan = Plan()
         split = offloader.split
         chunks = frozenset[ChunkKey]() if split is None else split.chunks
-        offloader.split = _AllAnew(offloader.step, chunks, is_keeping=False)
+        offloader.split = _AllAnew(chunks, is_keeping=False)
         self._recorder.forget()
 
     def _forward(self, run: Sequence[int], stage: int, microbatch: int, notes: _StageNotes) -> None:

@@ -137,7 +137,7 @@ def test_what_the_first_part_changed_is_not_kept_for_the_second(kind: str) -> No
     config = OffloadConfig(min_offloaded_tensor_size=1, split_backward="keep")
     with use_backend(make_backend(kind), config=config) as manager:
         chunks = frozenset({ChunkKey(0, 0)})
-        manager.offloader.split = SplitBackward(manager.step, chunks, is_keeping=True)
+        manager.offloader.split = SplitBackward(chunks, is_keeping=True)
         for _ in range(2):  # from the second on, what both use is foreseen and kept
             expected = in_two_parts(manager, False)
         reloaded = manager.statistics().bytes_reloaded

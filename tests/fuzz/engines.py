@@ -247,7 +247,7 @@ class OffloadGroups(Offload):
             keys = frozenset(
                 ChunkKey(stage, m) for stage in range(len(program.stages)) for m in range(20)
             )
-            split = SplitBackward(self.manager.step, keys, is_keeping=is_keeping)
+            split = SplitBackward(keys, is_keeping=is_keeping)
             self.offloader.follow_parts(split)
         return self
 

@@ -46,7 +46,7 @@ def tell(manager: PipelineOffloadManager, delay: int) -> None:
     manager.step.queue.know_order(keys, is_told=True)
     chunks = frozenset(ChunkKey(0, m) for m in range(MICROBATCHES))
     is_keeping = manager.config.split_backward == "keep"
-    manager.offloader.follow_parts(SplitBackward(manager.step, chunks, is_keeping=is_keeping))
+    manager.offloader.follow_parts(SplitBackward(chunks, is_keeping=is_keeping))
 
 
 def run_step(
