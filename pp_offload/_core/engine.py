@@ -137,6 +137,7 @@ class Engine:
             if shared:
                 self._borrow(group, payloads, shared)
             group.engine = self  # it may have started in another epoch
+            self.mover.window = self.window  # which may have ended since this thread asked for it
             is_kept = batch is None and not shared
             if self.observers.used:
                 self.observers.follow_uses(payloads)

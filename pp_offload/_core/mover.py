@@ -133,8 +133,8 @@ class Mover:
         batch.place = place = self.tier.take(batch, sizes, specs)
         live, d2h = self.current_stream(), self.backend.d2h
         sides = () if streams == [live] else [stream for stream in streams if stream != live]
-        for side in sides:
-            self.in_flight.streams.follow(side)  # its memory returns there: NOTE [ Keep-alive ]
+        for stream in (live, *sides):
+            self.in_flight.streams.follow(stream)  # memory returns there: NOTE [ Keep-alive ]
         if self.backend.is_capturing:
             live, d2h = captured(self.backend, live, d2h)
             sides = those_captured(self.backend, sides)
@@ -168,7 +168,8 @@ class Mover:
         the group committed last: its sources had to be there until now, so a wait for it would
         lower no peak. Not to be called with the lock held: NOTE [ One lock ].
         """
-        while self.in_flight.is_over(last_bytes):
+        # The queue is asked as well: an interrupt may have left its bytes counted, and it empty.
+        while self.in_flight.queue and self.in_flight.is_over(last_bytes):
             self.poll()
             if self.in_flight.is_over(last_bytes):
                 self._wait_for_oldest()
@@ -438,8 +439,7 @@ class Mover:
                     raise _changed(batch, index)
                 back = batch.back
                 reload = back.reloads[index]
-                if back.device[index] is not None and (reload is None or reload.is_cut_off()):
-                    self.backend.synchronize()  # it may have been cut off behind its copy
+                if reload is None or reload.is_cut_off():
                     self.arrived.put_away(back, index)
                 if reload is None or reload.stream != live or back.device[index] is None:
                     tensor = None
@@ -449,8 +449,8 @@ class Mover:
                         return tensor
                     busy = self._reload_now(batch, index, live)
                     reload = asked = back.reloads[index]
-                read: Any = None if reload is None else reload.read
-                if busy is None and read is not None:
+                read: Any = None if reload is None or busy is not None else reload.read
+                if read is not None:
                     busy = read.event
             if busy is not None:
                 with suppress(TierError):
@@ -602,9 +602,11 @@ class Arrived:
 
     Attributes:
         unused_bytes: Device bytes that autograd has still to ask for.
-        backs: What came back of each batch.
+        backs: Of each living batch, whether or not anything is back.
         gone: Those whose batches are gone.
         abandoned: Memory that nobody wants, until the copy into it has run, and that copy.
+        cut_off: Memory of reloads that an exception cut off: a copy into it may be queued, and has
+            no event. It is there as long as the engine, whose epoch is over.
     """
 
     def __init__(self) -> None:
@@ -612,6 +614,7 @@ class Arrived:
         self.backs: set[Back] = set()
         self.gone: deque[Back] = deque()
         self.abandoned: deque[tuple[Tensor, Event]] = deque()
+        self.cut_off: list[Tensor] = []
 
     def is_needed(self) -> bool:
         """Whether a batch lives."""
@@ -621,7 +624,9 @@ class Arrived:
         """A payload leaves the device; its memory stays until a copy into it has run."""
         tensor, reload = back.device[index], back.reloads[index]
         if tensor is not None:
-            if reload is not None and reload.event is not None and not reload.is_there:
+            if reload is None or reload.is_cut_off():
+                self.cut_off.append(tensor)
+            elif reload.event is not None and not reload.is_there:
                 self.abandoned.append((tensor, reload.event))
             back.device[index] = None
             back.num_away += 1

@@ -32,7 +32,13 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
+from pp_offload import (
+    OffloadConfig,
+    PipelineOffloadManager,
+    fine_grained_offloading_group_commit,
+    fine_grained_offloading_group_start,
+    use_backend,
+)
 
 simulated = pytest.mark.parametrize("kind", SIMULATED)
 
@@ -241,6 +247,31 @@ def test_what_another_stream_saved_is_ordered_with_the_commit(
         main.wait_stream(side)
         got = torch.autograd.grad(y.sum(), x)
         assert_same(got, torch.autograd.grad((x * 2)[:, columns].sin().sum(), x))
+
+
+@simulated
+@pytest.mark.parametrize("starts_aside", [False, True])
+def test_memory_of_the_stream_that_saves_and_commits_waits_for_its_copy(
+    kind: str, starts_aside: bool
+) -> None:
+    """Above the bound, wherever the group and its microbatch have started."""
+    x = drawn(64, WIDTH).requires_grad_()
+    with session(kind, max_in_flight_bytes=0) as manager:
+        main, side = manager.backend.current_stream(), side_stream(manager.backend)
+        with manager.backend.stream(side if starts_aside else main):
+            begin_step()
+            fine_grained_offloading_group_start(x, "part")
+        side.wait_stream(main)
+        with manager.backend.stream(side):
+            with manager:
+                y = (x * 2).exp()
+            y = fine_grained_offloading_group_commit(y, "part").sum()
+            junk = [torch.full((64, WIDTH), float("nan")) for _ in range(3)]
+            (got,) = torch.autograd.grad(y, x)
+        main.wait_stream(side)
+        del y, junk
+        assert_same([got], torch.autograd.grad((x * 2).exp().sum(), x))
+        assert_idle(manager)
 
 
 @simulated

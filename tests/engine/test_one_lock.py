@@ -7,14 +7,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_backend
+from torch import Tensor
 from toy import AwayBackend, assert_idle, batches, make_model, run_step, same_bits
 
 from pp_offload import OffloadConfig, PipelineOffloadManager
 from pp_offload._common.workers import Piece, Workers, is_worker
+from pp_offload._core.tiers import add_tier
+from pp_offload._groups.offloader import Offloader
 from pp_offload._megatron.current import use_backend
 from pp_offload.backends import Backend, CpuBackend
 from pp_offload.testing.streams import SimulatedEvent
@@ -151,3 +156,66 @@ def test_waits_for_a_disk_that_is_late_are_seen(
         assert len(seen) > 50
         assert all(seen)
         assert_idle(manager)
+
+
+class Ended:
+    """Work of a thread; it ends when somebody waits for it."""
+
+    def __init__(self, lock: Any, seen: list[bool]) -> None:
+        self._lock, self._seen, self.has_ended = lock, seen, False
+
+    def query(self) -> bool:
+        return self.has_ended
+
+    def synchronize(self) -> None:
+        if not self.has_ended:
+            self._seen.append(is_free(self._lock[0]))
+        self.has_ended = True
+
+
+class Store:
+    """A tier whose work ends when somebody waits for it."""
+
+    in_use_bytes = peak_bytes = written_bytes = read_bytes = 0
+
+    def __init__(self) -> None:
+        self.lock: list[Any] = []
+        self.seen: list[bool] = []
+
+    def write(self, views: list[Tensor], after: list[Any]) -> Any:
+        for event in after:
+            event.synchronize()
+        data = [view.clone() for view in views]
+        return SimpleNamespace(event=Ended(self.lock, self.seen), failure=None, data=data)
+
+    def read_into(self, written: Any, views: list[Tensor], after: list[Any]) -> Any:
+        for view, data in zip(views, written.data, strict=True):
+            view.copy_(data)
+        return Ended(self.lock, self.seen)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_read_that_nobody_wants_is_not_waited_for_with_the_lock_held() -> None:
+    """It goes on when its tensor is asked for anew, and a write has to make room first."""
+    store, numbers = Store(), torch.arange(2.0**16)
+    add_tier("late store", lambda config: store)
+    options: dict[str, Any] = {"prefetch_bytes": 0, "max_in_flight_bytes": numbers.nbytes}
+    config = OffloadConfig(tiers=("late store",), **options)
+    engine = Offloader(CpuBackend(inline_bytes=0), config).engine
+    mover = engine.mover
+    store.lock.append(mover.lock)
+    saved = engine.offload(numbers.clone())
+    saved.batch.write.event.synchronize()
+    mover.poll()
+    with mover.lock:
+        mover.reload([(saved.batch, [0])])
+        mover.arrived.expect_uses(saved.batch.back, [0])
+    mover.tier._bound.nbytes *= 2
+    other = engine.offload(numbers.clone())
+    mover.tier._bound.nbytes //= 2
+    assert torch.equal(saved.unpack(), numbers)
+    assert torch.equal(other.unpack(), numbers)
+    assert store.seen
+    assert all(store.seen)
