@@ -23,7 +23,7 @@ from pathlib import Path
 SHARE = 0.8
 """The part of the available memory that the ranks of a host may take together by default."""
 
-LAUNCHERS_SAY = (
+LOCAL_RANKS = (
     "LOCAL_WORLD_SIZE",  # torchrun
     "SLURM_NTASKS_PER_NODE",  # such as 8 or 8(x2)
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -33,10 +33,10 @@ LAUNCHERS_SAY = (
 """Variables with the number of ranks on a host; the last only as an upper bound."""
 
 UNLIMITED = 2**60
-"""cgroup v1 writes a number of this size where there is no limit."""
+"""Where there is no limit, cgroup v1 writes a number of at least this size."""
 
 RAISE_IT = "raise host_budget_bytes"
-"""What always helps when a budget is not enough."""
+"""Advice that helps with every budget."""
 
 CGROUPS = (
     ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
@@ -73,7 +73,7 @@ class _Process:
         self.renew_lock()
 
     def renew_lock(self) -> None:
-        """In a forked process a thread that is not there may hold the old lock."""
+        """For a forked process: a thread of its parent may have held the old lock."""
         self.lock = threading.RLock()  # managers of several threads share the count
 
     @property
@@ -86,7 +86,7 @@ _PROCESS = _Process()
 os.register_at_fork(after_in_child=_PROCESS.renew_lock)
 
 _counts: ContextVar[_Process] = ContextVar("_counts", default=_PROCESS)
-"""What a budget that is made now counts in."""
+"""The count of budgets made from now on."""
 
 
 @contextmanager
@@ -105,7 +105,7 @@ class HostBudget:
     Args:
         limit_bytes: For this process; None for this rank's part of :data:`SHARE` of what is
             available when the first bytes are reserved.
-        advice: What to do when it is not enough, which depends on who draws on it.
+        advice: What a user can do when it is not enough, for messages.
     """
 
     def __init__(self, limit_bytes: int | None = None, advice: str = RAISE_IT) -> None:
@@ -122,7 +122,7 @@ class HostBudget:
         return self._limit_bytes
 
     def but_for(self, share: int) -> HostBudget:
-        """A budget that leaves one part in ``share`` of this one, as it is now, to others."""
+        """This budget without one part in ``share`` of its present limit, in the same count."""
         rest = HostBudget(self.limit_bytes - self.limit_bytes // share, self.advice)
         rest._process = self._process
         return rest
@@ -155,7 +155,7 @@ def reserved_bytes() -> int:
 
 def ranks_on_this_host() -> int:
     """Processes that share this host's memory, by the launcher's variables; 1 without them."""
-    for name in LAUNCHERS_SAY:
+    for name in LOCAL_RANKS:
         number = re.match(r"\d+", os.environ.get(name, ""))
         if number:
             return max(1, int(number[0]))

@@ -1,7 +1,7 @@
-"""The checksum of bytes that leave memory: that of xxhash, which is as fast as memory is read.
+"""The checksum of bytes that leave memory, by xxhash, which is as fast as memory is read.
 
-Where xxhash is not installed, as on a machine with torch and numpy alone, it is Python's own CRC of
-32 bits, which misses a fault in four billion, and is slower.
+Without xxhash, as where only torch and numpy are installed, it is the slower CRC-32 of Python,
+which misses one fault in four billion.
 
 total = new_checksum()
 total.update(data.data)  # of a contiguous array; any number of times
@@ -17,24 +17,20 @@ from numpy.typing import NDArray
 
 
 class Crc32:
-    """The checksum of Python's own library, under the names of xxhash."""
+    """The CRC-32 of Python's library, under the names of xxhash."""
 
-    def __init__(self) -> None:
-        self._value = 0
+    _value = 0
 
     def update(self, data: memoryview, /) -> None:
-        """These bytes follow."""
         self._value = zlib.crc32(data, self._value)
 
     def intdigest(self) -> int:
-        """The checksum of all bytes so far."""
         return self._value
 
 
 def new_checksum() -> Any:
-    """A checksum of no bytes yet, as of ``xxhash``. Two of one process are of one kind."""
-    # Here, so that a machine on which nothing goes to disk and nothing is verified imports neither.
-    try:
+    """A checksum of no bytes yet; always of the same kind in one process."""
+    try:  # here, because most programs need no checksum, and then need not import xxhash
         from xxhash import xxh3_64
     except ModuleNotFoundError:
         return Crc32()
@@ -42,7 +38,7 @@ def new_checksum() -> Any:
 
 
 def checksum_version() -> str:
-    """Which is used, for reports."""
+    """The version of xxhash, or what is used without it, for reports."""
     try:
         import xxhash
     except ModuleNotFoundError:
@@ -51,7 +47,7 @@ def checksum_version() -> str:
 
 
 def checksum(data: NDArray) -> int:
-    """The checksum of a contiguous array, in 64 bits; in 32 without xxhash."""
+    """The checksum of a contiguous array: 64 bits, or 32 without xxhash."""
     total = new_checksum()
     total.update(data.data)
     return int(total.intdigest())

@@ -52,11 +52,13 @@ Step = Callable[[int, memoryview, int], int]
 """Writes or reads at an offset of a file; returns the number of bytes it managed."""
 
 Listener = Callable[[str, int, float, float], None]
-"""Is told of ended work: ``write`` or ``read``, bytes, begin and end by ``perf_counter``."""
+"""Called after each piece of work: ``write`` or ``read``, bytes, begin and end by
+``perf_counter``.
+"""
 
 
 class DiskEvent:
-    """The end of one write or read, a piece of work; its result is the failure, or None."""
+    """The end of one write or read, a piece of work whose result is its failure, or None."""
 
     __slots__ = ("piece",)
 
@@ -79,19 +81,19 @@ class DiskEvent:
 
 
 class Extent:
-    """A range of the file. It is free when neither a :class:`DiskWrite` nor a thread has it."""
+    """A range of the file, free when neither a :class:`DiskWrite` nor a thread refers to it."""
 
     __slots__ = ("__weakref__", "checksum", "failure", "is_read", "nbytes", "start")
 
     def __init__(self, start: int, nbytes: int) -> None:
         self.start, self.nbytes = start, nbytes
-        self.is_read = False  # True: a read is queued, and needs what is still to be written
-        self.checksum: int | None = None  # None until it is written
+        self.is_read = False  # True: a read is queued, so the write must not be skipped
+        self.checksum: int | None = None  # until it is written
         self.failure: DiskTierError | None = None
 
 
 class DiskWrite(DiskEvent):
-    """Bytes on disk, or on their way there, for as long as anybody refers to this object."""
+    """Bytes on disk, or on their way there, for as long as this object lives."""
 
     __slots__ = ("__weakref__", "extent")
 
@@ -101,19 +103,19 @@ class DiskWrite(DiskEvent):
 
     @property
     def failure(self) -> DiskTierError | None:
-        """Once the write has ended: why the bytes are not on disk; None if they are."""
+        """After the write has ended, why the bytes are not on disk; None if they are."""
         return self.extent.failure
 
     @property
     def event(self) -> DiskEvent:
-        """The end of the write, which keeps no bytes."""
+        """The end of the write; unlike the write, it keeps no bytes on disk."""
         return DiskEvent(self.piece)
 
 
 class OpenFile:
-    """A descriptor that is closed when neither a :class:`DiskFile` nor a thread has it.
+    """A descriptor, closed when neither a :class:`DiskFile` nor a thread refers to it.
 
-    Not before: a thread would write to whatever file gets the same number next.
+    If it was closed earlier, a thread might write to another file that gets the same number.
     """
 
     __slots__ = ("fd",)
@@ -137,13 +139,13 @@ class DiskFile:
         DiskTierError: The file cannot be made there.
 
     Attributes:
-        listeners: Told by the thread of work that was queued after this was set.
+        listeners: Called by the thread, for work that was queued after this was set.
         written_bytes: Bytes queued to be written so far.
         read_bytes: Bytes queued to be read so far.
         peak_bytes: The most bytes in use at once.
     """
 
-    # A test of a failing file system replaces them.
+    # Tests replace these two by a file system that fails.
     _pwrite: Step = staticmethod(os.pwrite)
     _pread: Step = staticmethod(lambda fd, view, offset: os.preadv(fd, [view], offset))
 
@@ -154,27 +156,27 @@ class DiskFile:
         self.listeners: tuple[Listener, ...] = ()
         self.written_bytes = self.read_bytes = self.peak_bytes = 0
         self._file: OpenFile | None = OpenFile(unnamed_file(self.directory))
-        # The threads close the file, for what a signal handler raises in a destructor is lost.
+        # The threads close the file: in a destructor, what a signal handler raises is lost.
         self._threads = Workers("disk", num_threads, keep=self._file)
-        new_checksum()  # its import must not be cut in two by a fork: the child would hang in it
+        new_checksum()  # imports here: a fork during an import would leave a child that hangs
         self._owner = current()
         self._free = Ranges()
         self._end = self._in_use_bytes = 0
-        # Living extents, and writes, which have no start; with their bytes.
+        # By id of the weak reference to an extent, its start and bytes; to a write, None and bytes.
         self._live: dict[int, tuple[weakref.ref[Any], int | None, int]] = {}
         self._dead: deque[weakref.ref[Any]] = deque()
 
     def write(self, payloads: Sequence[Tensor], after: Sequence[Event] = ()) -> DiskWrite:
-        """Queue a write. Whether the file system has room shows only when it has ended.
+        """Queue a write. Only when it has ended is it known whether there was room.
 
         Args:
-            payloads: Flat contiguous ``uint8`` host tensors. The thread keeps their memory, but a
-                pool does not know: keep the owner of their bytes until the write has ended.
+            payloads: Flat contiguous ``uint8`` host tensors. Keep the owner of their bytes until
+                the write has ended: the thread keeps the tensors, but a pool may reuse the bytes.
             after: Events that the thread waits for first, such as the copy to the host.
 
         Raises:
             ClosedError: The file is closed.
-            ForkedError: It is that of another process.
+            ForkedError: The file belongs to another process.
         """
         file = self._open_file()
         views = [as_array(payload).data for payload in payloads]
@@ -200,12 +202,11 @@ class DiskFile:
     def read_into(
         self, write: DiskWrite, payloads: Sequence[Tensor], after: Sequence[Event] = ()
     ) -> DiskEvent:
-        """Queue a read of all that ``write`` wrote, which may be dropped meanwhile.
+        """Queue a read of all that ``write`` wrote, which the caller may drop meanwhile.
 
         Args:
             write: What :meth:`write` returned.
-            payloads: As there, of as many bytes together; their values are undefined until the
-                event has ended, and if it failed.
+            payloads: Host tensors of as many bytes; undefined until the read has ended well.
             after: Earlier uses of ``payloads``, which the thread waits for first.
 
         Raises:
@@ -239,7 +240,7 @@ class DiskFile:
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes that a :class:`DiskWrite` has. Exact at the call."""
+        """Bytes of all living :class:`DiskWrite` objects, exact at the call."""
         self._collect()
         return self._in_use_bytes
 
@@ -265,7 +266,7 @@ class DiskFile:
         return extent
 
     def _in_use(self, write: DiskWrite) -> DiskWrite:
-        """``write``, whose bytes are in use until it is garbage, though a thread goes on."""
+        """``write``, whose bytes count as in use until it is garbage, even if a thread goes on."""
         self._follow(write, None, write.extent.nbytes)
         self._in_use_bytes += write.extent.nbytes
         self.peak_bytes = max(self.peak_bytes, self._in_use_bytes)
@@ -304,7 +305,7 @@ class DiskFile:
         step: Step,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Write or read all of ``views``, as long as it is wanted; returns their checksum."""
+        """Write or read all of ``views``, unless no longer wanted; returns their checksum."""
         total, offset = new_checksum(), extent.start
         for view in views:
             while len(view):  # a system call may do only a part
@@ -334,9 +335,9 @@ def room_for(nbytes: int) -> int:
 
 
 def wait_for_all(events: Sequence[Event]) -> None:
-    """Block a thread until all have ended; raises what a copy raised."""
+    """Block a thread until all have passed; raises what a copy raised."""
     for event in events:
-        # A device's copy ends; a thread may be stuck, and must not hold up the exit.
+        # The exit waits for threads inside torch. A device's copy ends; a thread's may be stuck.
         with inside_torch() if isinstance(event, torch.Event) else nullcontext():
             event.synchronize()
 

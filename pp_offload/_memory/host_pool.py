@@ -7,15 +7,15 @@
     host.last_use = d2h.record_event()     # and again after each later copy
     del owner                              # its bytes are free at the next take
 
-A step takes the sizes that the last step took, so freed bytes keep their views and wait for the
-same sizes: a take is then two Python calls. When other sizes need the room, all waiting bytes are
-broken up and merged, so freed bytes of any size serve any other size.
+A step usually takes the sizes of the last step. So freed memory keeps its views and waits, idle,
+for the same sizes: a take is then two Python calls. When other sizes need room, all idle memory is
+merged into free ranges, which serve any size.
 
 NOTE [ Footprint ]
     PyTorch's pinned allocator rounds each block up to a power of two, so slabs are powers of two.
-    A pool that grows does not know its peak, and a payload cannot straddle two slabs: after the
-    first step slabs exceed the peak by up to 13 % on the shapes of models. So :meth:`settle`
-    replaces all slabs, once for each new peak, while no byte is in use: nothing is moved.
+    While a pool grows its peak is unknown, and a payload cannot straddle two slabs: after the first
+    step slabs exceed the peak by up to 13 % on the shapes of models. So :meth:`settle` replaces all
+    slabs, once for each new peak, while no byte is in use: nothing is moved.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ class HostBytes:
 
     is_in_graph: bool = False  # then never free: each launch of the graph copies to or from them
     specs: Any = None
-    """How somebody shaped the memory, as :attr:`tensors`; None before."""
+    """The shapes of :attr:`tensors`."""
 
     tensors: Sequence[Tensor] = ()
+    """The views as their owner shaped them, kept for the next owner."""
 
 
 class PendingUse(NamedTuple):
@@ -111,15 +112,15 @@ class PendingUse(NamedTuple):
 class HostPool:
     """Deals out host memory. The caller holds a lock around each method.
 
-    An owner returns nothing: the callback of a weak reference to it is a C ``append``, so no
-    Python code runs where autograd frees a node. There, an exception of a signal handler would be
-    swallowed.
+    Memory is free when its owner is garbage. The callback of the weak reference to the owner is a C
+    ``append``, so that no Python code runs where autograd frees a node: there, an exception of a
+    signal handler would be lost.
 
     Args:
-        allocate: Asks the system, or the device.
-        budget: A share of the available memory when not given.
-        trim: Has the system take back what was freed, where an allocator would keep it.
-        is_capturing: Whether a graph is captured, when no event may be asked.
+        allocate: Makes a slab.
+        budget: This rank's share of the available memory when not given.
+        trim: Empties the cache of an allocator that keeps freed memory.
+        is_capturing: Whether a graph is being captured. Then no event may be queried.
 
     Attributes:
         min_slab_bytes: See :data:`MIN_SLAB_BYTES`.
@@ -151,15 +152,15 @@ class HostPool:
         self._in_use_bytes = self._peak_bytes = self._settled_bytes = 0
 
     def take(self, sizes: Sequence[int], owner: object, *, force: bool = False) -> HostBytes:
-        """Host memory until ``owner``, any object with weak references, is garbage.
+        """Host memory that is free at the next call after ``owner`` is garbage.
 
         Args:
             sizes: Bytes of each payload. A payload is contiguous; two may lie in two slabs.
-            owner: The memory is free at the next call after it is gone.
-            force: Take it even over the budget, and then no more than is missing.
+            owner: Any object that can be referred to weakly.
+            force: Go over the budget, by no more than is missing.
 
         Raises:
-            MemoryError: It would be over the budget, or the system has no more. Nothing changed.
+            MemoryError: The budget or the system has no room. Nothing has changed.
         """
         if self._returned:
             self._collect()
@@ -224,13 +225,13 @@ class HostPool:
         self._peak_bytes = self._settled_bytes = 0
 
     def forget_copies(self) -> None:
-        """All copies are over: nobody waits for them."""
+        """All copies are over: no owner has to wait for them."""
         self._pending.clear()
         for host in self._hosts():
             host.waits_for, host.last_use = (), None
 
     def copies(self) -> list[Event]:
-        """Behind those that may still access the slabs."""
+        """Events of copies that may still access the slabs."""
         events = [use.event for use in self._pending]
         for host in self._hosts():
             events += host.waits_for
@@ -243,7 +244,7 @@ class HostPool:
         yield from chain(*self._idle.values())
 
     def _collect(self) -> None:
-        """Take back what has no owner any more."""
+        """Make memory idle whose owner is garbage."""
         if self._in_use_bytes > self._peak_bytes:
             self._peak_bytes = self._in_use_bytes  # bytes in use only rise between two calls
         returned, lent, idle = self._returned, self._lent, self._idle
@@ -259,7 +260,7 @@ class HostPool:
             idle[host.sizes].append(host)
 
     def _carve(self, sizes: tuple[int, ...], force: bool) -> HostBytes:
-        """Bytes from the free ranges; waiting bytes are broken up before the system is asked."""
+        """Memory from the free ranges, then from idle memory, then from a new slab."""
         rooms = [-(-size // ALIGNMENT) * ALIGNMENT or ALIGNMENT for size in sizes]
         starts = self._place(rooms)
         if starts is None and self._idle:
@@ -333,12 +334,12 @@ class HostPool:
         return tuple(self._unfinished(events.values()))
 
     def _unfinished(self, events: Iterable[Event]) -> list[Event]:
-        """Those that a copy may still have to reach."""
+        """Events that may not have passed."""
         is_capturing = self._is_capturing()
         return [event for event in events if is_capturing or not event.query()]
 
     def _break_up(self) -> None:
-        """Merge the waiting bytes of all sizes into free ranges."""
+        """Merge idle memory of all sizes into free ranges."""
         done = 0
         while done < len(self._pending) and not self._unfinished([self._pending[done].event]):
             done += 1  # copies end in about the order they were queued
@@ -353,7 +354,7 @@ class HostPool:
         self._sizes.clear()
 
     def _grow(self, room: int, missing: int, force: bool) -> None:
-        """Add a slab of at least ``room`` bytes, for ``missing`` bytes if they fit together."""
+        """Add a slab of at least ``room`` bytes, for all ``missing`` bytes if it can be had."""
         force = force and room > self._budget.left_bytes
         growth = floor_power(self.reserved_bytes // GROWTH_FRACTION)
         size = max(floor_power(missing), ceil_power(room), self.min_slab_bytes, growth)
@@ -388,7 +389,7 @@ class HostPool:
         self.reserved_bytes += nbytes
 
     def _has_fallen_back(self, nbytes: int, failure: MemoryError, force: bool) -> bool:
-        """Take ordinary memory from now on, if it is pinned memory that is missing."""
+        """Use ordinary memory from now on, if pinned memory is what is missing."""
         is_over = not force and nbytes > self._budget.left_bytes
         if is_over or self._allocate is pageable or isinstance(failure, NotWhileCapturingError):
             return False

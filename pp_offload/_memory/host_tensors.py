@@ -1,7 +1,7 @@
-"""Host tensors for a program, which are free again when it has none of them any more.
+"""Host tensors for a program, whose memory is free again when the last of them is gone.
 
-Each has a storage of its own: ``torch.save`` and ``copy.deepcopy`` take a tensor's storage as a
-whole, and of views of a common one each would take along all the others.
+Each has a storage of its own: ``torch.save`` and ``copy.deepcopy`` take the whole storage of a
+tensor, so views of a common one would each take all the others along.
 
     tensors = host_tensors(likes, pool)
 """
@@ -18,7 +18,7 @@ from pp_offload._memory.storages import owned_by
 
 
 class Owner:
-    """Whoever has this has its host memory, which the budget counts also when the pool is gone."""
+    """Keeps host memory, which the budget counts even when the pool is gone."""
 
     __slots__ = ("__weakref__", "host")
 

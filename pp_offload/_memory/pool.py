@@ -37,13 +37,11 @@ MIN_SLAB_BYTES = 2**16
 
 
 class _Lease:
-    """A tensor of the pool. Its bytes are free when nobody refers to this object."""
-
-    __slots__ = ("__weakref__", "data", "freed_at", "key", "tensor")
+    """A tensor of the pool, and the owner of its bytes."""
 
     tensor: Tensor
     data: Tensor  # its bytes
-    freed_at: int  # in frees of the pool
+    freed_at: int  # how many tensors the pool had taken back by then
 
     def __init__(self, key: _Key) -> None:
         self.key = key
@@ -60,7 +58,7 @@ class _Lease:
 
 
 class PoolStatus(TypedDict):
-    """What a pool, or one queue of it, holds. Allocated: handed out, and not freed yet."""
+    """What a pool, or one of its queues, holds. Allocated tensors are handed out and not freed."""
 
     num_pools: int  # pairs of shape and dtype that hold at least one tensor
     total_count: int
@@ -99,7 +97,7 @@ class GPUTensorPool:
         self._in_use: dict[int, _Lease] = {}
         self._free: dict[_Key, deque[_Lease]] = {}
         self._num_freed = 0
-        self._memory: HostPool | None = None  # or an interrupt ended a call of it
+        self._memory: HostPool | None = None  # also after an interrupt inside one of its calls
         self.device = _usable_device(device)
         check_flag("pin_memory", pin_memory)
         if pin_memory and self.device.type != "cpu":
@@ -135,7 +133,7 @@ class GPUTensorPool:
     def get_pool_status(
         self, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
     ) -> PoolStatus:
-        """Of the whole pool, or of a shape and dtype: all zero if there is nothing of them."""
+        """Counts and bytes of the whole pool, or of one shape and dtype; all zero without any."""
         if (shape is None) != (dtype is None):
             raise ValueError(f"found shape={shape}, dtype={dtype}; pass both, or neither")
         wanted = None if shape is None or dtype is None else self._get_pool_key(shape, dtype)
@@ -158,7 +156,7 @@ class GPUTensorPool:
         )
 
     def reset(self) -> None:
-        """Make every tensor available, also those still in use, whose bytes others then get."""
+        """Make every tensor available, also those in use: others may get their bytes."""
         for lease in list(self._in_use.values()):
             self._recycle(lease)
 
@@ -239,7 +237,7 @@ class GPUTensorPool:
         self._num_freed = lease.freed_at = self._num_freed + 1
         if key in self._free:
             self._free[key].append(lease)
-        else:  # never empty, as an interrupt might leave it
+        else:  # an interrupt must not leave an empty queue
             self._free[key] = deque([lease])
 
     def _lease_of_view(self, tensor: Tensor) -> _Lease:

@@ -19,7 +19,7 @@ import torch
 
 from pp_offload import __version__
 from pp_offload._memory.budget import (
-    LAUNCHERS_SAY,
+    LOCAL_RANKS,
     SHARE,
     HostBudget,
     available_bytes,
@@ -43,7 +43,7 @@ VARIABLES = (
     "OMP_NUM_THREADS",
     "RANK",
     "LOCAL_RANK",
-    *LAUNCHERS_SAY,
+    *LOCAL_RANKS,
 )
 """They change how memory is given out, how copies overlap, or how the budget is divided."""
 

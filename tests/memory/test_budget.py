@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pp_offload._memory.budget import (
-    LAUNCHERS_SAY,
+    LOCAL_RANKS,
     SHARE,
     HostBudget,
     as_another_process,
@@ -144,7 +144,7 @@ def test_the_default_is_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_launchers_say_how_many_ranks_share_the_host(
     variables: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in LAUNCHERS_SAY:
+    for name in LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
