@@ -223,7 +223,6 @@ class FineGrainedOffloadingGroupStartFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        """Backward leaves the group."""
         if ctx.chunk is not None:
             ctx.chunk.on_group_start_backward()
         return grad_output, None, None
@@ -252,7 +251,6 @@ class FineGrainedOffloadingGroupCommitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Backward reaches the group."""
         if ctx.group is not None:
             ctx.group.on_use()
         return grad_output[0], None, None, None, None

@@ -35,9 +35,9 @@ the_manager = introduced_manager.PipelineOffloadManager.get_instance
 
 
 class PipelineOffloadManager(introduced_manager.SharedNames):
-    """The manager of the process in main's names, which have other parameters.
+    """The manager of the process under main's names, some of which have other parameters.
 
-    It has no state: what it does not define is asked of the manager of the process at the call.
+    It has no state: each call asks the manager of the process for what is not defined here.
 
     Source: Megatron-LM ``PipelineOffloadManager``.
     """
@@ -60,7 +60,7 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
 
     @property
     def cuda_graph_event(self) -> Any:
-        """Recorded at the end of a captured forward and of a captured backward."""
+        """The event recorded at the end of a captured forward and of a captured backward."""
         return self.graphs.event
 
     def init_model_chunk_offload_handler(
@@ -76,11 +76,11 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
         """Begin the forward of one microbatch on one model chunk.
 
         Args:
-            pp_rank: Of the pipeline; None leaves it at what it was, which is 0 at first.
+            pp_rank: Rank in the pipeline; None leaves it as it was, 0 at first.
             vp_size, vp_stage, min_offloaded_tensor_size: See :meth:`Manager.begin_chunk`.
-            delta_offload_bytes_across_pp_ranks: In place of the option of this name.
-            activation_offload_fraction: In place of the option of this name. 0 bytes and 1.0
-                together are Megatron's defaults, and leave both options as they are.
+            delta_offload_bytes_across_pp_ranks, activation_offload_fraction: In place of the
+                options of these names. Megatron's defaults, 0 and 1.0 together, leave both options
+                as they are.
             max_inflight_offloads: See :class:`ChunkOffloadHandler`.
 
         Raises:
@@ -102,17 +102,15 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
         manager.begin_chunk(vp_size, vp_stage, min_offloaded_tensor_size, make=make)
 
     def _plan_with(self, delta_bytes: int, fraction: float) -> None:
-        """Plan by these from now on; asked for every microbatch, and changed by few."""
-        step, config = self.step, self.config
-        now = step.options or config
-        given = (delta_bytes, fraction)
-        if given == (now.delta_offload_bytes_across_pp_ranks, now.activation_offload_fraction):
-            return
+        """Use these options of the plan from now on. Most microbatches give the same again."""
         options = {
             "delta_offload_bytes_across_pp_ranks": delta_bytes,
             "activation_offload_fraction": fraction,
         }
-        step.options = None if given == (0, 1) else replace(config, **options)
+        step, config = self.step, self.config
+        if any(getattr(step.options or config, name) != options[name] for name in options):
+            is_default = (delta_bytes, fraction) == (0, 1)
+            step.options = None if is_default else replace(config, **options)
 
     def reset(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Close the last step and begin the next. Takes part in no collective.
@@ -141,7 +139,6 @@ class PipelineOffloadManager(introduced_manager.SharedNames):
         name: str,
         forced_released_tensors: Sequence[Tensor] | None,
     ) -> None:
-        """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive."""
         self._delay(group_hook, (name,), forced_released_tensors)
 
 
@@ -159,7 +156,6 @@ class FineGrainedOffloadingBackwardRecordFunction(_BackwardRecord):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:  # type: ignore[override]
-        """``tensor`` as it is."""
         return _BackwardRecord.forward(ctx, tensor, _FACE.cuda_graph_event)
 
 
@@ -197,12 +193,10 @@ class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationO
 
     @staticmethod
     def cuda_graph_stream() -> Any:
-        """The stream to capture and launch graphs on."""
         return _FACE.cuda_graph_stream
 
     @staticmethod
     def cuda_graph_event() -> Any:
-        """Recorded at the end of a captured forward and of a captured backward."""
         return _FACE.cuda_graph_event
 
     @staticmethod
@@ -218,7 +212,7 @@ class FineGrainedActivationOffloadingInterface(introduced.FineGrainedActivationO
 
     @staticmethod
     def enter_replay() -> None:
-        """A graph is launched: from now on commits that may be delayed are."""
+        """From now on a graph is launched: commits with ``delay_offload=True`` are delayed."""
         the_manager().graphs.is_in_replay = True
 
     @staticmethod

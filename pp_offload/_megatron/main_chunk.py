@@ -4,10 +4,9 @@
     chunk.on_group_commit_forward("mlp", [residual])
 
 NOTE [ Flags ]
-    Transformer Engine and Megatron-LM set an attribute on a tensor that is to stay on the device,
-    and look at it when autograd saves that very tensor. Here the flag is read at the same moment,
-    and from then on holds for the storage: while a flagged tensor lives, its memory is taken, so
-    sending a view of it away would free nothing.
+    Transformer Engine and Megatron-LM set an attribute on a tensor that must stay on the device,
+    and read it when autograd saves that tensor. The flag is read here at the same moment, and then
+    holds for the storage: while a flagged tensor lives, offloading a view of it would free nothing.
 """
 
 from __future__ import annotations
@@ -31,25 +30,18 @@ from pp_offload._memory.pool import GPUTensorPool
 from pp_offload.errors import GroupStateError
 
 FLAGS = ("_TE_do_not_offload", "_do_not_offload")
-"""Of Transformer Engine and of Megatron-LM; set to something true."""
+"""Attributes of Transformer Engine and of Megatron-LM, set to something true."""
 
 
 def is_flagged(tensor: Tensor) -> bool:
-    """Whether ``tensor``, or one of those that a quantized one is made of, is flagged.
+    """Whether ``tensor``, or a part of a quantized tensor of Transformer Engine, is flagged.
 
-    Source: Megatron-LM ``ChunkOffloadHandler.tensor_need_offloading_checker``. What a quantized
-    tensor of Transformer Engine is made of is told by its ``get_data_tensors``.
+    Source: Megatron-LM ``ChunkOffloadHandler.tensor_need_offloading_checker``.
     """
-    if _has_flag(tensor):
-        return True
-    if type(tensor) in (Tensor, Parameter):
-        return False
-    ask = getattr(tensor, "get_data_tensors", None)
-    return ask is not None and any(map(_has_flag, ask()))
-
-
-def _has_flag(tensor: object) -> bool:
-    return any(getattr(tensor, name, False) for name in FLAGS)
+    parts = [tensor]
+    if type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "get_data_tensors"):
+        parts += tensor.get_data_tensors()
+    return any(getattr(part, name, False) for part in parts for name in FLAGS)
 
 
 class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
@@ -58,10 +50,9 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
     Args:
         min_offloaded_tensor_size, cpu_tensor_pool, offloader, vp_stage, microbatch: As in the class
             of this name that it extends.
-        max_inflight_offloads: Of this microbatch's groups of one name, how many may be on their
-            way to the host without compute having waited for them. 0: compute waits for each.
-            None: only ``OffloadConfig(max_in_flight_bytes=...)`` counts, as it does beside any
-            number. Groups of other microbatches are counted on their own.
+        max_inflight_offloads: How many groups of one name of this microbatch may be in flight to
+            the host before compute waits for the oldest. With 0, compute waits for each; with None,
+            only for ``OffloadConfig(max_in_flight_bytes=...)``, which always holds.
         graphs: Whether a graph is launched; a commit is delayed only then.
 
     Source: Megatron-LM ``ChunkOffloadHandler``.
@@ -81,13 +72,16 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         if max_inflight_offloads is not None:
             expected = "offloads of a name; None for no limit"
             check_count("max_inflight_offloads", max_inflight_offloads, unit=expected)
-        smallest, pool = min_offloaded_tensor_size, cpu_tensor_pool
         super().__init__(
-            smallest, pool, offloader=offloader, vp_stage=vp_stage, microbatch=microbatch
+            min_offloaded_tensor_size,
+            cpu_tensor_pool,
+            offloader=offloader,
+            vp_stage=vp_stage,
+            microbatch=microbatch,
         )
         self.max_inflight_offloads = max_inflight_offloads
         self.graphs = graphs or GraphState(self.offloader.backend)
-        self._on_their_way: dict[str, deque[Any]] = defaultdict(deque)
+        self._in_flight: dict[str, deque[Any]] = defaultdict(deque)
 
     @never_compiled
     def pack(self, group: Group, tensor: Tensor) -> Packed:
@@ -115,7 +109,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         return super().commit(name, forced_released_tensors, delay=delay)
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
-        """Offload a group that is open no more, or keep it; compute may wait for earlier ones."""
+        """See :meth:`Chunk.close`; then compute may have to wait for earlier groups."""
         for tensor in released or ():
             if is_flagged(tensor):
                 self.offloader.engine.eligibility.kept.add(tensor)
@@ -124,17 +118,17 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
             self._limit(group.name, self.max_inflight_offloads)
 
     def _limit(self, name: str, most: int) -> None:
-        """Have compute wait for groups of this name, with the one sent last, down to ``most``."""
+        """Note the copies queued last, and have compute wait until ``most`` groups are left."""
         mover = self.offloader.engine.mover
         with mover.lock:  # a backward of another thread takes out copies that are over
             queue = mover.in_flight.queue
             last = queue[-1].offloaded if queue else None
         if last is None:
             return
-        on_their_way = self._on_their_way[name]
-        on_their_way.append(last)
-        while len(on_their_way) > most:
-            mover.wait_up_to(on_their_way.popleft())
+        in_flight = self._in_flight[name]
+        in_flight.append(last)
+        while len(in_flight) > most:
+            mover.wait_up_to(in_flight.popleft())
 
     def on_group_commit_forward(  # type: ignore[override]
         self, name: str, forced_released_tensors: Sequence[Tensor] | None
@@ -180,6 +174,6 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         return next((group for group in groups[start_index:] if group.name == name), None)
 
     def reset(self) -> None:
-        """Forget all groups, and what is on its way. Tensors autograd still holds stay good."""
+        """See :meth:`Chunk.reset`."""
         super().reset()
-        self._on_their_way.clear()
+        self._in_flight.clear()

@@ -163,7 +163,7 @@ def test_a_copy_may_end_while_it_is_counted(
         in_flight = manager.offloader.engine.mover.in_flight
         patched.setattr(in_flight, "queue", EndsUnlocked(manager, ended))
         chunk._limit("a", 1)
-    assert list(chunk._on_their_way["a"]) == [ended.offloaded], "and not what the copy reads"
+    assert list(chunk._in_flight["a"]) == [ended.offloaded], "and not what the copy reads"
 
 
 def test_disabled_and_enabled(manager: PipelineOffloadManager) -> None:

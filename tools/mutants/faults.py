@@ -1445,8 +1445,8 @@ MUTANTS = [
     Mutant(
         "one offload more in flight",
         "pp_offload/_megatron/main_chunk.py",
-        "while len(on_their_way) > most:",
-        "while len(on_their_way) > most + 1:",
+        "while len(in_flight) > most:",
+        "while len(in_flight) > most + 1:",
         "with 0, compute goes on before the copy",
         (f"{MAIN_CALLS}::test_what_is_discarded_after_its_copy_is_right",),
     ),
