@@ -1,8 +1,8 @@
 """Recording the engine's streams into a captured CUDA graph.
 
 A captured graph must join every stream it forked, so a captured forward and a captured backward
-each end with a record. Host memory a graph copies to, or from, is its own until the manager is
-dropped; run a step before capturing, so that it is there.
+each end with a record. The graph keeps the host memory of its copies until the manager is dropped.
+Run a step before the capture: host memory cannot be allocated inside it.
 
     off_interface.forward_record(forward_event)               # at the end of a captured forward
     y = fine_grained_offloading_backward_record(y, event)     # on what the captured part returns
@@ -33,8 +33,7 @@ class FineGrainedOffloadingBackwardRecordFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, event: torch.cuda.Event) -> Tensor:
-        """``tensor`` as it is."""
-        _check_event(event)  # here, for backward would say it too late
+        _check_event(event)  # here: in backward the error would come too late
         ctx.event = event
         return tensor
 

@@ -1,4 +1,4 @@
-"""What Megatron-LM's main asks the manager for where others capture and launch CUDA graphs."""
+"""The stream and event of CUDA graphs that others capture and launch, as Megatron's main asks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pp_offload.backends import Backend, Event, Stream
 
 
 class GraphState:
-    """Of one manager, on its backend.
+    """What one manager knows of CUDA graphs on its backend.
 
     Attributes:
-        is_in_replay: Whether a graph is launched: only then commits are delayed.
+        is_in_replay: Whether a graph is being launched: only then are commits delayed.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -23,10 +23,7 @@ class GraphState:
 
     @property
     def stream(self) -> Any:
-        """The stream that graphs are captured and launched on, of PyTorch's own kind on CUDA.
-
-        A device without graphs gives the live stream.
-        """
+        """The stream to capture and launch graphs on; without CUDA, the live stream."""
         is_cuda = self._backend.device.type == "cuda"
         return self._cuda_stream if is_cuda else self._backend.current_stream()
 
@@ -45,9 +42,9 @@ class GraphState:
 
 
 class NotedEvent:
-    """Stands for an external event on a device that has none: the point it was recorded at last.
+    """An external event for devices that have none: it is made first and recorded later.
 
-    Like one of CUDA, it is made first and recorded later; until then nobody waits for it.
+    As on CUDA, a wait before the first record does nothing.
     """
 
     _event: Event | None = None

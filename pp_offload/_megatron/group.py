@@ -1,4 +1,4 @@
-"""Megatron's group, of both generations: it also holds tensors by tag, and events by kind."""
+"""Megatron's group, for both generations: it also holds tensors by tag, and two events."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OffloadTensorGroup(Group):
         self._tensors = None
 
     def record_offload_event(self, stream: Stream) -> None:
-        """Note the point of ``stream`` behind which the copies to the host are done."""
+        """Note that the copies to the host are done at this point of ``stream``."""
         self._offload_event = stream.record_event()
 
     def wait_offload_event(self, stream: Stream) -> None:
@@ -60,7 +60,7 @@ class OffloadTensorGroup(Group):
             stream.wait_event(self._offload_event)
 
     def record_reload_event(self, stream: Stream) -> None:
-        """Note the point of ``stream`` behind which the tensors are back."""
+        """Note that the tensors are back at this point of ``stream``."""
         self._reload_event = stream.record_event()
 
     def wait_reload_event(self, stream: Stream) -> None:

@@ -39,7 +39,10 @@ class _Contexts(threading.local):
 
 
 class SharedNames:
-    """What both generations call with the same parameters. Nothing here sets an attribute."""
+    """What both generations of Megatron call with the same parameters.
+
+    No method sets an attribute of the manager: the face of main has no state of its own.
+    """
 
     backend: Backend
     forward: Any
@@ -119,9 +122,9 @@ class SharedNames:
     def disable_offload(self) -> None:
         """From now on nothing is offloaded, until :meth:`enable_offload`.
 
-        A group that starts meanwhile is left to autograd whole, without hooks; its commit does
-        nothing. Inside this manager's context tensors still pass through a hook, since offload may
-        be enabled before that ends.
+        A group that starts meanwhile is left to autograd, without hooks; its commit does nothing.
+        Inside this manager's context tensors still pass through a hook, because offload may be
+        enabled before the context ends.
         """
         self.switch(False)
 
@@ -140,7 +143,7 @@ class SharedNames:
         self.offloader.commit_delayed()
 
     def _delay(self, hook: Any, names: tuple[str, ...], given: object) -> None:
-        """Queue a commit, which keeps alive none of the tensors that were given for it."""
+        """Queue a commit that keeps none of its tensors alive."""
         if not callable(hook):
             expected = "a name and tensors" if names else "the tensors"
             raise TypeError(f"group_hook is {said(hook)}, expected a function of {expected}")
@@ -163,7 +166,7 @@ class SharedNames:
         scopes = self._contexts.scopes
         while scopes and scopes[-1].is_over:
             scopes.pop().leave()
-        scopes.append(HookScope())  # first, or an interrupt would have it forgotten
+        scopes.append(HookScope())  # first: after an interrupt, __exit__ must find it
         try:
             if not is_left_to_checkpoint():
                 scopes[-1].enter(PackHook(self.on_save_for_backward), self)
@@ -192,7 +195,7 @@ class SharedNames:
         """The pack hook: the tag it returns is bound to the group open now."""
         chunk = self.forward.chunk
         if chunk is None or not chunk.open_groups or is_in_backward():
-            return Resident(tensor)  # in backward: a recomputation belongs to another chunk
+            return Resident(tensor)  # in backward, a recomputation belongs to another chunk
         return chunk.pack(chunk.open_groups[-1], tensor)
 
     def on_get_saved_tensor(self, saved_state: Packed) -> Tensor:
@@ -204,7 +207,7 @@ class PipelineOffloadManager(SharedNames, Manager):
     """Coordinates the chunks of one process. Args: see :class:`Manager`.
 
     Attributes:
-        graphs: What callers of Megatron-LM's main ask for beside groups.
+        graphs: The stream, event and replay of CUDA graphs, for callers of Megatron-LM's main.
 
     Source: Megatron-LM ``PipelineOffloadManager``.
     """
@@ -246,7 +249,7 @@ class PipelineOffloadManager(SharedNames, Manager):
         group_hook: Callable[[Sequence[Tensor] | None], None],
         forced_released_tensors: Sequence[Tensor] | None,
     ) -> None:
-        """Queue a commit for :meth:`flush_delayed_groups`, which keeps no tensor alive."""
+        """Queue a commit for :meth:`flush_delayed_groups`. The queue keeps no tensor alive."""
         self._delay(group_hook, (), forced_released_tensors)
 
     def release_idle_memory(self) -> None:
@@ -254,7 +257,7 @@ class PipelineOffloadManager(SharedNames, Manager):
         self.offloader.trim()
 
     def _drop_step(self) -> None:
-        self.graphs.is_in_replay = False  # what failed in a replay may never say that it ended
+        self.graphs.is_in_replay = False  # a replay that failed may never call exit_replay
         super()._drop_step()
 
 

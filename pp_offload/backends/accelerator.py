@@ -63,16 +63,17 @@ class AcceleratorBackend(Backend):
     """Whether what is queued now becomes part of a graph instead of being run."""
 
     def capture_id(self) -> int:
-        """The number of the present capture, counted as they are seen; 0 outside.
+        """The number of the capture that goes on; 0 outside.
 
-        Two captures are taken for one if nobody asked in between, unless the first was joined.
+        Two captures have the same number if this was not called in between, unless the first was
+        joined.
         """
         if self.is_capturing:
             if self._capturing is None:
                 self._capturing = self.current_stream()
                 self._capture += 1
             return self._capture
-        # Another thread, or a stream that is not part of it, says nothing of a capture.
+        # On another thread or stream, a capture may go on that the current stream is no part of.
         if self._capturing is not None and not self.captures_on(self._capturing):
             self._capturing = None
         return 0
@@ -88,7 +89,7 @@ class AcceleratorBackend(Backend):
             set_accelerator_device(device)
 
     def joined(self) -> None:
-        """The copy streams were joined: what follows may be numbered as another capture."""
+        """A capture may have ended: the next one gets another number."""
         self._capturing = None
 
     def timed_event(self, stream: Stream) -> TimedEvent:
@@ -97,9 +98,9 @@ class AcceleratorBackend(Backend):
         return cast(TimedEvent, event)
 
     def unused_bytes(self) -> int | None:
-        """What the device has free, and this process may take.
+        """Bytes that the device has free, within this process's share.
 
-        What PyTorch reserved is not free: peaks may be reset by anybody.
+        What PyTorch reserved does not count as free, for its peak may have been reset.
         """
         module = torch.get_device_module(self.device)
         if not hasattr(module, "mem_get_info"):
@@ -111,7 +112,7 @@ class AcceleratorBackend(Backend):
         return max(0, free)
 
     def allocated(self) -> Allocated | None:
-        """What the allocator says; None where PyTorch cannot ask the one of this device."""
+        """By PyTorch's allocator; None where the device has no statistics."""
         try:
             stats = torch.accelerator.memory_stats(self.device)  # once, for it is slow
         except (RuntimeError, NotImplementedError, AssertionError):
@@ -123,8 +124,8 @@ class AcceleratorBackend(Backend):
         self, stream: Stream, targets: list[Tensor], sources: list[Tensor], label: str
     ) -> None:
         """Queue the copies; host memory must be pinned for them to be asynchronous."""
-        # Not ``with stream``: the stream itself keeps the one to go back to, so two threads inside
-        # at once would leave with each other's.
+        # Not ``with stream``: the stream object stores the previous stream, so two threads inside
+        # at once would restore each other's.
         before, device = self.current_stream(), accelerator_device()
         set_accelerator_stream(stream)  # makes its device the current one, too
         try:
@@ -145,13 +146,13 @@ class AcceleratorBackend(Backend):
             raise MemoryError(f"cannot pin {nbytes} bytes of host memory: {failure}") from failure
 
     def trim_host(self) -> None:
-        """PyTorch keeps freed pinned blocks; empty its cache, where there is a call for it."""
+        """Empty PyTorch's cache of pinned blocks, where it has a function for that."""
         empty_cache = getattr(torch.accelerator, "empty_host_cache", None)
         if empty_cache is not None:
             empty_cache()
 
     def synchronize(self) -> None:
-        """Block until both copy streams are empty; not in a capture, where they are."""
+        """Block until both copy streams are empty; in a capture nothing runs."""
         if not self.is_capturing:
             super().synchronize()
 

@@ -1,7 +1,7 @@
-"""What a backend is: streams, events and copies on one kind of device.
+"""A backend: streams, events and copies on one kind of device.
 
-The transfer engine is written once, against these protocols. ``torch.Stream`` and ``torch.Event``
-satisfy :class:`Stream` and :class:`Event` as they are, so an accelerator needs no wrapping.
+The transfer engine is written against these protocols. ``torch.Stream`` and ``torch.Event`` satisfy
+:class:`Stream` and :class:`Event` as they are, so an accelerator needs no wrapping.
 
     event = backend.d2h.record_event()          # after what was queued on d2h
     backend.current_stream().wait_event(event)  # compute goes on only after it
@@ -29,7 +29,7 @@ class Event(Protocol):
 
 
 class TimedEvent(Event, Protocol):
-    """An event that knows when it was passed."""
+    """An event that knows when the stream passed it."""
 
     def elapsed_time(self, end: Any, /) -> float:
         """Milliseconds from here to ``end``, another one; both have been passed."""
@@ -46,7 +46,7 @@ class Stream(Protocol):
 
 
 class Allocated(NamedTuple):
-    """Device memory that tensors have now, and the most since anybody last reset the peak."""
+    """Bytes of device memory that tensors have now, and the peak since it was last reset."""
 
     nbytes: int
     peak_bytes: int
@@ -56,11 +56,11 @@ class Allocated(NamedTuple):
 class Backend(Protocol):
     """One device: its live compute stream, two copy streams, and host memory for them.
 
-    A class that extends this has defaults for what most devices do not need.
+    A class that extends this inherits defaults of what most devices do not need.
     """
 
     name: str
-    """What to call it in messages: ``cpu``, ``simulated late``, ``cuda:0``."""
+    """For messages: ``cpu``, ``simulated late``, ``cuda:0``."""
 
     device: torch.device
     """Where this backend's device tensors live; what a reload allocates on."""
@@ -85,15 +85,15 @@ class Backend(Protocol):
             """The compute stream that is current now, on the calling thread. Never cache it."""
 
     def timed_event(self, stream: Stream) -> TimedEvent | None:
-        """As :meth:`Stream.record_event`, with its time; None where the device has no clock."""
+        """A new event after everything queued so far; None where the device has no clock."""
         return None
 
     def unused_bytes(self) -> int | None:
-        """Device memory that nothing has needed yet; None where nobody can tell."""
+        """Bytes of device memory that were never needed so far; None if unknown."""
         return None
 
     def allocated(self) -> Allocated | None:
-        """Device memory that tensors have; None where nobody can tell. Takes tens of us."""
+        """Device memory that tensors have; None if unknown. Takes tens of microseconds."""
         return None
 
     def open_disk(self, directory: str | os.PathLike[str] | None) -> Any:
@@ -127,11 +127,11 @@ class Backend(Protocol):
         return
 
     def joined(self) -> None:
-        """The compute stream has just waited for both copy streams, as a capture's end wants."""
+        """Called when compute has just waited for both copy streams, as at the end of a capture."""
         return
 
     def activate(self) -> AbstractContextManager[object]:
-        """What must be entered while this backend is in use; most need nothing."""
+        """A context to enter while this backend is in use; most backends need none."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -144,7 +144,7 @@ S = TypeVar("S", bound=Stream)
 
 
 class HasLiveStream(Backend, Generic[S]):
-    """Knows which compute stream is current, for one thread, on a device unknown to PyTorch."""
+    """A device unknown to PyTorch: the backend itself knows the current stream, of one thread."""
 
     _current: S
 

@@ -1,10 +1,9 @@
 """Streams and events while a graph is captured, whoever captures it.
 
-While a graph is captured nothing runs. An event from before the capture can then be neither queried
-nor waited for, and an event of another capture never. Neither wait is needed: work from before is
-done, for a capture begins by synchronizing, and what another capture queued comes before or after
-as its graph is launched. So such waits are left out. Outside of captures streams and events are the
-device's own, and cost nothing more.
+While a graph is captured nothing runs. An event from before the capture, or of another capture, can
+be neither queried nor waited for. Neither wait is needed: a capture begins by synchronizing, so
+earlier work is done, and work of another capture is ordered by the launches of the two graphs. So
+such waits are left out. Outside of captures, streams and events are the device's own.
 
     live, d2h = backend.current_stream(), backend.d2h
     if backend.is_capturing:
@@ -27,8 +26,8 @@ from pp_offload.errors import NotWhileCapturingError
 class CapturedEvent(torch.Event):
     """An event that was recorded in a capture of ``owner``, a backend.
 
-    Outside of the capture it is an event that was never recorded, which PyTorch's streams take for
-    one that has passed: only a launch of the graph reaches it.
+    Only a launch of the graph reaches it. Outside of the capture it is a ``torch.Event`` that was
+    never recorded, and PyTorch's streams do not wait for such an event.
     """
 
     capture: int
@@ -42,7 +41,7 @@ class CapturedEvent(torch.Event):
         return event
 
     def query(self) -> bool:
-        """Whether nothing before it will run without a launch: False in its own capture."""
+        """False in its own capture, where nothing runs; else True: only a launch would reach it."""
         return self.capture != self.owner.capture_id()
 
     def synchronize(self) -> None:
@@ -51,8 +50,8 @@ class CapturedEvent(torch.Event):
 
 @dataclass(frozen=True)
 class CapturedStream:
-    """A stream as part of a capture. In another capture it is not equal to itself, or memory of one
-    graph would be used by the next.
+    """A stream as part of a capture. It differs from the same stream in another capture, so that
+    memory of one graph is not used by the next.
     """
 
     inner: Stream
@@ -69,10 +68,10 @@ class CapturedStream:
 
 
 def captured(backend: Backend, *streams: Stream) -> list[Any]:
-    """These streams as parts of the capture that goes on, which each joins with its first wait.
+    """These streams as parts of the capture that goes on. Each joins it with its first wait.
 
-    A backend with captures numbers them: ``capture_id()`` is that of the current stream, 0 outside;
-    ``captures_on(stream)`` is whether any stream is part of the present one.
+    A backend with captures has two more methods: ``capture_id()`` is the number of the capture of
+    the current stream, 0 outside; ``captures_on(stream)`` is whether a stream is part of a capture.
     """
     owner: Any = backend
     capture = owner.capture_id()
@@ -80,7 +79,7 @@ def captured(backend: Backend, *streams: Stream) -> list[Any]:
 
 
 def those_captured(backend: Backend, streams: Iterable[Stream]) -> list[Any]:
-    """Those of the streams that are part of the capture that goes on."""
+    """The streams that are already part of the capture that goes on."""
     owner: Any = backend
     return captured(backend, *filter(owner.captures_on, streams))
 
