@@ -94,10 +94,6 @@ class GPUTensorPool:
     """
 
     def __init__(self, device: str = "cuda", pin_memory: bool = False) -> None:
-        self._in_use: dict[int, _Lease] = {}
-        self._free: dict[_Key, deque[_Lease]] = {}
-        self._num_freed = 0
-        self._memory: HostPool | None = None  # also after an interrupt inside one of its calls
         self.device = _usable_device(device)
         check_flag("pin_memory", pin_memory)
         if pin_memory and self.device.type != "cpu":
@@ -109,6 +105,10 @@ class GPUTensorPool:
             self._acquire = partial(torch.empty, dtype=torch.uint8, device=self.device)
             with as_another_process():  # host memory alone is counted
                 self._budget = HostBudget(UNLIMITED)
+        self._in_use: dict[int, _Lease] = {}
+        self._free: dict[_Key, deque[_Lease]] = {}
+        self._num_freed = 0
+        self._memory: HostPool | None = None  # also after an interrupt inside one of its calls
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """A contiguous tensor with undefined contents: the longest free one, or else a new one.
@@ -136,14 +136,13 @@ class GPUTensorPool:
         """Counts and bytes of the whole pool, or of one shape and dtype; all zero without any."""
         if (shape is None) != (dtype is None):
             raise ValueError(f"found shape={shape}, dtype={dtype}; pass both, or neither")
-        wanted = None if shape is None or dtype is None else self._get_pool_key(shape, dtype)
-        in_use, free = (
-            [lease.key for lease in leases if wanted in (None, lease.key)]
-            for leases in (self._in_use.values(), chain(*self._free.values()))
-        )
-        used_bytes, free_bytes = (
-            sum(starmap(self._calculate_memory_size, keys)) for keys in (in_use, free)
-        )
+        in_use = [lease.key for lease in self._in_use.values()]
+        free = [lease.key for lease in chain(*self._free.values())]
+        if shape is not None and dtype is not None:
+            key = self._get_pool_key(shape, dtype)
+            in_use, free = [key] * in_use.count(key), [key] * free.count(key)
+        used_bytes = sum(starmap(self._calculate_memory_size, in_use))
+        free_bytes = sum(starmap(self._calculate_memory_size, free))
         return PoolStatus(
             num_pools=len({*in_use, *free}),
             total_count=len(in_use) + len(free),
@@ -165,16 +164,14 @@ class GPUTensorPool:
 
         A tensor still in use stays valid, but is no longer this pool's.
         """
-        self._forget_all()
-        if self.device.type != "cpu":
-            torch.accelerator.empty_cache()
-
-    def _forget_all(self) -> None:
         self._in_use.clear()
         self._free.clear()
         self._memory = None
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
-    __del__ = _forget_all  # as the reference has one
+    def __del__(self) -> None:
+        """The reference has this name. Tensors go with the pool without it."""
 
     def _get_pool_key(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Key:
         try:

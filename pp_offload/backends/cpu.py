@@ -31,10 +31,25 @@ INLINE_BYTES = 256 * 1024
 
 
 class HostTimed:
-    """When a point was passed, by the host's clock, for devices without one."""
+    """A point that the calling thread has passed, or a point in the queue of a worker thread.
 
-    time_s: float | None = None
-    """By ``time.perf_counter``; None before, behind work that failed, and where nobody asked."""
+    Args:
+        piece: Work of the thread, which passes the point when this is done. None: it is passed.
+        time_s: When it was passed, by ``time.perf_counter``; None before, behind work that failed,
+            and where nobody asked for it.
+    """
+
+    def __init__(self, piece: Piece | None = None, time_s: float | None = None) -> None:
+        self.piece, self.time_s = piece, time_s
+
+    def query(self) -> bool:
+        """Whether this point was passed, and nothing failed before it."""
+        return self.piece is None or (self.piece.done() and self.piece.failure is None)
+
+    def synchronize(self) -> None:
+        """Block until this point was passed; re-raise what failed before it."""
+        if self.piece is not None:
+            self.piece.result()
 
     def elapsed_time(self, end: HostTimed) -> float:
         """Milliseconds from here to ``end``.
@@ -47,31 +62,7 @@ class HostTimed:
         return (end.time_s - self.time_s) * 1e3
 
 
-class FinishedEvent(HostTimed):
-    """A point the calling thread has already passed."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-FINISHED = FinishedEvent()
-
-
-class ThreadEvent(HostTimed):
-    """A point in a worker thread's queue, passed when ``piece`` is done."""
-
-    piece: Piece
-
-    def query(self) -> bool:
-        """Whether the worker has passed this point, and nothing failed before it."""
-        return self.piece.done() and self.piece.failure is None
-
-    def synchronize(self) -> None:
-        """Block until the worker has passed this point; re-raise what failed before it."""
-        self.piece.result()
+FINISHED = HostTimed()
 
 
 class ComputeStream:
@@ -98,7 +89,7 @@ class CopyStream:
         self._begin()
 
     def _begin(self) -> None:
-        self._last: Event = FINISHED
+        self._last = FINISHED
         self._failure: BaseException | None = None
         self._lock = threading.RLock()
         self._owner = HERE[0]
@@ -107,7 +98,7 @@ class CopyStream:
         """Queue ``work`` after all that is queued."""
         if self._owner != HERE[0]:
             self._begin()
-        event = ThreadEvent()
+        event = HostTimed()
         event.piece = piece = self._workers.piece(partial(self._run, work, event))
         # Engines that share a backend have a lock each. With another piece in between, the last
         # event would be of one that is done before this.
@@ -121,7 +112,7 @@ class CopyStream:
                     self._last = before
                 raise
 
-    def _run(self, work: Callable[[], object], event: ThreadEvent) -> None:
+    def _run(self, work: Callable[[], object], event: HostTimed) -> None:
         """Do work in the thread. After a failure nothing more is done: all that follows fails."""
         if self._failure is not None:
             raise self._failure
@@ -137,7 +128,7 @@ class CopyStream:
         if not event.query() and event is not self._last:
             self.submit(event.synchronize)
 
-    def record_event(self) -> Event:
+    def record_event(self) -> HostTimed:
         """The event of the last piece of work, since work ends in order; FINISHED if it has."""
         if self._owner != HERE[0]:
             self._begin()
@@ -147,14 +138,10 @@ class CopyStream:
 def timed_by_host(stream: Stream) -> TimedEvent:
     """An event behind all that ``stream`` was given, timed by the host.
 
-    Of a stream that no thread of ours serves, the host knows only when it gave it work.
+    Where a thread of ours serves the stream, this is when the thread passes the event; else now.
     """
     event = stream.record_event() if isinstance(stream, CopyStream) else FINISHED
-    if isinstance(event, ThreadEvent):
-        return event
-    passed_now = FinishedEvent()
-    passed_now.time_s = time.perf_counter()
-    return passed_now
+    return HostTimed(time_s=time.perf_counter()) if event is FINISHED else event
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
