@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from pathlib import Path
 
 SHARE = 0.8
@@ -110,16 +111,14 @@ class HostBudget:
 
     def __init__(self, limit_bytes: int | None = None, advice: str = RAISE_IT) -> None:
         self.advice = advice
-        self._limit_bytes = limit_bytes
         self._process = _counts.get()
+        if limit_bytes is not None:
+            self.limit_bytes = limit_bytes
 
-    @property
+    @cached_property
     def limit_bytes(self) -> int:
         """The most that may be reserved in this process."""
-        if self._limit_bytes is None:
-            share = int(available_bytes() * SHARE) // ranks_on_this_host()
-            self._limit_bytes = self._process.nbytes + share
-        return self._limit_bytes
+        return self._process.nbytes + int(available_bytes() * SHARE) // ranks_on_this_host()
 
     def but_for(self, share: int) -> HostBudget:
         """This budget without one part in ``share`` of its present limit, in the same count."""
