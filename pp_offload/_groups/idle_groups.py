@@ -1,9 +1,9 @@
 """Warns of groups that were asked for and do nothing, once for each name.
 
-A name is asked for by a pattern of module names, or by a marker that ran. In a step that has a
-forward with grad, groups of that name should run, and save tensors.
-
     group 'attn' offloaded nothing: none of its 4 groups saved a tensor of at least ...
+
+A pattern of module names asks for a name, and so does a marker that runs. In a step that has a
+forward with grad, groups of that name should run and save tensors.
 """
 
 from __future__ import annotations
@@ -18,78 +18,7 @@ from pp_offload._hooks.regions import was_warned_of
 logger = logging.getLogger(__name__)
 
 NUM_STEPS = 3
-"""How many steps are checked after a name was asked for."""
-
-
-class IdleGroups:
-    """Knows which names were asked for, and which it has warned of.
-
-    Attributes:
-        num_steps_left: To check.
-        was_disabled: Whether offload was off at any time in the step, which says nothing then.
-    """
-
-    def __init__(self) -> None:
-        self.was_disabled = False
-        self.num_steps_left = NUM_STEPS
-        self._wanted: Counter[str] = Counter()
-        self._new: Counter[str] = Counter()
-        """Of those, what the step that runs need not have yet."""
-
-        self._warned: set[str] = set()
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Groups of these names are to come in every step, from the next begin of a step on."""
-        names = list(names)
-        self._wanted.update(names)
-        self._new.update(names)
-        self.num_steps_left = NUM_STEPS
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Groups of these names are not to come any more."""
-        names = list(names)
-        self._wanted.subtract(names)
-        self._new.subtract(names)
-
-    def begin_step(self) -> None:
-        """What was asked for before is to come from now on."""
-        self._new.clear()
-
-    def check(self, records: Iterable[ChunkRecord], smallest_numel: int, elsewhere: str) -> None:
-        """Warn of names that did nothing in a step.
-
-        Args:
-            records: All chunks of the step.
-            smallest_numel: Elements that a tensor needs at least to leave, in the step's chunks.
-            elsewhere: What is wrong where tensors are on another device; empty if none is.
-        """
-        self.num_steps_left -= 1
-        started, cut_off = Counter[str](), Counter[str]()
-        still_open, tensors = Counter[str](), Counter[str]()
-        for record in records:
-            started.update(record.shape.names)
-            cut_off.update(record.num_cut_off)
-            still_open.update(record.num_open)
-            tensors.update(record.num_tensors)
-        wanted = self._wanted - +self._new
-        missing = set() if +cut_off else {*wanted}  # they may have been still to come
-        for name in sorted({*started, *missing}):
-            num_groups = started[name] - cut_off[name]
-            if name not in started:
-                problem = _NEVER_RAN
-            elif num_groups and num_groups == still_open[name]:
-                problem = _NEVER_COMMITTED.format(num_groups)
-            elif num_groups and not tensors[name]:
-                num_committed = num_groups - still_open[name]
-                problem = _NO_TENSOR.format(num_committed, smallest_numel)
-                problem += f"; {elsewhere}" if elsewhere else ""
-            else:
-                continue
-            # A warning of a checkpoint around the group has said why it does nothing.
-            if name not in self._warned and not was_warned_of(f"group '{name}'"):
-                self._warned.add(name)
-                logger.warning("group '%s' %s", name, problem)
-
+"""Steps that are checked after a name was asked for."""
 
 _NEVER_RAN = (
     "never ran: a step had forwards, but none went through the modules its patterns match; look "
@@ -104,3 +33,79 @@ _NO_TENSOR = (
     "min_offloaded_tensor_size={} elements that may leave the device; lower that, or look whether "
     "the group is around the layer's forward and outside torch.compile"
 )
+
+
+class IdleGroups:
+    """Knows which names were asked for, and which it has warned of.
+
+    Attributes:
+        num_steps_left: Steps that are still to be checked.
+        was_disabled: Whether offload was off at any time in this step. Then nothing is checked.
+    """
+
+    def __init__(self) -> None:
+        self.was_disabled = False
+        self.num_steps_left = NUM_STEPS
+        self._wanted: Counter[str] = Counter()
+        self._new: Counter[str] = Counter()
+        """Asked for during the step that runs, which need not have them yet."""
+
+        self._warned: set[str] = set()
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Expect groups of these names in every step, from the next begin of a step on."""
+        names = list(names)
+        self._wanted.update(names)
+        self._new.update(names)
+        self.num_steps_left = NUM_STEPS
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Undo :meth:`expect`."""
+        names = list(names)
+        self._wanted.subtract(names)
+        self._new.subtract(names)
+
+    def begin_step(self, *, is_enabled: bool) -> None:
+        """From now on expect all that was asked for before."""
+        self.was_disabled = not is_enabled
+        self._new.clear()
+
+    @property
+    def is_checking(self) -> bool:
+        """Whether this step is to be checked."""
+        return self.num_steps_left > 0 and not self.was_disabled
+
+    def check(self, records: Iterable[ChunkRecord], smallest_numel: int, elsewhere: str) -> None:
+        """Warn of names that did nothing in a step.
+
+        Args:
+            records: All chunks of the step.
+            smallest_numel: Elements that a tensor needs at least to leave, in the step's chunks.
+            elsewhere: What is wrong if tensors are on another device; else empty.
+        """
+        self.num_steps_left -= 1
+        started, cut_off = Counter[str](), Counter[str]()
+        still_open, tensors = Counter[str](), Counter[str]()
+        for record in records:
+            started.update(record.shape.names)
+            cut_off.update(record.num_cut_off)
+            still_open.update(record.num_open)
+            tensors.update(record.num_tensors)
+        wanted = self._wanted - +self._new
+        missing = set() if +cut_off else {*wanted}  # they may have been still to come
+        for name in sorted({*started, *missing}):
+            num_groups = started[name] - cut_off[name]
+            num_committed = num_groups - still_open[name]
+            if name not in started:
+                problem = _NEVER_RAN
+            elif num_groups and not num_committed:
+                problem = _NEVER_COMMITTED.format(num_groups)
+            elif num_groups and not tensors[name]:
+                problem = _NO_TENSOR.format(num_committed, smallest_numel)
+                problem += f"; {elsewhere}" if elsewhere else ""
+            else:
+                continue
+            # A warning of a checkpoint around the group has said why it does nothing.
+            if name not in self._warned and not was_warned_of(f"group '{name}'"):
+                self._warned.add(name)
+                logger.warning("group '%s' %s", name, problem)

@@ -345,13 +345,12 @@ class Manager:
             self.offloader.split.clear()
 
     def _look_for_idle_groups(self) -> None:
-        step, smallest = self.step, self.step.smallest_numel
         idle, engine = self.idle_groups, self.offloader.engine
-        is_silent = idle.was_disabled or self.forward.is_evaluating or not idle.num_steps_left
-        if smallest is not None and not is_silent:
-            idle.check(step.records(), smallest, engine.eligibility.elsewhere_said())
-        idle.was_disabled = not engine.is_enabled
-        idle.begin_step()
+        smallest = self.step.smallest_numel
+        if smallest is not None and not self.forward.is_evaluating and idle.is_checking:
+            elsewhere = engine.eligibility.elsewhere_said()
+            idle.check(self.step.records(), smallest, elsewhere)
+        idle.begin_step(is_enabled=engine.is_enabled)
 
     def learn(self) -> None:
         """Derive the plan, and the step's summary, from a step that is complete."""

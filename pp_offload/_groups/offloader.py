@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -35,16 +35,14 @@ from pp_offload._memory.host_pool import Allocate
 from pp_offload.backends import Backend
 from pp_offload.config import OffloadConfig
 
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
-_Act = Callable[Concatenate["Offloader", _Params], _Result]
+_Act = TypeVar("_Act", bound=Callable[..., Any])
 
 
-def _tears(act: _Act[_Params, _Result]) -> _Act[_Params, _Result]:
-    """An exception out of ``act`` ends the epoch."""
+def _tears(act: _Act) -> _Act:
+    """End the epoch if an exception comes out of ``act``, a method of :class:`Offloader`."""
 
     @wraps(act)
-    def guarded(self: Offloader, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+    def guarded(self: Offloader, *args: Any, **kwargs: Any) -> Any:
         engine = self.engine
         try:
             return act(self, *args, **kwargs)
@@ -52,21 +50,18 @@ def _tears(act: _Act[_Params, _Result]) -> _Act[_Params, _Result]:
             engine.tear(failure)
             raise
 
-    return guarded
+    return cast(_Act, guarded)
 
 
 class NoStep:
-    """The step of a chunk without a manager: the chunk has no key, and no group a next one."""
+    """In place of a ``StepRecord`` for a lone chunk, which gets no key and no group a next one."""
 
-    def add(self, chunk: Any, split: SplitBackward | None) -> None:
-        """See :meth:`StepRecord.add`."""
+    def add(self, chunk: Any, split: SplitBackward | None) -> None: ...
+
+    def begin(self, group: Group) -> None: ...
 
     def after(self, group: Group) -> Iterator[Visit]:
-        """See :meth:`StepRecord.after`."""
         return iter(())
-
-    def begin(self, group: Group) -> None:
-        """See :meth:`StepRecord.begin`."""
 
 
 class Offloader:
@@ -76,14 +71,14 @@ class Offloader:
         backend: Device to work on.
         config: The options; those about the plan are not used here.
         step: A ``StepRecord``, which knows what backward visits next; None for a lone chunk.
-        allocate: Gives so many bytes of host memory; None for the backend's own.
+        allocate: Allocates host memory of so many bytes; None for the backend's own.
 
     Attributes:
-        engine: Offloads groups, in this epoch.
-        plan: Which groups stay.
-        observers: Hear what the engines do.
-        delayed: Commits to be done later, in forward order.
-        split: Of a schedule whose backwards come in two parts.
+        engine: The engine of this epoch.
+        plan: Which groups stay on the device.
+        observers: Observe the engines of all epochs.
+        delayed: Delayed commits, in forward order.
+        split: Set while a schedule is attached whose backwards come in two parts.
     """
 
     def __init__(
@@ -100,7 +95,7 @@ class Offloader:
         self.observers = Observers()
         self.delayed: list[Callable[[], None]] = []
         self.split: SplitBackward | None = None
-        self._torn: list[Engine] = []  # those of former epochs that living graphs need
+        self._torn: list[Engine] = []  # of former epochs, as long as living graphs need them
         self.engine = self._fresh_engine()
         self._warned_releases: set[str] = set()
         most_bytes = share_of_budget(config)
@@ -117,8 +112,8 @@ class Offloader:
     def renew_if_torn(self) -> None:
         """Begin a new epoch, if an exception came through the code of this one's engine.
 
-        The host waits for all copies: the old engine's may still use memory that goes with it, and
-        which of them were queued is not known.
+        The host waits for all copies, because which of them the old engine had queued is not known,
+        and they may use memory that is freed with it.
         """
         old = self.engine
         if not old.is_torn or self.backend.is_capturing:
@@ -136,7 +131,7 @@ class Offloader:
         self._end_torn()
 
     def _end_torn(self) -> None:
-        """Let engines of former epochs go that no living graph needs."""
+        """Free the engines of former epochs that no living graph needs."""
         for engine in tuple(self._torn):
             with engine.mover.lock:
                 is_needed = engine.mover.arrived.is_needed()
@@ -150,7 +145,7 @@ class Offloader:
         return self.engine.mover.lock
 
     def follow_parts(self, split: SplitBackward | None) -> None:
-        """Backwards come in two parts from now on, or not any more."""
+        """Backwards come in two parts from now on; None for in one."""
         if self.split is not None:
             self.observers.remove(self.split)
         self.split = split
@@ -171,12 +166,12 @@ class Offloader:
 
     @_tears
     def resume(self, group: Group | None) -> None:
-        """Backward is at ``group`` again, or at none: the step is over."""
+        """Prefetch for a backward that is at ``group``; None when the step is over."""
         self.engine.window.resume(group)
 
     @_tears
     def settle(self) -> None:
-        """Between steps: let go of what is over, and put the host memory in order."""
+        """Between steps: free what finished copies kept alive, and fit host memory to its peak."""
         self._end_torn()
         if not self.backend.is_capturing:
             with self.lock:
@@ -188,7 +183,7 @@ class Offloader:
 
     @_tears
     def trim(self) -> None:
-        """Give host memory back to the system that no living graph needs."""
+        """Return host memory to the system that no living graph needs. Waits for all copies."""
         if not self.backend.is_capturing:
             with suppress(RuntimeError):  # a copy that failed is over
                 self.engine.mover.synchronize()
@@ -197,7 +192,7 @@ class Offloader:
                     pool.trim()
 
     def retire(self) -> None:
-        """No more bytes will come: keep only what living saved tensors need."""
+        """Nothing will be offloaded any more: keep only what living saved tensors need."""
         self.trim()
         with self.lock:
             disk = self.engine.mover.tier.disk
@@ -206,5 +201,5 @@ class Offloader:
 
     @_tears
     def statistics(self) -> OffloadStatistics:
-        """Numbers about it, exact at the call."""
+        """What was moved and what is in use, exact at the call."""
         return collect(self.engine.mover)
