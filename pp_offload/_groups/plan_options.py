@@ -1,8 +1,8 @@
-"""Options that a plan was made with, and one warning where a run that follows it has others.
+"""Options that a plan was made with, and one warning if a run that follows it has others.
 
     plan.options == options_of(config, num_microbatches=16, schedule="Schedule1F1B")
     check = PlanCheck()                      # each manager has its own
-    check.check(config, pipeline_rank)       # logs what differs, the first time that it is asked
+    check.check(config, pipeline_rank)       # logs what differs, at the first call
 
 Options with their default are left out. A plan of an older file has none at all, and is compared by
 the number of its ranks alone.
@@ -11,10 +11,10 @@ the number of its ranks alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from pp_offload._common.offload_plan import OffloadPlan
+from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -78,10 +78,11 @@ class PlanCheck:
         if self._is_done or plan is None:
             return
         self._is_done = True
-        run = _plain(config, smallest_numel) | schedule
+        rank, run = plan.rank(pipeline_rank), _plain(config, smallest_numel) | schedule
         others = [
             f"{name} {planned!r}, here {run[name]!r}"
-            for name, planned in _others(plan, pipeline_rank, run)
+            for name, planned in _planned(plan).items()
+            if name in run and not _is_as_planned(name, run[name], planned, rank)
         ]
         if others:
             logger.warning(
@@ -119,17 +120,12 @@ def _planned(plan: OffloadPlan) -> Mapping[str, Any]:
     return options | {"num_ranks": len(plan.ranks)}
 
 
-def _others(
-    plan: OffloadPlan, pipeline_rank: int, run: Mapping[str, Any]
-) -> Iterator[tuple[str, Any]]:
-    """Options of a run that are not as planned, with what was planned."""
-    rank = plan.rank(pipeline_rank)
-    defaults = _plain(OffloadConfig())
-    for name, planned in _planned(plan).items():
-        if name not in run or run[name] == planned:
-            continue
-        if name in BOUNDS and rank.bounds is not None and run[name] == defaults[name]:
-            continue  # the engine takes those of the plan
-        if name == "host_budget_bytes" and planned is None and run[name] >= rank.host_peak_bytes:
-            continue  # it was to be as much as it takes, and that is there
-        yield name, planned
+def _is_as_planned(name: str, value: Any, planned: Any, rank: RankPlan) -> bool:
+    """Whether a run with this value of an option does what was planned."""
+    if value == planned:
+        return True
+    if name in BOUNDS and rank.bounds is not None:
+        return bool(value == getattr(OffloadConfig(), name))  # the engine takes those of the plan
+    if name == "host_budget_bytes" and planned is None:
+        return bool(value >= rank.host_peak_bytes)  # the plan took as much as it needed
+    return False
