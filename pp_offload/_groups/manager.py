@@ -1,12 +1,12 @@
 """The coordinator: which chunk is current, which step it is, and what the steps so far taught.
 
-A step runs from one :meth:`Manager.reset` to the next. The plan is derived from a complete step,
-with the backward of every chunk that has groups. When a later step differs, the plan is derived
-anew, and one line in the log says so.
-
     manager.begin_chunk(vp_size, vp_stage)      # before each microbatch's forward
     chunk = manager.open_chunk("start", "mlp")  # for each group
     manager.reset()                             # before each step
+
+A step runs from one :meth:`Manager.reset` to the next. A step is complete if backward reached every
+chunk that has groups. The plan is made from a complete step, and made again when a later one
+differs; one line in the log says so.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from pp_offload.errors import GroupStateError, OffloadError
 logger = logging.getLogger(__name__)
 
 MANY_CHUNKS = 1024
-"""A step with more microbatches has no end, so it seems, and forgets those that are over."""
+"""After so many microbatches without a reset, those that are over are forgotten."""
 
 
 class Forward(threading.local):
-    """The forward of a thread: no other thread joins its groups, or ends it."""
+    """The forward of a thread. No other thread joins its groups, or ends it."""
 
     def __init__(self) -> None:
         self.chunk: Chunk | None = None
@@ -61,13 +61,13 @@ class Manager:
         config: The options.
         step: What happened since the last :meth:`reset`.
         offloader: What its chunks share.
-        forward: The forward of the thread that asks.
+        forward: The forward of the calling thread.
         idle_groups: Warns of groups that were asked for and do nothing.
-        plan_check: Warns once where a plan was made with other options.
+        plan_check: Warns once if the plan was made with other options.
         bounds: On copies; chosen from the plan, or from times.
         on_begin: Called when a step begins.
-        num_attached: Schedules, and loops, that begin its chunks. With none, a group without a
-            chunk raises.
+        num_attached: Schedules and loops that begin its chunks. With none of them, a group without
+            a chunk raises.
     """
 
     make_chunk = staticmethod(Chunk)
@@ -117,14 +117,14 @@ class Manager:
         offloader.engine.go_on_as(self.offloader.engine)
         self.retire()
         self._follow(config, step, offloader)
-        self._tell_begin()
+        self._call_on_begin()
 
-    def _tell_begin(self) -> None:
-        for tell in self.on_begin:
-            tell()
+    def _call_on_begin(self) -> None:
+        for call in self.on_begin:
+            call()
 
     def retire(self) -> None:
-        """Another manager takes over: forget the step, and keep only what living graphs need."""
+        """Stop: forget the step, and keep only what living graphs need."""
         self._drop_step()
         self.offloader.retire()
 
@@ -180,7 +180,7 @@ class Manager:
         )
 
     def _follow_options(self) -> None:
-        """Go by the plan of the options, before there was a step to learn from."""
+        """Follow the plan of the options until there was a step to learn from."""
         options = self.step.options or self.config
         if options.offload_plan is None or not self.step.is_warmup or self.offloader.plan.planned:
             return
@@ -189,7 +189,7 @@ class Manager:
             self.bounds.follow(self.offloader.plan)
 
     def _forget_finished(self) -> None:
-        """Without reset(), do not grow with every microbatch."""
+        """Keep memory bounded where nobody calls reset()."""
         with self.offloader.lock:
             self.step.forget_finished()
             self.offloader.engine.shared.forget_dead()
@@ -202,9 +202,9 @@ class Manager:
             )
 
     def begin_backward(self, key: ChunkKey) -> None:
-        """The backward of a chunk begins. One without groups has no chunk, and is ignored.
+        """The backward of a chunk begins; ignored if the chunk has no groups.
 
-        Reloads nothing yet: the loss and its inputs are still there, and memory is highest.
+        Nothing is reloaded yet: the loss and its inputs are still there, and memory is highest.
         """
         with self.offloader.lock:
             chunk = self.step.chunk(key)
@@ -235,21 +235,21 @@ class Manager:
                 self.step.weight_pass = None
 
     def end_chunk(self) -> None:
-        """The forward of the current chunk is over; there is no current chunk."""
+        """The forward of the current chunk is over. There is no current chunk then."""
         chunk, self.forward.chunk = self.forward.chunk, None
         if chunk is not None:
             self.step.skip(chunk)
         self.verify()
 
     def open_chunk(self, action: str, name: str) -> Chunk | None:
-        """The current chunk, or None if markers do nothing now.
+        """The current chunk; None where markers do nothing.
 
         Args:
-            action: What is done with the group, for the message.
+            action: ``start`` or ``commit``, for the message.
             name: Of the group.
 
         Raises:
-            GroupStateError: There is none, and there should be one.
+            GroupStateError: There is no chunk, and there should be one.
         """
         if torch.compiler.is_compiling():
             return None
@@ -277,8 +277,8 @@ class Manager:
 
         Raises:
             GroupStateError: Groups of the last step were started, used by backward, and never
-                committed. The next step has begun all the same. Or a forward of another thread
-                waits for its backward, and nothing has changed.
+                committed; then the next step has begun. Or a forward of another thread waits for
+                its backward; then nothing has changed.
         """
         self._check_not_busy_elsewhere()
         self.offloader.renew_if_torn()
@@ -300,7 +300,7 @@ class Manager:
             self.bounds.begin_step()
             self._room.begin_step()
         self.offloader.settle()
-        self._tell_begin()
+        self._call_on_begin()
         if forgotten:
             raise GroupStateError(
                 f"groups {forgotten} were started and never committed, so nothing of them was "
@@ -308,7 +308,7 @@ class Manager:
             )
 
     def _check_not_busy_elsewhere(self) -> None:
-        """A step has one begin for all its threads: one of them must not end it for the others."""
+        """A step is that of all its threads: none of them may end it while another is in it."""
         with self.offloader.lock:
             chunk = self.step.awaited_elsewhere()
         if chunk is not None:
@@ -353,7 +353,7 @@ class Manager:
         idle.begin_step(is_enabled=engine.is_enabled)
 
     def learn(self) -> None:
-        """Derive the plan, and the step's summary, from a step that is complete."""
+        """Make the plan, and the step's summary, from a complete step."""
         old = self.offloader.plan
         self.offloader.plan = plan = self.step.make_plan(self.config, self._room.stay)
         if not self.step.is_warmup and plan != old and plan.stay == old.stay:

@@ -1,7 +1,7 @@
 """What happens in one step: its chunks in forward and in backward order.
 
-When backward goes on to another chunk, and nothing of the last chunk is alive, only a record of it
-is kept: so the end of a step does not have to read and free all its groups.
+When backward goes on to another chunk and nothing of the last one is alive, only a record of that
+is kept. So the end of a step does not have to read and free all its groups at once.
 """
 
 from __future__ import annotations
@@ -21,25 +21,30 @@ from pp_offload.config import OffloadConfig
 
 
 class StepRecord:
-    """Follows a step, and tells the prefetcher what comes next in it."""
+    """Follows a step, and tells the prefetcher what comes next in it.
+
+    Attributes:
+        options: For the plan, in place of the manager's; None for those.
+        is_warmup: Whether no step was complete so far.
+        smallest_numel: Elements that a tensor needs at least to leave; None before a forward with
+            grad.
+        in_backward: The chunk that backward reached last.
+        weight_pass: While the second part of a backward runs, that part.
+        summary: Bytes copied per group name, by the chunks that lived at the peak of the last
+            complete step.
+    """
 
     def __init__(self) -> None:
         self.queue = ChunkQueue()
         self.vp_size = 1
         self.pipeline_rank = 0
         self.options: OffloadConfig | None = None
-        """For the plan, in place of the manager's, where the caller that begins chunks has some."""
-
         self.is_warmup = True
         self.smallest_numel: int | None = None
-        """Elements that a tensor needs at least to leave; None before a forward with grad."""
-
-        self.is_partly_forgotten = False
-        """Whether it has so many chunks that finished ones were forgotten."""
-
         self.in_backward: Chunk | None = None
         self.weight_pass: WeightPass | None = None
         self.summary: dict[str, int] = {}
+        self._is_partly_forgotten = False
         self._forward: dict[ChunkKey, Chunk] = {}
         self._backward: dict[ChunkKey, Chunk | ChunkRecord] = {}
         self._live_at_peak: frozenset[ChunkKey] = frozenset()
@@ -47,18 +52,17 @@ class StepRecord:
         self._numbers: Counter[int] = Counter()
 
     def add(self, chunk: Chunk, split: SplitBackward | None) -> ChunkKey:
-        """Number and queue a chunk whose first group starts, by its two parts if ``split`` has it.
+        """Number and queue a chunk whose first group starts; twice, if ``split`` has it in parts.
 
         Returns:
             The key of the chunk.
         """
-        number = chunk.microbatch
-        if number is None:
-            number = self._numbers[chunk.vp_stage]
-        self._numbers[chunk.vp_stage] = number + 1
-        chunk.key = ChunkKey(chunk.vp_stage, number)
+        stage, number = chunk.vp_stage, chunk.microbatch
+        number = self._numbers[stage] if number is None else number
+        self._numbers[stage] = number + 1
+        chunk.key = ChunkKey(stage, number)
         self._forward[chunk.key] = chunk
-        self.queue.stage(chunk, self.vp_size, chunk.vp_stage)
+        self.queue.stage(chunk, self.vp_size, stage)
         if split is not None and chunk.key in split.chunks:
             weight_pass = WeightPass(chunk.key, chunk.groups, split)
             self._weight_passes[chunk.key] = weight_pass
@@ -76,7 +80,7 @@ class StepRecord:
             self.begin_backward(chunk)
 
     def begin_backward(self, chunk: Chunk) -> None:
-        """Backward has reached ``chunk``."""
+        """Backward has reached ``chunk``. Then the chunk before it may be over."""
         before, self.in_backward = self.in_backward, chunk
         if not self._backward:  # memory is highest when the first backward begins
             self._live_at_peak = frozenset(self._forward)
@@ -139,7 +143,7 @@ class StepRecord:
                 self._forget(key, chunk)
         for key in self._backward.keys() - self._forward.keys():
             del self._backward[key]
-        self.is_partly_forgotten |= self.num_chunks < num_chunks
+        self._is_partly_forgotten |= self.num_chunks < num_chunks
         if self.in_backward is not None and self.in_backward.key not in self._forward:
             self.in_backward = None
 
@@ -158,7 +162,7 @@ class StepRecord:
 
     def is_complete(self) -> bool:
         """Whether groups saved something, and backward reached each group that did."""
-        if self.is_partly_forgotten:
+        if self._is_partly_forgotten:
             return False
         return bool(self._backward) and all(c.is_finished() for c in self._forward.values())
 
@@ -178,11 +182,11 @@ class StepRecord:
         return key in self._weight_passes and not self.queue.has_begun(WeightPassKey(key))
 
     def shapes(self) -> tuple[ChunkShape, ...]:
-        """Its chunks, in backward order."""
+        """Its chunks as numbers, in backward order."""
         return tuple([record.shape for record in _records(self._backward)])
 
     def records(self) -> list[ChunkRecord]:
-        """All its chunks, those without backward as well."""
+        """All its chunks, also those without backward."""
         return _records({**self._forward, **self._backward})
 
     def make_plan(
@@ -192,7 +196,7 @@ class StepRecord:
 
         Args:
             config: The options.
-            stay: As for :func:`pp_offload._groups.plan.make_plan`.
+            stay: Places of groups that stay below a limit, and the most bytes of each.
         """
         if not self.queue.is_told:
             self.queue.know_order(self._backward)
@@ -211,7 +215,7 @@ class StepRecord:
         self._weight_passes.clear()
         self._numbers.clear()
         self.smallest_numel = None
-        self.is_partly_forgotten = False
+        self._is_partly_forgotten = False
         self.queue.clear()
         self.in_backward = self.weight_pass = None
 
