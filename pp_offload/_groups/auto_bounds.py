@@ -15,14 +15,13 @@ import bisect
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, groupby
 
 from pp_offload._common.processes import rank_said
 from pp_offload._core.bound import IN_FLIGHT_BYTES, SMALL_BYTES
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.keys import GroupKey
-from pp_offload._core.observer import Lap, Observer
+from pp_offload._core.observer import Lap
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
 from pp_offload._core.stopwatch import Laps, seconds
@@ -36,7 +35,7 @@ from pp_offload._groups.bounds import (
 )
 from pp_offload._groups.offloader import Offloader
 from pp_offload._groups.plan import Plan
-from pp_offload.backends import TimedEvent
+from pp_offload.backends import Backend, TimedEvent
 from pp_offload.config import OffloadConfig
 
 logger = logging.getLogger(__name__)
@@ -67,26 +66,28 @@ class Mark:
     """Of what is used for the last time."""
 
 
-class StepTimes(Observer):
-    """Marks when groups leave, and when what came back is used.
+class StepTimes(Laps):
+    """Also marks when groups leave, and when what came back is used.
 
     Args:
-        now: Gives an event on the live compute stream; None where nothing can be timed.
+        begin: The times count from here.
+        backend: Gives an event on the live compute stream; None where nothing can be timed.
 
     Attributes:
-        offloads: In order.
+        sent: When groups left, in order.
         uses: In order; small ones that follow each other are added up.
     """
 
-    def __init__(self, now: Callable[[], TimedEvent | None]) -> None:
-        self.offloads: list[Mark] = []
+    def __init__(self, begin: TimedEvent, backend: Backend) -> None:
+        super().__init__(begin)
+        self.sent: list[Mark] = []
         self.uses: list[Mark] = []
-        self._now = now
+        self._backend = backend
         self._reached: GroupKey | None = None
 
     def closed(self, group: Group, payloads: Payloads | None) -> None:
         if group.state is GroupState.OFFLOADED:
-            self.note(self.offloads, group.key, group.counts.copied_bytes)
+            self._mark(self.sent, group.key, group.counts.copied_bytes)
 
     def reached(self, group: Group) -> None:
         self._reached = group.key
@@ -99,9 +100,9 @@ class StepTimes(Observer):
             return
         nbytes, left = batch.sizes[index], batch.back.left[index]
         is_first, is_last = left >= batch.back.uses[index] - 1, left <= 0
-        self.note(self.uses, self._reached, nbytes * is_first, nbytes * is_last)
+        self._mark(self.uses, self._reached, nbytes * is_first, nbytes * is_last)
 
-    def note(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:
+    def _mark(self, marks: list[Mark], key: GroupKey | None, nbytes: int, freed: int = 0) -> None:
         """Mark this point for a group, or add to its last mark."""
         if key is None or not (nbytes or freed):
             return
@@ -110,7 +111,7 @@ class StepTimes(Observer):
             last.nbytes += nbytes
             last.freed += freed
             return
-        now = self._now()
+        now = self.now(self._backend)
         if now is not None:
             marks.append(Mark(key, now, nbytes, freed))
 
@@ -135,8 +136,8 @@ class AutoBounds:
         self._unused_bytes = unused_bytes
         self._num_left = NUM_TIMED if is_wanted(config) else 0
         self._plan = Plan()
-        self._running: tuple[StepTimes, Laps] | None = None
-        self._timed: tuple[StepTimes, Laps] | None = None
+        self._running: StepTimes | None = None
+        self._timed: StepTimes | None = None
         self._sent = self._sent_when_timed = 0
 
     def begin_step(self) -> None:
@@ -144,19 +145,19 @@ class AutoBounds:
 
         Not in a capture, where nothing can be asked of an event.
         """
-        if self._offloader.backend.is_capturing:
+        backend = self._offloader.backend
+        if backend.is_capturing:
             return
         try:
-            if self._timed is not None and self._timed[1].are_over():
+            if self._timed is not None and self._timed.are_over():
                 timed, self._timed = self._timed, None
                 self._num_left -= 1
-                self._choose(*timed)
-            backend = self._offloader.backend
-            laps = Laps.started(backend) if self._num_left and self._timed is None else None
-            if laps is not None:
-                self._running = StepTimes(partial(laps.now, backend)), laps
-                for observer in self._running:
-                    self._offloader.observers.add(observer)
+                self._choose(timed)
+            if self._num_left and self._timed is None:
+                begin = backend.timed_event(backend.current_stream())
+                if begin is not None:  # the device has a clock
+                    self._running = StepTimes(begin, backend)
+                    self._offloader.observers.add(self._running)
         except RuntimeError as failure:  # events of this device, or of another stream, have no time
             self._timed = None
             self._num_left = max(0, self._num_left - 1)
@@ -174,9 +175,8 @@ class AutoBounds:
         running, self._running = self._running, None
         sent = self._offloader.engine.mover.counts.bytes_offloaded - self._sent
         if running is not None:
-            for observer in running:
-                self._offloader.observers.remove(observer)
-            if is_complete and not running[1].is_cut:
+            self._offloader.observers.remove(running)
+            if is_complete and not running.is_cut:
                 self._timed, self._sent_when_timed = running, sent
         has_grown = is_complete and 0 < self._sent_when_timed * GROWN < sent
         if plan != self._plan or (has_grown and not self._num_left):
@@ -193,12 +193,12 @@ class AutoBounds:
         if plan.bounds is not None:
             self._take(planned_bounds(self._config, plan.bounds))
 
-    def _choose(self, times: StepTimes, laps: Laps) -> None:
-        stalled_s = seconds(laps.waits)
+    def _choose(self, times: StepTimes) -> None:
+        stalled_s = seconds(times.waits)
         self._offloader.engine.mover.counts.stalled_ms = stalled_s * 1e3
         if self._plan.bounds is not None:
             return
-        least = least_bounds(times, laps, self._plan.kept)
+        least = least_bounds(times, self._plan.kept)
         if least is None:
             return
         self._take(within(self._config, self.now, least, self._unused_bytes()))
@@ -208,10 +208,10 @@ class AutoBounds:
             "host and %.1f back; from now on at most %d MiB wait for their copy, and reloads run "
             "%d MiB ahead",
             rank_said(),
-            laps.seconds_until(laps.end) * 1e3,
+            times.seconds_until(times.end) * 1e3,
             stalled_s * 1e3,
-            (rate(laps.offloads) or 0) / 1e9,
-            (rate(laps.reloads) or 0) / 1e9,
+            (rate(times.offloads) or 0) / 1e9,
+            (rate(times.reloads) or 0) / 1e9,
             *(nbytes // MIB for nbytes in self.now),
         )
 
@@ -229,47 +229,41 @@ class AutoBounds:
         )
 
 
-def least_bounds(
-    times: StepTimes, laps: Laps, kept: Collection[GroupKey]
-) -> tuple[int, int] | None:
+def least_bounds(times: StepTimes, kept: Collection[GroupKey]) -> tuple[int, int] | None:
     """The least bytes in flight, and ahead, at which compute does not wait for copies.
 
     Args:
-        times: When groups left and were used.
-        laps: When copies ran, and compute waited.
+        times: Of a step.
         kept: Groups that the next steps keep.
 
     Returns:
         None where nothing was copied one way or the other.
     """
-    offload_rate, reload_rate = rate(laps.offloads), rate(laps.reloads)
+    offload_rate, reload_rate = rate(times.offloads), rate(times.reloads)
     if offload_rate is None or reload_rate is None:
         return None
-    clock = clock_without_waits(laps)
     caps = [
-        in_flight_bytes(_on(clock, marks), offload_rate * CAUTION)
-        for marks in _by_chunk(times.offloads, kept)
+        in_flight_bytes(sent, offload_rate * CAUTION) for sent in _by_chunk(times, times.sent, kept)
     ]
     windows = [
-        window_bytes(_on(clock, marks), reload_rate * CAUTION)
-        for marks in _by_chunk(times.uses, kept)
+        window_bytes(uses, reload_rate * CAUTION) for uses in _by_chunk(times, times.uses, kept)
     ]
     # small tensors come back in batches of SMALL_BYTES
     return max([LEAST_IN_FLIGHT_BYTES, *caps]), max([SMALL_BYTES, *windows])
 
 
-def _by_chunk(marks: Iterable[Mark], kept: Collection[GroupKey]) -> Iterable[list[Mark]]:
-    """Those of the groups that are not kept; each time a chunk was at work."""
+def _by_chunk(
+    times: StepTimes, marks: Iterable[Mark], kept: Collection[GroupKey]
+) -> Iterable[list[TimedBytes]]:
+    """What leaves, by compute's time without waits: a list for each time a chunk was at work."""
+    clock = clock_without_waits(times)
     leaving = (mark for mark in marks if mark.group not in kept)
-    return [list(of_chunk) for _, of_chunk in groupby(leaving, key=lambda mark: mark.group.chunk)]
-
-
-def _on(clock: Callable[[TimedEvent], float], marks: Iterable[Mark]) -> list[TimedBytes]:
-    return [TimedBytes(clock(mark.at), mark.nbytes, mark.freed) for mark in marks]
+    for _, of_chunk in groupby(leaving, key=lambda mark: mark.group.chunk):
+        yield [TimedBytes(clock(mark.at), mark.nbytes, mark.freed) for mark in of_chunk]
 
 
 def clock_without_waits(laps: Laps) -> Callable[[TimedEvent], float]:
-    """When compute would have passed an event, in seconds, had it never waited for copies."""
+    """When compute would have passed an event, in seconds, if it had never waited for copies."""
     took = [wait.begin.elapsed_time(wait.end) / 1e3 for wait in laps.waits]
     ends = [laps.seconds_until(wait.end) for wait in laps.waits]
     waits = sorted(zip(ends, took, strict=True))  # of several threads, in no order

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 from pp_offload._core.bound import IN_FLIGHT_BYTES, SMALL_BYTES, Bound
 from pp_offload._core.engine import Engine
 from pp_offload._core.keys import GroupKey
-from pp_offload._core.stopwatch import Laps
 from pp_offload._groups.auto_bounds import GROWN, NUM_TIMED, StepTimes, least_bounds
 from pp_offload._groups.bounds import is_wanted, planned_bounds, share_of_budget, within
 from pp_offload._groups.plan import Plan
@@ -38,7 +36,7 @@ class Bounds:
         self._config = config
         self._num_left = NUM_TIMED if is_wanted(config) else 0
         self._are_planned = False
-        self._timed: tuple[StepTimes, Laps] | None = None
+        self._timed: StepTimes | None = None
         self._sent_when_timed = 0
         most_bytes = share_of_budget(config)
         if most_bytes is not None:
@@ -69,11 +67,9 @@ class Bounds:
         """Time the step that begins, if it is one of those that are timed."""
         if not self._num_left:
             return
-        laps = Laps(device.timed_event(device.compute))
         backend: Any = device
-        self._timed = StepTimes(partial(laps.now, backend)), laps
-        for observer in self._timed:
-            engine.observers.add(observer)
+        self._timed = StepTimes(device.timed_event(device.compute), backend)
+        engine.observers.add(self._timed)
 
     def choose(
         self, *, kept: Collection[GroupKey], unused_bytes: int | None, sent_bytes: int
@@ -95,7 +91,7 @@ class Bounds:
             return
         self._sent_when_timed = sent_bytes
         self._num_left -= 1
-        least = least_bounds(*timed, kept)
+        least = least_bounds(timed, kept)
         if least is not None:
             now = self.cap.nbytes, self.window.nbytes
             cap_bytes, window_bytes = within(self._config, now, least, unused_bytes)

@@ -60,8 +60,23 @@ def test_a_rate_is_of_the_time_in_which_copies_ran() -> None:
     assert rate([lap(5, 5, MB)]) is None
 
 
-def stands_still() -> Any:
-    return At(0)
+class StandsStill:
+    """A backend whose clock does."""
+
+    is_capturing = False
+
+    def current_stream(self) -> None: ...
+
+    def timed_event(self, stream: None) -> At:
+        return At(0)
+
+
+def times_of(laps: Laps | None = None) -> StepTimes:
+    """Of a step with these copies and waits."""
+    backend: Any = StandsStill()
+    times = StepTimes(At(0), backend)
+    vars(times).update(vars(laps or Laps(At(0))))
+    return times
 
 
 def saved(uses: int, left: int, event: object = "behind the copy") -> Any:
@@ -70,7 +85,7 @@ def saved(uses: int, left: int, event: object = "behind the copy") -> Any:
 
 
 def test_bytes_that_are_used_twice_are_noted_at_both() -> None:
-    times = StepTimes(stands_still)
+    times = times_of()
     times._reached = GroupKey(ChunkKey(0, 0), 0)
     times.used(saved(uses=2, left=1), None)
     times.used(saved(uses=2, left=0), None)
@@ -78,7 +93,7 @@ def test_bytes_that_are_used_twice_are_noted_at_both() -> None:
 
 
 def test_what_is_taken_back_is_no_use() -> None:
-    times = StepTimes(stands_still)
+    times = times_of()
     times._reached = GroupKey(ChunkKey(0, 0), 0)
     times.used(saved(uses=1, left=0, event=None), None)
     assert times.uses == []
@@ -91,9 +106,8 @@ def chosen(plan: Plan, offloads: list[Mark], uses: list[Mark], laps: Laps) -> tu
     unused_bytes = offloader.backend.unused_bytes
     bounds = AutoBounds(offloader, OffloadConfig(), unused_bytes)
     bounds.end_step(plan, is_complete=True)
-    times = StepTimes(stands_still)
-    times.offloads, times.uses = offloads, uses
-    bounds._timed = times, laps
+    bounds._timed = times_of(laps)
+    bounds._timed.sent, bounds._timed.uses = offloads, uses
     bounds.begin_step()
     return offloader.engine.mover.in_flight.bound.nbytes, offloader.engine.window.bound.nbytes
 
