@@ -6,10 +6,10 @@
     packed.unpack()                     # unpack hook; backward has reached the group
 
 NOTE [ Recorded operators ]
-    Inside ``make_fx`` the engine's copies would be part of the graph: between constants that are
-    host buffers now, and something else when the graph runs. ``torch.jit.trace`` has sizes that are
-    tensors as well, which are no numbers of bytes. Inside the transforms of ``torch.func`` memory
-    that the engine asks for is a wrapper without any. So a group that is committed there stays.
+    A group that is committed inside one of these stays on the device. Inside ``make_fx`` the copies
+    would become part of the graph, with host buffers as constants that hold something else when the
+    graph runs. Inside ``torch.jit.trace`` sizes are tensors, and no numbers of bytes. Inside the
+    transforms of ``torch.func`` memory that the engine allocates is a wrapper without any.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class Chunk:
 
     Args:
         min_offloaded_tensor_size: Smaller tensors stay on the device. In elements.
-        offloader: What it shares with other chunks.
+        offloader: Shared with other chunks.
         vp_stage: Virtual pipeline stage it runs.
         microbatch: Its number in the step; counted when None.
 
     Attributes:
         groups: In forward order.
         open_groups: Those started and not committed, first started first.
-        key: Its place in the step, from the start of its first group on, if it has one.
-        left_out: Groups that started inside a checkpoint or while offload was disabled, and are not
-            committed: the name of each, and how many others had started before.
+        key: Its place in the step, if it has one; set when its first group starts.
+        left_out: Groups that started inside a checkpoint or while offload was disabled, and whose
+            commit is still to come: the name of each, and how many groups had started before.
         thread: Runs its forward.
     """
 
@@ -150,8 +150,8 @@ class Chunk:
         return group
 
     def leaves_out(self, name: str) -> bool:
-        """Whether a group that starts now does nothing, nor its commit: inside a checkpoint, and
-        while offload is disabled.
+        """Whether a group that starts now is left out: inside a checkpoint, and while offload is
+        disabled. Its commit will do nothing either.
         """
         is_inside = is_in_region()
         if is_inside:
@@ -162,7 +162,7 @@ class Chunk:
         return True
 
     def was_left_out(self, name: str) -> bool:
-        """Whether the group of this name that started last was left out. That is forgotten."""
+        """Whether the group of this name that started last was left out; answered once."""
         numbers = [number for other, number in self.left_out if other == name]
         if not numbers:
             return False
@@ -173,11 +173,13 @@ class Chunk:
         return True
 
     def close(self, group: Group, released: Sequence[Tensor] | None) -> None:
-        """Offload a group that is open no more, or keep it; then release what the user named."""
+        """Offload or keep a group that was just taken from the open ones; then release what the
+        user named.
+        """
         if is_transformed() or records_operators():  # see NOTE [ Recorded operators ]
             self.offloader.engine.keep(group)
         else:
-            self._offload(group)  # whose local variables would hold what is released now
+            self._offload(group)  # a call, so that no local variable here holds what is released
         if released and group.state is GroupState.OFFLOADED:
             self.offloader.release_after_copies(released)
 
@@ -189,7 +191,7 @@ class Chunk:
             self.offloader.engine.keep(group, payloads)
 
     def _close_delayed(self, group: Group, released: Sequence[weakref.ref[Tensor]]) -> None:
-        """Close a group whose commit was delayed, which kept no tensor alive: some may be gone."""
+        """Close a group whose commit was delayed. Tensors to release may be gone by now."""
         self.close(group, [tensor for ref in released if (tensor := ref()) is not None])
 
     def _would_leave(self, group: Group) -> bool:
@@ -200,9 +202,9 @@ class Chunk:
     def may_leave(self, group: Group) -> bool:
         """Whether a group being committed leaves the device, once its bytes are counted.
 
-        Not if offload is disabled, the plan keeps it, or its backward has begun or is about to: it
-        is the last of its name in a chunk that certainly runs backward next. A group that is larger
-        than what a limit has room for leaves all the same.
+        It stays if offload is disabled, the plan keeps it, or its backward has begun or is about to
+        begin: it is the last of its name in a chunk that certainly runs backward next. But a group
+        that a limit has no room for leaves.
         """
         offloader, key = self.offloader, group.key
         if not offloader.engine.is_enabled or group.is_used:
@@ -216,7 +218,7 @@ class Chunk:
         return not stays or plan.has_no_room(key, nbytes)
 
     def send(self, group: Group, payloads: Payloads | None = None) -> None:
-        """Queue the copies of a group being committed. With no room on the host it is kept."""
+        """Queue the copies of a group being committed. Without room on the host it stays."""
         engine, split = self.offloader.engine, self.offloader.split
         engine.send(group, payloads or engine.payloads(group))
         if split is not None:
@@ -290,10 +292,10 @@ class Chunk:
         return record
 
     def _cut_off(self) -> list[Group]:
-        """Groups in which the forward raised, so that nobody had to commit them.
+        """Groups in which the forward raised, so that no commit was to come.
 
-        Between a start and its commit there need be no context that sees an exception. But then the
-        forward did not go on behind them, and no backward came.
+        A context around the group may have seen the exception. If there was none, it was one of the
+        last groups of the forward, was never committed, and no backward has used it.
         """
         groups = [group for group in self.groups if group.has_failed]
         for group in reversed(self.groups):
@@ -309,4 +311,4 @@ class Chunk:
                 group.drop()
         self.groups.clear()
         self.open_groups.clear()
-        self.key = None  # a forward that goes on, on another thread, is part of the next step
+        self.key = None  # a forward that goes on in another thread is part of the next step
