@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group
-from pp_offload._core.keys import ChunkKey, GroupKey, WeightPassKey
+from pp_offload._core.keys import ChunkKey, Place, WeightPassKey
 from pp_offload._core.observer import Observer
 from pp_offload._core.saved import Saved
 
@@ -33,12 +33,8 @@ class BackwardPass(enum.Enum):
     WEIGHT = "weight"
 
 
-class Visited(NamedTuple):
-    """A group's place in a part, the same for all chunks of a stage."""
-
-    vp_stage: int
-    position: int
-    part: BackwardPass
+Uses = dict[BackwardPass, dict[Place, dict[int, int]]]
+"""By part of the backward and place of the group: how often each payload was used, by index."""
 
 
 class Running(NamedTuple):
@@ -62,13 +58,13 @@ class SplitBackward(Observer):
         is_keeping: Whether what both parts use stays on the device in between.
 
     Attributes:
-        uses: How often a part used each payload of a group, by index, when it last ran.
+        uses: How often each part used each payload of a group, by index, when it last ran there.
         order: The groups of a stage, by position, as its second part came to them.
     """
 
     def __init__(self, chunks: frozenset[ChunkKey], *, is_keeping: bool) -> None:
         self.chunks = chunks
-        self.uses: dict[Visited, dict[int, int]] = {}
+        self.uses: Uses = {part: {} for part in BackwardPass}
         self.order: dict[int, list[int]] = {}
         self._is_keeping = is_keeping
         self._running: Running | None = None
@@ -82,10 +78,10 @@ class SplitBackward(Observer):
         batch, key = _batch(group), group.key
         if batch is None or key is None or key.chunk not in self.chunks:
             return
-        first = self._seen(key, BackwardPass.INPUT)
+        first = self.uses[BackwardPass.INPUT].get(key.place)
         if first is None:
             return
-        second = self._seen(key, BackwardPass.WEIGHT) or {}
+        second = self.uses[BackwardPass.WEIGHT].get(key.place, {})
         later = {i: num for i, num in second.items() if not (self._is_keeping and i in first)}
         for index, num in later.items():
             batch.later.setdefault(index, {})[id(self)] = num
@@ -108,8 +104,8 @@ class SplitBackward(Observer):
             return
         running.uses[position, saved.index] += 1
         if self._is_keeping and running.part is BackwardPass.INPUT:
-            later = Visited(running.key.vp_stage, position, BackwardPass.WEIGHT)
-            if saved.index in self.uses.get(later, ()):
+            place = Place(running.key.vp_stage, position)
+            if saved.index in self.uses[BackwardPass.WEIGHT].get(place, ()):
                 self._kept.setdefault(running.key, {})[position, saved.index] = payload
 
     def stop(self) -> None:
@@ -124,7 +120,7 @@ class SplitBackward(Observer):
         key, groups, part, _, _ = running
         for position in running.positions.values():
             uses = {index: num for (other, index), num in running.uses.items() if other == position}
-            self.uses[Visited(key.vp_stage, position, part)] = uses
+            self.uses[part][Place(key.vp_stage, position)] = uses
         if part is BackwardPass.INPUT:
             self._expect_second(key, groups)
         else:
@@ -148,16 +144,12 @@ class SplitBackward(Observer):
                 continue
             for later in batch.later.values():
                 later.pop(id(self), None)
-            second = self._seen(group.key, BackwardPass.WEIGHT)
+            second = self.uses[BackwardPass.WEIGHT].get(group.key.place)
             uses = list(batch.back.uses)
             if second is not None:
                 uses = [second.get(index, 0) for index in range(len(uses))]
             uses = [0 if (position, index) in kept else num for index, num in enumerate(uses)]
             _expect(group, batch, uses)
-
-    def _seen(self, key: GroupKey, part: BackwardPass) -> dict[int, int] | None:
-        """How often a part used each payload in the last chunk of the same stage."""
-        return self.uses.get(Visited(key.chunk.vp_stage, key.position, part))
 
 
 class WeightPass:
@@ -177,11 +169,10 @@ class WeightPass:
 
         It is another order than that of the first part: PyTorch goes through the parameters.
         """
-        stage = self.key.chunk.vp_stage
+        stage, uses = self.key.chunk.vp_stage, self._split.uses[BackwardPass.WEIGHT]
         for position in self._split.order.get(stage, ()):
             if position < len(self._groups):
-                used = self._split.uses[Visited(stage, position, BackwardPass.WEIGHT)]
-                yield WeightVisit(self._groups[position], used)
+                yield WeightVisit(self._groups[position], uses[Place(stage, position)])
 
 
 class WeightVisit:

@@ -19,7 +19,7 @@ from pp_offload._core.keys import ChunkKey, WeightPassKey
 from pp_offload._core.mover import Counts
 from pp_offload._groups.chunk_queue import Key
 from pp_offload._groups.plan import make_plan
-from pp_offload._groups.split_backward import BackwardPass, SplitBackward, Visited
+from pp_offload._groups.split_backward import BackwardPass, SplitBackward, Uses
 from pp_offload._groups.step import StepRecord
 from pp_offload.config import OffloadConfig
 from pp_offload.pipelining import Action
@@ -121,7 +121,7 @@ class NumberRank:
         self.turns = self._turns_of(order)
         self._order = [key for turn in self.turns if (key := _goes_backward(turn)) is not None]
         self._split = frozenset(one.chunk for one in self._order if isinstance(one, WeightPassKey))
-        self._used: dict[Visited, dict[int, int]] = {}
+        self._used: Uses = {part: {} for part in BackwardPass}
         self._used_order: dict[int, list[int]] = {}
         self._next = len(self.turns)
 
@@ -144,7 +144,8 @@ class NumberRank:
         other.moved, other._config = copy.copy(self.moved), config
         other._rank_of_plan = self.number
         other._bounds, other._places = self._bounds.copied(), self._places.copied()
-        other._used, other._used_order = self._used.copy(), self._used_order.copy()
+        other._used = {part: uses.copy() for part, uses in self._used.items()}
+        other._used_order = self._used_order.copy()
         return other
 
     @property
