@@ -24,7 +24,7 @@ end of backward at the same time.
 
 
 class ChunkShape(NamedTuple):
-    """A chunk as a step saw it: its groups in forward order, by column, which compares fast."""
+    """A chunk as numbers, with its groups in forward order. Columns, because they compare fast."""
 
     key: ChunkKey
     names: tuple[str, ...]
@@ -38,13 +38,13 @@ class ChunkShape(NamedTuple):
 
 
 class ChunkRecord(NamedTuple):
-    """What the end of a step needs of a chunk; counts are by group name."""
+    """What the end of a step needs to know of a chunk. Counts are by group name."""
 
     shape: ChunkShape
     copied_bytes: Counter[str]
     num_tensors: Counter[str]
     num_open: Counter[str]
-    """Groups without a commit, but for those that were cut off."""
+    """Groups without a commit, apart from those that were cut off."""
 
     num_cut_off: Counter[str]
     """Groups in which the forward raised."""
@@ -59,33 +59,33 @@ class Plan:
     """Names of each chunk's groups in forward order, as last seen."""
 
     num_unplanned: int = 0
-    """Groups of a microbatch that the plan of the options lacks, or has with other bytes."""
+    """Groups of a microbatch that the plan of the options lacks, or has with another size."""
 
     stay: Mapping[Place, int] = field(default_factory=dict)
-    """Places whose groups stay below a limit, and the most bytes that they may have for that."""
+    """Places whose groups stay below a limit, with the largest size that still stays."""
 
     planned: tuple[tuple[PlannedGroup, ...], ...] = ()
-    """The plan of the options, by virtual stage: for chunks that no step has had yet."""
+    """The plan of the options, by virtual stage, for chunks that no step has had yet."""
 
     bounds: tuple[int, int] | None = None
-    """On bytes in flight and ahead, from the plan of the options; None where the engine chooses:
-    without such a plan, or where a group is not as planned.
+    """On bytes in flight and ahead, from the plan of the options. None if the engine chooses them:
+    without such a plan, or if a group is not as planned.
     """
 
     def keeps(self, key: GroupKey, name: str, nbytes: int) -> bool:
-        """Whether the plan knows this very group and keeps it."""
+        """Whether the plan has this group, with this name, and keeps it."""
         if key.chunk in self.names:
             return key in self.kept and self.names[key.chunk][key.position] == name
         groups = self._planned_from(key)
         return bool(groups) and groups[0].keeps and groups[0].is_it(name, nbytes)
 
     def _planned_from(self, key: GroupKey) -> tuple[PlannedGroup, ...]:
-        """The plan of the options for a group and those behind it in its chunk."""
+        """The plan of the options for a group and the later ones of its chunk."""
         vp_stage, position = key.place
         return self.planned[vp_stage][position:] if vp_stage < len(self.planned) else ()
 
     def is_last_of_its_name(self, key: GroupKey, name: str) -> bool:
-        """Whether the plan knows this very group, and no later one of its chunk has the name."""
+        """Whether the plan has this group, and no later one of its chunk has the same name."""
         if key.chunk in self.names:
             names = self.names[key.chunk][key.position :]
         else:
@@ -93,7 +93,7 @@ class Plan:
         return names[:1] == (name,) and name not in names[1:]
 
     def has_no_room(self, key: GroupKey, nbytes: int) -> bool:
-        """Whether a group was to stay below a limit, and is larger than it was then."""
+        """Whether a group was to stay below a limit, and is larger than was planned for."""
         return nbytes > self.stay.get(key.place, nbytes)
 
 
@@ -133,8 +133,9 @@ def make_plan(
 def groups_to_keep(
     chunks: Sequence[ChunkShape], config: OffloadConfig, pipeline_rank: int
 ) -> frozenset[GroupKey]:
-    """The margin, then the bytes that this pipeline rank keeps, then the fraction; or the margin
-    and the plan of the options.
+    """The margin, then this rank's bytes, then the fraction; or the margin and the options' plan.
+
+    Each rule looks only at groups that the rules before it do not keep.
     """
     kept = reload_margin(chunks)
     planned = planned_groups(chunks, config, pipeline_rank)
