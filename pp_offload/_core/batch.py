@@ -27,7 +27,7 @@ Spec = tuple[torch.Size, torch.dtype]
 
 
 class Reload:
-    """Payloads that came in one copy.
+    """How payloads became available together, and for which stream: by a copy, or taken back.
 
     Attributes:
         stream: The compute stream that their memory was allocated on, and that may use it.
@@ -110,9 +110,9 @@ class Batch:
         leaving: What that copy reads; None once it has run.
         changed: Payloads that were changed in place before their copy had run.
         back: What is on the device again.
-        later: Of payloads that hold saved tensors of other groups, too: the uses of each group that
-            backward has not reached, by its id; its own, by None. And those of the second part of a
-            backward, by the id of who follows the parts.
+        later: Of each payload that several groups use, the uses still to come: by ``id`` of a group
+            that backward has not reached; of its own group by None; of the second part of a
+            backward by ``id`` of its SplitBackward. It says what stays; no tensor depends on it.
     """
 
     __slots__ = (
@@ -144,9 +144,9 @@ class Batch:
     def use_again(self, index: int, num: int, group: int) -> None:
         """So many more saved tensors hold a payload, of a group with this ``id``."""
         back = self.back
-        self.later.setdefault(index, {None: max(back.left[index], 0)})[group] = num
+        self.later.setdefault(index, {None: back.left[index]})[group] = num
         back.uses[index] += num
-        if back.left[index] <= 0 and back.device[index] is None:
+        if back.left[index] == 0 and back.device[index] is None:
             back.num_away += 1  # it was used up, and is to be used again
         back.left[index] += num
 
@@ -162,7 +162,8 @@ class Back(weakref.ref[Batch]):
         given: What autograd got, when it was taken out.
         uses: How often it will be used each time it comes anew.
         left: How many uses are to come; 0 when it is used up.
-        num_away: Payloads that are to be used and are neither on the device nor on their way.
+        num_away: Payloads to be used, in any part of backward, that are neither on the device nor
+            on their way.
         part: Where backward comes in two parts, the payloads that the first has still to use; the
             others are for the second one. None where there is one part, or the first is over.
         sizes: In bytes.
@@ -202,3 +203,7 @@ class Back(weakref.ref[Batch]):
             self.num_away -= 1
         else:
             self.left[index] = self.uses[index]
+
+
+Wanted = tuple[Batch, list[int]]
+"""Payloads of a batch that are to come back."""

@@ -149,8 +149,6 @@ class Engine:
         """The batch that these payloads left with; None without room."""
         try:
             batch = self.mover.offload(group.name, own, group.streams)
-        except Busy:
-            raise
         except MemoryError as failure:
             self._warn(group, failure)
             return None

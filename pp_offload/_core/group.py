@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from pp_offload._common.torch_private import never_compiled
-from pp_offload._core.batch import Batch
+from pp_offload._core.batch import Batch, Wanted
 from pp_offload._core.keys import GroupKey
 from pp_offload._core.saved import Packed, Resident, Saved, Wrapped
 from pp_offload._core.subclasses import is_wrapper
@@ -142,7 +142,7 @@ class Group:
             raise
 
     def note_use(self) -> None:
-        """Backward has reached the group: what it uses is used no later than now."""
+        """Backward has reached the group: its uses are not later ones any more."""
         self.is_used = True
         batch = None if self.batch is None else self.batch()
         if batch is not None and batch.later:
@@ -154,7 +154,7 @@ class Group:
 
     # What is to come back
 
-    def wanted(self) -> list[tuple[Batch, list[int]]]:
+    def wanted(self) -> list[Wanted]:
         """Payloads that its backward will ask for and that are not on the device, by batch."""
         wanted = []
         batch = None if self.batch is None else self.batch()
@@ -167,7 +167,7 @@ class Group:
                     wanted.append((other, [index]))
         return wanted
 
-    def uses(self) -> list[tuple[Batch, list[int]]]:
+    def uses(self) -> list[Wanted]:
         """Payloads that its backward has still to ask for, by batch."""
         batch = None if self.batch is None else self.batch()
         uses = []

@@ -1,6 +1,6 @@
 """Copies to the host that are not known to be over, and how many device bytes they may keep.
 
-See NOTE [ Keep-alive ] of ``mover.py``, the only user.
+See NOTE [ Keep-alive ] of ``mover.py``.
 """
 
 from __future__ import annotations

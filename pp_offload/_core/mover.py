@@ -1,4 +1,4 @@
-"""What waits for what: the only class that queues copies, records events and makes a stream wait.
+"""What waits for what: the only class that queues copies of activations, and has streams wait.
 
     offload  d2h waits for compute and for the last use of the host memory; copy; ``offloaded``
     reload   allocate on compute; h2d waits for compute and ``offloaded``; copy; ``reload.event``
@@ -14,7 +14,8 @@ NOTE [ Keep-alive ]
 NOTE [ One lock ]
     Any number of backwards may run beside forwards. One lock guards the bookkeeping. It is never
     held during a wait: on a host device a wait of compute blocks the thread. What is waited for is
-    held by a local variable, so that another thread may change the batch meanwhile.
+    held by a local variable, so that another thread may change the batch meanwhile. Only checksums,
+    with ``verify``, wait for the device with it.
 
 NOTE [ Side streams ]
     A tensor may be saved on a stream that is not current at the commit. So d2h waits for every
@@ -45,22 +46,19 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from pp_offload._core.batch import Back, Batch, Leaving, Reload, address_of
+from pp_offload._core.batch import Back, Batch, Leaving, Reload, Wanted, address_of
 from pp_offload._core.bound import IN_FLIGHT_BYTES, Bound
 from pp_offload._core.in_flight import ComputeStreams, InFlight
 from pp_offload._core.observer import Moved, Observers
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.stopwatch import timed_copy, timed_wait
-from pp_offload._core.tiers import HostTier, Read
+from pp_offload._core.tiers import Busy, HostTier, Read
 from pp_offload._core.verify import Verifier
 from pp_offload._memory.host_pool import HostBytes
 from pp_offload.backends import Backend, Event, Stream, captured, those_captured
 from pp_offload.errors import ForkedError, OffloadError, SavedTensorModifiedError, TierError
 
 _spec = attrgetter("shape", "dtype")  # loops in C
-
-Wanted = tuple[Batch, list[int]]
-"""Payloads of a batch that are to be brought."""
 
 
 @dataclass
@@ -122,7 +120,7 @@ class Mover:
         """Queue the copies of a group that was saved on ``streams``. Never waits; the lock is held.
 
         Raises:
-            MemoryError: The tier has no room. Nothing was queued.
+            Busy, MemoryError: The tier has no room, for now or at all. Nothing was queued.
         """
         arrived = self.arrived
         if self.in_flight.queue or arrived.gone or arrived.abandoned or self.tier.reads:
@@ -134,13 +132,14 @@ class Mover:
         live, d2h = self.current_stream(), self.backend.d2h
         sides = () if streams == [live] else [stream for stream in streams if stream != live]
         for stream in (live, *sides):
-            self.in_flight.streams.follow(stream)  # memory returns there: NOTE [ Keep-alive ]
+            if stream not in self.in_flight.streams:  # nearly never
+                self.in_flight.streams.append(stream)  # memory returns there: NOTE [ Keep-alive ]
         if self.backend.is_capturing:
             live, d2h = captured(self.backend, live, d2h)
             sides = those_captured(self.backend, sides)
             self._keep_for_graph(place)
         verifier = None if self.backend.is_capturing else self.verifier
-        if payloads.views or (sides and verifier):  # which reads the sources on the live stream
+        if payloads.views or (sides and verifier):  # the verifier reads on the live stream, too
             self._gather(payloads, live, sides)
             sources = payloads.tensors
         if verifier is not None:
@@ -292,7 +291,7 @@ class Mover:
                     sources.append(hosts[index])
         if targets:
             self._copy_back(reload, on_host, targets, sources)
-        # Last, for it lets go of host memory that is on disk by now, and was a source above.
+        # Behind the copies: it polls, and may set ``place`` to None of a batch that was used above.
         return sum([len(i) for batch, i in on_disk if not self._read(batch, i, live, force=force)])
 
     def _copy_back(
@@ -323,7 +322,7 @@ class Mover:
             return True
         try:
             passage = self.tier.passage(batch.sizes, batch.specs, force=force)
-        except MemoryError:
+        except (Busy, MemoryError):
             return False
         reload, hosts, device = Reload(live), passage.host.tensors, self.backend.device
         targets = [torch.empty_like(hosts[index], device=device) for index in indices]
@@ -388,7 +387,7 @@ class Mover:
                 else:
                     tensor = self._use(batch, index)
         if tensor is None:
-            tensor = self._bring(batch, index, self._captured(self.current_stream()))
+            tensor = self._bring(batch, index, self._captured(live))
         if self.verifier is not None and not self.backend.is_capturing:
             self.verifier.came(batch, index, tensor)
         if self.arrived.unused_bytes < self.window.below_bytes:
@@ -407,7 +406,7 @@ class Mover:
             return None
         back.versions[index] = version
         left = back.left[index] = back.left[index] - 1
-        if left <= 0:
+        if left == 0:
             back.given[index] = weakref.ref(tensor)
             back.device[index] = None
             self.arrived.unused_bytes -= back.sizes[index]

@@ -105,7 +105,9 @@ class Observers:
             setattr(self, event.name, tuple(rest))
 
     def follow_uses(self, payloads: Payloads) -> None:
-        """Have :meth:`Observer.used` called for what is about to leave."""
+        """Have :meth:`Observer.used` called for what has just left. The lock is held, without which
+        nobody gets it back.
+        """
         for members in payloads.members:
             for saved in members:  # weakly: a cycle would keep its bytes until garbage is collected
                 saved.restore = partial(self._use, weakref.ref(saved), saved.restore)

@@ -1,4 +1,4 @@
-"""From saved tensors to payloads: what of a group is copied, each byte once.
+"""From saved tensors to payloads: what of a group is copied, each storage once.
 
 Saved tensors are sorted by storage. A storage moves whole, and every view is made of it again, if
 one view covers it, or if several views reach from its first byte to its last and together cover at
@@ -23,7 +23,6 @@ from pp_offload._core.subclasses import is_pending
 from pp_offload._core.tensors import (
     Geometry,
     has_new_strides,
-    is_whole_storage,
     storage_bytes,
 )
 
@@ -120,7 +119,8 @@ def _add_views(payloads: Payloads, members: list[Saved], storage: UntypedStorage
         by_geometry.setdefault(Geometry.of(member.tensor), []).append(member)
     first = members[0].tensor
     assert first is not None
-    if len(by_geometry) == 1 and is_whole_storage(first, storage):
+    is_whole = first.nbytes == storage.nbytes() and first.is_contiguous()
+    if len(by_geometry) == 1 and is_whole and has_new_strides(first):
         payloads.add(first, members, storage)
     elif (whole := _whole(by_geometry, first, storage)) is None:
         left_bytes = storage.nbytes()

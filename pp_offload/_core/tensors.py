@@ -16,7 +16,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -73,10 +73,6 @@ class Geometry:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
 
-    def moved_to(self, offset: int) -> Geometry:
-        """The same view at another offset."""
-        return Geometry(self.dtype, self.size, self.stride, offset)
-
     def compact_offset(self) -> int:
         """The offset to come back with when only this view was gathered.
 
@@ -109,7 +105,7 @@ class Geometry:
         """This view in a storage of its own, filled from its gathered elements."""
         offset = self.compact_offset()
         room = torch.empty(offset + self.span_numel, dtype=self.dtype, device=payload.device)
-        moved = self.moved_to(offset)
+        moved = replace(self, offset=offset)
         moved.narrowed().on_storage_of(room).copy_(payload)
         return moved.on_storage_of(room)
 
@@ -141,11 +137,6 @@ def is_dense(tensor: Tensor) -> bool:
     """Whether the elements of a strided tensor fill one piece of memory, each once."""
     with disable_current_modes():  # it is no device memory
         return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
-
-
-def is_whole_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor is all there is in its ``storage``, and has the strides of a new one."""
-    return tensor.nbytes == storage.nbytes() and tensor.is_contiguous() and has_new_strides(tensor)
 
 
 def has_new_strides(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
     tier = make_tier(backend, OffloadConfig(tiers=("host", "disk")), backend.allocate_host)
     batch.place = tier.take(batch, sizes, specs)  # MemoryError: no room, nothing has changed
-    tier.write(batch)                             # behind ``batch.offloaded``, by a thread
+    tier.write(batch)                             # by a thread, if the batch has a ``passage``
     ...                                           # all is free when the batch is garbage
 
 Once they are written, the disk alone has the bytes. To come back, a thread reads them to host
@@ -44,6 +44,7 @@ from pp_offload._core.bound import Bound
 from pp_offload._memory.budget import RAISE_IT, HostBudget
 from pp_offload._memory.disk_file import DiskFile
 from pp_offload._memory.host_pool import Allocate, HostBytes, HostPool
+from pp_offload._memory.host_tensors import Owner
 from pp_offload.backends import Backend, Event
 from pp_offload.config import OffloadConfig, add_tier_name
 from pp_offload.errors import NotWhileCapturingError
@@ -63,20 +64,11 @@ FOR_THE_WAY = f"{RAISE_IT}: what goes to disk passes through host memory, a whol
 """What helps where the disk is there already."""
 
 
-class Busy(MemoryError):
+class Busy(Exception):
     """Without room until ``event`` has ended. Nothing has changed; wait, and try again."""
 
     def __init__(self, event: Event) -> None:
-        super().__init__("what is on its way has to make room first")
         self.event = event
-
-
-class Passage:
-    """Owner of host memory that bytes pass through, which is free when the owner is garbage."""
-
-    __slots__ = ("__weakref__", "host")
-
-    host: HostBytes
 
 
 class Read(NamedTuple):
@@ -89,7 +81,7 @@ class Read(NamedTuple):
     allocated: Event
     """Behind former uses of the device memory."""
 
-    passage: Passage
+    passage: Owner
 
 
 class HostTier:
@@ -123,8 +115,7 @@ class HostTier:
             force: Go over the budget.
 
         Raises:
-            Busy: There will be room.
-            MemoryError: There is none. The message names the budget.
+            MemoryError: There is no room. The message names the budget.
         """
         place = self.pool.take(sizes, owner, force=force)
         if specs != place.specs:  # else the same as in the last step, and shaped already
@@ -133,13 +124,6 @@ class HostTier:
                 place.tensors = [view.view(dtype).view(shape) for view, (shape, dtype) in views]
             place.specs = specs  # last, for an interrupt
         return place
-
-    def furthest(self) -> Event | None:
-        """The end of what makes room next, if something does."""
-        return None
-
-    def poll(self) -> None:
-        """Let go of what is not needed any more. Never blocks."""
 
     def retry(self) -> None:
         """A step has ended: what failed may work again."""
@@ -182,10 +166,16 @@ class DiskTier(HostTier):
     def take(
         self, owner: Any, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
     ) -> HostBytes:
-        """See :meth:`HostTier.take`."""
+        """As in :class:`HostTier`. What only passes through is owned by ``owner.passage``, which is
+        set then.
+
+        Raises:
+            Busy: A thread's work makes room.
+            MemoryError: There is no room, or the disk has failed.
+        """
         if self._host is not None:
             with suppress(MemoryError):
-                return self._host.take(owner, sizes, specs, force=force)
+                return self._host.take(owner, sizes, specs)
         self.check_capture("writing to")
         self.poll()
         if self._failure is not None:
@@ -199,14 +189,12 @@ class DiskTier(HostTier):
         batch.write = self.disk.write(batch.place.views, after=[batch.offloaded])
         self.writing.append(weakref.ref(batch))
 
-    def read(self, batch: Batch, passage: Passage) -> Event:
+    def read(self, batch: Batch, passage: Owner) -> Event:
         """Have a thread read a batch to host memory; returns the end of it."""
         host = passage.host
         return self.disk.read_into(batch.write, host.views, after=host.waits_for)  # type: ignore[no-any-return]
 
-    def passage(
-        self, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False
-    ) -> Passage:
+    def passage(self, sizes: Sequence[int], specs: Sequence[Spec], *, force: bool = False) -> Owner:
         """Host memory on the way; see NOTE [ On the way ]. Arguments as those of :meth:`take`.
 
         Raises:
@@ -214,7 +202,7 @@ class DiskTier(HostTier):
             MemoryError: There is no room.
         """
         self.poll()
-        passage, furthest = Passage(), self.furthest()
+        passage, furthest = Owner(), self.furthest()
         if furthest is not None and self.pool.in_use_bytes + sum(sizes) > self._bound.nbytes:
             raise Busy(furthest)
         try:
@@ -226,7 +214,7 @@ class DiskTier(HostTier):
         return passage
 
     def furthest(self) -> Event | None:
-        """See :meth:`HostTier.furthest`."""
+        """The end of what makes room next, if something does."""
         for ref in self.writing:
             if (batch := ref()) is not None:
                 return batch.write.event  # type: ignore[no-any-return]

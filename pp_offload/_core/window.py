@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 
-from pp_offload._core.batch import Batch
+from pp_offload._core.batch import Batch, Wanted
 from pp_offload._core.bound import SMALL_BYTES, Bound, refill_below
 from pp_offload._core.group import Group
-from pp_offload._core.mover import Mover, Wanted
+from pp_offload._core.mover import Mover
 
 
 class Visit(Protocol):

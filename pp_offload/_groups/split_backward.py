@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pp_offload._core.batch import Batch
+from pp_offload._core.batch import Batch, Wanted
 from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey, Place, WeightPassKey
 from pp_offload._core.observer import Observer
@@ -189,7 +189,7 @@ class WeightVisit:
         self.batch = group.batch
         self._used = used
 
-    def wanted(self) -> list[tuple[Batch, list[int]]]:
+    def wanted(self) -> list[Wanted]:
         """What it will ask for, unless on the device or brought for the first part."""
         wanted = []
         for batch, indices in self.uses():
@@ -199,7 +199,7 @@ class WeightVisit:
                 wanted.append((batch, away))
         return wanted
 
-    def uses(self) -> list[tuple[Batch, list[int]]]:
+    def uses(self) -> list[Wanted]:
         """What it will ask for, by batch."""
         batch = None if self.batch is None else self.batch()
         if batch is None:
