@@ -144,7 +144,7 @@ class HostPool:
         self._slabs: dict[int, Slab] = {}  # by address, rising
         self._end = 0
         self._free = Ranges()
-        self._pending: list[PendingUse] = []
+        self._pending: deque[PendingUse] = deque()
         self._idle: defaultdict[tuple[int, ...], deque[HostBytes]] = defaultdict(deque)
         self._sizes: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal ones are one object
         self._lent: dict[int, tuple[weakref.ref[Any], HostBytes]] = {}  # by id of the reference
@@ -320,7 +320,7 @@ class HostPool:
         events: dict[int, Event] = {}
         for start, nbytes in ranges:
             end = start + nbytes
-            rest: list[PendingUse] = []
+            rest: deque[PendingUse] = deque()
             for use in self._pending:
                 if use.end <= start or end <= use.start:
                     rest.append(use)
@@ -340,10 +340,8 @@ class HostPool:
 
     def _break_up(self) -> None:
         """Merge idle memory of all sizes into free ranges."""
-        done = 0
-        while done < len(self._pending) and not self._unfinished([self._pending[done].event]):
-            done += 1  # copies end in about the order they were queued
-        del self._pending[:done]
+        while self._pending and not self._unfinished([self._pending[0].event]):
+            self._pending.popleft()  # copies end in about the order they were queued
         for same in self._idle.values():
             for host in same:
                 events = self._unfinished(host.waits_for)
@@ -404,7 +402,7 @@ class HostPool:
     def _drop_slabs(self) -> None:
         """Return free slabs to the system, except those that a copy still uses."""
         self._break_up()
-        busy = [use for use in self._pending if not use.event.query()]
+        busy = deque(use for use in self._pending if not use.event.query())
         for address, nbytes in [(start, slab.data.numel()) for start, slab in self._slabs.items()]:
             end = address + nbytes
             is_busy = any(use.start < end and address < use.end for use in busy)

@@ -114,7 +114,7 @@ CASES: dict[str, Case] = {
     ),
     "also of a slab that is not given back": (
         programs.slab_read_for_another_stream,
-        Fault(f"{POOL}._break_up", "not self._unfinished([self._pending[done].event])", "True"),
+        Fault(f"{POOL}._break_up", "not self._unfinished([self._pending[0].event])", "True"),
         Fault(f"{POOL}._drop_slabs", "if not use.event.query()", "if False"),
     ),
     "h2d waits for the offload": (
