@@ -37,7 +37,11 @@ class Ranges:
         for index, size in enumerate(self._sizes):
             if size >= nbytes:
                 start = self._starts[index]
-                self._cut(index, nbytes)
+                if size == nbytes:
+                    del self._starts[index], self._sizes[index]
+                else:
+                    self._starts[index] += nbytes
+                    self._sizes[index] -= nbytes
                 return start
         return None
 
@@ -59,12 +63,5 @@ class Ranges:
         index = bisect_left(self._starts, start)
         if (self._starts[index : index + 1], self._sizes[index : index + 1]) != ([start], [nbytes]):
             return False
-        self._cut(index, nbytes)
+        del self._starts[index], self._sizes[index]
         return True
-
-    def _cut(self, index: int, nbytes: int) -> None:
-        if self._sizes[index] == nbytes:
-            del self._starts[index], self._sizes[index]
-        else:
-            self._starts[index] += nbytes
-            self._sizes[index] -= nbytes
