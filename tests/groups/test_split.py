@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from toy import assert_idle, batches, make_model, same_bits
 
+from pp_offload import CpuBackend, OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload._core.keys import ChunkKey, WeightPassKey
 from pp_offload._core.observer import Observer
 from pp_offload._groups.offloader import Offloader
@@ -220,3 +220,14 @@ def kept_of(manager: PipelineOffloadManager) -> list[Any]:
     split = manager.offloader.split
     assert split is not None
     return [tensor for kept in split._kept.values() for tensor in kept.values()]
+
+
+def test_the_second_part_is_no_chunk_for_a_user_of_megatron() -> None:
+    with use_backend(CpuBackend(), config=OffloadConfig(min_offloaded_tensor_size=1)) as manager:
+        model, x = make_model(), inputs_of(0, manager.backend.device)[0]
+        tell(manager, 0)
+        off_interface.init_chunk_handler(None, None, 1)
+        output = model(x.requires_grad_())
+        first, second = manager.pop_backward_chunk(), manager.pop_backward_chunk()
+        assert first is manager.cur_forward_chunk() is not None and second is None
+        del output
