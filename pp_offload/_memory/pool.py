@@ -39,6 +39,8 @@ MIN_SLAB_BYTES = 2**16
 class _Lease:
     """A tensor of the pool, and the owner of its bytes."""
 
+    __slots__ = ("__weakref__", "data", "freed_at", "key", "tensor")
+
     tensor: Tensor
     data: Tensor  # its bytes
     freed_at: int  # how many tensors the pool had taken back by then
