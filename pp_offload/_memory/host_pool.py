@@ -250,10 +250,10 @@ class HostPool:
         returned, lent, idle = self._returned, self._lent, self._idle
         while returned:
             ref = returned.popleft()
-            _, host = lent[id(ref)]
+            _, host = lent.pop(id(ref))
             if host.is_in_graph:
+                lent[id(ref)] = ref, host  # lent for good
                 continue
-            del lent[id(ref)]
             self._in_use_bytes -= host.nbytes
             if host.last_use is not None:  # else it was never used, and still waits as before
                 host.waits_for, host.last_use = (host.last_use,), None
