@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from toy import batches, make_model, run_step
 
@@ -152,6 +153,18 @@ def test_before_a_step_is_complete_the_table_says_so() -> None:
         assert "counts from the next reset()" in summary_table()
         manager.reset()
         assert "counts from the next reset()" not in summary_table()
+
+
+def test_the_table_does_not_show_an_earlier_step_where_nothing_is_large_enough(
+    trained: PipelineOffloadManager,
+) -> None:
+    assert trained.offload_summary_total_bytes
+    trained.init_model_chunk_offload_handler(None, None, 2**20)
+    with off_interface(True, torch.ones(4, requires_grad=True), "mlp") as x:
+        y = x.sin()
+    off_interface.group_commit(y, name="mlp").sum().backward()
+    trained.reset()
+    assert trained.offload_summary_total_bytes == 0
 
 
 @pytest.mark.parametrize(("smallest", "fraction"), [(1_000_000, 1.0), (1, 0.0)])

@@ -294,6 +294,8 @@ class Manager:
             self._room.end_step(self.step.shapes() if is_complete else None)
             if is_complete:
                 self.learn()
+            elif self.step.has_saved_nothing():
+                self.step.summary = {}  # that of an earlier step would say that something left
             self.bounds.end_step(self.offloader.plan, is_complete=is_complete)
             self._look_for_idle_groups()
             self._end_step()
@@ -358,10 +360,10 @@ class Manager:
         self.offloader.plan = plan = self.step.make_plan(self.config, self._room.stay)
         if not self.step.is_warmup and plan != old and plan.stay == old.stay:
             logger.info(
-                "the step changed: it had %d chunks, the plan was for %d; the plan is derived anew "
-                "and keeps %d groups on the device",
-                len(plan.names),
-                len(old.names),
+                "the step changed from %d chunks with %d groups to %d with %d; the plan is made "
+                "anew and keeps %d groups on the device",
+                *(len(old.names), sum(map(len, old.names.values()))),
+                *(len(plan.names), sum(map(len, plan.names.values()))),
                 len(plan.kept),
             )
         smallest = self.step.smallest_numel

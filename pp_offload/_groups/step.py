@@ -166,6 +166,12 @@ class StepRecord:
             return False
         return bool(self._backward) and all(c.is_finished() for c in self._forward.values())
 
+    def has_saved_nothing(self) -> bool:
+        """Whether there were groups, all of them committed, and none saved what may leave."""
+        groups = [group for chunk in self._forward.values() for group in chunk.groups]
+        is_over = not any(chunk.open_groups for chunk in self._forward.values())
+        return bool(groups) and is_over and not any(g.counts.num_tensors for g in groups)
+
     def forgotten(self) -> list[str]:
         """Names of groups that were started, used by backward, and never committed."""
         groups = (group for chunk in self._forward.values() for group in chunk.open_groups)
