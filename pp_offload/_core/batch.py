@@ -66,11 +66,17 @@ class Leaving(NamedTuple):
     offloaded: Event
     nbytes: int
     sources: Sequence[Tensor]
-    watched: Sequence[Tensor]
+    watched: list[Tensor]
     versions: list[int]
-    indices: Sequence[int]
+    indices: list[int]
     addresses: list[int]
     stream: Stream
+
+    def watch(self, saved: Any, index: int) -> None:
+        """Watch a saved tensor on the device, whose bytes are a payload's."""
+        self.watched.append(saved.tensor)
+        self.versions.append(saved.version)
+        self.indices.append(index)
 
     def changed(self) -> frozenset[int]:
         """Payloads whose source is not as it was when it was saved."""

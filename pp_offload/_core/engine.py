@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -30,6 +31,8 @@ from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -66,6 +69,7 @@ class Engine:
         self.eligibility = Eligibility(backend.device, StorageSet())
         self.reach = self.window.reach
         self.current_stream = backend.current_stream
+        self.follow(backend.current_stream())  # inputs may be made where no forward computes
         self.is_enabled = True
         self.is_torn = False
         self._has_warned = False
@@ -87,6 +91,14 @@ class Engine:
         any other may have come between two lines that belong together.
         """
         self.is_torn |= not isinstance(failure, OffloadError)
+
+    def guarded(self, call: Callable[..., T], *args: Any) -> T:
+        """What ``call`` returns, where none of the engine's own methods is around it."""
+        try:
+            return call(*args)
+        except BaseException as failure:
+            self.tear(failure)
+            raise
 
     def go_on_as(self, old: Engine) -> None:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
@@ -169,6 +181,8 @@ class Engine:
         for position, (batch, index) in shared.items():
             batch.use_again(index, len(payloads.members[position]), id(group))
             for saved in payloads.members[position]:
+                if batch.leaving is not None:
+                    batch.leaving.watch(saved, index)
                 restored_from(batch, index, saved)
                 saved.batch, saved.index = batch, index
                 saved.tensor = saved.wrapper = None
@@ -186,11 +200,7 @@ class Engine:
         """With ``verify=True``: what groups committed since the last call did not free."""
         if self.mover.verifier is None:
             return []
-        try:
-            self.mover.synchronize()
-        except BaseException as failure:
-            self.tear(failure)
-            raise
+        self.guarded(self.mover.synchronize)
         return self.mover.verifier.check_freed()
 
     def _warn(self, group: Group, failure: MemoryError) -> None:

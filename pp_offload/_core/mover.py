@@ -344,7 +344,6 @@ class Mover:
         reload, back, batch = read.reload, read.back, read.back()
         if reload.read is not read:
             return
-        reload.read = None
         pairs = [(i, back.device[i]) for i in read.indices if back.reloads[i] is reload]
         there = {index: tensor for index, tensor in pairs if tensor is not None}
         try:
@@ -352,9 +351,11 @@ class Mover:
         except TierError:
             for index in there:
                 self.arrived.put_away(back, index)
+            reload.read = None  # last: without it, memory counts as a copy's that was cut off
             raise
         if batch is None or not there:
             return  # nobody wants it
+        reload.read = None
         h2d, host = self.backend.h2d, read.passage.host
         for event in (read.allocated, *host.waits_for):  # a thread has waited for these, not h2d
             h2d.wait_event(event)

@@ -158,6 +158,8 @@ class Window:
             for batch, indices in visit.wanted():
                 if batch.mover is not mover:
                     continue  # of a former epoch
+                if batch.write is not None and mover.backend.is_capturing and visit is not group:
+                    continue  # what only comes ahead is no reason to refuse a capture
                 size = sum(map(batch.sizes.__getitem__, indices))
                 if batch.leaving is not None and size <= room and mover.take_back(batch):
                     room -= size

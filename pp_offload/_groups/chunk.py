@@ -51,6 +51,7 @@ class Chunk:
         left_out: Groups that started inside a checkpoint or while offload was disabled, and whose
             commit is still to come: the name of each, and how many groups had started before.
         thread: Runs its forward.
+        is_left: Whether that thread has begun another chunk.
     """
 
     group_type: ClassVar[type[Group]] = Group
@@ -73,6 +74,7 @@ class Chunk:
         self.open_groups: list[Group] = []
         self.thread = threading.current_thread()
         self.left_out: list[tuple[str, int]] = []
+        self.is_left = False
         # What is computed here and not saved, a later forward may save.
         offloader.engine.follow(offloader.engine.current_stream())
 
@@ -263,7 +265,7 @@ class Chunk:
     @property
     def is_awaited(self) -> bool:
         """Whether a group is open, or backward has still to reach one whose tensors are alive."""
-        if any(not group.has_failed for group in self.open_groups):
+        if not self.is_left and any(not (g.has_failed or g.is_used) for g in self.open_groups):
             return True
         return any(not group.is_used and group.is_alive for group in self.groups)
 

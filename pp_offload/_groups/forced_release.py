@@ -62,6 +62,8 @@ def _reason_to_stay(tensor: Tensor, kept: StorageSet) -> str | None:
         return "it is no dense tensor"
     if isinstance(tensor, Parameter) or tensor in kept:
         return "it belongs to the model, or was marked with mark_not_offloadable"
+    if _references_to_storage(tensor) > _FROM_ITS_TENSOR:
+        return "its storage is in use by itself"
     storage = tensor.untyped_storage()
     if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
         return _EXTERNAL
@@ -95,6 +97,13 @@ def _references_to_base(view: Tensor) -> int:
     base = view._base
     return sys.getrefcount(base) + base._use_count()  # type: ignore[union-attr]
 
+
+def _references_to_storage(tensor: Tensor) -> int:
+    return sys.getrefcount(tensor.untyped_storage())
+
+
+_FROM_ITS_TENSOR = _references_to_storage(torch.empty(1, device="cpu"))
+"""How many references are counted for a storage that only its tensor refers to."""
 
 _FROM_ITS_VIEW = _references_to_base(torch.empty(1, device="cpu")[:])
 """How many references are counted for a base that only its view refers to."""

@@ -172,6 +172,8 @@ class Manager:
         if torch.is_grad_enabled():
             self.step.smallest_numel = min_offloaded_tensor_size
         self.step.vp_size = size
+        if self.forward.chunk is not None:
+            self.forward.chunk.is_left = True
         self.forward.chunk = (make or self.make_chunk)(
             min_offloaded_tensor_size,
             offloader=self.offloader,

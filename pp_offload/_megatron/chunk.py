@@ -147,7 +147,8 @@ class ChunkOffloadHandler(Chunk):
 
     def bulk_reload(self) -> None:
         """Reload ahead as far as the window allows."""
-        self.offloader.engine.window.fill()
+        engine = self.offloader.engine
+        engine.guarded(engine.window.fill)
 
     on_group_start_backward = bulk_reload
 

@@ -128,7 +128,7 @@ class ChunkOffloadHandler(introduced.ChunkOffloadHandler):
         in_flight = self._in_flight[name]
         in_flight.append(last)
         while len(in_flight) > most:
-            mover.wait_up_to(in_flight.popleft())
+            self.offloader.engine.guarded(mover.wait_up_to, in_flight.popleft())
 
     def on_group_commit_forward(  # type: ignore[override]
         self, name: str, forced_released_tensors: Sequence[Tensor] | None

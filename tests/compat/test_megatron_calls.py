@@ -6,6 +6,7 @@ from collections import deque
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from toy import assert_idle, same_bits
 
 from pp_offload import OffloadConfig, OffloadError, PipelineOffloadManager, RaceError, use_backend
+from pp_offload._core.in_flight import InFlight
 from pp_offload.compat.megatron import ChunkOffloadHandler
 from pp_offload.compat.megatron import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload.testing import SimulatedBackend
@@ -296,3 +298,19 @@ def test_what_is_discarded_before_its_copy_is_an_error(
         with pytest.raises(OffloadError, match="'qkv_linear'.*(given up|its storage emptied)"):
             y.sum().backward()
         del others
+
+
+def test_an_interrupt_while_it_waits_for_the_oldest_group_begins_a_fresh_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with use_backend(SimulatedBackend("late")) as manager:
+        on, _ = models(manager, max_inflight_offloads=0)
+        engine = manager.offloader.engine
+        interrupt = Mock(side_effect=KeyboardInterrupt)
+        monkeypatch.setattr(InFlight, "let_go_first", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(on, batches(manager.backend.device, 1))
+        assert engine.is_torn
+        monkeypatch.undo()
+        off_interface.reset()
+        assert manager.offloader.engine is not engine

@@ -250,6 +250,24 @@ def test_what_another_stream_saved_is_ordered_with_the_commit(
 
 
 @simulated
+def test_memory_of_the_stream_that_the_manager_was_made_on_waits_for_its_copy(kind: str) -> None:
+    """All forwards compute on another one; what they are given is of this one."""
+    with session(kind, max_in_flight_bytes=64) as manager:
+        main, side = manager.backend.current_stream(), side_stream(manager.backend)
+        for rows in (6, 5):
+            x = drawn(rows, WIDTH) * 2
+            side.wait_stream(main)
+            with manager.backend.stream(side):
+                begin_step()
+                y = group(x.requires_grad_(), torch.sin)
+            main.wait_stream(side)
+            del x, y
+            junk = [torch.full((rows, WIDTH), float("nan")) for _ in range(3)]
+            del junk
+        assert_idle(manager)
+
+
+@simulated
 @pytest.mark.parametrize("starts_aside", [False, True])
 def test_memory_of_the_stream_that_saves_and_commits_waits_for_its_copy(
     kind: str, starts_aside: bool

@@ -197,3 +197,22 @@ def test_a_change_is_seen_on_another_stream_than_that_of_the_commit() -> None:
             pytest.raises(SavedTensorModifiedError, match=r"group 'core'"),
         ):
             torch.autograd.grad(loss, x)
+
+
+@pytest.mark.parametrize("kind", ["late", "random", "threads"])
+def test_a_view_that_another_group_shares_is_watched(kind: str) -> None:
+    """It counts its changes apart, and its bytes left with the copy of the first group."""
+    with session(kind) as manager:
+        begin_step()
+        x, w = (torch.linspace(-1, 1, 2**16).requires_grad_() for _ in "xw")
+        y = x * 2
+        apart = y.data
+        first = group(y, torch.sin, name="first")
+        loss = group(apart, lambda apart: apart * w, name="second").sum()
+        with unseen(manager.backend), torch.no_grad():
+            apart.add_(1)
+        try:
+            (got,) = torch.autograd.grad(loss + first.sum(), w)
+        except SavedTensorModifiedError:
+            return
+        assert same_bits([got], [x.detach() * 2])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from helpers.sessions import assert_same, begin_step, drawn, group, session, settle
 from processes import HANG_S
 
+from pp_offload import DiskTierError
 from pp_offload._memory.disk_file import DiskFile
 
 
@@ -78,3 +81,33 @@ def test_managers_that_go_leave_no_thread_and_no_file(tmp_path: Path) -> None:
         gc.enable()
     assert threading.active_count() <= threads
     assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_failed_reads_leave_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were ahead of their use, and the graph goes without them."""
+
+    def fail(fd: int, parts: Any, at: int) -> int:
+        raise OSError(errno.EIO, "gone")
+
+    with session("late", tiers=("disk",), disk_dir=tmp_path, prefetch_bytes=10**6) as manager:
+        begin_step()
+        before = manager.backend.device_bytes
+        h = group(drawn(64, 64).requires_grad_(), torch.sin, name="first")
+        y = group(h, torch.cos, name="second").sum()
+        settle(manager)
+        while manager.statistics().host_bytes_in_use:
+            pass  # threads write
+        monkeypatch.setattr(DiskFile, "_pread", staticmethod(fail))
+        with pytest.raises(DiskTierError):
+            y.backward()
+        for read in list(manager.offloader.engine.mover.tier.reads):
+            with suppress(DiskTierError):
+                read.event.synchronize()
+            del read
+        manager.statistics()
+        del h, y
+        gc.collect()
+        manager.statistics()
+        settle(manager)
+        assert not manager.offloader.engine.is_torn
+        assert manager.backend.device_bytes <= before

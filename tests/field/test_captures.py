@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -194,6 +195,31 @@ def test_the_disk_is_not_read_in_a_capture() -> None:
         with pytest.raises(NotWhileCapturingError, match="keep what it needs in host"):
             with device.capture():
                 y.backward()
+
+
+def test_what_comes_ahead_from_disk_refuses_no_capture() -> None:
+    """The captured group is on the host, and the next chunk on disk."""
+    gc.collect()  # the budget is that of all managers
+    wide = torch.linspace(-1, 1, 2**21)
+    with manager_of("late", tiers=("host", "disk"), host_budget_bytes=2**24) as (manager, device):
+        off_interface.reset()
+        leaves = [part.clone().requires_grad_() for part in (wide, wide[2**18 :])]
+        outputs = []
+        for leaf in leaves:
+            off_interface.init_chunk_handler(None, None, 1)
+            with off_interface(True, leaf * 1, "part") as x:
+                y = x.exp()
+            outputs.append(off_interface.group_commit(y, name="part").sum())
+        del x, y
+        manager.backend.synchronize()
+        assert manager.statistics().disk_bytes_written
+        while manager.offloader.engine.mover.tier.furthest() is not None:
+            manager.statistics()  # on its way to the disk
+        with device.capture():
+            outputs[0].backward()
+            manager.offloader.engine.mover.join()
+        outputs[1].backward()
+        assert same_bits([leaf.grad for leaf in leaves], [wide.exp(), wide[2**18 :].exp()])
 
 
 def test_rules_of_the_simulator() -> None:

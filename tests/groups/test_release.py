@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,10 @@ def a_view(manager: PipelineOffloadManager, x: Tensor) -> Tensor:
     return x.view(4, 10)
 
 
+def its_storage(manager: PipelineOffloadManager, x: Tensor) -> Any:
+    return x.untyped_storage()
+
+
 def marked(manager: PipelineOffloadManager, x: Tensor) -> None:
     manager.mark_not_offloadable(x)
 
@@ -77,7 +82,9 @@ def saved_in_the_manager(manager: PipelineOffloadManager, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "output"])
-@pytest.mark.parametrize("before", [saved_outside, a_view, marked, disabled, saved_in_the_manager])
+@pytest.mark.parametrize(
+    "before", [saved_outside, a_view, its_storage, marked, disabled, saved_in_the_manager]
+)
 def test_what_others_need_stays(
     manager: PipelineOffloadManager, before: Before, is_leaf: bool
 ) -> None:
