@@ -35,7 +35,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -349,12 +349,11 @@ class Mover:
         try:
             read.event.synchronize()  # which has ended
         except TierError:
-            for index in there:
-                self.arrived.put_away(back, index)
-            reload.read = None  # last: without it, memory counts as a copy's that was cut off
+            self._drop(read, there)
             raise
         if batch is None or not there:
-            return  # nobody wants it
+            self._drop(read, there)  # nobody wants it
+            return
         reload.read = None
         h2d, host = self.backend.h2d, read.passage.host
         for event in (read.allocated, *host.waits_for):  # a thread has waited for these, not h2d
@@ -363,6 +362,12 @@ class Mover:
         reload.event = host.last_use = self._copy(
             h2d, h2d.record_event, targets, sources, [(batch, list(there))]
         )
+
+    def _drop(self, read: Read, indices: Iterable[int]) -> None:
+        """Let go of the device memory that was to be filled."""
+        for index in indices:
+            self.arrived.put_away(read.back, index)
+        read.reload.read = None  # last: without it, the memory counts as that of a copy cut off
 
     def deliver(self, batch: Batch, index: int) -> Tensor:
         """A payload on the device, ready for the live compute stream. It is copied now if nobody

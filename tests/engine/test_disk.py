@@ -111,3 +111,28 @@ def test_failed_reads_leave_no_memory(tmp_path: Path, monkeypatch: pytest.Monkey
         settle(manager)
         assert not manager.offloader.engine.is_torn
         assert manager.backend.device_bytes <= before
+
+
+def test_memory_of_a_read_for_a_graph_that_is_gone_is_free_without_a_collection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with session("eager", tiers=("disk",), disk_dir=tmp_path, prefetch_bytes=10**6) as manager:
+        begin_step()
+        h = group(drawn(8, 8).requires_grad_(), torch.sin, name="first")
+        y = group(h, torch.cos, name="second")
+        settle(manager)
+        while manager.statistics().host_bytes_in_use:
+            pass  # threads write
+        reads = Gate("_pread", monkeypatch, end=1)
+        torch.autograd.grad(y.sum(), h)  # and the first group is read ahead
+        gc.collect()
+        gc.disable()
+        try:
+            (event,) = [read.event for read in manager.offloader.engine.mover.tier.reads]
+            del h, y
+            reads.open()
+            event.synchronize()
+            settle(manager)
+            assert manager.statistics().host_bytes_in_use == 0
+        finally:
+            gc.enable()
