@@ -70,7 +70,7 @@ CASES: dict[str, Case] = {
     ),
     "so does each stream that saved a source": (
         programs.too_much_in_flight_of_another_stream,
-        Fault(f"{MOVER}.offload", "self.in_flight.streams.follow(side)"),
+        Fault(f"{MOVER}.offload", "self.in_flight.streams.append(stream)"),
     ),
     "each where a chunk began": (
         programs.too_much_in_flight_of_a_stream_where_the_chunk_began,
