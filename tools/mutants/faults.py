@@ -630,7 +630,7 @@ MUTANTS = [
     Mutant(
         "open groups are not awaited",
         "pp_offload/_groups/chunk.py",
-        "if any(not group.has_failed for group in self.open_groups):",
+        "if not self.is_left and any(not (g.has_failed or g.is_used) for g in self.open_groups):",
         "if False:",
         "a thread ends the step of another, whose forward runs",
         (

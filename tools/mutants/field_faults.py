@@ -280,11 +280,10 @@ FIELD_MUTANTS = [
     Mutant(
         "a step without backward ends the plan",
         "pp_offload/_groups/manager.py",
-        "            if is_complete:\n                self.learn()\n",
-        "            if is_complete:\n"
-        "                self.learn()\n"
-        "            else:\n"
-        "                self.offloader.plan = type(self.offloader.plan)()\n",
+        "            self.bounds.end_step(self.offloader.plan, is_complete=is_complete)\n",
+        "            if not is_complete:\n"
+        "                self.offloader.plan = type(self.offloader.plan)()\n"
+        "            self.bounds.end_step(self.offloader.plan, is_complete=is_complete)\n",
         "after a validation other groups leave",
         (f"{FIELD}/test_validation_between_steps.py::test_without_grad",),
         row="F15",
@@ -471,8 +470,8 @@ FIELD_MUTANTS = [
     Mutant(
         "the outermost group takes all",
         "pp_offload/_megatron/interface.py",
-        "self._hooks.enter(Untraced(chunk.pack, self._group), self)",
-        "self._hooks.enter(Untraced(chunk.pack, chunk.open_groups[0]), self)",
+        "self._hooks.enter(PackHook(chunk.pack, self._group), self)",
+        "self._hooks.enter(PackHook(chunk.pack, chunk.open_groups[0]), self)",
         "what is saved in a group inside another leaves with that one",
         (f"{FIELD}/test_scopes_in_scopes.py::test_every_tensor_leaves_with_the_innermost_group",),
         row="F51",
