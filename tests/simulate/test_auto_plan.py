@@ -34,6 +34,7 @@ class Training:
         self.config = OffloadConfig(
             plan="auto",
             device_limit_bytes=limit_bytes,
+            host_budget_bytes=2**40,  # numbers alone, whatever this machine has
             min_offloaded_tensor_size=1,
             max_in_flight_bytes=2 * SAVED_BYTES,
             prefetch_bytes=2 * SAVED_BYTES,
@@ -149,6 +150,7 @@ def test_where_bounds_are_chosen_that_are_above_a_limit_a_budget_for_them_is_the
         config = OffloadConfig(
             plan="auto",
             device_limit_bytes=limit,
+            host_budget_bytes=2**40,  # numbers alone, whatever this machine has
             min_offloaded_tensor_size=1,
             device_budget_bytes=budget,
         )
