@@ -129,16 +129,16 @@ class StreamClock:
     def __init__(self, name: str, *, is_copy: bool) -> None:
         self.name = name
         self.is_copy = is_copy
-        self.known = VectorClock({name: 1})
+        self.past = VectorClock({name: 1})
 
     def advance(self, host: VectorClock) -> None:
         """Begin one more piece of work, issued by the host now."""
-        self.known.merge(host)
-        self.known[self.name] += 1
+        self.past.merge(host)
+        self.past[self.name] += 1
 
     def access(self, kind: str, extent: Extent, label: str) -> Access:
         """An access by the piece of work begun last."""
-        return Access(kind, self.name, self.known[self.name], extent, label, self.is_copy)
+        return Access(kind, self.name, self.past[self.name], extent, label, self.is_copy)
 
 
 @dataclass
@@ -162,10 +162,10 @@ class StorageHistory:
     reference: weakref.ref[UntypedStorage] | None = None
     """Kept for its callback."""
 
-    def first_race(self, access: Access, known: VectorClock) -> Access | None:
-        """An earlier access that conflicts with ``access`` and is not in ``known``."""
+    def first_race(self, access: Access, past: VectorClock) -> Access | None:
+        """An earlier access that conflicts with ``access`` and is not in ``past``."""
         for old in self.accesses:
-            if known.get(old.stream, 0) < old.tick and old.conflicts(access):
+            if past.get(old.stream, 0) < old.tick and old.conflicts(access):
                 return old
         return None
 
@@ -206,17 +206,17 @@ class RaceDetector:
         on bytes of another one that is host memory is host memory, too.
         """
         key = storage._cdata
-        known = self._histories.get(key)
-        return self._begin(key, storage, owner, is_host) if known is None else known
+        history = self._histories.get(key)
+        return self._begin(key, storage, owner, is_host) if history is None else history
 
     def _begin(
         self, key: int, storage: UntypedStorage, owner: StreamClock, is_host: bool
     ) -> StorageHistory:
-        found = _bytes_of(storage)
-        is_host = is_host or any(found.start in known for known in self._host_bytes.values())
+        extent = _bytes_of(storage)
+        is_host = is_host or any(extent.start in host for host in self._host_bytes.values())
         history = StorageHistory(owner, is_host)
         if is_host:
-            self._host_bytes[key] = found
+            self._host_bytes[key] = extent
         else:
             history.accesses.append(owner.access("write", WHOLE, "produced or allocated"))
             history.nbytes = storage.nbytes()
@@ -244,7 +244,7 @@ class RaceDetector:
         access = clock.access(kind, extent_of(tensor), label)
         if access.extent.start == access.extent.stop:
             return
-        race = history.first_race(access, clock.known)
+        race = history.first_race(access, clock.past)
         if race is not None:
             raise RaceError(_unordered(access, race))
         history.add(access)
@@ -268,7 +268,7 @@ class RaceDetector:
         free = history.owner.access("free", WHOLE, "storage released")
         clock = self.host.merged(self.thread_clock())
         if not history.is_host:
-            clock.merge(history.owner.known)
+            clock.merge(history.owner.past)
         race = history.first_race(free, clock)
         if race is not None and self._fault is None:
             self._fault = RaceError(_unordered(free, race))

@@ -28,13 +28,13 @@ ORDERS = ("late", "eager", "random")
 
 
 class SimulatedEvent:
-    """A point in a simulated stream's queue, and what that stream knew there."""
+    """A point in a simulated stream's queue, and the past of that stream there."""
 
-    def __init__(self, stream: SimulatedStream, position: int, known: VectorClock) -> None:
+    def __init__(self, stream: SimulatedStream, position: int, past: VectorClock) -> None:
         self.stream = stream
         self.capture = stream.capture
         self.position = position
-        self.known = known
+        self.past = past
 
     def is_reached(self) -> bool:
         """Whether everything queued before this point has run; no side effects."""
@@ -55,10 +55,10 @@ class SimulatedEvent:
     def _is_seen(self) -> bool:
         timeline = self.stream.timeline
         host = timeline.detector.host
-        if timeline.order == "late" and not self.stream.is_copy and not host.covers(self.known):
+        if timeline.order == "late" and not self.stream.is_copy and not host.covers(self.past):
             return False
         if self.is_reached():
-            host.merge(self.known)
+            host.merge(self.past)
             return True
         return False
 
@@ -72,7 +72,7 @@ class SimulatedEvent:
         with timeline.lock:
             if is_worker():
                 timeline.force(self)
-                timeline.detector.thread_clock().merge(self.known)
+                timeline.detector.thread_clock().merge(self.past)
                 return
             timeline.enter()
             timeline.forbid_in_capture("an event is synchronized")
@@ -82,7 +82,7 @@ class SimulatedEvent:
     def finish(self) -> None:
         """As :meth:`synchronize`, for the simulator's own use."""
         self.stream.timeline.force(self)
-        self.stream.timeline.detector.host.merge(self.known)
+        self.stream.timeline.detector.host.merge(self.past)
 
 
 class SimulatedStream:
@@ -108,7 +108,7 @@ class SimulatedStream:
         with self.timeline.lock:
             self.timeline.enter()
             self.timeline.join_capture(self, event)
-            self.clock.known.merge(event.known)
+            self.clock.past.merge(event.past)
             if not self.is_copy:
                 self.timeline.force(event)
             elif not event.is_reached():
@@ -127,8 +127,8 @@ class SimulatedStream:
 
     def last_event(self) -> SimulatedEvent:
         """As :meth:`record_event`, for the simulator's own use."""
-        known = self.clock.known.merged(self.timeline.detector.host)
-        return SimulatedEvent(self, self.num_done + len(self.queue), known)
+        past = self.clock.past.merged(self.timeline.detector.host)
+        return SimulatedEvent(self, self.num_done + len(self.queue), past)
 
     def synchronize(self) -> None:
         """Run everything queued; the host knows from now on."""
@@ -205,7 +205,7 @@ class Timeline:
     def check_joined(self, origin: SimulatedStream) -> None:
         """Raise :class:`CaptureError` if ``origin`` has not waited for all that was captured."""
         for stream in self.streams.values():
-            if stream.capture and not origin.clock.known.covers(stream.last_event().known):
+            if stream.capture and not origin.clock.past.covers(stream.last_event().past):
                 raise CaptureError(
                     f"{_capture(self.capture)} ends, but stream {origin.clock.name} has not waited "
                     f"for stream {stream.clock.name}; expected it joined"
