@@ -26,7 +26,7 @@ from pp_offload._core.tensors import Eligibility, StorageSet
 from pp_offload._core.tiers import Busy, HostTier
 from pp_offload._core.verify import Verifier
 from pp_offload._core.window import Order, Window
-from pp_offload.backends import Backend, Event, Stream
+from pp_offload.backends import Backend, Event
 from pp_offload.config import OffloadConfig
 from pp_offload.errors import OffloadError
 
@@ -47,6 +47,7 @@ class Engine:
 
     Attributes:
         reach: Called when backward is about to use a group for the first time.
+        follow: Called with a stream on which a forward computes: sources may be allocated there.
         is_enabled: Whether groups leave now.
         is_torn: Whether an exception came through the engine's own code, so that its books may be
             wrong. The next step begins with another engine.
@@ -69,15 +70,11 @@ class Engine:
         self.eligibility = Eligibility(backend.device, StorageSet())
         self.reach = self.window.reach
         self.current_stream = backend.current_stream
+        self.follow = self.mover.in_flight.streams.follow
         self.follow(backend.current_stream())  # inputs may be made where no forward computes
         self.is_enabled = True
         self.is_torn = False
         self._has_warned = False
-
-    def follow(self, stream: Stream) -> None:
-        """A forward computes on this stream, and sources may be allocated there."""
-        if stream not in self.mover.in_flight.streams:  # nearly never
-            self.mover.in_flight.streams.follow(stream)
 
     def payloads(self, group: Group) -> Payloads:
         """What may leave of an open group, which counts it."""

@@ -20,7 +20,8 @@ from torch import Tensor
 from pp_offload._common.checks import check_kind, checked_tensors, said
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
-from pp_offload._groups.manager import Manager
+from pp_offload._groups.manager import Forward, Manager
+from pp_offload._groups.step import StepRecord
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
 from pp_offload._hooks.regions import PackHook, is_in_backward, is_left_to_checkpoint
 from pp_offload._megatron.chunk import ChunkOffloadHandler
@@ -45,8 +46,8 @@ class SharedNames:
     """
 
     backend: Backend
-    forward: Any
-    step: Any
+    forward: Forward
+    step: StepRecord
     offloader: Any
     switch: Callable[[bool], None]
     _contexts: _Contexts

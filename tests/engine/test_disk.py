@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.sessions import assert_same, begin_step, drawn, group, session, settle
 from processes import HANG_S
+from torch import Tensor
 
 from pp_offload import DiskTierError
 from pp_offload._memory.disk_file import DiskFile
@@ -40,20 +41,35 @@ class Gate:
         monkeypatch.setattr(DiskFile, step, staticmethod(wait))
 
 
+def read_ahead(manager: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Gate, Any]:
+    """Two groups on disk, of which a thread reads the first one ahead.
+
+    Returns:
+        The outputs of both, the gate that the read waits at, and the end of the read.
+    """
+    begin_step()
+    first = group(drawn(8, 8).requires_grad_(), torch.sin, name="first")
+    second = group(first, torch.cos, name="second")
+    written(manager)
+    gate = Gate("_pread", monkeypatch, end=1)  # the second one is at the begin of the file
+    torch.autograd.grad(second.sum(), first)
+    (event,) = [read.event for read in manager.offloader.engine.mover.tier.reads]
+    return first, second, gate, event
+
+
+def written(manager: Any) -> None:
+    """Wait until all is on disk alone."""
+    settle(manager)
+    while manager.statistics().host_bytes_in_use:
+        pass  # threads write
+
+
 def test_memory_that_a_thread_reads_to_is_not_given_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read ahead is dropped meanwhile, and a group leaves that would fit there."""
     with session("eager", tiers=("disk",), disk_dir=tmp_path, prefetch_bytes=10**6) as manager:
-        begin_step()
-        h = group(drawn(8, 8).requires_grad_(), torch.sin, name="first")
-        y = group(h, torch.cos, name="second")
-        settle(manager)
-        while manager.statistics().host_bytes_in_use:
-            pass  # threads write
-        reads = Gate("_pread", monkeypatch, end=1)
-        torch.autograd.grad(y.sum(), h)  # and the first group is read ahead
-        (event,) = [read.event for read in manager.offloader.engine.mover.tier.reads]
+        h, y, reads, event = read_ahead(manager, monkeypatch)
         del h, y
         writes = Gate("_pwrite", monkeypatch)
         x = drawn(8, 8, seed=2).requires_grad_()
@@ -94,16 +110,14 @@ def test_failed_reads_leave_no_memory(tmp_path: Path, monkeypatch: pytest.Monkey
         before = manager.backend.device_bytes
         h = group(drawn(64, 64).requires_grad_(), torch.sin, name="first")
         y = group(h, torch.cos, name="second").sum()
-        settle(manager)
-        while manager.statistics().host_bytes_in_use:
-            pass  # threads write
+        written(manager)
         monkeypatch.setattr(DiskFile, "_pread", staticmethod(fail))
         with pytest.raises(DiskTierError):
             y.backward()
-        for read in list(manager.offloader.engine.mover.tier.reads):
+        events = [read.event for read in manager.offloader.engine.mover.tier.reads]
+        for event in events:
             with suppress(DiskTierError):
-                read.event.synchronize()
-            del read
+                event.synchronize()
         manager.statistics()
         del h, y
         gc.collect()
@@ -117,18 +131,10 @@ def test_memory_of_a_read_for_a_graph_that_is_gone_is_free_without_a_collection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with session("eager", tiers=("disk",), disk_dir=tmp_path, prefetch_bytes=10**6) as manager:
-        begin_step()
-        h = group(drawn(8, 8).requires_grad_(), torch.sin, name="first")
-        y = group(h, torch.cos, name="second")
-        settle(manager)
-        while manager.statistics().host_bytes_in_use:
-            pass  # threads write
-        reads = Gate("_pread", monkeypatch, end=1)
-        torch.autograd.grad(y.sum(), h)  # and the first group is read ahead
+        h, y, reads, event = read_ahead(manager, monkeypatch)
         gc.collect()
         gc.disable()
         try:
-            (event,) = [read.event for read in manager.offloader.engine.mover.tier.reads]
             del h, y
             reads.open()
             event.synchronize()
