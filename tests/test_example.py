@@ -96,11 +96,11 @@ def test_every_schedule(schedule: str, tmp_path: Path) -> None:
 def test_the_disk_takes_what_leaves(tier: str, tmp_path: Path) -> None:
     flags = ["--tier", tier, "--disk-dir", str(tmp_path / "scratch")]
     if tier == "host+disk":
-        flags += ["--host-budget-mib", "0"]
+        flags += "--host-budget-mib 1 --layers 12 --context 64".split()
     figures, output = train(tmp_path / "figures.json", *flags)
     assert figures["bitwise_equal"] is True
     assert min(figures["disk_peak_bytes"]) > 0
-    assert max(figures["host_peak_bytes"]) == 0
+    assert max(figures["host_peak_bytes"]) < 2**20
     assert min(figures["resident_peak_bytes_on"] + figures["resident_peak_bytes_off"]) > 0
     assert "resident memory at the peak" in output
     assert list((tmp_path / "scratch").iterdir()) == []

@@ -168,6 +168,7 @@ class NumberRank:
         """
         self.wait_until(begin_s)
         if self._step is not None:
+            self._step.engine.mover.poll()  # what was read for nobody gives its memory back
             self._learn(self._step)
         self._places.settle()
         device = NumberDevice(self._hardware)

@@ -68,7 +68,7 @@ def test_a_recomputed_layer_takes_one_more_forward(rows: dict[str, Row]) -> None
     [
         ("gpt", 8192, 0.9, 0.25),
         pytest.param("llama", 12288, 0.9, 0.3, marks=pytest.mark.slow),
-        pytest.param("moe", 6144, 0.95, 0.3, marks=pytest.mark.slow),
+        pytest.param("moe", 6144, 0.95, 0.35, marks=pytest.mark.slow),
     ],
 )
 def test_default_options_keep_the_step_with_the_memory_of_the_best_bounds(
