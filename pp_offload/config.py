@@ -36,6 +36,9 @@ TIERS = ["host", "disk"]
 SPLIT_BACKWARD = ("reload", "keep")
 """What may happen between the two parts of a backward."""
 
+REMATERIALIZE = ("cheap", "none")
+"""What may be computed again."""
+
 
 AUTO = "auto"
 """Chosen by the engine."""
@@ -140,6 +143,12 @@ class OffloadConfig:
 
     A limit that is kept by having groups leave, not by refusing memory: where the device needs more
     although all leave, one warning says how much.
+    """
+
+    rematerialize: str = "none"
+    """``"cheap"``: what cheap operators, such as norms and activation functions, made of saved
+    tensors is not copied, but computed again from them, where they give the same bits. ``"none"``:
+    all is copied, as with versions of torch that do not tell what an operator saved.
     """
 
     split_backward: str = "reload"
@@ -283,9 +292,11 @@ class OffloadConfig:
                 f"device_limit_bytes is {said(self.device_limit_bytes)} and plan is not {AUTO!r}, "
                 "expected both or neither; other plans have their limit"
             )
-        if not isinstance(self.split_backward, str) or self.split_backward not in SPLIT_BACKWARD:
-            known = " or ".join(map(repr, SPLIT_BACKWARD))
-            yield f"split_backward is {said(self.split_backward)}, expected {known}"
+        for name, values in (("split_backward", SPLIT_BACKWARD), ("rematerialize", REMATERIALIZE)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in values:
+                expected = " or ".join(map(repr, values))
+                yield f"{name} is {said(value)}, expected {expected}"
         if problem := flag_problem("verify", self.verify):
             yield problem
         if not isinstance(self.tiers, tuple) or self.tiers not in _chains():

@@ -36,6 +36,7 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload._common.offload_plan import OffloadPlan, RankPlan
 from pp_offload._core.bound import Bound
 from pp_offload._core.mover import Mover
+from pp_offload._core.recipes import Recipes
 from pp_offload._core.verify import Verifier
 from pp_offload._core.window import Window
 from pp_offload._groups import step
@@ -71,6 +72,7 @@ VALUES: dict[str, Any] = {
     "prefetch_bytes": 54321,
     "device_budget_bytes": 2**20 + 2,
     "device_limit_bytes": 2**20 + 3,
+    "rematerialize": "cheap",
     "split_backward": "keep",
     "host_budget_bytes": 2**27 + 1,
     "tiers": ("host", "disk"),
@@ -93,6 +95,7 @@ LISTENED = {
     "device_limit_bytes": Listened(
         DeviceRoom, "__init__", "config", lambda config: config.device_limit_bytes == 2**20 + 3
     ),
+    "rematerialize": Listened(Recipes, "__init__", "self", lambda recipes: True),
     "split_backward": Listened(SplitBackward, "__init__", "is_keeping", True),
     "host_budget_bytes": Listened(HostBudget, "__init__", "limit_bytes", 2**27 + 1),
     "tiers": Listened(disk_file, "unnamed_file", "directory", lambda path: True),
@@ -101,7 +104,7 @@ LISTENED = {
 }
 
 ENGINE = {"max_in_flight_bytes", "host_budget_bytes", "verify"}
-STASH = ENGINE | {"prefetch_bytes", "device_budget_bytes", "tiers", "disk_dir"}
+STASH = ENGINE | {"rematerialize", "prefetch_bytes", "device_budget_bytes", "tiers", "disk_dir"}
 GROUPS = STASH | {
     "delta_offload_bytes_across_pp_ranks",
     "activation_offload_fraction",

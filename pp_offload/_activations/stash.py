@@ -103,7 +103,7 @@ class ActivationStash:
             self._step.forget_finished()
             # Between two forwards an optimizer may have changed what both save, and fused ones
             # count no change.
-            self._offloader.engine.shared.clear()
+            self._offloader.engine.begin_step()
         self._offloader.settle()
         self._offloader.engine.check_freed()
         self._warn_of_elsewhere()

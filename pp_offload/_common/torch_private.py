@@ -101,7 +101,9 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "_version",
     ),
     "UntypedStorage": ("_cdata",),
-    "Node": ("_sequence_nr", "_set_sequence_nr"),
+    "Node": ("_input_metadata", "_sequence_nr", "_set_sequence_nr"),
+    "ExpandBackward0": ("_saved_self_sym_sizes",),
+    "ExpBackward0": ("_raw_saved_result",),
     "OpOverload": ("_overloadpacket", "_schema"),
     "Library": ("_destroy",),
     "Module": (
@@ -229,6 +231,11 @@ try:
     sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
     """One more than that of the node made last on this thread."""
 
+    NODES: dict[str, type] = {
+        name: kind for name, kind in vars(torch._C._functions).items() if isinstance(kind, type)
+    }
+    """The types of the nodes that torch makes for its own operators, by name."""
+
     graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
     """The number of the backward that runs on this thread; -1 outside."""
 
@@ -328,7 +335,12 @@ def prepare_stage(stage: Any, num_microbatches: int) -> None:
     stage._prepare_backward_infra(num_microbatches)
 
 
+SHOWS_PACKED = hasattr(torch._C._autograd.SavedTensor, "data")
+"""Whether a node tells what a pack hook returned for a tensor that it saved."""
+
 __all__ = [
+    "NODES",
+    "SHOWS_PACKED",
     "ActivationWrapper",
     "CachedTorchDispatchMode",
     "CachingTorchDispatchMode",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group, GroupState
-from pp_offload._core.mover import Mover
+from pp_offload._core.mover import Counts, Mover
 from pp_offload._core.observer import Observers
-from pp_offload._core.payloads import Payloads, collect
+from pp_offload._core.payloads import Payloads, by_storage, collect
+from pp_offload._core.recipes import Chosen, Recipes, on_device
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import SharedCopies, restored_from
 from pp_offload._core.tensors import Eligibility, StorageSet
@@ -68,6 +70,9 @@ class Engine:
         self.window = Window(self.mover, order, config.prefetch_bytes)
         self.shared = SharedCopies()
         self.eligibility = Eligibility(backend.device, StorageSet())
+        self.recipes: Recipes | None = None
+        if config.rematerialize == "cheap":
+            self.recipes = Recipes.if_shown(self.mover, self.eligibility.kept)
         self.reach = self.window.reach
         self.current_stream = backend.current_stream
         self.follow = self.mover.in_flight.streams.follow
@@ -78,8 +83,11 @@ class Engine:
 
     def payloads(self, group: Group) -> Payloads:
         """What may leave of an open group, which counts it."""
-        payloads = collect(group.saved_refs)
-        group.counts.num_tensors = len(payloads.sizes)
+        saved = by_storage(group.saved_refs)
+        chosen = None if self.recipes is None else self.recipes.choose(group, saved)
+        payloads = collect(saved)
+        payloads.chosen = chosen
+        group.counts.num_tensors = len(payloads.sizes) + (len(chosen.recipes) if chosen else 0)
         group.counts.nbytes = sum(payloads.sizes)
         return payloads
 
@@ -97,9 +105,17 @@ class Engine:
             self.tear(failure)
             raise
 
+    def begin_step(self) -> None:
+        """Parameters may be others, and fused optimizers count no change of them."""
+        self.shared.clear()
+        if self.recipes is not None:
+            self.recipes.forget_copies()
+
     def go_on_as(self, old: Engine) -> None:
         """Go on in place of ``old``: what was marked stays marked, what was disabled disabled."""
         self.eligibility.kept, self.is_enabled = old.eligibility.kept, old.is_enabled
+        if self.recipes is not None and old.recipes is not None:
+            self.recipes.go_on_as(old.recipes)
 
     def end(self) -> None:
         """No saved tensor needs it. Without a cycle of references it goes when its last user goes,
@@ -110,6 +126,8 @@ class Engine:
 
     def keep(self, group: Group, payloads: Payloads | None = None) -> None:
         """The group stays on the device."""
+        if self.recipes is not None:
+            group.drop()
         group.move_to(GroupState.KEPT)
         for tell in self.observers.closed:
             tell(group, payloads)
@@ -148,8 +166,13 @@ class Engine:
             group.engine = self  # it may have started in another epoch
             self.mover.window = self.window  # which may have ended since this thread asked for it
             is_kept = batch is None and not shared
+            if payloads.chosen is not None and (batch is not None or not own.tensors):
+                is_kept = is_kept and not payloads.chosen.recipes
+                self._give_up(group, payloads.chosen, self.mover.counts)
             if self.observers.used:
                 self.observers.follow_uses(payloads)
+            if self.recipes is not None:
+                group.drop()
             group.move_to(GroupState.KEPT if is_kept else GroupState.OFFLOADED)
             self.window.expect(group.counts.copied_bytes)
         return None
@@ -170,6 +193,19 @@ class Engine:
                 saved.batch, saved.index = batch, index
                 saved.tensor = saved.wrapper = None
         return batch
+
+    @staticmethod
+    def _give_up(group: Group, chosen: Chosen, counts: Counts) -> None:
+        """What recipes compute again is needed no more, and what they need a while longer."""
+        for recipe, members in chosen.recipes:
+            counts.bytes_computed_again += on_device(members[0]).untyped_storage().nbytes()
+            for saved in members:
+                saved.recipe = recipe
+                saved.tensor = saved.wrapper = None
+        again = Counter([(saved.batch, saved.index) for saved in chosen.reached])
+        for (batch, index), num in again.items():
+            batch.use_again(index, num, id(group))
+        group.borrowed = [*group.borrowed, *[(weakref.ref(batch), i) for batch, i in again]]
 
     @staticmethod
     def _borrow(group: Group, payloads: Payloads, shared: Mapping[int, tuple[Batch, int]]) -> None:

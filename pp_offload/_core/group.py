@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.batch import Batch, Wanted
 from pp_offload._core.keys import GroupKey
+from pp_offload._core.recipes import maker_of
 from pp_offload._core.saved import Packed, Resident, Saved, Wrapped
 from pp_offload._core.subclasses import is_wrapper
 from pp_offload.backends import Stream
@@ -37,7 +38,7 @@ class Counts:
     """What a group has to move, and what it moved.
 
     Attributes:
-        num_tensors: Payloads that may leave, whether or not the plan lets them.
+        num_tensors: Payloads that may leave, whether or not the plan lets them, and recipes.
         nbytes: Bytes of those payloads.
         copied_bytes: Bytes that it copied itself: fewer, if another group had copied some of them.
     """
@@ -95,6 +96,8 @@ class Group:
             if stream not in self.streams:
                 self.streams.append(stream)
             saved = Saved(tensor, self)
+            if engine.recipes is not None:
+                saved.maker = maker_of(tensor)
             self.saved_refs.append(weakref.ref(saved))
             return saved
         if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
@@ -121,6 +124,9 @@ class Group:
 
     def drop(self) -> None:
         """Forget what was saved while it was open, as when the step was aborted."""
+        for ref in self.saved_refs:
+            if (saved := ref()) is not None:
+                saved.maker = None  # or it would keep a part of the graph
         self.saved_refs.clear()
 
     @property

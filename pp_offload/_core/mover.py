@@ -67,6 +67,7 @@ class Counts:
 
     bytes_offloaded: int = 0
     bytes_reloaded: int = 0
+    bytes_computed_again: int = 0
     prefetched_reloads: int = 0
     on_demand_reloads: int = 0
     taken_back: int = 0
@@ -399,6 +400,11 @@ class Mover:
         if self.arrived.unused_bytes < self.window.below_bytes:
             self.window.fill()
         return tensor
+
+    def seen(self, batch: Batch, index: int) -> Tensor:
+        """A payload in host memory, for who compares it: the host waits, and no use is counted."""
+        self.synchronize()
+        return batch.place.tensors[index].to(self.backend.device)  # type: ignore[no-any-return]
 
     def _use(self, batch: Batch, index: int) -> Tensor | None:
         """Count a use of a payload that is there; None if it is not, or not as it came."""

@@ -6,7 +6,7 @@ least half of it: q, k and v, three views of one projection, move as one payload
 view is gathered, since the bytes beside it belong to others, who may change them at any time. So
 are bytes between views that count changes apart, as the parts of ``unsafe_chunk`` do.
 
-    payloads = collect(group.saved_refs) # copies nothing
+    payloads = collect(by_storage(group.saved_refs))  # copies nothing
     payloads.gather()           # views that are gathered become contiguous, on the compute stream
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -39,9 +40,10 @@ class Payloads:
         views: Which of them are gathered.
         gathered: Those that became copies of their own by that.
         beside_bytes: Of the storages of those, what they leave behind.
+        chosen: What is not copied, but computed again; None without that.
     """
 
-    __slots__ = ("beside_bytes", "gathered", "members", "sizes", "storages", "tensors", "views")
+    __slots__ = "beside_bytes chosen gathered members sizes storages tensors views".split()
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -51,6 +53,7 @@ class Payloads:
         self.views: list[int] = []
         self.gathered: list[int] = []
         self.beside_bytes = 0
+        self.chosen: Any = None
 
     def add(self, tensor: Tensor, members: list[Saved], storage: UntypedStorage | None) -> None:
         """Add a payload."""
@@ -79,12 +82,15 @@ class Payloads:
         return rest
 
 
-def collect(refs: Iterable[weakref.ref[Saved]]) -> Payloads:
-    """The payloads of saved tensors: of those that autograd still holds and that are on the device
-    as they were saved. What was saved last is last, for backward asks for that first.
+ByStorage = dict[int, tuple[UntypedStorage, list[Saved]]]
+"""Saved tensors by the key of their storage; negative for a part of it that a recipe needs."""
+
+
+def by_storage(refs: Iterable[weakref.ref[Saved]]) -> ByStorage:
+    """Of saved tensors those that autograd still holds and that are on the device as they were
+    saved. What was saved last is last, for backward asks for that first.
     """
-    payloads = Payloads()
-    by_storage: dict[int, tuple[UntypedStorage, list[Saved]]] = {}
+    by_storage: ByStorage = {}
     for ref in refs:
         saved = ref()
         if saved is None or (tensor := saved.tensor) is None or tensor._version != saved.version:
@@ -96,9 +102,19 @@ def collect(refs: Iterable[weakref.ref[Saved]]) -> Payloads:
         members = by_storage.pop(key)[1] if key in by_storage else []
         members.append(saved)
         by_storage[key] = storage, members  # the last one now
-    for storage, members in by_storage.values():
+    return by_storage
+
+
+def collect(by_storage: ByStorage) -> Payloads:
+    """The payloads of saved tensors."""
+    payloads = Payloads()
+    for key, (storage, members) in by_storage.items():
         tensor = members[0].tensor
         assert tensor is not None
+        if key < 0:  # a part, for a recipe
+            payloads.views.append(len(payloads.sizes))
+            payloads.add(tensor, members, None)
+            continue
         nbytes, num_bytes = tensor.nbytes, storage.nbytes()
         is_whole = nbytes == num_bytes and tensor.is_contiguous()
         if is_whole and len(members) == 1 and (1 not in tensor.shape or has_new_strides(tensor)):

@@ -43,9 +43,13 @@ class Saved:
         batch, index: The batch that has its bytes, and which payload of it. The commit sets these,
             and last of all ``tensor``: an unpack on another thread sees all of it or nothing.
         restore: Makes the tensor from that payload; None where it is the payload.
+        maker: What made the tensor, until the group is closed: see :func:`recipes.maker_of`.
+        recipe: In place of a batch: computes the payload.
     """
 
-    __slots__ = "__weakref__ batch group index origin restore tensor version wrapper".split()
+    __slots__ = (
+        "__weakref__ batch group index maker origin recipe restore tensor version wrapper".split()
+    )
 
     batch: Batch
     index: int
@@ -63,6 +67,16 @@ class Saved:
         self.group = group
         self.wrapper: Tensor | None = None
         self.restore: Callable[[Tensor], Tensor] | None = None
+        self.maker: Any = None
+        self.recipe: Any = None
+
+    def twin(self, group: Any) -> Saved:
+        """Another holder of the same tensor, for a recipe that needs it in ``group``."""
+        twin = Saved.__new__(Saved)
+        for name in ("tensor", "version", "origin", "wrapper", "restore"):
+            setattr(twin, name, getattr(self, name))
+        twin.group, twin.maker, twin.recipe = group, None, None
+        return twin
 
     @never_compiled
     def unpack(self) -> Tensor:
@@ -77,7 +91,10 @@ class Saved:
             if not group.is_used:
                 group.on_use()
             if tensor is None:
-                payload = self.batch.mover.deliver(self.batch, self.index)
+                if self.recipe is None:
+                    payload = self.batch.mover.deliver(self.batch, self.index)
+                else:
+                    payload = self.recipe.give()
                 return payload if self.restore is None else self.restore(payload)
         except BaseException as failure:
             group.engine.tear(failure)

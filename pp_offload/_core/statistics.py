@@ -8,8 +8,8 @@ from pp_offload._common.checks import check_kind
 from pp_offload._core.mover import Mover
 
 COUNTERS = (
-    "bytes_offloaded bytes_reloaded prefetched_reloads on_demand_reloads taken_back "
-    "host_allocations disk_bytes_written disk_bytes_read".split()
+    "bytes_offloaded bytes_reloaded bytes_computed_again prefetched_reloads on_demand_reloads "
+    "taken_back host_allocations disk_bytes_written disk_bytes_read".split()
 )
 """Numbers that only grow as long as an engine lives. The others are states and peaks."""
 
@@ -23,6 +23,11 @@ class OffloadStatistics:
 
     bytes_reloaded: int
     """Copied, or queued to be copied, from the host or from disk to the device."""
+
+    bytes_computed_again: int
+    """Of saved tensors that were neither copied nor kept, since backward computes them again: see
+    :attr:`OffloadConfig.rematerialize`.
+    """
 
     host_bytes_in_use: int
     """Host bytes that a living saved tensor needs, at rest or on the way to and from the disk."""

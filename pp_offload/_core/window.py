@@ -89,7 +89,7 @@ class Window:
                 self._order.begin(group)
                 for tell in mover.observers.reached:
                     tell(group)
-            self.begin_at(group)
+            self._current, self.below_bytes = group, self._few_bytes
             arrived = mover.arrived
             if mover.in_flight.queue or arrived.gone or arrived.abandoned or mover.tier.reads:
                 mover.poll()

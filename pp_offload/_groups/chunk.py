@@ -187,7 +187,8 @@ class Chunk:
 
     def _offload(self, group: Group) -> None:
         payloads = self.offloader.engine.payloads(group)
-        if self.may_leave(group) and payloads.tensors:
+        chosen = payloads.chosen
+        if self.may_leave(group) and (payloads.tensors or (chosen and chosen.recipes)):
             self.send(group, payloads)
         else:
             self.offloader.engine.keep(group, payloads)

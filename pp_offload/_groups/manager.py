@@ -340,7 +340,7 @@ class Manager:
 
     def _end_step(self) -> None:
         self.offloader.delayed.clear()
-        self.offloader.engine.shared.clear()
+        self.offloader.engine.begin_step()
         self.forward.chunk = None  # other threads have their own
         self.forward.is_evaluating = False
         self.step.clear()

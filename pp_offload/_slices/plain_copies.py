@@ -241,6 +241,7 @@ class PlainCopies:
             return OffloadStatistics(
                 bytes_offloaded=self._bytes_offloaded,
                 bytes_reloaded=self._bytes_reloaded,
+                bytes_computed_again=0,
                 host_bytes_in_use=pool.in_use_bytes,
                 host_bytes_peak=pool.peak_bytes,
                 host_bytes_reserved=pool.reserved_bytes,

@@ -29,6 +29,8 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "Tensor": lambda: torch.ones(1),
     "UntypedStorage": lambda: torch.ones(1).untyped_storage(),
     "Node": lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
+    "ExpandBackward0": lambda: torch.ones(1, requires_grad=True).expand(2).grad_fn,
+    "ExpBackward0": lambda: torch.ones(1, requires_grad=True).exp().grad_fn,
     "OpOverload": lambda: torch.ops.aten.mm.default,
     "Library": lambda: torch.library.Library("aten", "IMPL"),
     "Module": lambda: nn.Linear(1, 1),

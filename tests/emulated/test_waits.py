@@ -249,6 +249,7 @@ PINNED = "pinned memory is nobody's before its copies were made"
 BY_OTHERS = {
     f"{MOVER}.join": "a copy stream waits for compute only to be part of a capture",
     f"{MOVER}.synchronize": PINNED,
+    f"{MOVER}.seen": "else a recipe would seem to give other bits, and its tensor be copied",
     "_groups/offloader:Offloader.trim": PINNED,
     "_core/engine:Engine.check_freed": "it reports what is in use, and frees nothing",
     "_core/engine:Engine.send": "until there is room; else it would ask again and again",

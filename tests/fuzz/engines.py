@@ -408,6 +408,7 @@ def config_of(options: Options) -> OffloadConfig:
         host_budget_bytes=options.host_budget_bytes,
         tiers=options.tiers,
         verify=options.verify,
+        rematerialize="cheap",
         split_backward=options.split_backward or "reload",
     )
 

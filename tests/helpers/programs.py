@@ -193,4 +193,5 @@ def options_of(seed: int) -> dict[str, Any]:
         "max_in_flight_bytes": draw.choice(["auto", "auto", 0, 100]),
         "host_budget_bytes": draw.choice([None, None, None, 0, 4096]),
         "activation_offload_fraction": draw.choice([1.0, 1.0, 0.5]),
+        "rematerialize": draw.choice(["none", "cheap"]),
     }

@@ -86,7 +86,7 @@ EDITS: dict[str, Edit] = {
     ),
     "what was changed before the commit leaves": Edit(
         COLLECT,
-        "collect",
+        "by_storage",
         "saved is None or (tensor := saved.tensor) is None or tensor._version != saved.version",
         "saved is None or (tensor := saved.tensor) is None",
         "its bytes are not those that were saved",

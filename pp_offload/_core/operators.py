@@ -1,0 +1,218 @@
+"""Which operators are cheap enough to run again, and how to call each by what its node tells.
+
+A *term* says how to compute a tensor: a :class:`Call` of a function on terms, a saved tensor, or a
+constant. :func:`call_of` makes one of a node in autograd's graph.
+
+    SiluBackward0, saves ``self``             Call(silu, (self,))
+    ToCopyBackward0, saves nothing, of a mul  Call(Tensor.to, (Call(mul, (a, b)), torch.bfloat16))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pp_offload._common.torch_private import NODES
+
+
+class _Unknown:
+    """See :data:`UNKNOWN`."""
+
+
+UNKNOWN: Any = _Unknown()
+"""In place of a term, where there is none: what it needs was not saved, so the tensor is copied."""
+
+
+class Call(NamedTuple):
+    """A tensor that ``function`` computes of ``args``: terms and constants."""
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+
+
+class Guess(NamedTuple):
+    """The ``eps`` of a norm, whose node does not tell it."""
+
+    weight: Any
+    """Of the norm: where it was this number once, it always is."""
+
+
+class Number(NamedTuple):
+    """An input that is a number of the program, which no kernel chooses its way by."""
+
+    value: Any
+
+
+EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-4, 1e-3, None)
+"""What a guess is tried with, in this order; None for the function's own."""
+
+ALL = ("*",)
+"""As many inputs as the node has, none of which it saves."""
+
+
+class Operator(NamedTuple):
+    """How to call what a node stands for.
+
+    Attributes:
+        function: Called with the inputs, then with the attributes.
+        inputs: For each the name under which the node saves it; empty where it does not. One that
+            ends with ``?`` may be None.
+        attributes: Names of what else it saves; ``shape``, ``dtype`` and ``index`` are those of its
+            output, and ``eps`` is a :class:`Guess`.
+        is_view: Whether it computes nothing.
+    """
+
+    function: Callable[..., Tensor]
+    inputs: tuple[str, ...] = ("",)
+    attributes: tuple[str, ...] = ()
+    is_view: bool = False
+
+
+def _slice(x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
+    index = [slice(None)] * x.dim()
+    index[dim] = slice(start, end, step)
+    return x[tuple(index)]
+
+
+def _layer_norm(x: Tensor, weight: Any, bias: Any, shape: tuple[int, ...], eps: Any) -> Tensor:
+    return F.layer_norm(x, shape, weight, bias, 1e-5 if eps is None else eps)
+
+
+_NAMED = {
+    # Those that save their input
+    "Gelu": Operator(lambda x, kind: F.gelu(x, approximate=kind), ("self",), ("approximate",)),
+    "Silu": Operator(F.silu, ("self",)),
+    "Mul": Operator(torch.mul, ("self", "other")),
+    "Div": Operator(torch.div, ("self", "other")),
+    "Pow": Operator(torch.pow, ("self",), ("exponent",)),
+    "NativeLayerNorm": Operator(
+        _layer_norm, ("input", "weight?", "bias?"), ("normalized_shape", "eps")
+    ),
+    "FusedRmsNorm": Operator(
+        lambda x, weight, shape, eps: F.rms_norm(x, shape, weight, eps),
+        ("input", "weight?"),
+        ("normalized_shape", "eps"),
+    ),
+    "NativeDropout": Operator(lambda x, mask, p: x * mask * (1 / (1 - p)), ("", "result1"), ("p",)),
+    # Those whose input others may have saved
+    "Relu": Operator(torch.relu),
+    "Sigmoid": Operator(torch.sigmoid),
+    "Tanh": Operator(torch.tanh),
+    "Exp": Operator(torch.exp),
+    "Rsqrt": Operator(torch.rsqrt),
+    "Softmax": Operator(torch.softmax, attributes=("dim", "dtype")),
+    "LogSoftmax": Operator(torch.log_softmax, attributes=("dim", "dtype")),
+    "Add": Operator(lambda x, y, alpha: torch.add(x, y, alpha=alpha), ("", ""), ("alpha",)),
+    "Sub": Operator(lambda x, y, alpha: torch.sub(x, y, alpha=alpha), ("", ""), ("alpha",)),
+    "Neg": Operator(torch.neg),
+    "ToCopy": Operator(Tensor.to, attributes=("dtype",)),
+    "Clone": Operator(lambda x: x.clone(memory_format=torch.contiguous_format)),
+    "Cat": Operator(lambda *args: torch.cat(args[:-1], args[-1]), ALL, ("dim",)),
+    "Stack": Operator(lambda *args: torch.stack(args[:-1], args[-1]), ALL, ("dim",)),
+    "Repeat": Operator(Tensor.repeat, attributes=("repeats",)),
+    # Views
+    "View": Operator(torch.reshape, attributes=("shape",), is_view=True),
+    "UnsafeView": Operator(torch.reshape, attributes=("shape",), is_view=True),
+    "Unsqueeze": Operator(torch.reshape, attributes=("shape",), is_view=True),
+    "Expand": Operator(torch.broadcast_to, attributes=("shape",), is_view=True),
+    "T": Operator(torch.t, is_view=True),
+    "Transpose": Operator(torch.transpose, attributes=("dim0", "dim1"), is_view=True),
+    "Permute": Operator(torch.permute, attributes=("dims",), is_view=True),
+    "Select": Operator(torch.select, attributes=("dim", "index_"), is_view=True),
+    "Slice": Operator(_slice, attributes=("dim", "start", "end", "step"), is_view=True),
+    "Split": Operator(
+        lambda x, size, dim, index: x.split(size, dim)[index],
+        attributes=("split_size", "dim", "index"),
+        is_view=True,
+    ),
+    "SplitWithSizes": Operator(
+        lambda x, sizes, dim, index: x.split(sizes, dim)[index],
+        attributes=("split_sizes", "dim", "index"),
+        is_view=True,
+    ),
+    "Unbind": Operator(torch.select, attributes=("dim", "index"), is_view=True),
+}
+
+OPERATORS = {
+    NODES[f"{name}Backward0"]: operator
+    for name, operator in _NAMED.items()
+    if f"{name}Backward0" in NODES
+}
+"""By type of node; only those that torch makes for its own operators."""
+
+
+class Made:
+    """In place of the node of an operator that saves its own output, which must not refer to it.
+
+    Attributes:
+        kind: The type of the node.
+        next_functions: As of the node.
+        shape: Of the output.
+        dtype: Likewise.
+    """
+
+    def __init__(self, node: Any, output: Tensor) -> None:
+        self.kind, self.next_functions = type(node), node.next_functions
+        self.shape, self.dtype = output.shape, output.dtype
+        for attribute in OPERATORS[self.kind].attributes:
+            name = f"_saved_{attribute}"
+            if hasattr(node, name):
+                setattr(self, name, getattr(node, name))
+
+
+def operator_of(node: Any) -> Operator | None:
+    """The operator that a node, or what stands for it, is of."""
+    kind = type(node)
+    return OPERATORS.get(node.kind if kind is Made else kind)
+
+
+def call_of(node: Any, index: int, input_of: Callable[[Any, str, Any], Any]) -> Any:
+    """How to compute an output of a node; :data:`UNKNOWN` if it is no cheap operator, or an input
+    is not known.
+
+    Args:
+        node: Of autograd's graph, or a :class:`Made`.
+        index: Which output.
+        input_of: Gives the term of an input, by the node, the name under which it saves it, and
+            the edge to what made it.
+    """
+    operator = operator_of(node)
+    if operator is None:
+        return UNKNOWN
+    edges = node.next_functions
+    names = operator.inputs
+    if names is ALL:
+        names = ("",) * len(edges)
+    # The mask of a dropout is an output of its own, which nobody gave it.
+    inputs: Any = zip_longest(names, edges, fillvalue=(None, 0))
+    args: list[Any] = [input_of(node, name, edge) for name, edge in inputs]
+    if any([arg is UNKNOWN for arg in args]):
+        return UNKNOWN
+    for attribute in operator.attributes:
+        if attribute == "index":
+            args.append(index)
+        elif attribute == "eps":
+            args.append(Guess(args[1]))
+        elif attribute == "shape":
+            args.append(torch.Size(_output(node, index).shape))
+        elif attribute == "dtype":
+            args.append(_output(node, index).dtype)
+        else:
+            args.append(_signed(getattr(node, f"_saved_{attribute.rstrip('_')}")))
+    return Call(operator.function, tuple(args))
+
+
+def _output(node: Any, index: int) -> Any:
+    return node if type(node) is Made else node._input_metadata[index]
+
+
+def _signed(value: Any) -> Any:
+    """Torch tells -1 as 2 ** 64 - 1."""
+    if isinstance(value, tuple):
+        return tuple(map(_signed, value))
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value

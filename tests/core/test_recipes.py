@@ -1,0 +1,465 @@
+"""What is computed again in place of being copied: which operators, and never another bit."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.sessions import (
+    KINDS,
+    assert_idle,
+    assert_same,
+    begin_step,
+    check,
+    drawn,
+    gradients,
+    group,
+    session,
+    side_stream,
+)
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+
+from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload import OffloadActivations, OffloadConfig, SavedTensorModifiedError, VerifyError
+from pp_offload._common.torch_private import SHOWS_PACKED
+from pp_offload._core import operators
+
+pytestmark = pytest.mark.skipif(not SHOWS_PACKED, reason="nodes of this torch do not tell")
+
+ROWS, COLUMNS = 6, 8
+WEIGHT = nn.Parameter(drawn(COLUMNS, seed=1))
+BIAS = nn.Parameter(drawn(COLUMNS, seed=2))
+MASK = drawn(ROWS, COLUMNS, seed=3) > 0
+
+Make = Callable[[Tensor, Tensor], Tensor]
+
+
+def rms(a: Tensor, b: Tensor) -> Tensor:
+    """As Hugging Face writes it."""
+    wide = a.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return WEIGHT.to(a.dtype) * wide.to(a.dtype)
+
+
+def rotated(a: Tensor, b: Tensor) -> Tensor:
+    half = a.shape[-1] // 2
+    turned = torch.cat((-a[..., half:], a[..., :half]), -1)
+    return a * torch.cos(drawn(1, COLUMNS)) + turned * torch.sin(drawn(1, COLUMNS))
+
+
+OPERATORS: dict[str, Make] = {
+    "gelu": lambda a, b: F.gelu(a),
+    "gelu of tanh": lambda a, b: F.gelu(a, approximate="tanh"),
+    "silu": lambda a, b: F.silu(a),
+    "relu": lambda a, b: F.relu(a),
+    "sigmoid": lambda a, b: torch.sigmoid(a),
+    "tanh": lambda a, b: torch.tanh(a),
+    "exp": lambda a, b: a.exp(),
+    "rsqrt": lambda a, b: torch.rsqrt(a),
+    "product": lambda a, b: a * b,
+    "product with a number": lambda a, b: a * 0.3,
+    "product with a parameter": lambda a, b: a * WEIGHT,
+    "quotient": lambda a, b: a / b,
+    "quotient by a number": lambda a, b: a / 3,
+    "power": lambda a, b: a**3,
+    "sum": lambda a, b: a + b,
+    "sum with alpha": lambda a, b: torch.add(a, b, alpha=2),
+    "difference": lambda a, b: a - b,
+    "negative": lambda a, b: -a,
+    "softmax": lambda a, b: a.softmax(-1),
+    "log softmax": lambda a, b: a.log_softmax(0),
+    "layer norm": lambda a, b: F.layer_norm(a, (COLUMNS,), WEIGHT, BIAS),
+    "layer norm without bias": lambda a, b: F.layer_norm(a, (COLUMNS,), WEIGHT),
+    "layer norm of another eps": lambda a, b: F.layer_norm(a, (COLUMNS,), WEIGHT, BIAS, 1e-6),
+    "composed rms norm": rms,
+    "rms norm": lambda a, b: F.rms_norm(a, (COLUMNS,), WEIGHT, 1e-5),
+    "native dropout": lambda a, b: torch.native_dropout(a, 0.5, True)[0],
+    "dropout": lambda a, b: F.dropout(a, 0.5),
+    "cat": lambda a, b: torch.cat([a, b]),
+    "stack": lambda a, b: torch.stack([a, b], 1),
+    "repeat": lambda a, b: a.repeat(2, 1),
+    "expanded": lambda a, b: a[:, None].expand(-1, 3, -1).reshape(-1, COLUMNS),
+    "contiguous": lambda a, b: a.t().contiguous(),
+    "rotary": rotated,
+    "two in a row": lambda a, b: F.silu(a) * b,
+    "deep": lambda a, b: torch.tanh(-(a * b) + a.sigmoid()) * 2,
+    "of a slice": lambda a, b: F.gelu(a[1:4]),
+    "of a part": lambda a, b: F.gelu(a.chunk(2, -1)[1]),
+    "of a split": lambda a, b: F.gelu(a.split([3, 5], -1)[1]),
+    "of a transposed": lambda a, b: F.silu(a.view(2, 3, COLUMNS).transpose(0, 1)),
+    "of a permuted": lambda a, b: F.silu(a.view(2, 3, COLUMNS).permute(2, 0, 1)),
+    "of a column": lambda a, b: F.silu(a.select(1, -2).unsqueeze(1)),
+    "of one unbound": lambda a, b: F.silu(a.unbind()[2]),
+}
+
+OF_BFLOAT16: dict[str, Make] = {
+    "wider": lambda a, b: a.float(),
+    "wider alone": lambda a, b: (a * 3).sin().float(),
+    "narrower": lambda a, b: (a.float() * 0.3).to(torch.bfloat16),
+    "composed rms norm": rms,
+}
+
+
+def program(make: Make, dtype: torch.dtype = torch.float32) -> Callable[[bool], list[Tensor]]:
+    """Two layers, in groups of their own, which save what ``make`` gives and what it is given."""
+
+    def layer(x: Tensor) -> Tensor:
+        a, b = (x * 1.5).sin(), (x * 0.5).cos()  # sin and cos are no cheap operators here
+        y = make(a, b)
+        kept = a.square().sum() + b.square().sum()  # both are saved
+        return x + (y.double().sin().sum() + y.square().sum()).to(dtype) + kept
+
+    def run(is_on: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = drawn(ROWS, COLUMNS).to(dtype).requires_grad_()
+        h = x
+        for _ in range(2):
+            h = group(h, layer, is_on)
+        h.float().sum().backward()
+        return [h.detach(), *gradients(x, WEIGHT, BIAS)]
+
+    return run
+
+
+def copied(run: Callable[[bool], object], **options: object) -> int:
+    """Bytes that a step copies."""
+    with session("late", **options) as manager:
+        begin_step()
+        run(True)
+        return manager.statistics().bytes_offloaded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_runs_again(name: str, kind: str) -> None:
+    run = program(OPERATORS[name])
+    check(run, kind, rematerialize="cheap")
+    check(run, kind, rematerialize="cheap", verify=True)
+    assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OF_BFLOAT16)
+def test_a_cast_runs_again(name: str, kind: str) -> None:
+    run = program(OF_BFLOAT16[name], torch.bfloat16)
+    check(run, kind, rematerialize="cheap", verify=True)
+    assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
+
+
+def one_group(compute: Callable[[Tensor], Tensor]) -> Callable[[bool], list[Tensor]]:
+    """A program of one group."""
+
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        group(x, compute, is_on).sum().backward()
+        return gradients(x, WEIGHT, BIAS)
+
+    return run
+
+
+def saved_bytes(num_tensors: int) -> int:
+    return num_tensors * ROWS * COLUMNS * 4
+
+
+def test_what_a_chain_begins_with_is_copied_once_and_nothing_else() -> None:
+    def chain(x: Tensor) -> Tensor:
+        a = x.sin()  # saves x
+        return (F.silu(a) * F.gelu(a)).square()  # silu and gelu save a; the product both; square it
+
+    run = one_group(chain)
+    check(run, rematerialize="cheap")
+    assert copied(run, rematerialize="none") == saved_bytes(5)  # x, a, silu, gelu, product
+    with session("late", rematerialize="cheap") as manager:
+        begin_step()
+        run(True)
+        assert manager.statistics().bytes_offloaded == saved_bytes(2)
+        assert manager.statistics().bytes_computed_again == saved_bytes(3)
+
+
+def test_a_float32_that_was_bfloat16_is_copied_as_that() -> None:
+    """Even its NaN keeps all bits."""
+    odd = torch.tensor([0x7F81, 0xFFC1, 0x8000, 0x0001, 0x7F80] * 8, dtype=torch.uint16)
+    odd = odd.view(torch.bfloat16).view(5, 8)
+
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(5, 8).to(torch.bfloat16).requires_grad_()
+        h = group(x, lambda x: torch.where(x > 9, x, odd + 0 * x).float().square(), is_on)
+        h.sum().backward()
+        return gradients(x)
+
+    check(run, rematerialize="cheap", verify=True)
+    assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_input_that_left_with_an_earlier_group(kind: str) -> None:
+    """And one that is computed there."""
+
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        a = group(x, lambda x: x.sin().square(), is_on, "first")
+        b = group(a, lambda a: F.silu(a), is_on, "second")
+        c = group(b, lambda b: F.gelu(b).square(), is_on, "third")
+        group(c, lambda c: (c * 2).tanh().square(), is_on, "fourth").sum().backward()
+        return gradients(x)
+
+    check(run, kind, rematerialize="cheap")
+    check(run, kind, rematerialize="cheap", prefetch_bytes=0, max_in_flight_bytes=0)
+    assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
+
+
+@pytest.mark.parametrize("change", ["output", "input", "input of the input"])
+def test_what_was_changed_in_place_is_not_computed_again(change: str) -> None:
+    """Autograd raises as it would, or nobody needs what changed."""
+
+    def compute(x: Tensor) -> Tensor:
+        a = x.sin()
+        b = a.cos()
+        y = F.silu(b)
+        if change == "output":
+            y.add_(1)
+        elif change == "input":
+            return y.square() + b.mul_(2)
+        else:
+            return y.square() + a.mul_(2)
+        return y.square()
+
+    run = one_group(compute)
+    if change == "output":
+        check(run, rematerialize="cheap", verify=True)
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        run(False)
+    with session(rematerialize="cheap"):
+        begin_step()
+        with pytest.raises(SavedTensorModifiedError):
+            run(True)
+
+
+def test_norms_of_one_shape_have_an_eps_each() -> None:
+    """The node does not tell it. Where one weight has two, the first is wrong for the second."""
+    norms = [nn.LayerNorm(COLUMNS, eps=eps) for eps in (1e-5, 1e-3, 0.3, 1e-6)]
+    other = nn.LayerNorm(COLUMNS, eps=0.1)
+    other.weight = norms[0].weight
+
+    def compute(x: Tensor) -> Tensor:
+        for norm in (*norms, other, norms[1]):
+            x = norm(x.sin()).square()
+        return x
+
+    run = one_group(compute)
+    check(run, rematerialize="cheap", verify=True)
+    assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
+
+
+def test_a_parameter_is_gone_until_the_backward_of_its_norm() -> None:
+    """As FSDP empties it when the forward is over, and fills it for the backward of its module."""
+    weight = nn.Parameter(drawn(COLUMNS, seed=1))
+
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+
+        def compute(x: Tensor) -> Tensor:
+            y = F.layer_norm(x.sin(), (COLUMNS,), weight)
+            y.register_hook(lambda g: refill(weight))  # behind all that needs y
+            return y.square()
+
+        y = group(x, compute, is_on)
+        weight.untyped_storage().resize_(0)
+        y.sum().backward()
+        return gradients(x, weight)
+
+    def refill(weight: Tensor) -> None:
+        weight.untyped_storage().resize_(COLUMNS * 4)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+            weight.copy_(drawn(COLUMNS, seed=1))
+
+    check(run, rematerialize="cheap", verify=True)
+    assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_that_comes_again(kind: str) -> None:
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        y = group(x, lambda x: (F.silu(x.sin()) * x).square(), is_on)
+        y.sum().backward(retain_graph=True)
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        g.square().sum().backward(retain_graph=True)
+        y.sum().backward()
+        return gradients(x)
+
+    check(run, kind, rematerialize="cheap", verify=True)
+
+
+def test_a_backward_under_autocast_computes_what_ran() -> None:
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = group(x, lambda x: (F.softmax(x @ WEIGHT.diag(), -1) * x).exp(), is_on)
+        with torch.autocast("cpu", torch.float16):
+            y.float().sum().backward()
+        return gradients(x, WEIGHT)
+
+    check(run, rematerialize="cheap", verify=True)
+
+
+def test_a_backward_of_a_part() -> None:
+    """What is left is free when the graph is gone."""
+
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        kept: list[Tensor] = []
+
+        def compute(x: Tensor) -> Tensor:
+            kept.append(x.sin())
+            return F.silu(kept[0]).square()
+
+        y = group(x, compute, is_on)
+        return list(torch.autograd.grad(y.sum(), kept[0]))
+
+    check(run, rematerialize="cheap")
+
+
+def test_a_group_that_stays_has_all_it_saved() -> None:
+    run = one_group(lambda x: F.silu(x.sin()).square())
+    with session(rematerialize="cheap", host_budget_bytes=0) as manager:
+        begin_step()
+        assert_same(run(True), run(False))
+        assert manager.statistics().bytes_offloaded == 0
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_nothing_keeps_the_graph(is_committed: bool) -> None:
+    """A node whose output is saved is not held by that, else nobody would ever free both."""
+    with session(rematerialize="cheap"):
+        begin_step()
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        refs = []
+        gc.collect()
+        gc.disable()
+        try:
+            with off_interface(True, x, "part") as h:
+                y = torch.tanh(h.sin())
+                for _ in range(2):
+                    node: Any = y.grad_fn
+                    node.metadata["alive"] = alive = torch.zeros(1)  # as long as the node
+                    refs.append(weakref.ref(alive))
+                    y = y.exp()
+            if is_committed:
+                y = off_interface.group_commit(y, name="part")
+            del y, h, alive, node
+            assert [ref() for ref in refs] == [None, None]
+        finally:
+            gc.enable()
+
+
+def test_on_a_side_stream_all_is_copied() -> None:
+    with session("late", rematerialize="cheap") as manager:
+        begin_step()
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        with off_interface(True, x, "part") as h:
+            with manager.backend.stream(side_stream(manager.backend)):
+                y = F.silu(h.sin()).square()
+        off_interface.group_commit(y, name="part").sum().backward()
+        expected = drawn(ROWS, COLUMNS).requires_grad_()
+        F.silu(expected.sin()).square().sum().backward()
+        assert_same(gradients(x), gradients(expected))
+
+
+def test_wrong_bits_are_noticed() -> None:
+    """With ``verify``, at each use; without, where the recipe is first met."""
+    run = one_group(lambda x: F.silu(x.sin()).square())
+    expected = run(False)
+    silu = operators.OPERATORS[operators.NODES["SiluBackward0"]]
+    wrong = silu._replace(function=lambda x: F.silu(x) + 1e-7)
+    with patch.dict(operators.OPERATORS, {operators.NODES["SiluBackward0"]: wrong}):
+        assert copied(run, rematerialize="cheap") == copied(run, rematerialize="none")
+        with session(rematerialize="cheap"):
+            begin_step()
+            assert_same(run(True), expected)
+    right = [True]
+    fickle = silu._replace(function=lambda x: F.silu(x) if right else F.silu(x) + 1)
+    with patch.dict(operators.OPERATORS, {operators.NODES["SiluBackward0"]: fickle}):
+        with session(rematerialize="cheap", verify=True):
+            begin_step()
+            x = drawn(ROWS, COLUMNS).requires_grad_()
+            y = group(x, lambda x: F.silu(x.sin()).square())
+            right.clear()
+            with pytest.raises(VerifyError, match="was computed again with checksum"):
+                y.sum().backward()
+
+
+def test_hooks_of_others_around_ours() -> None:
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        with save_on_cpu():
+            y = group(x.sin(), lambda x: F.silu(x).square(), is_on)
+            z = F.gelu(y).square()
+        z.sum().backward()
+        return gradients(x)
+
+    check(run, rematerialize="cheap")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 14])
+def test_all_of_a_model(size: int) -> None:
+    """However many tensors leave together."""
+    model = nn.Sequential(
+        *[
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+            for _ in range(3)
+        ]
+    )
+    x = drawn(16, 8)
+
+    def run(context: OffloadActivations | None) -> list[Tensor]:
+        if context is None:
+            y = model(x)
+        else:
+            with context:
+                y = model(x)
+        y.square().sum().backward()
+        return gradients(*model.parameters())
+
+    expected = run(None)
+    counts = []
+    for rematerialize in ("none", "cheap"):
+        context = OffloadActivations(
+            min_offload_size=1,
+            max_fwd_stash_size=size,
+            config=OffloadConfig(rematerialize=rematerialize),
+        )
+        for _ in range(2):
+            assert_same(run(context), expected)
+        assert_idle(context)
+        counts.append(context.statistics().bytes_offloaded)
+    assert counts[1] < 0.75 * counts[0], counts
+
+
+def test_a_group_of_nothing_but_recipes_has_saved_something(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What it computes again from has left with another."""
+
+    def run(is_on: bool) -> list[Tensor]:
+        x = drawn(ROWS, COLUMNS).requires_grad_()
+        a = group(x, lambda x: F.silu(x.sin()), is_on, "first")
+        group(a, lambda a: a.square(), is_on, "second").sum().backward()
+        return gradients(x)
+
+    check(run, rematerialize="cheap")
+    with session(rematerialize="cheap") as manager:
+        for _ in range(2):
+            begin_step()
+            run(True)
+        off_interface.reset()
+        assert manager.statistics().bytes_computed_again
+    assert "offloaded nothing" not in caplog.text
