@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from processes import run
 
+from pp_offload._common.torch_private import SHOWS_PACKED
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -171,6 +173,14 @@ def test_predict_exact_writes_its_figures(tmp_path: Path) -> None:
     assert figures["num_compared"] == 7 and figures["failed"] == {}
     assert 0 < figures["num_offloading"] < 7, "or what is equal may be nothing, or all alike"
     assert figures["num_unequal"] == 0 and figures["worst_time_gap"] <= 1e-9
+
+
+@pytest.mark.skipif(not SHOWS_PACKED, reason="nodes of this torch do not tell")
+def test_rematerialize_writes_its_figures(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for row in run_quick("rematerialize.py", tmp_path):
+        assert row["none_equal"] and row["cheap_equal"]
+        assert 0 < row["cheap_bytes"] < row["none_bytes"] and row["again_bytes"] > 0
 
 
 def test_training_on_the_cpu_has_the_bytes_that_are_predicted(tmp_path: Path) -> None:

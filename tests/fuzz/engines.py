@@ -392,6 +392,9 @@ class Snapshot:
         return self._alias._version != self._version
 
 
+REMATERIALIZE = "cheap"
+
+
 def config_of(options: Options) -> OffloadConfig:
     """The engine's options."""
     stays: dict[str, Any] = {
@@ -408,7 +411,7 @@ def config_of(options: Options) -> OffloadConfig:
         host_budget_bytes=options.host_budget_bytes,
         tiers=options.tiers,
         verify=options.verify,
-        rematerialize="cheap",
+        rematerialize=REMATERIALIZE,
         split_backward=options.split_backward or "reload",
     )
 
