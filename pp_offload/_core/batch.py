@@ -150,7 +150,8 @@ class Batch:
     def use_again(self, index: int, num: int, group: int) -> None:
         """So many more saved tensors hold a payload, of a group with this ``id``."""
         back = self.back
-        self.later.setdefault(index, {None: back.left[index]})[group] = num
+        uses = self.later.setdefault(index, {None: back.left[index]})
+        uses[group] = uses.get(group, 0) + num  # shared, and needed by a recipe, too
         back.uses[index] += num
         if back.left[index] == 0 and back.device[index] is None:
             back.num_away += 1  # it was used up, and is to be used again

@@ -35,7 +35,12 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pp_offload._common.torch_private import NODES, SHOWS_PACKED, sequence_number
+from pp_offload._common.torch_private import (
+    NODES,
+    SHOWS_PACKED,
+    disable_current_modes,
+    sequence_number,
+)
 from pp_offload._core.operators import (
     EPS,
     OPERATORS,
@@ -114,9 +119,11 @@ class Recipe:
         stream changes. Two threads may both compute it: that costs time.
         """
         live, given = self._mover.current_stream(), self._given
-        tensor = None
+        tensor: Any = None
         if given is not None and given[2] == live:
-            tensor = given[0]() if type(given[0]) is weakref.ref else given[0]
+            tensor = given[0]
+            if type(tensor) is weakref.ref and (tensor := tensor()) is not None:
+                tensor._fix_weakref()  # torch may hold it without Python
             if tensor is not None and tensor._version != given[1]:
                 tensor = None  # a backward that got it has changed it in place
         if tensor is None:
@@ -155,7 +162,7 @@ class Recipes:
         self._mover, self._kept = mover, kept
         self._proofs: dict[Any, Any] = {}
         self._of_weights: Any = WeakIdKeyDictionary()
-        self._copies: dict[Any, Resident] = {}
+        self._copies: dict[Any, tuple[weakref.ref[UntypedStorage], Resident]] = {}
 
     @classmethod
     def if_shown(cls, mover: Any, kept: StorageSet) -> Recipes | None:
@@ -244,10 +251,11 @@ class Recipes:
         if not self._kept.has(storage):
             return resident
         key = storage._cdata, Geometry.of(tensor), tensor._version
-        copy = self._copies.get(key)
-        if copy is None:
+        of, copy = self._copies.get(key, (None, resident))
+        if of is None or of() is not storage:  # the address may be another one's by now
             with torch.no_grad():
-                copy = self._copies[key] = Resident(tensor.detach().clone())
+                copy = Resident(tensor.detach().clone())
+            self._copies[key] = weakref.ref(storage), copy
         return copy
 
 
@@ -363,7 +371,8 @@ class _Search:
     def _leaf(self, packed: Any) -> Any:
         """What an operator has saved, as a part of a term."""
         if type(packed) is Tensor and packed.dim() == 0 and packed.device.type == "cpu":
-            return Number(packed.item())
+            with disable_current_modes():  # which are given a number in its place
+                return Number(packed.item())
         if type(packed) is Resident:
             tensor = packed.tensor
             is_like_it = tensor._version == packed.version and type(tensor) in (Tensor, Parameter)
