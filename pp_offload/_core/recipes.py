@@ -122,8 +122,10 @@ class Recipe:
         tensor: Any = None
         if given is not None and given[2] == live:
             tensor = given[0]
-            if type(tensor) is weakref.ref and (tensor := tensor()) is not None:
-                tensor._fix_weakref()  # torch may hold it without Python
+            if type(tensor) is weakref.ref:
+                tensor = tensor()
+                if tensor is not None:
+                    tensor._fix_weakref()  # torch may hold it without Python
             if tensor is not None and tensor._version != given[1]:
                 tensor = None  # a backward that got it has changed it in place
         if tensor is None:

@@ -243,6 +243,49 @@ def test_what_was_changed_in_place_is_not_computed_again(change: str) -> None:
             run(True)
 
 
+def test_an_input_that_is_changed_in_a_later_step() -> None:
+    """Its recipe was proved before."""
+    is_changed: list[bool] = []
+
+    def compute(x: Tensor) -> Tensor:
+        b = x.sin()
+        y = F.silu(b).square()
+        return y + b.mul_(2) if is_changed else y
+
+    run = one_group(compute)
+    with session(rematerialize="cheap"):
+        begin_step()
+        assert_same(run(True), run(False))
+        is_changed.append(True)
+        begin_step()
+        with pytest.raises(SavedTensorModifiedError):
+            run(True)
+
+
+def test_it_is_computed_once_for_all_that_saved_it() -> None:
+    """And again in the next backward, for it is gone by then."""
+    node = operators.NODES["SiluBackward0"]
+    silu, refs = operators.OPERATORS[node], []
+
+    def counted(x: Tensor) -> Tensor:
+        refs.append(weakref.ref(y := F.silu(x)))
+        return y
+
+    def compute(x: Tensor) -> Tensor:
+        y = F.silu(x.sin())
+        return y.square() + y.exp() * y + y.pow(3)
+
+    with patch.dict(operators.OPERATORS, {node: silu._replace(function=counted)}):
+        with session(rematerialize="cheap"):
+            begin_step()
+            y = group(drawn(ROWS, COLUMNS).requires_grad_(), compute)
+            refs.clear()  # it was tried
+            for number in (1, 2):
+                y.sum().backward(retain_graph=True)
+                assert len(refs) == number
+                assert refs[-1]() is None
+
+
 def test_norms_of_one_shape_have_an_eps_each() -> None:
     """The node does not tell it. Where one weight has two, the first is wrong for the second."""
     norms = [nn.LayerNorm(COLUMNS, eps=eps) for eps in (1e-5, 1e-3, 0.3, 1e-6)]

@@ -49,6 +49,7 @@ COLLECT = "pp_offload._core.payloads"
 ENGINE = "pp_offload._core.engine"
 IN_FLIGHT = "pp_offload._core.in_flight"
 MOVER = "pp_offload._core.mover"
+RECIPES = "pp_offload._core.recipes"
 POOL = "pp_offload._memory.host_pool"
 SAVED = "pp_offload._core.saved"
 SHARED = "pp_offload._core.shared"
@@ -56,10 +57,67 @@ SHARED = "pp_offload._core.shared"
 BOUNDS = ("tests/core/test_core_bounds.py",)
 ORDER = ("tests/core/test_order.py",)
 PAYLOADS = ("tests/core/test_payloads.py",)
+AGAIN = ("tests/core/test_recipes.py",)
 SHARING = ("tests/core/test_sharing.py",)
 THREADS = ("tests/core/test_threads.py",)
 
 EDITS: dict[str, Edit] = {
+    "a recipe has the eps of another norm": Edit(
+        RECIPES,
+        "Recipes.proved",
+        "_with_eps(term, proofs[kind])",
+        "_with_eps(term, EPS[0])",
+        "its node does not tell it, and gradients are wrong",
+        AGAIN,
+    ),
+    "a recipe that was refused is used": Edit(
+        RECIPES,
+        "Recipes.proved",
+        "proofs[kind] is _REFUSED",
+        "False",
+        "it gives other bits",
+        AGAIN,
+    ),
+    "an input of a recipe was changed": Edit(
+        RECIPES,
+        "_Search._leaf",
+        "packed.tensor is None or packed.tensor._version != packed.version",
+        "packed.tensor is None",
+        "what it computes is not what was saved",
+        AGAIN,
+    ),
+    "a recipe counts a use too few": Edit(
+        RECIPES,
+        "Recipe.__init__",
+        "self._uses = self._left = uses",
+        "self._uses = self._left = uses - 1",
+        "it is computed twice",
+        AGAIN,
+    ),
+    "a cast loses the wrong half": Edit(
+        RECIPES,
+        "_narrowed",
+        "flat.view(torch.int16)[1::2]",
+        "flat.view(torch.int16)[0::2]",
+        "a float32 that was bfloat16 cannot be had from it, and is copied whole",
+        AGAIN,
+    ),
+    "a recipe has the parameter that was at the same address": Edit(
+        RECIPES,
+        "Recipes.lasting",
+        "of is None or of() is not storage",
+        "of is None",
+        "within a step a freed parameter's values are used for another",
+        AGAIN,
+    ),
+    "a node is held by what it saves": Edit(
+        RECIPES,
+        "maker_of",
+        "node._sequence_nr() + 1 == sequence_number()",
+        "False",
+        "a graph that is dropped before the commit is never freed",
+        AGAIN,
+    ),
     "a change of a saved tensor is not noticed": Edit(
         SAVED,
         "Saved.unpack",
