@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from pp_offload._common.workers import is_worker
+from pp_offload._common.workers import inside_torch, is_worker
 from pp_offload.backends.base import Event
 from pp_offload.backends.captures import CapturedEvent
 from pp_offload.errors import CaptureError
@@ -69,11 +69,12 @@ class SimulatedEvent:
         But what that thread frees then is over.
         """
         timeline = self.stream.timeline
-        with timeline.lock:
-            if is_worker():
+        if is_worker():
+            with inside_torch(), timeline.lock:
                 timeline.force(self)
                 timeline.detector.thread_clock().merge(self.past)
-                return
+            return
+        with timeline.lock:
             timeline.enter()
             timeline.forbid_in_capture("an event is synchronized")
             timeline.forbid_captured(self)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pp_offload._common.workers import Workers
+from pp_offload._common.workers import Workers, inside_torch
 from pp_offload.backends.base import Backend, Event
 from pp_offload.errors import RaceError
+from pp_offload.testing.copies import QueuedCopy
 from pp_offload.testing.happens_before import RaceDetector
 from pp_offload.testing.simulated import ORDERS, SimulatedBackend
 
@@ -234,6 +235,25 @@ def test_a_free_on_a_thread_of_a_tier_is_behind_its_own_waits(
     Workers("test").submit(free).result()
     with nullcontext() if waits else pytest.raises(RaceError, match="storage released"):
         backend.check()
+
+
+def test_the_end_of_a_process_waits_for_a_copy_on_a_thread_of_a_tier(
+    late: SimulatedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else C++ may abort it: NOTE [ Threads inside torch ] of the workers."""
+    run, doors = QueuedCopy.run, []
+
+    def inside(copy: QueuedCopy) -> None:
+        door: Any = inside_torch()
+        doors.append(door.locked())
+        run(copy)
+
+    monkeypatch.setattr(QueuedCopy, "run", inside)
+    source = torch.ones(4)
+    host = host_like(late, source)
+    event = offload(late, source, host)
+    Workers("test").submit(event.synchronize).result()
+    assert doors == [True]
 
 
 def test_a_free_after_a_true_query_is_no_race() -> None:
