@@ -21,7 +21,7 @@ from pp_offload._core.group import Group, GroupState
 from pp_offload._core.mover import Counts, Mover
 from pp_offload._core.observer import Observers
 from pp_offload._core.payloads import Payloads, by_storage, collect
-from pp_offload._core.recipes import Chosen, Recipes, on_device
+from pp_offload._core.recipes import Chosen, Recipes
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import SharedCopies, restored_from
 from pp_offload._core.tensors import Eligibility, StorageSet
@@ -86,8 +86,11 @@ class Engine:
         saved = by_storage(group.saved_refs)
         chosen = None if self.recipes is None else self.recipes.choose(group, saved)
         payloads = collect(saved)
-        payloads.chosen = chosen
-        group.counts.num_tensors = len(payloads.sizes) + (len(chosen.recipes) if chosen else 0)
+        group.counts.num_tensors = len(payloads.sizes)
+        if chosen is not None:
+            payloads.chosen = chosen
+            payloads.beside_bytes += sum([storage.nbytes() for *_, storage in chosen.recipes])
+            group.counts.num_tensors += len(chosen.recipes)
         group.counts.nbytes = sum(payloads.sizes)
         return payloads
 
@@ -197,8 +200,8 @@ class Engine:
     @staticmethod
     def _give_up(group: Group, chosen: Chosen, counts: Counts) -> None:
         """What recipes compute again is needed no more, and what they need a while longer."""
-        for recipe, members in chosen.recipes:
-            counts.bytes_computed_again += on_device(members[0]).untyped_storage().nbytes()
+        for recipe, members, storage in chosen.recipes:
+            counts.bytes_computed_again += storage.nbytes()
             for saved in members:
                 saved.recipe = recipe
                 saved.tensor = saved.wrapper = None

@@ -19,8 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -108,13 +107,25 @@ class Observers:
         """Have :meth:`Observer.used` called for what has just left. The lock is held, without which
         nobody gets it back.
         """
-        for members in payloads.members:
-            for saved in members:  # weakly: a cycle would keep its bytes until garbage is collected
-                saved.restore = partial(self._use, weakref.ref(saved), saved.restore)
+        reached = payloads.chosen.reached if payloads.chosen else []
+        for members in (*payloads.members, reached):
+            for saved in members:
+                saved.restore = Followed(self, weakref.ref(saved), saved.restore)
 
-    def _use(self, ref: weakref.ref[Saved], restore: Any, payload: Tensor) -> Tensor:
-        saved = ref()
+
+class Followed(NamedTuple):
+    """Has observers called where a saved tensor is made of its payload."""
+
+    observers: Observers
+    saved: weakref.ref[Saved]
+    """Weakly: a cycle would keep its bytes until garbage is collected."""
+
+    unobserved: Callable[[Tensor], Tensor] | None
+    """What makes it."""
+
+    def __call__(self, payload: Tensor) -> Tensor:
+        saved = self.saved()
         assert saved is not None, "it is being unpacked"
-        for call in self.used:
+        for call in self.observers.used:
             call(saved, payload)
-        return payload if restore is None else restore(payload)
+        return payload if self.unobserved is None else self.unobserved(payload)

@@ -33,6 +33,8 @@ class Call(NamedTuple):
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
+    saved: Any = None
+    """Weakly, what an earlier group has saved, if that group computes it again itself."""
 
 
 class Guess(NamedTuple):

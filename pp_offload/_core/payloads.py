@@ -39,7 +39,8 @@ class Payloads:
             belong to nobody.
         views: Which of them are gathered.
         gathered: Those that became copies of their own by that.
-        beside_bytes: Of the storages of those, what they leave behind.
+        beside_bytes: What the group holds besides if it stays: the rest of the storages of those,
+            and what is computed again.
         chosen: What is not copied, but computed again; None without that.
     """
 

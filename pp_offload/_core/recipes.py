@@ -27,6 +27,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -104,21 +105,21 @@ class Recipe:
         checksum: Of the storage, with ``verify``.
     """
 
-    __slots__ = ("_checksum", "_given", "_label", "_left", "_mover", "_uses", "term")
+    __slots__ = ("_checksum", "_label", "_left", "_mover", "_uses", "given", "term")
 
     def __init__(
         self, term: Call, mover: Any, uses: int, label: str, checksum: int | None = None
     ) -> None:
         self.term, self._mover, self._label, self._checksum = term, mover, label, checksum
         self._uses = self._left = uses
-        self._given: tuple[Any, int, Any] | None = None
+        self.given: tuple[Any, int, Any] | None = None
         """What it gave last, weakly behind the last use; its version then; and for which stream."""
 
     def give(self) -> Tensor:
         """The tensor, for the live compute stream. Computed once for all its uses, unless that
         stream changes. Two threads may both compute it: that costs time.
         """
-        live, given = self._mover.current_stream(), self._given
+        live, given = self._mover.current_stream(), self.given
         tensor: Any = None
         if given is not None and given[2] == live:
             tensor = given[0]
@@ -136,7 +137,7 @@ class Recipe:
                 check_same(_whole(tensor), self._checksum, came)
         self._left -= 1
         held: Any = tensor if self._left > 0 else weakref.ref(tensor)
-        self._given = held, tensor._version, live
+        self.given = held, tensor._version, live
         return tensor
 
 
@@ -144,11 +145,11 @@ class Chosen(NamedTuple):
     """What a group does not copy.
 
     Attributes:
-        recipes: In its place, and the saved tensors of each.
+        recipes: In its place, the saved tensors of each, and the storage that they are views of.
         reached: Inputs that left with other groups.
     """
 
-    recipes: list[tuple[Recipe, list[Saved]]]
+    recipes: list[tuple[Recipe, list[Saved], UntypedStorage]]
     reached: list[Saved]
 
 
@@ -226,13 +227,15 @@ class Recipes:
         first = on_device(members[0])
         for eps in guesses:
             try:
-                output = _run(_with_eps(term, eps), self._now, first.device.type)
+                with disable_current_modes() if first.is_meta else nullcontext():
+                    output = _run(_with_eps(term, eps), self._now, first.device.type)
             except torch.OutOfMemoryError:
                 return UNKNOWN
             except RuntimeError:  # it wants other inputs
                 continue
             is_alike = output.dtype == first.dtype and not output.storage_offset()
-            if is_alike and torch.equal(_whole(output), _whole(first)):
+            # A virtual device has no data to compare. It trusts the operators, in no time.
+            if is_alike and (first.is_meta or torch.equal(_whole(output), _whole(first))):
                 return eps
         return _REFUSED
 
@@ -243,7 +246,12 @@ class Recipes:
         if leaf.tensor is not None:
             return leaf.tensor
         assert type(leaf) is Saved
-        payload = self._mover.seen(leaf.batch, leaf.index)
+        batch, mover = leaf.batch, self._mover
+        if mover.backend.device.type == "meta":
+            shape, dtype = batch.specs[leaf.index]
+            payload = torch.empty(shape, dtype=dtype, device="meta")
+        else:
+            payload = mover.seen(batch, leaf.index)
         return payload if leaf.restore is None else leaf.restore(payload)
 
     def lasting(self, resident: Resident) -> Resident:
@@ -296,9 +304,9 @@ class _Search:
         self._stays: ByStorage = {}
         self.reached: list[Saved] = []
 
-    def recipes(self) -> list[tuple[Recipe, list[Saved]]]:
+    def recipes(self) -> list[tuple[Recipe, list[Saved], UntypedStorage]]:
         """All that there are."""
-        terms: list[tuple[Call, list[Saved]]] = []
+        terms: list[tuple[Call, list[Saved], UntypedStorage]] = []
         stays = self._stays
         for key, (storage, members) in self._saved.items():
             maker = members[0].maker
@@ -314,11 +322,11 @@ class _Search:
                 stays[key] = storage, members
                 continue
             self._inputs[key] = []
-            terms.append((self._joined(term, key), members))
+            terms.append((self._joined(term, key), members, storage))
             self._move_up(key)
         self._saved.clear()
         self._saved.update(stays)
-        return [(self._recipe(term, members), members) for term, members in terms]
+        return [(self._recipe(term, each), each, storage) for term, each, storage in terms]
 
     def _recipe(self, term: Call, members: list[Saved]) -> Recipe:
         mover = self._owner._mover
@@ -401,9 +409,10 @@ class _Search:
             return UNKNOWN
         if saved.recipe is not None:
             term = self._again(saved.recipe.term)
-            if term is UNKNOWN or saved.restore is None:
-                return term
-            return Call(saved.restore, (term,))
+            if term is UNKNOWN:
+                return UNKNOWN
+            term = term._replace(saved=weakref.ref(saved))
+            return term if saved.restore is None else Call(saved.restore, (term,))
         if saved.tensor is not None:
             if saved.tensor._version != saved.version:
                 return UNKNOWN
@@ -425,13 +434,16 @@ class _Search:
             if self._num_calls > MOST_CALLS:
                 return UNKNOWN
             args = tuple(map(self._again, term.args))
-            return UNKNOWN if any([arg is UNKNOWN for arg in args]) else Call(term.function, args)
+            if any([arg is UNKNOWN for arg in args]):
+                return UNKNOWN
+            return Call(term.function, args, term.saved)
         return self._earlier(term) if type(term) is Saved else term
 
     def _joined(self, term: Any, key: int) -> Any:
         """The term with saved tensors of its own, which join those of the group."""
         if type(term) is Call:
-            return Call(term.function, tuple([self._joined(arg, key) for arg in term.args]))
+            args = tuple([self._joined(arg, key) for arg in term.args])
+            return Call(term.function, args, term.saved)
         if type(term) is Resident:
             return self._owner.lasting(term)
         if type(term) is Narrow:
@@ -507,7 +519,7 @@ def _unpacked(leaf: Saved | Resident) -> Tensor:
 
 def _run(term: Call, value_of: Callable[[Any], Tensor], device: str) -> Tensor:
     """What the term gives as the operators ran, whatever is on around a backward."""
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False), torch.no_grad():
             return computed(term, value_of)  # type: ignore[no-any-return]
     with torch.no_grad():
@@ -525,7 +537,7 @@ def _with_eps(term: Any, eps: float | None) -> Any:
         return eps
     if type(term) is not Call:
         return term
-    return Call(term.function, tuple([_with_eps(arg, eps) for arg in term.args]))
+    return Call(term.function, tuple([_with_eps(arg, eps) for arg in term.args]), term.saved)
 
 
 def _kind(term: Any, guesses: list[Guess]) -> Any:
@@ -537,7 +549,9 @@ def _kind(term: Any, guesses: list[Guess]) -> Any:
     if type(term) in (Saved, Resident):
         tensor = term.tensor
         if tensor is None:
-            return term.batch.specs[term.index][1], term.restore
+            restore = getattr(term.restore, "unobserved", term.restore)
+            # Bound to a geometry, or to nothing that differs.
+            return term.batch.specs[term.index][1], getattr(restore, "__self__", type(restore))
         if tensor.is_contiguous():
             return tensor.dtype, tensor.dim()
         return tensor.dtype, tensor.shape, tensor.stride()

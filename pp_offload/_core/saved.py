@@ -73,8 +73,9 @@ class Saved:
     def twin(self, group: Any) -> Saved:
         """Another holder of the same tensor, for a recipe that needs it in ``group``."""
         twin = Saved.__new__(Saved)
-        for name in ("tensor", "version", "origin", "wrapper", "restore"):
+        for name in ("tensor", "version", "origin", "wrapper"):
             setattr(twin, name, getattr(self, name))
+        twin.restore = getattr(self.restore, "unobserved", self.restore)  # observed by itself
         twin.group, twin.maker, twin.recipe = group, None, None
         return twin
 

@@ -37,6 +37,12 @@ class Bytes:
         if live > self.peak:
             self.peak = live
 
+    def tensor(self, nbytes: int) -> NumberTensor:
+        """A new one."""
+        taken = -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
+        self.add(taken)
+        return NumberTensor(nbytes, Held(self, taken))
+
     def pass_by(self, nbytes: int, rise: int) -> None:
         """So much more in the end, and at most ``rise`` more on the way."""
         live = self.live
@@ -104,6 +110,28 @@ class NumberTensor:
         """Only Python refers to it."""
 
 
+class NumberPart(NumberTensor):
+    """Of a tensor, to be taken out of it by compute.
+
+    Args:
+        nbytes: Of the part.
+        held: Memory of the whole.
+        device: Takes it out.
+        gather_s: In such a time.
+    """
+
+    __slots__ = ("_device", "_gather_s")
+
+    def __init__(self, nbytes: int, held: Held, device: NumberDevice, gather_s: float) -> None:
+        super().__init__(nbytes, held)
+        self._device, self._gather_s = device, gather_s
+
+    def contiguous(self) -> NumberTensor:
+        """In memory of its own."""
+        self._device.run([self._gather_s])
+        return self._device.memory.tensor(self.nbytes)
+
+
 class HostNumbers:
     """Host memory, as the host pool deals it out: ``torch.empty_like`` makes device memory of it.
 
@@ -143,10 +171,7 @@ class HostNumbers:
     ) -> NumberTensor:
         """``torch.empty_like``, the only function that the core calls with it."""
         (host,) = args
-        taken = -(-host.nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
-        memory = host._rank.memory
-        memory.add(taken)
-        return NumberTensor(host.nbytes, Held(memory, taken))
+        return host._rank.memory.tensor(host.nbytes)
 
 
 class NumberDevice:

@@ -15,20 +15,24 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey
+from pp_offload._core.operators import Call
 from pp_offload._core.payloads import Payloads
+from pp_offload._core.recipes import Chosen, Recipe, on_device
 from pp_offload._core.saved import Saved
 from pp_offload._core.shared import Copy, SharedCopies
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.plan import Plan
 from pp_offload._groups.split_backward import SplitBackward
-from pp_offload.plan.device import Held, NumberDevice, NumberTensor
-from pp_offload.plan.tape import Tape
+from pp_offload.plan.device import Held, NumberDevice, NumberPart, NumberTensor
+from pp_offload.plan.tape import Again, Tape
 
 
 class NumberSaved(Saved):
@@ -37,18 +41,29 @@ class NumberSaved(Saved):
     Args:
         tensor: An alias of the source.
         group: Saves it.
-        storage: Stands for the source in one version; None where no other group saves that.
+        chunk: Of the group.
     """
 
-    __slots__ = ("storage",)
+    __slots__ = ("chunk",)
 
-    def __init__(self, tensor: Any, group: Group, storage: Storage | None) -> None:
+    def __init__(self, tensor: Any, group: Group, chunk: NumberChunk) -> None:
         super().__init__(tensor, group)
-        self.storage = storage
+        self.chunk = chunk
 
 
 class Storage:
-    """A source in one version."""
+    """A source in one version.
+
+    Args:
+        nbytes: Of it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def nbytes(self) -> int:
+        """As of a storage."""
+        return self._nbytes
 
     @property
     def _cdata(self) -> int:
@@ -75,17 +90,14 @@ class NumberEngine(Engine):
     def __init__(self, device: Any, tier: Any, order: Any, config: Any) -> None:
         super().__init__(device, tier, order, config)
         self.shared = SharedNumbers()
+        self.recipes = None  # tapes have them
 
     def payloads(self, group: Group) -> Payloads:
         """See :meth:`Engine.payloads`."""
-        payloads = Payloads()
-        members: list[Any] = [ref() for ref in group.saved_refs]
-        for saved in members:
-            if payloads.members and payloads.members[-1][0].index == saved.index:
-                payloads.members[-1].append(saved)
-                continue
-            payloads.add(saved.tensor, [saved], saved.storage)
-        group.counts.num_tensors = len(payloads.sizes)
+        first: Any = group.saved_refs[0]() if group.saved_refs else None
+        payloads = Payloads() if first is None else first.chunk.payloads(group)
+        chosen = payloads.chosen
+        group.counts.num_tensors = len(payloads.sizes) + (len(chosen.recipes) if chosen else 0)
         group.counts.nbytes = sum(payloads.sizes)
         return payloads
 
@@ -119,7 +131,7 @@ class NumberChunk(Chunk):
     def __init__(self, tape: Tape, key: ChunkKey, device: NumberDevice, offloader: Any) -> None:
         super().__init__(0, offloader, vp_stage=key.vp_stage, microbatch=key.microbatch)
         self.tape = tape
-        self._compute = device.compute
+        self._device = device
         self._sources: list[Held | None] = [
             Held(device.memory, nbytes) for nbytes in tape.source_bytes
         ]
@@ -135,25 +147,104 @@ class NumberChunk(Chunk):
     def close_group(self, position: int) -> None:
         """A group is committed."""
         group = self.groups[position]
-        group.streams.append(self._compute)
+        group.streams.append(self._device.compute)
         for index in self.tape.groups[position].payloads:
             self._save(group, index)
         self.open_groups.remove(group)
         self.close(group, None)
 
     def _save(self, group: Group, index: int) -> None:
-        nbytes, _, source, num_uses, version = self.tape.payloads[index]
-        storage = None
-        if version is not None:
-            storage = self._storages.setdefault((source, version), Storage())
-        held = self._sources[source]
-        assert held is not None, "it is dropped behind the commit"
-        saved = self._saved[index] = [
-            NumberSaved(NumberTensor(nbytes, held), group, storage) for _ in range(num_uses)
-        ]
-        for one in saved:
-            one.index = index  # until a batch has it
+        num_uses = self.tape.payloads[index].num_uses
+        saved = [NumberSaved(self._tensor(index), group, self) for _ in range(num_uses)]
+        self._saved[index] = saved
         group.saved_refs += map(weakref.ref, saved)
+
+    def _tensor(self, index: int) -> NumberTensor:
+        """The source of a payload, or a part of it."""
+        payload = self.tape.payloads[index]
+        held = self._sources[payload.source]
+        assert held is not None, "it is dropped behind the commit"
+        if payload.gather_s is None:
+            return NumberTensor(payload.nbytes, held)
+        return NumberPart(payload.nbytes, held, self._device, payload.gather_s)
+
+    def payloads(self, group: Group) -> Payloads:
+        """What a group being committed may send; see :meth:`Engine.payloads`."""
+        assert group.key is not None
+        members = {
+            index: list[Saved](self._saved[index])
+            for index in self.tape.groups[group.key.position].payloads
+        }
+        reached: list[Saved] = []
+        terms = {
+            index: self._term(again, group, members, reached)
+            for index in members
+            if (again := self.tape.payloads[index].again) is not None
+        }
+        mover = self.offloader.engine.mover
+        payloads = Payloads()
+        for index, each in members.items():
+            payload = self.tape.payloads[index]
+            if index in terms:
+                continue
+            storage: Any = None
+            if payload.version is not None:
+                key = payload.source, payload.version
+                storage = self._storages.setdefault(key, Storage(payload.nbytes))
+            if payload.gather_s is not None:
+                payloads.views.append(len(payloads.sizes))
+            payloads.add(on_device(each[0]), each, storage)
+        if terms:
+            recipes: list[Any] = [
+                (
+                    Recipe(term, mover, len(each), group.name),
+                    each,
+                    Storage(self.tape.payloads[index].nbytes),
+                )
+                for index, term in terms.items()
+                for each in [members[index]]
+            ]
+            payloads.chosen = Chosen(recipes, reached)
+        return payloads
+
+    def _term(
+        self, again: Again, group: Group, members: dict[int, list[Saved]], reached: list[Saved]
+    ) -> Call:
+        """How a payload is computed again.
+
+        Args:
+            again: What it says.
+            group: Which has saved it.
+            members: Its saved tensors by payload, which those that the recipe holds join.
+            reached: Those of them that left with other groups.
+        """
+        leaves: list[Saved] = []
+        whole = self._inlined(again)
+        for index in _leaves(whole):
+            if index in members and not members[index]:  # a part that nobody else asks for
+                twin: Saved = NumberSaved(self._tensor(index), group, self)
+            else:
+                twin = (members[index] if index in members else self._saved[index])[0].twin(group)
+            if index in members:
+                members[index].append(twin)
+            elif twin.tensor is None:
+                other = self._saved[index][0]
+                twin.batch, twin.index = other.batch, other.index
+                reached.append(twin)
+            leaves.append(twin)
+        return Call(partial(_made, self._device, whole, leaves), ())
+
+    def _inlined(self, again: Again) -> Again:
+        """With the recipes of earlier groups that have left, and without those of others."""
+        inputs = [self._inlined_input(one) for one in again.inputs]
+        return again._replace(inputs=tuple(inputs))
+
+    def _inlined_input(self, what: int | Again) -> int | Again:
+        if isinstance(what, int):
+            return what
+        if what.saved is not None and self._saved[what.saved][0].recipe is None:
+            return what.saved
+        return self._inlined(what)
 
     def drop(self, source: int) -> None:
         """The program has let go of a source."""
@@ -176,3 +267,27 @@ class NumberChunk(Chunk):
     def gone(self, index: int) -> None:
         """Autograd will not ask for it any more."""
         del self._saved[index]
+
+
+def _leaves(again: Again) -> Iterator[int]:
+    """Payloads that it asks for, in order."""
+    for each in again.inputs:
+        if isinstance(each, int):
+            yield each
+        else:
+            yield from _leaves(each)
+
+
+def _made(device: NumberDevice, again: Again, leaves: list[Saved]) -> Any:
+    """What operators make of saved tensors."""
+    return _made_of(device, again, iter(leaves))
+
+
+def _made_of(device: NumberDevice, again: Again, leaves: Iterator[Saved]) -> NumberTensor:
+    inputs = [  # noqa: F841 -- alive until it returns
+        next(leaves).unpack() if isinstance(each, int) else _made_of(device, each, leaves)
+        for each in again.inputs
+    ]
+    device.run(again.seconds)
+    device.memory.pass_by(again.nbytes, again.rise)
+    return NumberTensor(again.nbytes, Held(device.memory, again.nbytes))

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pp_offload._common.checks import check_kind
 from pp_offload.plan.device import Bytes, NumberDevice
 from pp_offload.plan.tape import (
-    Backward,
     Close,
     Drop,
     Event,
     Gone,
     Open,
+    Part,
     RankTapes,
     Stretch,
     Tape,
@@ -199,6 +199,7 @@ def _groups(stage: int, tape: Tape, hardware: Hardware) -> Iterator[GroupProfile
     for position, group in enumerate(tape.groups):
         device = NumberDevice(hardware)
         payloads = [tape.payloads[index] for index in group.payloads]
+        payloads = [payload for payload in payloads if payload.again is None]
         device.copy(device.d2h, payloads, payloads, group.name)
         yield GroupProfile(
             name=group.name,
@@ -217,7 +218,7 @@ def _forward_seconds(tape: Tape) -> list[float]:
     """Of operators, by position of the innermost group that is open."""
     seconds = [0.0] * len(tape.groups)
     are_open: list[int] = []
-    for event in tape.forward:
+    for event in tape.forward.later:
         match event:
             case Open(position):
                 are_open.append(position)
@@ -276,17 +277,17 @@ def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int)
 def _actions(tape: Tape) -> tuple[ActionProfile, ActionProfile, ActionProfile]:
     """Forward, first backward and any other."""
     memory = _Memory(tape)
-    forward = memory.play(tape.forward)
+    forward = memory.play(tape.forward.later)
     first = _Memory(tape)
-    first.play(tape.forward)
+    first.play(tape.forward.later)
     backward = _backward(tape)
     return forward, first.play(backward.first), memory.play(backward.later)
 
 
-def _backward(tape: Tape) -> Backward:
+def _backward(tape: Tape) -> Part:
     """What makes all gradients; both parts, where it comes in two."""
     first, weights = tape.input_part, tape.weight_part
-    in_two = Backward((*first, *weights.first), (*first, *weights.later))
+    in_two = Part((*first, *weights.first), (*first, *weights.later))
     return tape.backward if tape.backward.later else in_two
 
 
@@ -312,7 +313,8 @@ class _Memory:
                     seconds += sum(event.seconds)
                 case Close(position):
                     for index in self._tape.groups[position].payloads:
-                        self._num_holders[self._tape.payloads[index].source] += 1
+                        payload = self._tape.payloads[index]
+                        self._num_holders[payload.source] += bool(payload.num_uses)
                 case Drop(source):
                     self._let_go(memory, source)
                 case Gone(payload):

@@ -1,7 +1,7 @@
 """Records tapes: a rank runs two microbatches on a virtual device whose copies take no time.
 
     tapes = record(order, work, DEVICES["H100"])
-    tapes[0].stages[0].forward
+    tapes[0].stages[0].forward.later
 
 There everything leaves at its commit and comes back when it is asked for, so what is freed then is
 what the program had let go of.
@@ -26,7 +26,7 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
-from pp_offload.plan.tape import Backward, Event, RankTapes, Stretch, Tape, Update
+from pp_offload.plan.tape import Event, Part, RankTapes, Stretch, Tape, Update
 from pp_offload.simulate.clocks import VirtualStream
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
@@ -356,22 +356,28 @@ class _StageNotes:
             )
         return _Played(
             last,
-            told(self.forwards[-1]),
+            _forward(*[told(self.forwards[at]) for at in (0, -1)]),
             told(self.inputs[-1]) if self.inputs else (),
-            Backward(told(self.lasts[0]), told(self.lasts[-1])),
+            Part(told(self.lasts[0]), told(self.lasts[-1])),
             told(self.reduce),
             self.sent_bytes,
             self.sent_back_bytes,
         )
 
 
+def _forward(first: tuple[Event, ...], later: tuple[Event, ...]) -> Part:
+    """Where both have as many operators, what rounding leaves of their clocks is no difference."""
+    nums = [sum(len(e.seconds) for e in part if isinstance(e, Stretch)) for part in (first, later)]
+    return Part(later if nums[0] == nums[1] else first, later)
+
+
 class _Played(NamedTuple):
-    """What the last microbatch did, and of the last part of a backward also the first one."""
+    """What the last microbatch did; of forwards and last parts of backwards also the first."""
 
     chunk: ChunkNotes
-    forward: tuple[Event, ...]
+    forward: Part
     input_part: tuple[Event, ...]
-    last_part: Backward
+    last_part: Part
     reduce: tuple[Event, ...]
     sent_bytes: int
     sent_back_bytes: int
@@ -386,9 +392,9 @@ def _tape(whole: _Played | None, split: _Played | None) -> Tape:
         payloads=last.chunk.payloads_of_groups(),
         source_bytes=tuple(last.chunk.source_bytes),
         forward=last.forward,
-        backward=Backward() if whole is None else whole.last_part,
+        backward=Part() if whole is None else whole.last_part,
         input_part=() if split is None else split.input_part,
-        weight_part=Backward() if split is None else split.last_part,
+        weight_part=Part() if split is None else split.last_part,
         reduce=last.reduce,
         sent_bytes=last.sent_bytes,
         sent_back_bytes=last.sent_back_bytes,

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, UntypedStorage
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group, GroupState
 from pp_offload._core.observer import Observer
+from pp_offload._core.operators import Call
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Saved
 from pp_offload.plan.tape import (
+    Again,
     Close,
     Drop,
     Event,
@@ -72,6 +74,15 @@ class ChunkNotes:
         self.uses: Counter[int] = Counter()
         """Of each payload so far."""
 
+        self.inputs: WeakSet[Any] = WeakSet()
+        """Of the saved tensors those that recipes hold."""
+
+        self.recipes: dict[int, _Heard] = {}
+        """Of payloads that are computed again."""
+
+        self.payload_of_copy: dict[tuple[weakref.ref[Batch], int], int] = {}
+        """By a batch, and a place in it."""
+
         self._copies: defaultdict[int, list[tuple[weakref.ref[Batch], int]]] = defaultdict(list)
         """By source, each copy that was made of it."""
 
@@ -85,9 +96,52 @@ class ChunkNotes:
     def payloads_of_groups(self) -> tuple[Payload, ...]:
         """All payloads; a source that one group alone saves needs no version."""
         num = Counter(one.source for one in self.payloads)
-        return tuple(
+        payloads = [
             one if num[one.source] > 1 else one._replace(version=None) for one in self.payloads
-        )
+        ]
+        for index, heard in self.recipes.items():
+            payloads[index] = payloads[index]._replace(again=heard.again())
+        return tuple(payloads)
+
+
+class _Heard:
+    """A function of a recipe, which notes what it does.
+
+    Args:
+        recorder: Hears it.
+        function: What is called.
+        inputs: Payloads, and other such functions.
+        saved: The payload that its result is, of an earlier group.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        function: Callable[..., Tensor],
+        inputs: Sequence[int | _Heard],
+        saved: int | None,
+    ) -> None:
+        self._recorder, self._function = recorder, function
+        self._inputs, self._saved = inputs, saved
+        self._stretch = Stretch((), 0, 0)
+
+    def __call__(self, *args: Any) -> Tensor:
+        result, self._stretch = self._recorder.apart(partial(self._function, *args))
+        return result
+
+    def again(self) -> Again:
+        """As it ran last."""
+        inputs = [each if isinstance(each, int) else each._pruned() for each in self._inputs]
+        return Again(*self._stretch, tuple(inputs), self._saved)
+
+    def _pruned(self) -> int | Again:
+        """Without what computes nothing."""
+        again = self.again()
+        is_view = again.saved is None and len(again.inputs) == 1 and self._stretch == _NOTHING
+        return again.inputs[0] if is_view else again
+
+
+_NOTHING = Stretch((), 0, 0)
 
 
 class Recorder(Observer):
@@ -113,6 +167,9 @@ class Recorder(Observer):
         self._reloads: dict[int, Release] = {}
         """By number of the storage that a payload came back to."""
 
+        self._of_recipes: set[int] = set()
+        """Numbers of storages that are there while a recipe is computed, and of what leaves."""
+
         backend.compute.heard = (*backend.compute.heard, self._ran)
 
     def begin_chunk(self) -> ChunkNotes:
@@ -136,6 +193,7 @@ class Recorder(Observer):
         self.taken()
         self._sources.clear()
         self._reloads.clear()
+        self._of_recipes.clear()
 
     def _refuse(self, problem: str) -> None:
         """Have :meth:`taken` raise this: here it would come out of the program's forward."""
@@ -158,11 +216,14 @@ class Recorder(Observer):
         if isinstance(raw, _Run):
             return Stretch((raw.seconds,), 0, 0)
         if isinstance(raw, _Allocated):
-            nbytes = 0 if raw.number in self._reloads else raw.nbytes
+            is_counted = raw.number not in self._reloads and raw.number not in self._of_recipes
+            nbytes = raw.nbytes if is_counted else 0
             return Stretch((), nbytes, nbytes)
         if isinstance(raw, _Freed):
             if raw.number in self._reloads:
                 return self._reloads[raw.number]
+            if raw.number in self._of_recipes:
+                return _NOTHING
             if raw.number in self._sources:
                 return Drop(self._sources[raw.number][1])
             return Stretch((), -raw.nbytes, 0)
@@ -192,34 +253,114 @@ class Recorder(Observer):
             self._refuse(f"'{group.name}' leaves by itself, expected a group of a microbatch")
             return
         chunk, position = self.chunk, group.key.position
+        leaves = group.state is GroupState.OFFLOADED and payloads is not None
+        took_s = self._gathered(payloads) if leaves and payloads is not None else {}
         self._raw.append(Close(position))  # before the sources go: the payloads still hold them
-        if payloads is None or group.state is not GroupState.OFFLOADED:
+        if payloads is None or not leaves:
             return
         indices: list[int] = []
+        recipes = payloads.chosen.recipes if payloads.chosen else []
+        needed_for = {
+            id(leaf): storage for recipe, _, storage in recipes for leaf in _leaves(recipe.term)
+        }
+        chunk.inputs.update(leaf for recipe, *_ in recipes for leaf in _leaves(recipe.term))
         for index in range(len(payloads.sizes)):
             tensor, members = payloads.tensors[index], payloads.members[index]
+            storage = tensor.untyped_storage()
             if index in payloads.views:
-                self._refuse(
-                    f"group '{group.name}' saves a view of shape "
-                    f"{tuple(tensor.shape)} that is copied without the rest of "
-                    "its storage, expected whole storages"
-                )
-            else:
-                indices.append(len(chunk.payloads))
-                storage = tensor.untyped_storage()
-                self._note(group.name, payloads.sizes[index], storage, members)
+                if any(id(saved) not in needed_for for saved in members):
+                    self._refuse(
+                        f"group '{group.name}' saves a view of shape "
+                        f"{tuple(tensor.shape)} that is copied without the rest of "
+                        "its storage, expected whole storages"
+                    )
+                    continue
+                storage = needed_for[id(members[0])]
+            indices.append(len(chunk.payloads))
+            self._note(group.name, payloads.sizes[index], storage, members, took_s.get(index))
+        for saved in payloads.chosen.reached if payloads.chosen else ():
+            self._bring_anew(saved.batch)
+        for _, members, storage in recipes:
+            indices.append(len(chunk.payloads))
+            nbytes = storage.nbytes()
+            self._add(Payload(nbytes, 0, self._source_of(group.name, nbytes, storage), 0), members)
+            for saved in members:
+                saved.restore = partial(self._computed, weakref.ref(saved), saved.restore)
+        for (recipe, *_), index in zip(
+            recipes, indices[len(indices) - len(recipes) :], strict=True
+        ):
+            recipe.term, chunk.recipes[index] = self._heard(recipe.term)
         chunk.groups[position] = GroupTape(group.name, tuple(indices))
 
+    def _gathered(self, payloads: Payloads) -> dict[int, float]:
+        """How long compute took to take parts out of storages, which is of the group that left."""
+        took_s: dict[int, float] = {}
+        for index in payloads.gathered:
+            number = self.memory.number_of(payloads.tensors[index].untyped_storage())
+            at = [type(raw) is _Allocated and raw.number == number for raw in self._raw].index(True)
+            run = self._raw[at + 1]
+            assert isinstance(run, _Run), "it was allocated for that"
+            took_s[index] = run.seconds
+            del self._raw[at : at + 2]
+            self._of_recipes.add(number)
+        return took_s
+
+    def _heard(self, term: Call) -> tuple[Call, _Heard]:
+        """The same, and what it does."""
+        args: list[Any] = []
+        inputs: list[int | _Heard] = []
+        for arg in term.args:
+            if type(arg) is Call:
+                arg, heard = self._heard(arg)
+                inputs.append(heard)
+            elif isinstance(arg, Saved):
+                inputs.append(self._payload_of(arg))
+            args.append(arg)
+        saved = None if term.saved is None else self._payload_of(term.saved())
+        heard = _Heard(self, term.function, inputs, saved)
+        return Call(heard, tuple(args)), heard
+
+    def _payload_of(self, saved: Saved) -> int:
+        index = self.chunk.payload_of.get(saved)
+        if index is None:
+            index = self.chunk.payload_of_copy[weakref.ref(saved.batch), saved.index]
+        return index
+
+    def apart(self, function: Callable[[], Tensor]) -> tuple[Tensor, Stretch]:
+        """Call a function of a recipe, which is not heard by others."""
+        begin = len(self._raw)
+        result = function()
+        raw = self._raw[begin:]
+        del self._raw[begin:]
+        stretch = _NOTHING
+        for each in map(self._event, raw):
+            assert isinstance(each, Stretch), "nothing is saved here"
+            stretch = _together(stretch, each)
+        self._of_recipes.update(each.number for each in raw if isinstance(each, _Allocated))
+        return result, stretch
+
     def _note(
-        self, name: str, nbytes: int, storage: UntypedStorage, members: Sequence[Saved]
+        self,
+        name: str,
+        nbytes: int,
+        storage: UntypedStorage,
+        members: Sequence[Saved],
+        gather_s: float | None,
     ) -> None:
         """A payload has left."""
         chunk, batch = self.chunk, members[0].batch
         source = self._source_of(name, nbytes, storage)
-        version = chunk.version_of(source, weakref.ref(batch), members[0].index)
-        self._add(Payload(nbytes, rounded(nbytes), source, len(members), version), members)
-        # Nothing is brought ahead, and each use brings its payload anew: it has memory of its own,
-        # and what backward lets go of shows.
+        copy = weakref.ref(batch), members[0].index
+        chunk.payload_of_copy.setdefault(copy, len(chunk.payloads))
+        version = chunk.version_of(source, *copy) if gather_s is None else None
+        self._add(Payload(nbytes, rounded(nbytes), source, 0, version, None, gather_s), members)
+        self._bring_anew(batch)
+
+    @staticmethod
+    def _bring_anew(batch: Batch) -> None:
+        """Nothing is brought ahead, and each use brings its payload anew: it has memory of its own,
+        and what backward lets go of shows.
+        """
         batch.back.uses[:] = [1] * len(batch.sizes)
         mover: Any = batch.mover
         mover.arrived.expect_uses(batch.back, [0] * len(batch.sizes))
@@ -237,10 +378,12 @@ class Recorder(Observer):
             chunk.source_bytes.append(rounded(storage.nbytes()))
         return source
 
-    def _add(self, payload: Payload, holders: Sequence[Any]) -> None:
-        """A payload that is gone when all its holders are."""
+    def _add(self, payload: Payload, members: Sequence[Saved]) -> None:
+        """A payload that is gone when autograd holds none of its members, nor any recipe."""
         chunk, index = self.chunk, len(self.chunk.payloads)
-        chunk.payloads.append(payload)
+        holders = [saved for saved in members if saved not in chunk.inputs]
+        chunk.payload_of.update(dict.fromkeys(members, index))
+        chunk.payloads.append(payload._replace(num_uses=len(holders)))
         living = len(holders)
 
         def gone() -> None:
@@ -250,15 +393,25 @@ class Recorder(Observer):
                 self._raw.append(Gone(index))
 
         for holder in holders:
-            chunk.payload_of[holder] = index
             weakref.finalize(holder, gone).atexit = False
 
     def used(self, saved: Saved, payload: Tensor) -> None:
         self._use(saved, payload)
         saved.batch.back.given[saved.index] = None
 
+    def _computed(self, ref: weakref.ref[Saved], restore: Any, payload: Tensor) -> Tensor:
+        """As :meth:`used`, of what a recipe gives: computed anew for each use."""
+        saved = ref()
+        assert saved is not None, "it is being unpacked"
+        self._use(saved, payload)
+        saved.recipe.given = None
+        return payload if restore is None else restore(payload)
+
     def _use(self, holder: Any, tensor: Tensor) -> None:
         index, uses = self.chunk.payload_of.get(holder), self.chunk.uses
+        if holder in self.chunk.inputs:  # by a recipe
+            self._of_recipes.add(self.memory.number_of(tensor.untyped_storage()))
+            return
         if index is not None:  # else it is refused
             number = self.memory.number_of(tensor.untyped_storage())
             self._reloads[number] = Release(index, uses[index])
@@ -278,6 +431,15 @@ def _together(one: Stretch, next_one: Stretch) -> Stretch:
         one.nbytes + next_one.nbytes,
         max(one.rise, one.nbytes + next_one.rise),
     )
+
+
+def _leaves(term: Any) -> Iterator[Saved]:
+    """Saved tensors that a recipe asks for."""
+    if isinstance(term, Saved):
+        yield term
+    elif type(term) is Call:
+        for arg in term.args:
+            yield from _leaves(arg)
 
 
 class _Storage(weakref.ref[UntypedStorage]):

@@ -14,11 +14,28 @@ from typing import NamedTuple
 from pp_offload._common.offload_plan import PlannedGroup
 
 
+class Again(NamedTuple):
+    """An operator that runs again in backward, in place of a copy of what it made."""
+
+    seconds: tuple[float, ...]
+    nbytes: int
+    """Device memory of what it makes."""
+
+    rise: int
+    """The most that there is on the way."""
+
+    inputs: tuple[int | Again, ...]
+    """Payloads and what is made of them, in the order in which they are asked for."""
+
+    saved: int | None = None
+    """The payload that this is, of an earlier group. Where that stays, it is taken as it is."""
+
+
 class Payload(NamedTuple):
     """Bytes that a group saves, and may send away."""
 
     nbytes: int
-    """That are copied."""
+    """That are copied, or computed again."""
 
     reload_bytes: int
     """Device memory that it takes when it comes back."""
@@ -33,6 +50,12 @@ class Payload(NamedTuple):
     """Of the source when it was saved, by a number: groups that saved the same one share a copy.
     None where it is not shared.
     """
+
+    again: Again | None = None
+    """How it is computed again where its group leaves; then it is not copied."""
+
+    gather_s: float | None = None
+    """Of a part of its source that only recipes ask for: how long compute takes to take it out."""
 
 
 class GroupTape(NamedTuple):
@@ -106,11 +129,13 @@ class Gone(NamedTuple):
 Event = Stretch | Open | Close | Drop | Use | Lost | Release | Gone
 
 
-class Backward(NamedTuple):
-    """What makes gradients of parameters."""
+class Part(NamedTuple):
+    """A forward, or what makes gradients of parameters."""
 
     first: tuple[Event, ...] = ()
-    """For the first microbatch, which makes the gradients that the others add to."""
+    """Of the first microbatch, which makes what others find: gradients, and for recipes copies of
+    parameters.
+    """
 
     later: tuple[Event, ...] = ()
 
@@ -124,14 +149,14 @@ class Tape:
     source_bytes: tuple[int, ...]
     """Device memory of each source."""
 
-    forward: tuple[Event, ...]
-    backward: Backward
+    forward: Part
+    backward: Part
     """In one part; empty where the schedule has none of the stage, as are the others."""
 
     input_part: tuple[Event, ...]
     """The first part of one in two, which makes gradients of inputs alone."""
 
-    weight_part: Backward
+    weight_part: Part
     """The second part."""
 
     reduce: tuple[Event, ...]
@@ -147,16 +172,17 @@ class Tape:
     def num_events(self) -> int:
         """Of a microbatch."""
         parts = len(self.input_part) + len(self.weight_part.later)
-        return len(self.forward) + max(len(self.backward.later), parts)
+        return len(self.forward.later) + max(len(self.backward.later), parts)
 
     @cached_property
     def group_bytes(self) -> tuple[int, ...]:
-        """What each group of it saves."""
+        """What each group of it may send."""
         return tuple([self.nbytes(group) for group in self.groups])
 
     def nbytes(self, group: GroupTape) -> int:
-        """What a group of it saves."""
-        return sum(self.payloads[index].nbytes for index in group.payloads)
+        """What a group of it may send."""
+        payloads = [self.payloads[index] for index in group.payloads]
+        return sum([payload.nbytes for payload in payloads if payload.again is None])
 
 
 class Update(NamedTuple):
