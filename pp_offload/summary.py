@@ -14,9 +14,13 @@ from typing import Any
 import torch.distributed as dist
 
 from pp_offload._common.checks import check_kind
+from pp_offload._common.tables import format_table
+from pp_offload._groups.plan import GroupBytes
 from pp_offload._megatron.manager import PipelineOffloadManager
 
 MIB = 2**20
+
+LOCAL_TITLE = "what became of the bytes that groups saved, in MiB"
 
 NOTHING_YET = (
     "nothing was offloaded in a complete step: all groups stay by a plan, or all of their tensors "
@@ -25,7 +29,7 @@ NOTHING_YET = (
 )
 
 
-def summary_table(process_group: dist.ProcessGroup | None = None) -> str:
+def summary_table(process_group: dist.ProcessGroup | None = None, *, local: bool = False) -> str:
     """What every rank of the group offloaded in its last complete step, as text.
 
     Collective: every rank of ``process_group`` calls it. A rank without groups, or without a
@@ -33,14 +37,34 @@ def summary_table(process_group: dist.ProcessGroup | None = None) -> str:
 
     Args:
         process_group: The default group when None. Without ``torch.distributed``, one rank.
+        local: Of this rank alone, which no other rank need call: what became of the bytes that
+            each group saved.
 
     Returns:
-        A table with a row per rank and a column per group, in MiB; the same on every rank. A step
+        A table with a row per rank and a column per group, and what backward computes again in
+        place of a copy, in MiB; the same on every rank. With ``local``, a row per group. A step
         is complete when backward reached every group, and counts from the next ``reset()`` or
         ``schedule.step()`` on; before, the table says so.
     """
-    mine = PipelineOffloadManager.get_instance().offload_summary_bytes
-    return format_summary(_gather(mine, process_group))
+    manager = PipelineOffloadManager.get_instance()
+    if local:
+        return format_groups(manager.group_bytes)
+    again = sum(each.again for each in manager.group_bytes.values())
+    rows = _gather({"bytes": manager.offload_summary_bytes, "again": again}, process_group)
+    return format_summary(
+        [row.get("bytes", {}) for row in rows], [row.get("again", 0) for row in rows]
+    )
+
+
+def format_groups(groups: Mapping[str, GroupBytes]) -> str:
+    """A table of what became of the bytes that groups saved, with sums, in MiB."""
+    total = GroupBytes()
+    for each in groups.values():
+        total = total.plus(each)
+    rows = [(name, *map(_mib, groups[name])) for name in sorted(groups)]
+    head = ("group", "saved", "kept", "copied", "computed again", "copied as less")
+    text = format_table([head, *rows, ("sum", *map(_mib, total))])
+    return "\n".join([LOCAL_TITLE, text, *([] if total.copied or total.again else [NOTHING_YET])])
 
 
 def print_offload_summary_table(
@@ -71,11 +95,12 @@ def print_offload_summary_table(
         print("\n".join([format_summary([row["bytes"] for row in rows]), *lines]), flush=True)
 
 
-def format_summary(rows: Sequence[Mapping[str, int]]) -> str:
+def format_summary(rows: Sequence[Mapping[str, int]], again: Sequence[int] | None = None) -> str:
     """A table of bytes by rank and group, with sums.
 
     Args:
         rows: Bytes by group name, one mapping per rank.
+        again: Bytes that each rank computes again in place of copies; no column without it.
     """
     names = sorted({name for row in rows for name in row})
     lines = [["rank", *names, "total MiB"]]
@@ -83,11 +108,14 @@ def format_summary(rows: Sequence[Mapping[str, int]]) -> str:
         lines.append([str(rank), *(_mib(row.get(n, 0)) for n in names), _mib(sum(row.values()))])
     sums = [sum(row.get(n, 0) for row in rows) for n in names]
     lines.append(["sum", *map(_mib, sums), _mib(sum(sums))])
+    if again is not None:
+        column = ["computed again", *map(_mib, again), _mib(sum(again))]
+        lines = [[*line, cell] for line, cell in zip(lines, column, strict=True)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
     rule = "-" * len(text[0])
     title = "activations offloaded to the host, by pipeline rank and group"
-    note = [] if any(sums) else [NOTHING_YET]
+    note = [] if any(sums) or any(again or ()) else [NOTHING_YET]
     return "\n".join([title, rule, text[0], rule, *text[1:-1], rule, text[-1], *note])
 
 

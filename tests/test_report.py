@@ -20,6 +20,7 @@ from pp_offload import (
     summary_table,
     use_backend,
 )
+from pp_offload._groups.plan import GroupBytes
 from pp_offload.backends import CpuBackend
 from pp_offload.summary import format_summary
 
@@ -49,6 +50,35 @@ def test_a_row_per_rank_a_column_per_group_and_sums() -> None:
     assert rows["0"] == ["0.50", "3.00", "3.50"]
     assert rows["1"] == ["1.00", "0.00", "1.00"]
     assert rows["sum"] == ["1.50", "3.00", "4.50"]
+
+
+def test_the_last_column_is_what_is_computed_again() -> None:
+    rows = rows_of(format_summary([{"mlp": MIB}, {"mlp": 2 * MIB}], [MIB // 2, MIB]))
+    assert rows["rank"] == ["mlp", "total", "MiB", "computed", "again"]
+    assert [rows[name][-1] for name in ("0", "1", "sum")] == ["0.50", "1.00", "1.50"]
+
+
+def test_what_became_of_the_bytes_of_each_group() -> None:
+    """The input and what gelu saves are copied, of a cast the half; two are computed again."""
+    config = OffloadConfig(min_offloaded_tensor_size=1)
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(256, 256, dtype=torch.bfloat16) / 16)
+    with use_backend(CpuBackend(), config=config) as manager:
+        for _ in range(2):
+            manager.reset()
+            off_interface.init_chunk_handler(None, None, 1)
+            y = torch.randn(1024, 256, dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(2):
+                with off_interface(True, y, "mlp") as y:
+                    y = torch.nn.functional.gelu((y @ weight).float().sin())
+                    y = (y * y).bfloat16()
+                y = off_interface.group_commit(y, name="mlp")
+            y.sum().backward()
+        manager.reset()
+        groups, table = manager.group_bytes, rows_of(summary_table(local=True))
+    one = 7 * MIB // 2  # backward begins with the second one, which stays
+    assert groups == {"mlp": GroupBytes(2 * one, one, 2 * MIB, 2 * MIB, MIB // 2)}
+    assert table["mlp"] == table["sum"] == ["7.00", "3.50", "2.00", "2.00", "0.50"]
 
 
 @pytest.mark.parametrize("rows", [[{}], [{}, {}], [{"mlp": 0}, {}]])
@@ -86,20 +116,20 @@ def test_the_printed_table_gathers_over_a_process_group(
 
 
 def test_the_summary_of_a_manager_without_a_step_is_zero() -> None:
-    assert rows_of(summary_table())["sum"] == ["0.00"]
+    assert rows_of(summary_table())["sum"] == ["0.00", "0.00"]
 
 
 def test_the_summary_is_that_of_the_current_manager(trained: PipelineOffloadManager) -> None:
     assert set(trained.offload_summary_bytes) <= {"mix", "mlp"}
     assert trained.offload_summary_total_bytes == sum(trained.offload_summary_bytes.values())
     assert trained.offload_summary_total_bytes > 0
-    assert summary_table() == format_summary([trained.offload_summary_bytes])
+    assert summary_table() == format_summary([trained.offload_summary_bytes], [0])
 
 
 def test_the_summary_gathers_over_a_process_group(
     trained: PipelineOffloadManager, one_rank: None
 ) -> None:
-    expected = format_summary([trained.offload_summary_bytes])
+    expected = format_summary([trained.offload_summary_bytes], [0])
     assert summary_table() == expected
     assert summary_table(dist.group.WORLD) == expected
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pp_offload._core.batch import Batch
 from pp_offload._core.group import Group, GroupState
-from pp_offload._core.mover import Counts, Mover
+from pp_offload._core.mover import Mover
 from pp_offload._core.observer import Observers
 from pp_offload._core.payloads import Payloads, by_storage, collect
 from pp_offload._core.recipes import Chosen, Recipes
@@ -86,12 +86,14 @@ class Engine:
         saved = by_storage(group.saved_refs)
         chosen = None if self.recipes is None else self.recipes.choose(group, saved)
         payloads = collect(saved)
-        group.counts.num_tensors = len(payloads.sizes)
+        counts = group.counts
+        counts.num_tensors, counts.nbytes = len(payloads.sizes), sum(payloads.sizes)
         if chosen is not None:
             payloads.chosen = chosen
-            payloads.beside_bytes += sum([storage.nbytes() for *_, storage in chosen.recipes])
-            group.counts.num_tensors += len(chosen.recipes)
-        group.counts.nbytes = sum(payloads.sizes)
+            counts.num_tensors += len(chosen.recipes)
+            counts.recipe_bytes = sum([storage.nbytes() for *_, storage in chosen.recipes])
+            counts.narrowed_bytes = payloads.narrowed_bytes
+            payloads.beside_bytes += counts.recipe_bytes
         return payloads
 
     def tear(self, failure: BaseException) -> None:
@@ -171,7 +173,9 @@ class Engine:
             is_kept = batch is None and not shared
             if payloads.chosen is not None and (batch is not None or not own.tensors):
                 is_kept = is_kept and not payloads.chosen.recipes
-                self._give_up(group, payloads.chosen, self.mover.counts)
+                self._give_up(group, payloads.chosen)
+                group.counts.again_bytes = group.counts.recipe_bytes
+                self.mover.counts.bytes_computed_again += group.counts.recipe_bytes
             if self.observers.used:
                 self.observers.follow_uses(payloads)
             if self.recipes is not None:
@@ -198,10 +202,9 @@ class Engine:
         return batch
 
     @staticmethod
-    def _give_up(group: Group, chosen: Chosen, counts: Counts) -> None:
+    def _give_up(group: Group, chosen: Chosen) -> None:
         """What recipes compute again is needed no more, and what they need a while longer."""
-        for recipe, members, storage in chosen.recipes:
-            counts.bytes_computed_again += storage.nbytes()
+        for recipe, members, _ in chosen.recipes:
             for saved in members:
                 saved.recipe = recipe
                 saved.tensor = saved.wrapper = None

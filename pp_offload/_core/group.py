@@ -41,9 +41,13 @@ class Counts:
         num_tensors: Payloads that may leave, whether or not the plan lets them, and recipes.
         nbytes: Bytes of those payloads.
         copied_bytes: Bytes that it copied itself: fewer, if another group had copied some of them.
+        narrowed_bytes: Those of ``nbytes`` that tensors were made of without a loss, in place of
+            the tensors: a cast, or what was repeated.
+        recipe_bytes: Bytes of the storages that recipes give.
+        again_bytes: The same, if they are computed again.
     """
 
-    num_tensors = nbytes = copied_bytes = 0
+    num_tensors = nbytes = copied_bytes = narrowed_bytes = recipe_bytes = again_bytes = 0
 
 
 class Group:

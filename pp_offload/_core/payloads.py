@@ -41,10 +41,13 @@ class Payloads:
         gathered: Those that became copies of their own by that.
         beside_bytes: What the group holds besides if it stays: the rest of the storages of those,
             and what is computed again.
+        narrowed_bytes: Of those that are parts, for recipes.
         chosen: What is not copied, but computed again; None without that.
     """
 
-    __slots__ = "beside_bytes chosen gathered members sizes storages tensors views".split()
+    __slots__ = (
+        "beside_bytes chosen gathered members narrowed_bytes sizes storages tensors views".split()
+    )
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -53,7 +56,7 @@ class Payloads:
         self.storages: list[UntypedStorage | None] = []
         self.views: list[int] = []
         self.gathered: list[int] = []
-        self.beside_bytes = 0
+        self.beside_bytes = self.narrowed_bytes = 0
         self.chosen: Any = None
 
     def add(self, tensor: Tensor, members: list[Saved], storage: UntypedStorage | None) -> None:
@@ -115,6 +118,7 @@ def collect(by_storage: ByStorage) -> Payloads:
         if key < 0:  # a part, for a recipe
             payloads.views.append(len(payloads.sizes))
             payloads.add(tensor, members, None)
+            payloads.narrowed_bytes += payloads.sizes[-1]
             continue
         nbytes, num_bytes = tensor.nbytes, storage.nbytes()
         is_whole = nbytes == num_bytes and tensor.is_contiguous()

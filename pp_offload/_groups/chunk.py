@@ -30,7 +30,7 @@ from pp_offload._core.keys import ChunkKey, GroupKey
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.saved import Packed
 from pp_offload._groups.offloader import Offloader
-from pp_offload._groups.plan import ChunkRecord, ChunkShape
+from pp_offload._groups.plan import ChunkRecord, ChunkShape, GroupBytes
 from pp_offload._hooks.regions import is_in_region, warn_of_region
 from pp_offload.errors import GroupStateError
 
@@ -283,10 +283,13 @@ class Chunk:
         """What it did as chunk ``key`` of the step."""
         names, sizes = [g.name for g in self.groups], [g.counts.nbytes for g in self.groups]
         shape = ChunkShape(key, tuple(names), tuple(sizes))
-        record = ChunkRecord(shape, Counter(), Counter(), Counter(), Counter())
+        record = ChunkRecord(shape, {}, Counter(), Counter(), Counter())
         cut_off = self._cut_off()
         for group in self.groups:
-            record.copied_bytes[group.name] += group.counts.copied_bytes
+            is_kept = group.state is GroupState.KEPT
+            more = GroupBytes.of(group.counts, is_kept=is_kept)
+            before = record.group_bytes.get(group.name, GroupBytes())
+            record.group_bytes[group.name] = before.plus(more)
             record.num_tensors[group.name] += group.counts.num_tensors
             if group in cut_off:
                 record.num_cut_off[group.name] += 1

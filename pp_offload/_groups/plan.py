@@ -14,6 +14,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from pp_offload._common.offload_plan import PlannedGroup
+from pp_offload._core.group import Counts
 from pp_offload._core.keys import ChunkKey, GroupKey, Place
 from pp_offload.config import OffloadConfig
 
@@ -37,11 +38,45 @@ class ChunkShape(NamedTuple):
             yield GroupKey(self.key, position), name, nbytes
 
 
+class GroupBytes(NamedTuple):
+    """What became of the bytes that groups saved, apart from tensors that never leave."""
+
+    saved: int = 0
+    """By autograd, each storage once in a group."""
+
+    kept: int = 0
+    """On the device."""
+
+    copied: int = 0
+    """Off the device. What several groups saved is copied once."""
+
+    again: int = 0
+    """Computed again in backward."""
+
+    narrowed: int = 0
+    """Of those that were copied: bytes of which saved tensors were made without a loss, in their
+    place. A cast from bfloat16 has half as many.
+    """
+
+    def plus(self, other: GroupBytes) -> GroupBytes:
+        """Of both."""
+        return GroupBytes(*map(sum, zip(self, other, strict=True)))
+
+    @classmethod
+    def of(cls, counts: Counts, *, is_kept: bool) -> GroupBytes:
+        """Of a group that was committed."""
+        saved = counts.nbytes - counts.narrowed_bytes + counts.recipe_bytes
+        if is_kept:
+            return cls(saved, kept=saved)
+        narrowed = counts.narrowed_bytes if counts.copied_bytes else 0
+        return cls(saved, 0, counts.copied_bytes, counts.again_bytes, narrowed)
+
+
 class ChunkRecord(NamedTuple):
     """What the end of a step needs to know of a chunk. Counts are by group name."""
 
     shape: ChunkShape
-    copied_bytes: Counter[str]
+    group_bytes: dict[str, GroupBytes]
     num_tensors: Counter[str]
     num_open: Counter[str]
     """Groups without a commit, apart from those that were cut off."""

@@ -15,7 +15,14 @@ from pp_offload._core.keys import ChunkKey, Place, WeightPassKey
 from pp_offload._core.window import Visit
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.chunk_queue import ChunkQueue
-from pp_offload._groups.plan import ChunkRecord, ChunkShape, ChunksInFlight, Plan, make_plan
+from pp_offload._groups.plan import (
+    ChunkRecord,
+    ChunkShape,
+    ChunksInFlight,
+    GroupBytes,
+    Plan,
+    make_plan,
+)
 from pp_offload._groups.split_backward import BackwardPass, SplitBackward, WeightPass
 from pp_offload.config import OffloadConfig
 
@@ -43,7 +50,7 @@ class StepRecord:
         self.smallest_numel: int | None = None
         self.in_backward: Chunk | None = None
         self.weight_pass: WeightPass | None = None
-        self.summary: dict[str, int] = {}
+        self.summary: dict[str, GroupBytes] = {}
         self._is_partly_forgotten = False
         self._forward: dict[ChunkKey, Chunk] = {}
         self._backward: dict[ChunkKey, Chunk | ChunkRecord] = {}
@@ -207,8 +214,11 @@ class StepRecord:
         if not self.queue.is_told:
             self.queue.know_order(self._backward)
         records = _records(self._backward)
-        at_peak = [each.copied_bytes for each in records if each.shape.key in self._live_at_peak]
-        self.summary = dict(sum(at_peak, Counter()))  # which leaves out names with none
+        self.summary = {}
+        for record in records:
+            if record.shape.key in self._live_at_peak:
+                for name, more in record.group_bytes.items():
+                    self.summary[name] = self.summary.get(name, GroupBytes()).plus(more)
         shapes = tuple([record.shape for record in records])
         return make_plan(shapes, self.options or config, self.pipeline_rank, stay)
 

@@ -21,6 +21,7 @@ from pp_offload._common.checks import check_kind, checked_tensors, said
 from pp_offload._common.torch_private import never_compiled
 from pp_offload._core.saved import Packed, Resident
 from pp_offload._groups.manager import Forward, Manager
+from pp_offload._groups.plan import GroupBytes
 from pp_offload._groups.step import StepRecord
 from pp_offload._hooks.hook_scopes import HookScope, exact_exit, unpack
 from pp_offload._hooks.regions import PackHook, is_in_backward, is_left_to_checkpoint
@@ -112,11 +113,16 @@ class SharedNames:
         """Bytes copied to the host per group name, by the chunks live at the peak of the last
         complete step; empty before there was one.
         """
+        return {name: each.copied for name, each in self.step.summary.items() if each.copied}
+
+    @property
+    def group_bytes(self) -> dict[str, GroupBytes]:
+        """What became of the bytes that each group saved, by its name and of the same chunks."""
         return dict(self.step.summary)
 
     @property
     def offload_summary_total_bytes(self) -> int:
-        return sum(self.step.summary.values())
+        return sum(self.offload_summary_bytes.values())
 
     # Switches
 

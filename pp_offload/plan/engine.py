@@ -96,9 +96,10 @@ class NumberEngine(Engine):
         """See :meth:`Engine.payloads`."""
         first: Any = group.saved_refs[0]() if group.saved_refs else None
         payloads = Payloads() if first is None else first.chunk.payloads(group)
-        chosen = payloads.chosen
-        group.counts.num_tensors = len(payloads.sizes) + (len(chosen.recipes) if chosen else 0)
-        group.counts.nbytes = sum(payloads.sizes)
+        counts, recipes = group.counts, payloads.chosen.recipes if payloads.chosen else []
+        counts.num_tensors = len(payloads.sizes) + len(recipes)
+        counts.nbytes = sum(payloads.sizes)
+        counts.recipe_bytes = sum([storage.nbytes() for *_, storage in recipes])
         return payloads
 
     def _warn(self, group: Group, failure: MemoryError) -> None:

@@ -46,9 +46,11 @@ def twice(num_stages: int, length: int) -> Modules:
 
 
 def deep(num_stages: int, length: int) -> Modules:
-    """Stages whose groups hold more than may be on its way at once."""
+    """Stages whose groups hold more than may be on its way at once, none of which is computed again."""
     stages = [
-        nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, **KIND), nn.GELU()) for _ in range(12)))
+        nn.Sequential(
+            *(nn.Sequential(nn.Linear(1024, 1024, **KIND), nn.Softplus()) for _ in range(12))
+        )
         for _ in range(num_stages)
     ]
     example = torch.empty(length, 1024, **KIND)

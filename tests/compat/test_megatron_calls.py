@@ -127,7 +127,7 @@ def test_in_a_replay_commits_are_delayed(manager: PipelineOffloadManager) -> Non
 @pytest.mark.parametrize(("most", "expected"), [(None, 3), (0, 0), (1, 1), (2, 2)])
 def test_so_many_offloads_of_a_name_are_in_flight(most: int | None, expected: int) -> None:
     """Of each name: what has another one is not waited for."""
-    config = OffloadConfig(min_offloaded_tensor_size=1)
+    config = OffloadConfig(min_offloaded_tensor_size=1, rematerialize="none")
     with use_backend(SimulatedBackend("late"), config=config) as manager:
         off_interface.init_chunk_handler(0, None, None, 1, 0, 1.0, most)
         queue = manager.offloader.engine.mover.in_flight.queue

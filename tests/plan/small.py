@@ -11,18 +11,26 @@ from pp_offload.plan import RankTapes, predict, record
 
 
 def planned(
-    seed: int, *, layers: str | None = None, schedules: Sequence[type] | None = None
+    seed: int,
+    *,
+    layers: str | None = None,
+    schedules: Sequence[type] | None = None,
+    rematerialize: str = "cheap",
 ) -> tuple[Drawn, list[RankTapes]]:
     """A pipeline, and its tapes.
 
     Args:
         layers: Pattern of what may be recomputed.
         schedules: As for :func:`draw_pipeline`.
+        rematerialize: The option of that name.
     """
     drawn = draw_pipeline(seed, schedules=schedules)
     drawn.work.layers = layers
     config = replace(
-        drawn.config, activation_offload_fraction=1.0, delta_offload_bytes_across_pp_ranks=0
+        drawn.config,
+        activation_offload_fraction=1.0,
+        delta_offload_bytes_across_pp_ranks=0,
+        rematerialize=rematerialize,
     )
     drawn = replace(drawn, config=config)
     return drawn, record(drawn.order, drawn.work, drawn.hardware, config)
