@@ -5,7 +5,8 @@ stage of a model: two layers with four microbatches in flight, unless options sa
 of both directions are tried in pairs, as fractions of what a microbatch offloads, and the least
 peak of those that keep the step is the best that default options can be held to. Where copies need
 more than 0.9 of compute's time, they are held to the law alone: a step takes at least as long as
-the copies of one direction. A peak that the device has no memory for is marked with a star.
+the copies of one direction. A peak that the device has no memory for is marked with a star. Nothing
+is computed again, for the table is one of copies; rematerialize.py has both.
 
     python benchmarks/virtual_step.py --model gpt llama --hidden 4096 8192 --json virtual.json
 
@@ -138,7 +139,10 @@ def chunk_bytes(cell: Cell) -> int:
     """What a microbatch offloads where nothing stays, which the bounds are fractions of."""
     backend = VirtualBackend(DEVICES[cell.device])
     with use_backend(
-        backend, config=OffloadConfig(max_in_flight_bytes=0, host_budget_bytes=HOST_BYTES)
+        backend,
+        config=OffloadConfig(
+            max_in_flight_bytes=0, host_budget_bytes=HOST_BYTES, rematerialize="none"
+        ),
     ) as manager:
         off_interface.init_chunk_handler(None, None, MIN_NUMEL)
         stage = cell.stage()
@@ -166,7 +170,9 @@ class Rows:
             cell = self._cell
             row = {"model": cell.model, "width": cell.width, "length": cell.length, "bounds": name}
             self.found[name] = row | measure(
-                cell, way, OffloadConfig(host_budget_bytes=HOST_BYTES, **bounds)
+                cell,
+                way,
+                OffloadConfig(host_budget_bytes=HOST_BYTES, rematerialize="none", **bounds),
             )
             none_ms = self.found["none"]["step_ms"]
             row = self.found[name]

@@ -65,7 +65,8 @@ def forward_of(way: str, stage: Stage, backend: VirtualBackend, interface: Any) 
             layers_fqn="layers",
             model=stage,
             ac_fun_params=FullACParams(
-                offload_inputs=True, config=OffloadConfig(host_budget_bytes=HOST_BYTES)
+                offload_inputs=True,
+                config=OffloadConfig(host_budget_bytes=HOST_BYTES, rematerialize="none"),
             ),
             backend=backend,
         )

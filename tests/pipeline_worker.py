@@ -21,7 +21,7 @@ from pp_offload.pipelining import attach
 
 WIDTH = 16
 NUM_MICROBATCHES = 12
-WINDOW_BYTES = 1280
+WINDOW_BYTES = 768
 """Twice what a group saves."""
 
 

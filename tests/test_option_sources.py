@@ -31,7 +31,7 @@ OTHERS: dict[str, Any] = {
     "max_in_flight_bytes": 2**31,
     "prefetch_bytes": 1500,
     "device_budget_bytes": 2**32,
-    "rematerialize": "cheap",
+    "rematerialize": "none",
     "split_backward": "keep",
     "host_budget_bytes": 2**36,
     "tiers": ("host", "disk"),
@@ -47,7 +47,7 @@ AS_TEXT = {
     "max_in_flight_bytes": "2 GiB",
     "prefetch_bytes": "1.5kB",
     "device_budget_bytes": "4GiB",
-    "rematerialize": "cheap",
+    "rematerialize": "none",
     "split_backward": "keep",
     "host_budget_bytes": "64GiB",
     "tiers": "host, disk",
@@ -64,7 +64,7 @@ activation_offload_fraction = 0.25
 max_in_flight_bytes = "2 GiB"
 prefetch_bytes = 1500
 device_budget_bytes = "4GiB"
-rematerialize = "cheap"
+rematerialize = "none"
 split_backward = "keep"
 host_budget_bytes = "64GiB"
 tiers = ["host", "disk"]

@@ -144,6 +144,8 @@ class Engine:
         """
         mover = self.mover
         try:
+            if payloads.chosen is not None:
+                payloads.chosen.settle()
             while (busy := self._try_to_send(group, payloads)) is not None:
                 with suppress(OffloadError):  # a failed read raises for who asks for its tensor
                     busy.synchronize()

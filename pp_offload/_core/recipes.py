@@ -28,6 +28,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -147,10 +148,12 @@ class Chosen(NamedTuple):
     Attributes:
         recipes: In its place, the saved tensors of each, and the storage that they are views of.
         reached: Inputs that left with other groups.
+        settle: To be called when the group is about to leave: see NOTE [ Parameters ].
     """
 
     recipes: list[tuple[Recipe, list[Saved], UntypedStorage]]
     reached: list[Saved]
+    settle: Callable[[], None]
 
 
 class Recipes:
@@ -159,13 +162,19 @@ class Recipes:
     Args:
         mover: Of the engine.
         kept: Storages of parameters and of what else never moves.
+
+    Attributes:
+        copies: Of parameters, in this step.
+        may_reach: Whether recipes may need what earlier groups saved. Not where some of it may be
+            on a disk, from which it would come back too late.
     """
 
     def __init__(self, mover: Any, kept: StorageSet) -> None:
         self._mover, self._kept = mover, kept
+        self.may_reach = mover.tier.disk is None
         self._proofs: dict[Any, Any] = {}
         self._of_weights: Any = WeakIdKeyDictionary()
-        self._copies: dict[Any, tuple[weakref.ref[UntypedStorage], Resident]] = {}
+        self.copies: dict[Any, tuple[weakref.ref[UntypedStorage], Resident]] = {}
 
     @classmethod
     def if_shown(cls, mover: Any, kept: StorageSet) -> Recipes | None:
@@ -184,10 +193,11 @@ class Recipes:
     def go_on_as(self, old: Recipes) -> None:
         """What was proved stays so in another epoch."""
         self._proofs, self._of_weights = old._proofs, old._of_weights
+        self.may_reach &= old.may_reach
 
     def forget_copies(self) -> None:
         """Another step begins, and parameters may be others."""
-        self._copies.clear()
+        self.copies.clear()
 
     def choose(self, group: Any, saved: ByStorage) -> Chosen | None:
         """Take out of what a group saved all that recipes give; the inputs of these join it."""
@@ -200,7 +210,17 @@ class Recipes:
         if mover.backend.is_capturing or group.streams != [mover.current_stream()]:
             return None  # a recipe is tried on the live stream
         search = _Search(self, group, saved)
-        return Chosen(search.recipes(), search.reached)
+        recipes = search.recipes()
+        return Chosen(recipes, search.reached, partial(self._settle, recipes))
+
+    def _settle(self, recipes: list[tuple[Recipe, list[Saved], UntypedStorage]]) -> None:
+        for recipe, *_ in recipes:
+            recipe.term = self._settled(recipe.term)
+
+    def _settled(self, term: Any) -> Any:
+        if type(term) is Call:
+            return term._replace(args=tuple(map(self._settled, term.args)))
+        return self._lasting(term) if type(term) is Resident else term
 
     def proved(self, term: Any, members: list[Saved], place: Any) -> Any:
         """The term, if it gives the same bits; see NOTE [ Never another bit ]."""
@@ -254,18 +274,18 @@ class Recipes:
             payload = mover.seen(batch, leaf.index)
         return payload if leaf.restore is None else leaf.restore(payload)
 
-    def lasting(self, resident: Resident) -> Resident:
+    def _lasting(self, resident: Resident) -> Resident:
         """It, or a copy of a parameter; see NOTE [ Parameters ]."""
         tensor = resident.tensor
         storage = tensor.untyped_storage()
         if not self._kept.has(storage):
             return resident
         key = storage._cdata, Geometry.of(tensor), tensor._version
-        of, copy = self._copies.get(key, (None, resident))
+        of, copy = self.copies.get(key, (None, resident))
         if of is None or of() is not storage:  # the address may be another one's by now
             with torch.no_grad():
                 copy = Resident(tensor.detach().clone())
-            self._copies[key] = weakref.ref(storage), copy
+            self.copies[key] = weakref.ref(storage), copy
         return copy
 
 
@@ -405,7 +425,8 @@ class _Search:
     def _earlier(self, saved: Saved) -> Any:
         """What an earlier group has saved, whose backward comes later than this one's."""
         other = saved.group
-        if other.engine is not self._group.engine or other.state is other.state.OPEN:
+        is_closed = other.engine is self._group.engine and other.state is not other.state.OPEN
+        if not is_closed or not self._owner.may_reach:
             return UNKNOWN
         if saved.recipe is not None:
             term = self._again(saved.recipe.term)
@@ -419,8 +440,7 @@ class _Search:
             nbytes = saved.tensor.nbytes
         else:
             batch = saved.batch
-            is_near = batch.mover is self._owner._mover and batch.write is None  # not on a disk
-            if not is_near or saved.index in batch.changed:
+            if batch.mover is not self._owner._mover or saved.index in batch.changed:
                 return UNKNOWN
             nbytes = batch.sizes[saved.index]
         if nbytes > self._most_bytes:
@@ -444,8 +464,6 @@ class _Search:
         if type(term) is Call:
             args = tuple([self._joined(arg, key) for arg in term.args])
             return Call(term.function, args, term.saved)
-        if type(term) is Resident:
-            return self._owner.lasting(term)
         if type(term) is Narrow:
             source = Saved(term.view, self._group)
             source.restore = methodcaller("view", term.dtype)

@@ -22,7 +22,7 @@ from typing import Any
 from pp_offload._core.batch import Batch
 from pp_offload._core.engine import Engine
 from pp_offload._core.group import Group
-from pp_offload._core.keys import ChunkKey
+from pp_offload._core.keys import ChunkKey, GroupKey, Place
 from pp_offload._core.operators import Call
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import Chosen, Recipe, on_device
@@ -91,6 +91,8 @@ class NumberEngine(Engine):
         super().__init__(device, tier, order, config)
         self.shared = SharedNumbers()
         self.recipes = None  # tapes have them
+        self.copied: set[Place] = set()
+        """Places of groups whose copies of parameters were made."""
 
     def payloads(self, group: Group) -> Payloads:
         """See :meth:`Engine.payloads`."""
@@ -205,8 +207,16 @@ class NumberChunk(Chunk):
                 for index, term in terms.items()
                 for each in [members[index]]
             ]
-            payloads.chosen = Chosen(recipes, reached)
+            payloads.chosen = Chosen(recipes, reached, partial(self._copy_parameters, group.key))
         return payloads
+
+    def _copy_parameters(self, key: GroupKey) -> None:
+        made: Any = self.offloader.engine.copied  # type: ignore[attr-defined]
+        copies = self.tape.groups[key.position].copies
+        if copies is not None and key.place not in made:
+            made.add(key.place)
+            self._device.run(copies.seconds)
+            self._device.memory.add(copies.nbytes)
 
     def _term(
         self, again: Again, group: Group, members: dict[int, list[Saved]], reached: list[Saved]

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pp_offload._common.checks import check_kind
 from pp_offload.plan.device import Bytes, NumberDevice
 from pp_offload.plan.tape import (
+    Backward,
     Close,
     Drop,
     Event,
     Gone,
     Open,
-    Part,
     RankTapes,
     Stretch,
     Tape,
@@ -44,7 +44,7 @@ class GroupProfile:
     stage: int
 
     nbytes: int
-    """What it saves, and may send away."""
+    """What it may send away: without what recipes compute again."""
 
     shared_with: tuple[str, ...]
     """Names of the groups that save some of the same bytes, which are copied once."""
@@ -218,7 +218,7 @@ def _forward_seconds(tape: Tape) -> list[float]:
     """Of operators, by position of the innermost group that is open."""
     seconds = [0.0] * len(tape.groups)
     are_open: list[int] = []
-    for event in tape.forward.later:
+    for event in tape.forward:
         match event:
             case Open(position):
                 are_open.append(position)
@@ -277,17 +277,17 @@ def _stage(stage: int, rank: int, tape: Tape, recomputed: Tape, num_layers: int)
 def _actions(tape: Tape) -> tuple[ActionProfile, ActionProfile, ActionProfile]:
     """Forward, first backward and any other."""
     memory = _Memory(tape)
-    forward = memory.play(tape.forward.later)
+    forward = memory.play(tape.forward)
     first = _Memory(tape)
-    first.play(tape.forward.later)
+    first.play(tape.forward)
     backward = _backward(tape)
     return forward, first.play(backward.first), memory.play(backward.later)
 
 
-def _backward(tape: Tape) -> Part:
+def _backward(tape: Tape) -> Backward:
     """What makes all gradients; both parts, where it comes in two."""
     first, weights = tape.input_part, tape.weight_part
-    in_two = Part((*first, *weights.first), (*first, *weights.later))
+    in_two = Backward((*first, *weights.first), (*first, *weights.later))
     return tape.backward if tape.backward.later else in_two
 
 

@@ -21,7 +21,7 @@ STAGES = (
 OPTIMIZERS = ("rank", "optimizer's state GiB", "peak", "ms")
 
 NOTE = """\
-Of one microbatch, a row for all groups that are alike. MiB/ms: what a group saves for each
+Of one microbatch, a row for all groups that are alike. MiB/ms: what a group may send for each
 millisecond of its forward. The link carries {link:.1f}: a group below that leaves in less time than
 its forward takes."""
 

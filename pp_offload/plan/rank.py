@@ -251,10 +251,7 @@ class NumberRank:
     def _forward(self, step: _Step, turn: Turn) -> int:
         key, tape = turn.key, turn.tape
         chunk = step.chunks[key] = NumberChunk(tape, key, step.device, step.offloader)
-        stage = turn.action.stage_index
-        has_one = stage in step.have_forwards
-        self._play(step, tape.forward.later if has_one else tape.forward.first, chunk)
-        step.have_forwards.add(stage)
+        self._play(step, tape.forward, chunk)
         step.record.skip(chunk)
         step.num_in_flight += 1
         step.most_in_flight = max(step.most_in_flight, step.num_in_flight)
@@ -339,7 +336,6 @@ class _Step:
         self.chunks: dict[ChunkKey, NumberChunk] = {}
         """All of them, for a program may hold what they saved until the end."""
 
-        self.have_forwards: set[int] = set()
         self.have_gradients: set[int] = set()
         """Stages that have had a backward."""
 

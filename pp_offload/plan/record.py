@@ -1,7 +1,7 @@
 """Records tapes: a rank runs two microbatches on a virtual device whose copies take no time.
 
     tapes = record(order, work, DEVICES["H100"])
-    tapes[0].stages[0].forward.later
+    tapes[0].stages[0].forward
 
 There everything leaves at its commit and comes back when it is asked for, so what is freed then is
 what the program had let go of.
@@ -26,7 +26,7 @@ from pp_offload._megatron.manager import PipelineOffloadManager
 from pp_offload._memory.budget import UNLIMITED, as_another_process
 from pp_offload.config import OffloadConfig, without_plan
 from pp_offload.plan.recorder import ChunkNotes, Raw, Recorder
-from pp_offload.plan.tape import Event, Part, RankTapes, Stretch, Tape, Update
+from pp_offload.plan.tape import Backward, Event, GroupTape, RankTapes, Stretch, Tape, Update
 from pp_offload.simulate.clocks import VirtualStream
 from pp_offload.simulate.device import VirtualBackend
 from pp_offload.simulate.hardware import Hardware
@@ -67,9 +67,10 @@ def record(
         disk_dir=None,
         verify=False,
     )
+    has_disk = config is not None and config.tiers != ("host",)
     work.prepare(order, VirtualBackend(hardware))
     ranks = range(order.num_ranks)
-    return [_Variants(order, work, still, options, rank)(0) for rank in ranks]
+    return [_Variants(order, work, still, options, rank, has_disk)(0) for rank in ranks]
 
 
 class _Variants:
@@ -82,15 +83,16 @@ class _Variants:
         hardware: Hardware,
         config: OffloadConfig,
         rank: int,
+        has_disk: bool,
     ) -> None:
-        self._what = order, work, hardware, config, rank
+        self._what = order, work, hardware, config, rank, has_disk
         self._layers = _layers_of(work, order.stages_of(rank))
         self._recorded: dict[int, RankTapes] = {}
 
     def __call__(self, num: int) -> RankTapes:
         if num not in self._recorded:
             chosen = spread(self._layers, num)
-            order, work, *_, rank = self._what
+            order, work, *_, rank, _ = self._what
             names = {
                 stage: tuple(name for other, name in chosen if other == stage)
                 for stage in order.stages_of(rank)
@@ -124,6 +126,7 @@ def _record_rank(
     hardware: Hardware,
     config: OffloadConfig,
     rank: int,
+    has_disk: bool,
     without: RankTapes | None,
 ) -> RankTapes:
     """The tapes of one rank.
@@ -131,6 +134,7 @@ def _record_rank(
     Args:
         order, work, hardware, config: As for :func:`record`.
         rank: Its number.
+        has_disk: Whether some of what leaves may go there, in what is predicted.
         without: The same rank where no layer is recomputed, if some are: optimizers do the same.
     """
     backend = _OneStream(hardware, is_blocking=True)
@@ -138,6 +142,9 @@ def _record_rank(
     backend.memory = recorder.memory
     with as_another_process():
         manager = PipelineOffloadManager(config=config, backend=backend)
+    recipes = manager.offloader.engine.recipes
+    if recipes is not None:
+        recipes.may_reach = not has_disk
     try:
         with use_manager(manager):
             mine = work.on(order, rank, backend)
@@ -354,30 +361,30 @@ class _StageNotes:
                 f"the groups of stage {stage} differ between its first two microbatches, expected "
                 "the same names and sizes"
             )
+        groups = [
+            group._replace(copies=first.copies.get(position))
+            for position, group in enumerate(last.groups)
+        ]
         return _Played(
+            tuple(groups),
             last,
-            _forward(*[told(self.forwards[at]) for at in (0, -1)]),
+            told(self.forwards[-1]),
             told(self.inputs[-1]) if self.inputs else (),
-            Part(told(self.lasts[0]), told(self.lasts[-1])),
+            Backward(told(self.lasts[0]), told(self.lasts[-1])),
             told(self.reduce),
             self.sent_bytes,
             self.sent_back_bytes,
         )
 
 
-def _forward(first: tuple[Event, ...], later: tuple[Event, ...]) -> Part:
-    """Where both have as many operators, what rounding leaves of their clocks is no difference."""
-    nums = [sum(len(e.seconds) for e in part if isinstance(e, Stretch)) for part in (first, later)]
-    return Part(later if nums[0] == nums[1] else first, later)
-
-
 class _Played(NamedTuple):
-    """What the last microbatch did; of forwards and last parts of backwards also the first."""
+    """What the last microbatch did, and of the last part of a backward also the first one."""
 
+    groups: tuple[GroupTape, ...]
     chunk: ChunkNotes
-    forward: Part
+    forward: tuple[Event, ...]
     input_part: tuple[Event, ...]
-    last_part: Part
+    last_part: Backward
     reduce: tuple[Event, ...]
     sent_bytes: int
     sent_back_bytes: int
@@ -388,13 +395,13 @@ def _tape(whole: _Played | None, split: _Played | None) -> Tape:
     last = split or whole
     assert last is not None, "each stage of a schedule has backwards"
     return Tape(
-        groups=tuple(last.chunk.groups),
+        groups=last.groups,
         payloads=last.chunk.payloads_of_groups(),
         source_bytes=tuple(last.chunk.source_bytes),
         forward=last.forward,
-        backward=Part() if whole is None else whole.last_part,
+        backward=Backward() if whole is None else whole.last_part,
         input_part=() if split is None else split.input_part,
-        weight_part=Part() if split is None else split.last_part,
+        weight_part=Backward() if split is None else split.last_part,
         reduce=last.reduce,
         sent_bytes=last.sent_bytes,
         sent_back_bytes=last.sent_back_bytes,

@@ -80,6 +80,9 @@ class ChunkNotes:
         self.recipes: dict[int, _Heard] = {}
         """Of payloads that are computed again."""
 
+        self.copies: dict[int, Stretch] = {}
+        """Of parameters, by position of the group whose recipes were the first to need them."""
+
         self.payload_of_copy: dict[tuple[weakref.ref[Batch], int], int] = {}
         """By a batch, and a place in it."""
 
@@ -253,11 +256,14 @@ class Recorder(Observer):
             self._refuse(f"'{group.name}' leaves by itself, expected a group of a microbatch")
             return
         chunk, position = self.chunk, group.key.position
-        leaves = group.state is GroupState.OFFLOADED and payloads is not None
-        took_s = self._gathered(payloads) if leaves and payloads is not None else {}
-        self._raw.append(Close(position))  # before the sources go: the payloads still hold them
-        if payloads is None or not leaves:
+        has_left = group.state is GroupState.OFFLOADED
+        if payloads is None or not has_left:
+            self._raw.append(Close(position))
             return
+        made = payloads.tensors
+        gathered = {index: self._taken_out(made[index]) for index in payloads.gathered}
+        self._note_copies(group)
+        self._raw.append(Close(position))  # before the sources go: the payloads still hold them
         indices: list[int] = []
         recipes = payloads.chosen.recipes if payloads.chosen else []
         needed_for = {
@@ -277,7 +283,7 @@ class Recorder(Observer):
                     continue
                 storage = needed_for[id(members[0])]
             indices.append(len(chunk.payloads))
-            self._note(group.name, payloads.sizes[index], storage, members, took_s.get(index))
+            self._note(group.name, payloads.sizes[index], storage, members, gathered.get(index))
         for saved in payloads.chosen.reached if payloads.chosen else ():
             self._bring_anew(saved.batch)
         for _, members, storage in recipes:
@@ -286,24 +292,34 @@ class Recorder(Observer):
             self._add(Payload(nbytes, 0, self._source_of(group.name, nbytes, storage), 0), members)
             for saved in members:
                 saved.restore = partial(self._computed, weakref.ref(saved), saved.restore)
-        for (recipe, *_), index in zip(
-            recipes, indices[len(indices) - len(recipes) :], strict=True
-        ):
+        their = indices[len(indices) - len(recipes) :]
+        for (recipe, *_), index in zip(recipes, their, strict=True):
             recipe.term, chunk.recipes[index] = self._heard(recipe.term)
         chunk.groups[position] = GroupTape(group.name, tuple(indices))
 
-    def _gathered(self, payloads: Payloads) -> dict[int, float]:
-        """How long compute took to take parts out of storages, which is of the group that left."""
-        took_s: dict[int, float] = {}
-        for index in payloads.gathered:
-            number = self.memory.number_of(payloads.tensors[index].untyped_storage())
-            at = [type(raw) is _Allocated and raw.number == number for raw in self._raw].index(True)
-            run = self._raw[at + 1]
-            assert isinstance(run, _Run), "it was allocated for that"
-            took_s[index] = run.seconds
-            del self._raw[at : at + 2]
-            self._of_recipes.add(number)
-        return took_s
+    def _note_copies(self, group: Group) -> None:
+        """Copies of parameters that were made for its recipes."""
+        recipes = group.engine.recipes
+        stretch = _NOTHING
+        for _, copy in recipes.copies.values() if recipes else ():
+            made = self._taken_out(copy.tensor)
+            if made is not None:
+                stretch = _together(stretch, made)
+        assert group.key is not None
+        if stretch.seconds:
+            self.chunk.copies[group.key.position] = stretch
+
+    def _taken_out(self, tensor: Tensor) -> Stretch | None:
+        """Of what was noted, how a tensor was made; None if that was not in this forward."""
+        number = self.memory.number_of(tensor.untyped_storage())
+        for at, raw in enumerate(self._raw):
+            if isinstance(raw, _Allocated) and raw.number == number:
+                run = self._raw[at + 1]
+                assert isinstance(run, _Run), "it was allocated for that"
+                del self._raw[at : at + 2]
+                self._of_recipes.add(number)
+                return Stretch((run.seconds,), raw.nbytes, raw.nbytes)
+        return None
 
     def _heard(self, term: Call) -> tuple[Call, _Heard]:
         """The same, and what it does."""
@@ -345,14 +361,15 @@ class Recorder(Observer):
         nbytes: int,
         storage: UntypedStorage,
         members: Sequence[Saved],
-        gather_s: float | None,
+        gathered: Stretch | None,
     ) -> None:
         """A payload has left."""
         chunk, batch = self.chunk, members[0].batch
         source = self._source_of(name, nbytes, storage)
         copy = weakref.ref(batch), members[0].index
         chunk.payload_of_copy.setdefault(copy, len(chunk.payloads))
-        version = chunk.version_of(source, *copy) if gather_s is None else None
+        version = chunk.version_of(source, *copy) if gathered is None else None
+        gather_s = None if gathered is None else sum(gathered.seconds)
         self._add(Payload(nbytes, rounded(nbytes), source, 0, version, None, gather_s), members)
         self._bring_anew(batch)
 

@@ -1,7 +1,7 @@
 """What a stage does where nothing leaves: operators and memory, and no groups.
 
 tape = staying(tapes[0].stages[0])
-len(tape.forward.later)               # 1: nobody hears of anything in between
+len(tape.forward)                     # 1: nobody hears of anything in between
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from pp_offload.plan.tape import Drop, Event, Gone, Part, Stretch, Tape
+from pp_offload.plan.tape import Backward, Drop, Event, Gone, Stretch, Tape
 
 
 def staying(tape: Tape) -> Tape:
     """The same stage, of which groups keep what they save until autograd lets it go."""
     held = Counter(range(len(tape.source_bytes)))
     held.update(one.source for one in tape.payloads if one.num_uses)
-    forward = _together(tape, tape.forward.later, held)  # without copies for recipes
+    forward = _together(tape, tape.forward, held)
     begun = held.copy()
     input_part = _together(tape, tape.input_part, begun)
     whole = [_together(tape, events, held.copy()) for events in tape.backward]
@@ -27,10 +27,10 @@ def staying(tape: Tape) -> Tape:
         groups=(),
         payloads=(),
         source_bytes=(),
-        forward=Part(forward, forward),
-        backward=Part(*whole),
+        forward=forward,
+        backward=Backward(*whole),
         input_part=input_part,
-        weight_part=Part(*weight),
+        weight_part=Backward(*weight),
         reduce=_together(tape, tape.reduce, begun),
     )
 

@@ -65,6 +65,9 @@ class GroupTape(NamedTuple):
     payloads: tuple[int, ...]
     """Of the tape's payloads, first saved first."""
 
+    copies: Stretch | None = None
+    """Of parameters, which recipes need: made once in a step, if the group leaves."""
+
 
 class Stretch(NamedTuple):
     """Operators on the compute stream, and device memory, between what the engine hears of."""
@@ -129,13 +132,11 @@ class Gone(NamedTuple):
 Event = Stretch | Open | Close | Drop | Use | Lost | Release | Gone
 
 
-class Part(NamedTuple):
-    """A forward, or what makes gradients of parameters."""
+class Backward(NamedTuple):
+    """What makes gradients of parameters."""
 
     first: tuple[Event, ...] = ()
-    """Of the first microbatch, which makes what others find: gradients, and for recipes copies of
-    parameters.
-    """
+    """For the first microbatch, which makes the gradients that the others add to."""
 
     later: tuple[Event, ...] = ()
 
@@ -149,14 +150,14 @@ class Tape:
     source_bytes: tuple[int, ...]
     """Device memory of each source."""
 
-    forward: Part
-    backward: Part
+    forward: tuple[Event, ...]
+    backward: Backward
     """In one part; empty where the schedule has none of the stage, as are the others."""
 
     input_part: tuple[Event, ...]
     """The first part of one in two, which makes gradients of inputs alone."""
 
-    weight_part: Part
+    weight_part: Backward
     """The second part."""
 
     reduce: tuple[Event, ...]
@@ -172,7 +173,7 @@ class Tape:
     def num_events(self) -> int:
         """Of a microbatch."""
         parts = len(self.input_part) + len(self.weight_part.later)
-        return len(self.forward.later) + max(len(self.backward.later), parts)
+        return len(self.forward) + max(len(self.backward.later), parts)
 
     @cached_property
     def group_bytes(self) -> tuple[int, ...]:

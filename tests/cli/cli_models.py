@@ -46,7 +46,7 @@ def twice(num_stages: int, length: int) -> Modules:
 
 
 def deep(num_stages: int, length: int) -> Modules:
-    """Stages whose groups hold more than may be on its way at once, none of which is computed again."""
+    """Groups hold more than may be on its way at once, and nothing is computed again."""
     stages = [
         nn.Sequential(
             *(nn.Sequential(nn.Linear(1024, 1024, **KIND), nn.Softplus()) for _ in range(12))

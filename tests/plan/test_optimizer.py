@@ -96,9 +96,11 @@ def test_without_one_nothing_changes() -> None:
     with_sgd = record(*pipeline("SGD"), DEVICE, CONFIG)
     for one, other in zip(tapes, with_sgd, strict=True):
         assert one.resident_bytes == other.resident_bytes
-        assert [tape.payloads for tape in one.stages.values()] == [
-            tape.payloads for tape in other.stages.values()
+        payloads = [
+            [each._replace(again=None) for tape in rank.stages.values() for each in tape.payloads]
+            for rank in (one, other)  # what rounding leaves of a clock is in ``again``
         ]
+        assert payloads[0] == payloads[1]
     assert all(one.update == ((), ()) for one in tapes)
 
 

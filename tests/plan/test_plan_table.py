@@ -32,7 +32,7 @@ def shown(chooser: Chooser, plan: OffloadPlan) -> str:
 )
 def test_host_memory_binds(seed: int, part: float) -> None:
     """With more of it the step is as short as the table says; and then it binds no more."""
-    drawn, tapes = planned(seed)
+    drawn, tapes = planned(seed, rematerialize="none")
     *_, limit, _ = limits(drawn, tapes, 4)
     little = chooser_of(*with_host_memory(drawn, tapes, part))
     plan, more = little.plan(limit), chooser_of(drawn, tapes).plan(limit)

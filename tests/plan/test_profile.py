@@ -52,7 +52,8 @@ def found(llama: Stage) -> Profile:
     """Of two stages."""
     stages = [llama, Stage("llama", WIDTH, LENGTH, NUM_LAYERS)]
     example = llama.microbatch().detach()
-    return profiled(stages, example, groups=GROUPS, layers="layers.*")
+    config = OffloadConfig(rematerialize="none")
+    return profiled(stages, example, config, groups=GROUPS, layers="layers.*")
 
 
 def saved_bytes(module: nn.Module, x: Tensor) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
-from pp_offload import PipelineOffloadManager, use_backend
+from pp_offload import OffloadConfig, PipelineOffloadManager, use_backend
 from pp_offload.simulate import DEVICES, VirtualBackend
 from pp_offload.simulate.clocks import HostClock, VirtualStream
 from pp_offload.simulate.memory import CATEGORIES, ROUNDING_BYTES, DeviceMemory
@@ -180,7 +180,8 @@ def test_what_the_engine_moves_has_names() -> None:
 def test_what_groups_keep_has_a_name() -> None:
     """The last group of a step stays, once the plan is known; what it sends has another name."""
     backend, nbytes = VirtualBackend(DEVICES["H100"]), 2**20 * 4
-    with use_backend(backend) as manager:
+    config = OffloadConfig(rematerialize="none")
+    with use_backend(backend, config=config) as manager:
         backend.memory.follow_groups(manager)
         weight = nn.Parameter(torch.empty(2**20, device="meta"))
         backend.memory.name(weight, "parameters")
