@@ -1,7 +1,21 @@
-"""Bytes that layers of Hugging Face's models copy with ``rematerialize="cheap"``, of those without.
+"""What ``rematerialize="cheap"`` spares: bytes to copy, step time and peak, beside "none".
 
-Each decoder layer is a group, all groups leave, and tensors of less than 1 KiB for each token stay
-on the device. Gradients are compared bit for bit. Bytes are exact, so one step is enough.
+    python benchmarks/rematerialize.py --json rematerialize.json
+
+First the bytes that layers of Hugging Face's models copy in bfloat16, on the CPU: each decoder
+layer is a group, all groups leave, and tensors of less than 1 KiB for each token stay. Gradients
+are compared bit for bit.
+
+Then steps on a virtual H100 with rates that were measured on a real one, in a rank of 1F1B where
+all groups leave: the cases of on_card.py, which runs them on a card. And a Llama of Hugging Face,
+six layers of the width of 8B, whose forward and backward run in ``OffloadActivations``.
+
+Figures of a virtual row
+    step_ms, ratio     of a step, and to one without offload
+    compute            busy time of compute to that without offload
+    peak_gib           of the device
+    copied_gib         to the host in a step
+    bytes              copied to those copied without recipes
 """
 
 from __future__ import annotations
@@ -9,15 +23,26 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from on_card import CASES, Stage
 from torch import Tensor, nn
 
-from pp_offload import CpuBackend, OffloadConfig, offload_modules, use_backend
+from pp_offload import (
+    CpuBackend,
+    OffloadActivations,
+    OffloadConfig,
+    offload_modules,
+    use_backend,
+)
 from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
+from pp_offload.simulate import DEVICES, VirtualBackend
+from pp_offload.simulate.huggingface import model_from_config
 
 VOCABULARY = 512
 SHAPE = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3}
@@ -73,8 +98,94 @@ def measured(name: str, num_tokens: int) -> dict[str, Any]:
     return row | {"ratio": row["cheap_bytes"] / row["none_bytes"]}
 
 
+GIB = 2**30
+
+MEASURED = replace(
+    DEVICES["H100"],
+    name="measured H100",
+    matmul_fraction=635.2 / 990,
+    memory_fraction=2.866 / 3.35,
+    link_bytes_per_s=50.3e9,
+    launch_s=12e-6,
+)
+"""What products of width 4096, copies on the device, and copies both ways at once reached on an
+H100 80GB behind PCIe 5 (2026-11-27).
+"""
+
+
+def virtual_step(case: str, way: str, choice: str, num_steps: int = 4) -> dict[str, Any]:
+    """The last of some steps of a rank: ``none``, ``recompute`` or ``ours``."""
+    backend = VirtualBackend(MEASURED)
+    config = OffloadConfig(min_offloaded_tensor_size=CASES[case].min_numel, rematerialize=choice)
+    with use_backend(backend, config=config) as manager:
+        stage = Stage(CASES[case], backend.device)
+        for _ in range(num_steps):
+            begin = backend.seconds, backend.compute.busy_s
+            before = manager.statistics()
+            backend.memory.take_peak()
+            stage.step(way, nullcontext)
+            stage.clear()
+            backend.synchronize()
+        moved = manager.statistics().since(before)
+        return _row(backend, begin, moved) | {"case": case}
+
+
+def virtual_activations(choice: str | None, num_layers: int) -> dict[str, Any]:
+    """The second step of a Llama of Hugging Face; None without offload."""
+    backend = VirtualBackend(MEASURED)
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(**shape, **heads, num_hidden_layers=num_layers)
+    with use_backend(backend):
+        model = model_from_config(config).train()
+        ids = torch.zeros(1, 8192, dtype=torch.long, device="meta")
+        options = OffloadConfig(rematerialize=choice or "none")
+        offload = OffloadActivations(config=options, backend=backend)
+        for _ in range(2):
+            begin, before = (backend.seconds, backend.compute.busy_s), offload.statistics()
+            backend.memory.take_peak()
+            with nullcontext() if choice is None else offload:
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            model.zero_grad()
+            backend.synchronize()
+        moved = offload.statistics().since(before)
+        return _row(backend, begin, moved) | {"case": "OffloadActivations"}
+
+
+def _row(backend: VirtualBackend, begin: tuple[float, float], moved: Any) -> dict[str, Any]:
+    return {
+        "step_ms": (backend.seconds - begin[0]) * 1e3,
+        "busy_ms": (backend.compute.busy_s - begin[1]) * 1e3,
+        "peak_gib": backend.memory.peak_bytes / GIB,
+        "copied_gib": moved.bytes_offloaded / GIB,
+        "again_gib": moved.bytes_computed_again / GIB,
+    }
+
+
+def virtual_rows(*, quick: bool) -> list[dict[str, Any]]:
+    """A row for each case and way, beside that without offload."""
+    rows = []
+    for case in ["tiny"] if quick else ["gpt4096", "llama8b"]:
+        rows.append(virtual_step(case, "none", "none") | {"way": "none"})
+        rows.append(virtual_step(case, "recompute", "none") | {"way": "recompute"})
+        for choice in ("none", "cheap"):
+            rows.append(virtual_step(case, "ours", choice) | {"way": f"ours, {choice}"})
+    for choice in (None, "none", "cheap"):
+        name = "none" if choice is None else f"ours, {choice}"
+        rows.append(virtual_activations(choice, 1 if quick else 6) | {"way": name})
+    plain = {row["case"]: row for row in rows if row["way"] == "none"}
+    copied = {row["case"]: row["copied_gib"] for row in rows if row["way"] == "ours, none"}
+    for row in rows:
+        row["ratio"] = row["step_ms"] / plain[row["case"]]["step_ms"]
+        row["compute"] = row["busy_ms"] / plain[row["case"]]["busy_ms"]
+        row["bytes"] = row["copied_gib"] / copied[row["case"]]
+    return rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer tokens")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
@@ -85,8 +196,18 @@ def main() -> None:
         equal = row["none_equal"] and row["cheap_equal"]
         print(f"{row['model']:<8}{without:>22.2f}{copied:>14.2f}{again:>13.2f}", end="")
         print(f"{row['ratio']:>8.3f}   {'yes' if equal else 'NO'}")
+    print(
+        f"\n{'virtual, ' + MEASURED.name:<34}step ms  ratio  compute  peak GiB  copied GiB  bytes"
+    )
+    virtual = virtual_rows(quick=options.quick)
+    for row in virtual:
+        print(
+            f"{row['case']:<20}{row['way']:<14}{row['step_ms']:>7.1f}{row['ratio']:>7.3f}", end=""
+        )
+        print(f"{row['compute']:>9.3f}{row['peak_gib']:>10.2f}{row['copied_gib']:>12.2f}", end="")
+        print(f"{row['bytes']:>7.3f}")
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        options.json.write_text(json.dumps({"models": rows, "virtual": virtual}, indent=1))
 
 
 if __name__ == "__main__":

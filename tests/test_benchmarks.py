@@ -178,9 +178,12 @@ def test_predict_exact_writes_its_figures(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SHOWS_PACKED, reason="nodes of this torch do not tell")
 def test_rematerialize_writes_its_figures(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    for row in run_quick("rematerialize.py", tmp_path):
+    figures = run_quick("rematerialize.py", tmp_path)
+    for row in figures["models"]:
         assert row["none_equal"] and row["cheap_equal"]
         assert 0 < row["cheap_bytes"] < row["none_bytes"] and row["again_bytes"] > 0
+    ours = [row for row in figures["virtual"] if row["way"] == "ours, cheap"]
+    assert len(ours) == 2 and all(row["bytes"] < 0.7 and row["compute"] > 1 for row in ours)
 
 
 def test_training_on_the_cpu_has_the_bytes_that_are_predicted(tmp_path: Path) -> None:

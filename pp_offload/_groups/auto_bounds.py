@@ -49,10 +49,8 @@ CAUTION = 0.95
 GROWN = 1.1
 """With so many times the bytes of the timed step, another one is timed."""
 
-LEAST_IN_FLIGHT_BYTES = IN_FLIGHT_BYTES * 5 // 4
-"""Less is not chosen: small models have the memory, and with forwards in a row they need it. With
-half a GiB a GPT layer of width 4096 waits for 2 % of its step more: benchmarks/rematerialize.py.
-"""
+LEAST_IN_FLIGHT_BYTES = IN_FLIGHT_BYTES
+"""Less is not chosen: small models have the memory, and with forwards in a row they need it."""
 
 MIB = 2**20
 

@@ -45,7 +45,8 @@ def record(
         order: Which stages each rank has, and how many microbatches.
         work: What the stages do.
         hardware: How long operators take.
-        config: Says which tensors may leave; :func:`choose` takes the same.
+        config: Says which tensors may leave, and whether a disk is among the tiers;
+            :func:`choose` takes the same.
 
     Raises:
         ValueError: Something is not known to :func:`predict`: a view that is copied without the

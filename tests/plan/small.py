@@ -53,7 +53,8 @@ def with_disk(drawn: Drawn, tapes: list[RankTapes]) -> tuple[Drawn, list[RankTap
     rate = drawn.hardware.link_bytes_per_s / 3
     disk = {"disk_write_bytes_per_s": rate, "disk_read_bytes_per_s": rate, "disk_latency_s": 1e-5}
     config = replace(drawn.config, tiers=("host", "disk"))
-    return replace(drawn, config=config, hardware=replace(drawn.hardware, **disk)), tapes
+    drawn = replace(drawn, config=config, hardware=replace(drawn.hardware, **disk))
+    return drawn, record(drawn.order, drawn.work, drawn.hardware, config)
 
 
 def limits(drawn: Drawn, tapes: list[RankTapes], num: int) -> list[int]:

@@ -8,7 +8,6 @@ import pytest
 from many_groups import limit_between, many_groups
 from test_choose import check_follows
 
-from pp_offload._groups import auto_bounds
 from pp_offload.plan import InfeasibleError, OffloadPlan, choose, chooser, steps
 
 NUM = 60
@@ -18,12 +17,6 @@ FEW = 15
 
 NUM_BOUNDS = len(chooser.BOUNDS)
 """What does not fit, or has compute wait, is tried with so many bounds."""
-
-
-@pytest.fixture(autouse=True)
-def least_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much of these groups is on its way at least."""
-    monkeypatch.setattr(auto_bounds, "LEAST_IN_FLIGHT_BYTES", 2**29)
 
 
 def planned_in(part: float, *, in_order: bool = False) -> tuple[Any, OffloadPlan, int]:
