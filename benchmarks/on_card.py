@@ -67,6 +67,7 @@ CASES = {
 }
 WAYS: dict[str, dict[str, Any]] = {
     "ours": {},
+    "ours-copied": {"rematerialize": "none"},
     "ours-0.7": {"activation_offload_fraction": 0.7},
     "ours-0.5": {"activation_offload_fraction": 0.5},
     "ours-8g": {"max_in_flight_bytes": 8 * GIB, "prefetch_bytes": 8 * GIB},
