@@ -122,7 +122,8 @@ def collect(by_storage: ByStorage) -> Payloads:
             continue
         nbytes, num_bytes = tensor.nbytes, storage.nbytes()
         is_whole = nbytes == num_bytes and tensor.is_contiguous()
-        if is_whole and len(members) == 1 and (1 not in tensor.shape or has_new_strides(tensor)):
+        is_alone = len(members) == 1 or all([saved.tensor is tensor for saved in members])
+        if is_whole and is_alone and (1 not in tensor.shape or has_new_strides(tensor)):
             payloads.tensors.append(tensor)  # nearly always, so without a call
             payloads.members.append(members)
             payloads.sizes.append(nbytes)
