@@ -76,8 +76,8 @@ def test_what_became_of_the_bytes_of_each_group() -> None:
             y.sum().backward()
         manager.reset()
         groups, table = manager.group_bytes, rows_of(summary_table(local=True))
-    one = 7 * MIB // 2  # backward begins with the second one, which stays
-    assert groups == {"mlp": GroupBytes(2 * one, one, 2 * MIB, 2 * MIB, MIB // 2)}
+    nbytes = 7 * MIB // 2  # of each group; backward begins with the second, which stays
+    assert groups == {"mlp": GroupBytes(2 * nbytes, nbytes, 2 * MIB, 2 * MIB, MIB // 2)}
     assert table["mlp"] == table["sum"] == ["7.00", "3.50", "2.00", "2.00", "0.50"]
 
 

@@ -83,17 +83,19 @@ class Engine:
 
     def payloads(self, group: Group) -> Payloads:
         """What may leave of an open group, which counts it."""
+        payloads, counts = self._collected(group), group.counts
+        recipes = payloads.chosen.recipes if payloads.chosen else ()
+        counts.num_tensors = len(payloads.sizes) + len(recipes)
+        counts.nbytes, counts.narrowed_bytes = sum(payloads.sizes), payloads.narrowed_bytes
+        counts.recipe_bytes = sum([storage.nbytes() for *_, storage in recipes])
+        payloads.beside_bytes += counts.recipe_bytes
+        return payloads
+
+    def _collected(self, group: Group) -> Payloads:
         saved = by_storage(group.saved_refs)
         chosen = None if self.recipes is None else self.recipes.choose(group, saved)
         payloads = collect(saved)
-        counts = group.counts
-        counts.num_tensors, counts.nbytes = len(payloads.sizes), sum(payloads.sizes)
-        if chosen is not None:
-            payloads.chosen = chosen
-            counts.num_tensors += len(chosen.recipes)
-            counts.recipe_bytes = sum([storage.nbytes() for *_, storage in chosen.recipes])
-            counts.narrowed_bytes = payloads.narrowed_bytes
-            payloads.beside_bytes += counts.recipe_bytes
+        payloads.chosen = chosen
         return payloads
 
     def tear(self, failure: BaseException) -> None:
@@ -143,9 +145,9 @@ class Engine:
         to wait for earlier copies.
         """
         mover = self.mover
+        if payloads.chosen is not None:
+            payloads.chosen.settle()  # without memory for it, the books are right all the same
         try:
-            if payloads.chosen is not None:
-                payloads.chosen.settle()
             while (busy := self._try_to_send(group, payloads)) is not None:
                 with suppress(OffloadError):  # a failed read raises for who asks for its tensor
                     busy.synchronize()

@@ -94,15 +94,9 @@ class NumberEngine(Engine):
         self.copied: set[Place] = set()
         """Places of groups whose copies of parameters were made."""
 
-    def payloads(self, group: Group) -> Payloads:
-        """See :meth:`Engine.payloads`."""
+    def _collected(self, group: Group) -> Payloads:
         first: Any = group.saved_refs[0]() if group.saved_refs else None
-        payloads = Payloads() if first is None else first.chunk.payloads(group)
-        counts, recipes = group.counts, payloads.chosen.recipes if payloads.chosen else []
-        counts.num_tensors = len(payloads.sizes) + len(recipes)
-        counts.nbytes = sum(payloads.sizes)
-        counts.recipe_bytes = sum([storage.nbytes() for *_, storage in recipes])
-        return payloads
+        return Payloads() if first is None else first.chunk.payloads(group)
 
     def _warn(self, group: Group, failure: MemoryError) -> None:
         """That a group finds no room is what is asked."""
@@ -184,11 +178,13 @@ class NumberChunk(Chunk):
             for index in members
             if (again := self.tape.payloads[index].again) is not None
         }
-        mover = self.offloader.engine.mover
-        payloads = Payloads()
+        payloads, mover = Payloads(), self.offloader.engine.mover
+        recipes: list[Any] = []
         for index, each in members.items():
             payload = self.tape.payloads[index]
             if index in terms:
+                recipe = Recipe(terms[index], mover, len(each), group.name)
+                recipes.append((recipe, each, Storage(payload.nbytes)))
                 continue
             storage: Any = None
             if payload.version is not None:
@@ -197,16 +193,7 @@ class NumberChunk(Chunk):
             if payload.gather_s is not None:
                 payloads.views.append(len(payloads.sizes))
             payloads.add(on_device(each[0]), each, storage)
-        if terms:
-            recipes: list[Any] = [
-                (
-                    Recipe(term, mover, len(each), group.name),
-                    each,
-                    Storage(self.tape.payloads[index].nbytes),
-                )
-                for index, term in terms.items()
-                for each in [members[index]]
-            ]
+        if recipes:
             payloads.chosen = Chosen(recipes, reached, partial(self._copy_parameters, group.key))
         return payloads
 
@@ -247,7 +234,7 @@ class NumberChunk(Chunk):
 
     def _inlined(self, again: Again) -> Again:
         """With the recipes of earlier groups that have left, and without those of others."""
-        inputs = [self._inlined_input(one) for one in again.inputs]
+        inputs = [self._inlined_input(each) for each in again.inputs]
         return again._replace(inputs=tuple(inputs))
 
     def _inlined_input(self, what: int | Again) -> int | Again:

@@ -16,7 +16,7 @@ from pp_offload.plan.tape import Backward, Drop, Event, Gone, Stretch, Tape
 def staying(tape: Tape) -> Tape:
     """The same stage, of which groups keep what they save until autograd lets it go."""
     held = Counter(range(len(tape.source_bytes)))
-    held.update(one.source for one in tape.payloads if one.num_uses)
+    held.update(payload.source for payload in tape.payloads if payload.num_uses)
     forward = _together(tape, tape.forward, held)
     begun = held.copy()
     input_part = _together(tape, tape.input_part, begun)

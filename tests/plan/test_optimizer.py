@@ -94,11 +94,11 @@ def test_without_one_nothing_changes() -> None:
     order, work = pipeline(None)
     tapes = record(order, work, DEVICE, CONFIG)
     with_sgd = record(*pipeline("SGD"), DEVICE, CONFIG)
-    for one, other in zip(tapes, with_sgd, strict=True):
-        assert one.resident_bytes == other.resident_bytes
+    for plain, with_state in zip(tapes, with_sgd, strict=True):
+        assert plain.resident_bytes == with_state.resident_bytes
         payloads = [
             [each._replace(again=None) for tape in rank.stages.values() for each in tape.payloads]
-            for rank in (one, other)  # what rounding leaves of a clock is in ``again``
+            for rank in (plain, with_state)  # what rounding leaves of a clock is in ``again``
         ]
         assert payloads[0] == payloads[1]
     assert all(one.update == ((), ()) for one in tapes)
