@@ -84,11 +84,13 @@ class Engine:
     def payloads(self, group: Group) -> Payloads:
         """What may leave of an open group, which counts it."""
         payloads, counts = self._collected(group), group.counts
-        recipes = payloads.chosen.recipes if payloads.chosen else ()
-        counts.num_tensors = len(payloads.sizes) + len(recipes)
-        counts.nbytes, counts.narrowed_bytes = sum(payloads.sizes), payloads.narrowed_bytes
-        counts.recipe_bytes = sum([storage.nbytes() for *_, storage in recipes])
-        payloads.beside_bytes += counts.recipe_bytes
+        counts.num_tensors, counts.nbytes = len(payloads.sizes), sum(payloads.sizes)
+        if payloads.chosen is not None:
+            recipes = payloads.chosen.recipes
+            counts.num_tensors += len(recipes)
+            counts.narrowed_bytes = payloads.narrowed_bytes
+            counts.recipe_bytes = sum([storage.nbytes() for *_, storage in recipes])
+            payloads.beside_bytes += counts.recipe_bytes
         return payloads
 
     def _collected(self, group: Group) -> Payloads:
