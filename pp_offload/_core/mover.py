@@ -402,9 +402,12 @@ class Mover:
         return tensor
 
     def seen(self, batch: Batch, index: int) -> Tensor:
-        """A payload in host memory, for who compares it: the host waits, and no use is counted."""
+        """A payload in host memory, for who compares it: the host waits, and no use is counted. In
+        memory of its own, of which views are made.
+        """
         self.synchronize()
-        return batch.place.tensors[index].to(self.backend.device)  # type: ignore[no-any-return]
+        host: Tensor = batch.place.tensors[index]
+        return host.to(self.backend.device, copy=True)
 
     def _use(self, batch: Batch, index: int) -> Tensor | None:
         """Count a use of a payload that is there; None if it is not, or not as it came."""

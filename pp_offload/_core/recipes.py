@@ -272,7 +272,8 @@ class Recipes:
             payload = torch.empty(shape, dtype=dtype, device="meta")
         else:
             payload = mover.seen(batch, leaf.index)
-        return payload if leaf.restore is None else leaf.restore(payload)
+        restore = leaf.unobserved
+        return payload if restore is None else restore(payload)
 
     def _lasting(self, resident: Resident) -> Resident:
         """It, or a copy of a parameter; see NOTE [ Parameters ]."""
@@ -567,8 +568,7 @@ def _kind(term: Any, guesses: list[Guess]) -> Any:
     if type(term) in (Saved, Resident):
         tensor = term.tensor
         if tensor is None:
-            restore = getattr(term.restore, "unobserved", term.restore)
-            # Bound to a geometry, or to nothing that differs.
+            restore = term.unobserved  # bound to a geometry, or to nothing that differs
             return term.batch.specs[term.index][1], getattr(restore, "__self__", type(restore))
         if tensor.is_contiguous():
             return tensor.dtype, tensor.dim()

@@ -70,12 +70,17 @@ class Saved:
         self.maker: Any = None
         self.recipe: Any = None
 
+    @property
+    def unobserved(self) -> Callable[[Tensor], Tensor] | None:
+        """As ``restore``, and no observer is called."""
+        return getattr(self.restore, "unobserved", self.restore)
+
     def twin(self, group: Any) -> Saved:
         """Another holder of the same tensor, for a recipe that needs it in ``group``."""
         twin = Saved.__new__(Saved)
         for name in ("tensor", "version", "origin", "wrapper"):
             setattr(twin, name, getattr(self, name))
-        twin.restore = getattr(self.restore, "unobserved", self.restore)  # observed by itself
+        twin.restore = self.unobserved  # it is observed by itself
         twin.group, twin.maker, twin.recipe = group, None, None
         return twin
 

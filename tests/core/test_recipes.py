@@ -30,6 +30,8 @@ from pp_offload import FineGrainedActivationOffloadingInterface as off_interface
 from pp_offload import OffloadActivations, OffloadConfig, SavedTensorModifiedError, VerifyError
 from pp_offload._common.torch_private import SHOWS_PACKED
 from pp_offload._core import operators
+from pp_offload._core.observer import Observer
+from pp_offload._core.recipes import Recipes
 
 pytestmark = pytest.mark.skipif(not SHOWS_PACKED, reason="nodes of this torch do not tell")
 
@@ -522,3 +524,49 @@ def test_a_group_of_nothing_but_recipes_has_saved_something(
         off_interface.reset()
         assert manager.statistics().bytes_computed_again
     assert "offloaded nothing" not in caplog.text
+
+
+def in_three_groups(is_on: bool) -> list[Tensor]:
+    """What the first saves as a view is the input of what the second saves. The last one stays."""
+    x = drawn(ROWS, COLUMNS).requires_grad_()
+    y = x
+    for make in (lambda h: F.silu(h.sin().t()), torch.square, torch.sin):
+        with off_interface(is_on, y, "part") as h:
+            y = make(h)
+        y = off_interface.group_commit(y, name="part") if is_on else y
+    y.sum().backward()
+    return gradients(x)
+
+
+def test_a_recipe_with_an_input_in_an_earlier_group_is_proved_once() -> None:
+    """Each proof waits for the device."""
+    expected = in_three_groups(False)
+    with session(rematerialize="cheap") as manager:
+        with patch.object(Recipes, "_try", autospec=True, side_effect=Recipes._try) as tries:
+            nums = []
+            for _ in range(4):
+                begin_step()
+                before = manager.statistics()
+                assert_same(in_three_groups(True), expected)
+                nums.append(tries.call_count)
+                assert manager.statistics().since(before).bytes_computed_again > 0
+    assert 0 < nums[0] and nums[1:] == nums[1:2] * 3, "a last group that stays has another input"
+
+
+def test_an_observer_is_told_of_inputs_as_of_themselves() -> None:
+    """Not as of what the earlier group saved, which autograd may have let go of."""
+
+    class Uses(Observer):
+        def __init__(self) -> None:
+            self.groups: list[int] = []
+
+        def used(self, saved: Any, payload: Tensor) -> None:
+            self.groups.append(saved.group.key.position)
+
+    expected = in_three_groups(False)
+    with session(rematerialize="cheap") as manager:
+        uses = Uses()
+        manager.offloader.observers.add(uses)
+        begin_step()
+        assert_same(in_three_groups(True), expected)
+    assert uses.groups == sorted(uses.groups, reverse=True) and {0, 1} <= set(uses.groups)
