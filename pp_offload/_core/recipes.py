@@ -409,8 +409,10 @@ class _Search:
             is_like_it = tensor._version == packed.version and type(tensor) in (Tensor, Parameter)
             if not is_like_it or tensor.device != self._owner._mover.backend.device:
                 return UNKNOWN
-            if tensor.nbytes > MOST_COPIED and self._owner._kept.has(tensor.untyped_storage()):
-                return UNKNOWN
+            if self._owner._kept.has(tensor.untyped_storage()):
+                # A copy of what has gaps has other strides, for which a kernel may round otherwise.
+                if tensor.nbytes > MOST_COPIED or not tensor.is_contiguous():
+                    return UNKNOWN
             return packed
         if type(packed) is not Saved or packed.wrapper is not None:
             return UNKNOWN
