@@ -48,6 +48,8 @@ class Totals:
     ops: int = 0
     offloading: int = 0
     """Programs in which something left the device."""
+    computing: int = 0
+    """Programs in which something was computed again by a recipe."""
     refused: int = 0
     """Programs in which a tensor was changed in place that had been saved."""
     failures: list[Failure] = field(default_factory=list)
@@ -56,19 +58,22 @@ class Totals:
         self.programs += 1
         self.ops += report.num_ops
         self.offloading += report.statistics.bytes_offloaded > 0
+        self.computing += report.statistics.bytes_computed_again > 0
         self.refused += report.is_refused
 
     def merge(self, other: Totals) -> None:
         self.programs += other.programs
         self.ops += other.ops
         self.offloading += other.offloading
+        self.computing += other.computing
         self.refused += other.refused
         self.failures += other.failures
 
     def __str__(self) -> str:
         return (
             f"{self.programs} programs, {len(self.failures)} failures, {self.ops} operations; "
-            f"{self.offloading} programs offloaded, {self.refused} were refused by autograd"
+            f"{self.offloading} programs offloaded, {self.computing} computed again, "
+            f"{self.refused} were refused by autograd"
         )
 
 

@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 4
 """Of inputs and weights."""
 
+SHAPES = [(WIDTH, WIDTH)] * 2 + [(WIDTH,)] * 2
+"""Of the weights of a stage."""
+
 
 class KeepsViews(torch.autograd.Function):
     """Saves its input and three views of it, one of another dtype."""
@@ -93,8 +96,38 @@ def topmost(x: Tensor) -> Tensor:
     return x.sort(0).values if x.dim() else x
 
 
-Weights = list[Tensor]
+def normed(
+    x: Tensor, weights: list[Tensor], norm: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    if x.dim() == 0 or x.shape[-1] != WIDTH:
+        return F.silu(x)
+    return norm(x, weights[2].to(x.dtype), weights[3].to(x.dtype))
 
+
+def composed_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """As in Hugging Face's models."""
+    full = x.float()
+    full = full * torch.rsqrt(full.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * full.to(x.dtype)
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """A rotary embedding."""
+    half = x.shape[-1] // 2 if x.dim() else 0
+    if 2 * half != (x.shape[-1] if x.dim() else 1):
+        return x.neg()
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * angles.cos() + turned * angles.sin()
+
+
+def repeated(x: Tensor) -> Tensor:
+    """Each row twice, as grouped queries share keys; twice as many are a tensor of their own."""
+    if x.dim() == 0:
+        return x.exp()
+    return x[:, None].expand(len(x), 2, *x.shape[1:]).reshape(-1, *x.shape[1:])
+
+
+Weights = list[Tensor]
 COMPUTES: dict[str, Callable[[Tensor, Tensor, Weights], Tensor]] = {
     "tanh": lambda a, b, w: a.tanh(),
     "mul": lambda a, b, w: a * fit(b, a),
@@ -106,6 +139,27 @@ COMPUTES: dict[str, Callable[[Tensor, Tensor, Weights], Tensor]] = {
     "where": lambda a, b, w: torch.where(a > 0, a, fit(b, a)),
     "softmax": lambda a, b, w: a.softmax(-1) if a.dim() else a.relu(),
     "norm": lambda a, b, w: F.layer_norm(a, a.shape[-1:]) if a.dim() and a.numel() else a.sin(),
+    "gelu": lambda a, b, w: F.gelu(a),
+    "gelu, tanh": lambda a, b, w: F.gelu(a, approximate="tanh"),
+    "swiglu": lambda a, b, w: F.silu(a) * fit(b, a),
+    "square of relu": lambda a, b, w: a.relu().square(),
+    "div": lambda a, b, w: a / (fit(b, a).exp() + 1),
+    "layer norm": lambda a, b, w: normed(
+        a, w, lambda x, scale, shift: F.layer_norm(x, x.shape[-1:], scale, shift, 1e-6)
+    ),
+    "rms norm": lambda a, b, w: normed(
+        a, w, lambda x, scale, _: F.rms_norm(x, x.shape[-1:], scale, 1e-5)
+    ),
+    "composed rms norm": lambda a, b, w: normed(
+        a, w, lambda x, scale, _: composed_rms_norm(x, scale)
+    ),
+    "log softmax": lambda a, b, w: a.log_softmax(-1) if a.dim() else a.neg(),
+    "dropout": lambda a, b, w: F.dropout(a, 0.25),
+    "rotated": lambda a, b, w: rotated(a, fit(b, a)),
+    "repeated": lambda a, b, w: repeated(a),
+    "stack": lambda a, b, w: torch.stack([a, fit(b, a).expand_as(a)]),
+    "half": lambda a, b, w: a.half(),
+    "float": lambda a, b, w: a.float(),
     "sort": lambda a, b, w: topmost(a),
     "clone": lambda a, b, w: a.clone(),
     "detach": lambda a, b, w: a.detach(),

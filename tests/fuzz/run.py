@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from engines import Plain, Witness, offload
-from kinds import CHANGES, COMPUTES, WIDTH
+from kinds import CHANGES, COMPUTES, SHAPES, WIDTH
 from programs import (
     Backward,
     Body,
@@ -382,11 +382,12 @@ class Machine:
         self.num_ops = 0
         self._aborts = aborts or {}
         self._num_inputs = 0
+        torch.manual_seed(program.seed)  # for what drops out
         generator = torch.Generator().manual_seed(program.seed)
         self.weights: list[list[Tensor]] = [
             [
-                nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator).to(engine.device))
-                for _ in range(2)
+                nn.Parameter(torch.randn(*shape, generator=generator).to(engine.device))
+                for shape in SHAPES
             ]
             for _ in program.stages
         ]

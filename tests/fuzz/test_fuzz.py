@@ -32,6 +32,7 @@ def test_programs_agree(seed: int) -> None:
     assert not totals.failures, totals.failures[0].script()
     assert totals.programs == NUM_PROGRAMS
     assert totals.offloading > NUM_PROGRAMS / 3
+    assert totals.computing > NUM_PROGRAMS / 10
 
 
 def test_every_kind_is_drawn() -> None:
