@@ -10,7 +10,6 @@ constant. :func:`call_of` makes one of a node in autograd's graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -53,8 +52,15 @@ class Number(NamedTuple):
 EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-4, 1e-3, None)
 """What a guess is tried with, in this order; None for the function's own."""
 
-ALL = ("*",)
+ALL: tuple[str, ...] = ()
 """As many inputs as the node has, none of which it saves."""
+
+OF_THE_OUTPUT = ("shape", "dtype", "index", "eps")
+"""Attributes that a node does not save."""
+
+
+OPTIONAL = ("_raw_saved_weight", "_raw_saved_bias")
+"""Inputs that may be None."""
 
 
 class Operator(NamedTuple):
@@ -62,8 +68,7 @@ class Operator(NamedTuple):
 
     Attributes:
         function: Called with the inputs, then with the attributes.
-        inputs: For each the name under which the node saves it; empty where it does not. One that
-            ends with ``?`` may be None.
+        inputs: For each the name under which the node saves it; empty where it does not.
         attributes: Names of what else it saves; ``shape``, ``dtype`` and ``index`` are those of its
             output, and ``eps`` is a :class:`Guess`.
         is_view: Whether it computes nothing.
@@ -93,11 +98,11 @@ _NAMED = {
     "Div": Operator(torch.div, ("self", "other")),
     "Pow": Operator(torch.pow, ("self",), ("exponent",)),
     "NativeLayerNorm": Operator(
-        _layer_norm, ("input", "weight?", "bias?"), ("normalized_shape", "eps")
+        _layer_norm, ("input", "weight", "bias"), ("normalized_shape", "eps")
     ),
     "FusedRmsNorm": Operator(
         lambda x, weight, shape, eps: F.rms_norm(x, shape, weight, eps),
-        ("input", "weight?"),
+        ("input", "weight"),
         ("normalized_shape", "eps"),
     ),
     "NativeDropout": Operator(lambda x, mask, p: x * mask * (1 / (1 - p)), ("", "result1"), ("p",)),
@@ -140,8 +145,22 @@ _NAMED = {
     "Unbind": Operator(torch.select, attributes=("dim", "index"), is_view=True),
 }
 
+
+def _with_raw_names(operator: Operator) -> Operator:
+    """The names as nodes have them."""
+    return operator._replace(
+        inputs=tuple([name and f"_raw_saved_{name}" for name in operator.inputs]),
+        attributes=tuple(
+            [
+                name if name in OF_THE_OUTPUT else f"_saved_{name.rstrip('_')}"
+                for name in operator.attributes
+            ]
+        ),
+    )
+
+
 OPERATORS = {
-    NODES[f"{name}Backward0"]: operator
+    NODES[f"{name}Backward0"]: _with_raw_names(operator)
     for name, operator in _NAMED.items()
     if f"{name}Backward0" in NODES
 }
@@ -161,10 +180,13 @@ class Made:
     def __init__(self, node: Any, output: Tensor) -> None:
         self.kind, self.next_functions = type(node), node.next_functions
         self.shape, self.dtype = output.shape, output.dtype
-        for attribute in OPERATORS[self.kind].attributes:
-            name = f"_saved_{attribute}"
-            if hasattr(node, name):
+        for name in OPERATORS[self.kind].attributes:
+            if name not in OF_THE_OUTPUT:
                 setattr(self, name, getattr(node, name))
+
+
+CHEAP = frozenset([*OPERATORS, Made])
+"""Types of what may have a recipe."""
 
 
 def operator_of(node: Any) -> Operator | None:
@@ -173,39 +195,42 @@ def operator_of(node: Any) -> Operator | None:
     return OPERATORS.get(node.kind if kind is Made else kind)
 
 
-def call_of(node: Any, index: int, input_of: Callable[[Any, str, Any], Any]) -> Any:
+def call_of(node: Any, index: int, walk: Any) -> Any:
     """How to compute an output of a node; :data:`UNKNOWN` if it is no cheap operator, or an input
     is not known.
 
     Args:
         node: Of autograd's graph, or a :class:`Made`.
         index: Which output.
-        input_of: Gives the term of an input, by the node, the name under which it saves it, and
-            the edge to what made it.
+        walk: A Walk, which gives the terms of inputs.
     """
     operator = operator_of(node)
     if operator is None:
         return UNKNOWN
-    edges = node.next_functions
-    names = operator.inputs
-    if names is ALL:
-        names = ("",) * len(edges)
-    # The mask of a dropout is an output of its own, which nobody gave it.
-    inputs: Any = zip_longest(names, edges, fillvalue=(None, 0))
-    args: list[Any] = [input_of(node, name, edge) for name, edge in inputs]
-    if any([arg is UNKNOWN for arg in args]):
-        return UNKNOWN
+    edges, args = node.next_functions, []
+    for at, name in enumerate(operator.inputs or ("",) * len(edges)):
+        # The mask of a dropout is an output of its own, which nobody gave it.
+        arg = walk.input(node, name, edges[at] if at < len(edges) else (None, 0))
+        if arg is UNKNOWN:
+            return UNKNOWN
+        args.append(arg)
+    kind = walk.kind
     for attribute in operator.attributes:
-        if attribute == "index":
-            args.append(index)
-        elif attribute == "eps":
+        if attribute == "eps":
             args.append(Guess(args[1]))
+            walk.guesses.append(args[-1])
+            continue
+        if attribute == "index":
+            value: Any = index
         elif attribute == "shape":
-            args.append(torch.Size(_output(node, index).shape))
+            value = torch.Size(_output(node, index).shape)
         elif attribute == "dtype":
-            args.append(_output(node, index).dtype)
+            value = _output(node, index).dtype
         else:
-            args.append(_signed(getattr(node, f"_saved_{attribute.rstrip('_')}")))
+            value = _signed(getattr(node, attribute))
+        args.append(value)
+        kind.append(len(value) if attribute == "shape" else value)
+    kind += operator.function, len(args)
     return Call(operator.function, tuple(args))
 
 

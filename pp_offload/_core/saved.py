@@ -78,8 +78,8 @@ class Saved:
     def twin(self, group: Any) -> Saved:
         """Another holder of the same tensor, for a recipe that needs it in ``group``."""
         twin = Saved.__new__(Saved)
-        for name in ("tensor", "version", "origin", "wrapper"):
-            setattr(twin, name, getattr(self, name))
+        twin.tensor, twin.version, twin.origin = self.tensor, self.version, self.origin
+        twin.wrapper = self.wrapper
         twin.restore = self.unobserved  # it is observed by itself
         twin.group, twin.maker, twin.recipe = group, None, None
         return twin

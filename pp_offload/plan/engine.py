@@ -25,8 +25,9 @@ from pp_offload._core.group import Group
 from pp_offload._core.keys import ChunkKey, GroupKey, Place
 from pp_offload._core.operators import Call
 from pp_offload._core.payloads import Payloads
-from pp_offload._core.recipes import Chosen, Recipe, on_device
+from pp_offload._core.recipes import Chosen, Recipe
 from pp_offload._core.saved import Saved
+from pp_offload._core.search import on_device
 from pp_offload._core.shared import Copy, SharedCopies
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.plan import Plan

@@ -50,6 +50,7 @@ ENGINE = "pp_offload._core.engine"
 IN_FLIGHT = "pp_offload._core.in_flight"
 MOVER = "pp_offload._core.mover"
 RECIPES = "pp_offload._core.recipes"
+SEARCH = "pp_offload._core.search"
 POOL = "pp_offload._memory.host_pool"
 SAVED = "pp_offload._core.saved"
 SHARED = "pp_offload._core.shared"
@@ -79,10 +80,10 @@ EDITS: dict[str, Edit] = {
         AGAIN,
     ),
     "an input of a recipe was changed": Edit(
-        RECIPES,
-        "_Search._leaf",
-        "packed.tensor is None or packed.tensor._version != packed.version",
-        "packed.tensor is None",
+        SEARCH,
+        "Walk._leaf",
+        "tensor._version != packed.version",
+        "False",
         "what it computes is not what was saved",
         AGAIN,
     ),
@@ -95,7 +96,7 @@ EDITS: dict[str, Edit] = {
         AGAIN,
     ),
     "a cast loses the wrong half": Edit(
-        RECIPES,
+        SEARCH,
         "_narrowed",
         "flat.view(torch.int16)[1::2]",
         "flat.view(torch.int16)[0::2]",

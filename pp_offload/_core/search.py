@@ -1,0 +1,340 @@
+"""Finds how what a group saved can be computed again: a walk from each saved tensor to others.
+
+search = Search(recipes, group, by_storage(group.saved_refs))
+search.terms()   # takes out of the dictionary what they give; their inputs join it
+"""
+
+from __future__ import annotations
+
+import weakref
+from operator import methodcaller
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.nn import Parameter
+
+from pp_offload._common.torch_private import NODES, disable_current_modes
+from pp_offload._core.operators import (
+    CHEAP,
+    OPERATORS,
+    OPTIONAL,
+    UNKNOWN,
+    Call,
+    Guess,
+    Number,
+    call_of,
+    operator_of,
+)
+from pp_offload._core.payloads import ByStorage
+from pp_offload._core.saved import Resident, Saved
+from pp_offload._core.tensors import Geometry, storage_bytes
+
+MOST_CALLS = 12
+"""In one recipe. Each reads and writes about as much as the tensor has, and device memory is some
+fifty times as fast as the link.
+"""
+
+MOST_LARGER = 4
+"""How many times as large as the tensor an input may be."""
+
+MOST_COPIED = 2**22
+"""Bytes of a parameter that recipes may copy in each step."""
+
+
+class Narrow(NamedTuple):
+    """In a term: what a saved tensor was made of, taken out of that tensor; it joins the group.
+
+    Attributes:
+        view: A part of the saved tensor, which has all of its bits that matter.
+        dtype: What these are.
+    """
+
+    view: Tensor
+    dtype: torch.dtype
+
+
+Term = tuple[Call, list[Saved], UntypedStorage]
+"""How to compute a storage, and the saved tensors that are views of it."""
+
+
+class Search:
+    """For all recipes of one group.
+
+    Args:
+        recipes: Proves them.
+        group: The group.
+        saved: What it saved.
+
+    Attributes:
+        by_maker: Of what it saved, by the node that made it.
+        reached: Inputs that left with other groups.
+        of_parameters: Which terms need a parameter.
+    """
+
+    def __init__(self, recipes: Any, group: Any, saved: ByStorage) -> None:
+        self.recipes, self.group, self._saved = recipes, group, saved
+        makers = [(m.maker, m) for _, members in saved.values() for m in members if m.maker]
+        self.by_maker: dict[Any, Saved] = dict(makers)
+        self.reached: list[Saved] = []
+        self.of_parameters: list[int] = []
+        self._position = group.key and group.key.position
+        self._inputs: dict[int, list[int]] = {}
+        self._stays: ByStorage = {}
+
+    def terms(self) -> list[Term]:
+        """All that there are."""
+        terms, stays = [], self._stays
+        for key, (storage, members) in self._saved.items():
+            maker, term = members[0].maker, UNKNOWN
+            if maker is not None and type(maker[0]) in CHEAP:
+                try:
+                    term = self._term(key, maker, storage, members)
+                except (RuntimeError, AttributeError):
+                    # A backward has used up a node, or another torch names what it saves otherwise.
+                    pass
+            if term is UNKNOWN:
+                stays[key] = storage, members
+            else:
+                terms.append((term, members, storage))
+        self._saved.clear()
+        self._saved.update(stays)
+        return terms
+
+    def _term(self, key: int, root: Any, storage: UntypedStorage, members: list[Saved]) -> Any:
+        """How to compute a storage, where ``root`` made the first of its saved tensors."""
+        while (operator := operator_of(root[0])) is not None and operator.is_view:
+            root = root[0].next_functions[0]
+        if operator is None or root[1] != 0:
+            return UNKNOWN
+        first = on_device(members[0])
+        if len(members) > 1 and any([on_device(each).dtype != first.dtype for each in members]):
+            return UNKNOWN
+        place = self.group.name, self._position, len(self._inputs)
+        walk, is_flat = Walk(self, storage), False
+        term = self.recipes.proved(walk.call(*root), walk, members, place)
+        if term is UNKNOWN:
+            walk, is_flat = Walk(self, storage), True
+            term = self.recipes.proved(_narrowed(root[0], first, walk.kind), walk, members, place)
+            if term is UNKNOWN:
+                return UNKNOWN
+            term = self._with_source(term, key)
+        for member in members:
+            if is_flat or member.maker != root:
+                member.restore = Geometry.of(on_device(member)).on_storage_of
+        self._join(key, walk)
+        return term
+
+    def _join(self, key: int, walk: Walk) -> None:
+        """What a recipe needs is one more that the group has saved, needed as early as what it
+        gives.
+        """
+        self.reached += walk.reached
+        if walk.has_parameter:
+            self.of_parameters.append(len(self._inputs))
+        inputs = self._inputs[key] = []
+        for saved in walk.inputs:
+            other = on_device(saved).untyped_storage()._cdata
+            self._saved[other][1].append(saved)
+            inputs.append(other)
+        self._move_up(key)
+
+    def _with_source(self, term: Any, key: int) -> Any:
+        if type(term) is Narrow:
+            source = Saved(term.view, self.group)
+            source.restore = methodcaller("view", term.dtype)
+            self._stays[-key] = term.view.untyped_storage(), [source]
+            return source
+        if type(term) is not Call:
+            return term
+        return Call(term.function, tuple([self._with_source(arg, key) for arg in term.args]))
+
+    def _move_up(self, key: int) -> None:
+        for other in self._inputs[key]:
+            for each in (other, -other):
+                if each in self._stays:
+                    self._stays[each] = self._stays.pop(each)
+            if other in self._inputs:
+                self._move_up(other)
+
+
+class Walk:
+    """From a saved tensor along the graph, to what else was saved.
+
+    Args:
+        search: For the group.
+        storage: Of that tensor.
+
+    Attributes:
+        kind: What the bits of the result may depend on, besides those of the inputs and their
+            sizes, in the order of the walk.
+        guesses: What was guessed.
+        inputs: The group's saved tensors that are needed, once more.
+        reached: Likewise, of those that left with other groups.
+        has_parameter: Whether a parameter is needed.
+    """
+
+    def __init__(self, search: Search, storage: UntypedStorage) -> None:
+        self._search, self._storage = search, storage
+        self._most_bytes = MOST_LARGER * storage.nbytes()
+        self._num_calls = 0
+        self.kind: list[Any] = []
+        self.guesses: list[Guess] = []
+        self.inputs: list[Saved] = []
+        self.reached: list[Saved] = []
+        self.has_parameter = False
+
+    def call(self, node: Any, index: int) -> Any:
+        """The term of what a node gives."""
+        self._num_calls += 1
+        return UNKNOWN if self._num_calls > MOST_CALLS else call_of(node, index, self)
+
+    def input(self, node: Any, name: str, edge: Any) -> Any:
+        """The term of an input, which comes to a node by ``edge`` and is saved as ``name``."""
+        if name:
+            packed = getattr(node, name).data
+            if packed is not None:
+                return self._leaf(packed)
+        if edge[0] is None:  # a tensor without gradient, which nobody saved, or no tensor
+            return None if name in OPTIONAL else UNKNOWN
+        saved = self._search.by_maker.get(edge)
+        if saved is None and (result := getattr(edge[0], "_raw_saved_result", None)) is not None:
+            saved = result.data  # of an operator that saves what it gives
+        return self.call(*edge) if saved is None else self._leaf(saved)
+
+    def _leaf(self, packed: Any) -> Any:
+        """What an operator has saved, as a part of a term."""
+        kind = type(packed)
+        if kind is not Saved:
+            return self._constant(packed) if kind is Tensor else self._resident(packed)
+        if packed.group is not self._search.group:
+            return self._earlier(packed)
+        tensor = packed.tensor
+        if tensor is None or tensor._version != packed.version or packed.wrapper is not None:
+            return UNKNOWN
+        if tensor.untyped_storage() is self._storage or tensor.nbytes > self._most_bytes:
+            return UNKNOWN
+        self._note(tensor)
+        self.inputs.append(packed.twin(packed.group))
+        return self.inputs[-1]
+
+    def _constant(self, packed: Tensor) -> Any:
+        if packed.dim() != 0 or packed.device.type != "cpu":
+            return UNKNOWN
+        with disable_current_modes():  # which are given a number in its place
+            number = Number(packed.item())
+        self.kind.append(type(number.value))
+        return number
+
+    def _resident(self, packed: Any) -> Any:
+        if type(packed) is not Resident:
+            return UNKNOWN
+        tensor, recipes = packed.tensor, self._search.recipes
+        is_like_it = tensor._version == packed.version and type(tensor) in (Tensor, Parameter)
+        if not is_like_it or tensor.device != recipes.mover.backend.device:
+            return UNKNOWN
+        if recipes.kept.has(tensor.untyped_storage()):
+            # A copy of what has gaps has other strides, for which a kernel may round otherwise.
+            if tensor.nbytes > MOST_COPIED or not tensor.is_contiguous():
+                return UNKNOWN
+            self.has_parameter = True
+        self._note(tensor)
+        return packed
+
+    def _note(self, tensor: Tensor) -> None:
+        """What kernels choose their way by."""
+        if tensor.is_contiguous():
+            self.kind += tensor.dtype, tensor.dim()
+        else:
+            self.kind += tensor.dtype, tensor.shape, tensor.stride()
+
+    def _earlier(self, saved: Saved) -> Any:
+        """What an earlier group has saved, whose backward comes later than this one's."""
+        group, recipes = self._search.group, self._search.recipes
+        other, tensor = saved.group, saved.tensor
+        is_closed = other.engine is group.engine and other.state is not other.state.OPEN
+        if not is_closed or not recipes.may_reach or saved.wrapper is not None:
+            return UNKNOWN
+        if saved.recipe is not None:
+            term = self._again(saved.recipe.term)
+            if term is UNKNOWN:
+                return UNKNOWN
+            term = term._replace(saved=weakref.ref(saved))
+            if saved.restore is None:
+                return term
+            self.kind.append(saved.restore)
+            return Call(saved.restore, (term,))
+        if tensor is not None:
+            if tensor._version != saved.version or tensor.nbytes > self._most_bytes:
+                return UNKNOWN
+            self._note(tensor)
+            return saved.twin(group)
+        batch = saved.batch
+        if batch.mover is not recipes.mover or saved.index in batch.changed:
+            return UNKNOWN
+        if batch.sizes[saved.index] > self._most_bytes:
+            return UNKNOWN
+        restore = saved.unobserved  # bound to a geometry, or to nothing that differs
+        self.kind += batch.specs[saved.index][1], getattr(restore, "__self__", type(restore))
+        twin = saved.twin(group)
+        twin.batch, twin.index = batch, saved.index
+        self.reached.append(twin)
+        return twin
+
+    def _again(self, term: Any) -> Any:
+        """A part of a recipe of an earlier group, for this one."""
+        kind = type(term)
+        if kind is Saved:
+            return self._earlier(term)
+        if kind is not Call:
+            if kind is Resident:
+                self.has_parameter |= self._search.recipes.kept.has(term.tensor.untyped_storage())
+                self._note(term.tensor)
+            elif kind is Number:
+                self.kind.append(type(term.value))
+            else:
+                self.kind.append(len(term) if kind is torch.Size else term)
+            return term
+        self._num_calls += 1
+        if self._num_calls > MOST_CALLS:
+            return UNKNOWN
+        args = []
+        for arg in term.args:
+            arg = self._again(arg)
+            if arg is UNKNOWN:
+                return UNKNOWN
+            args.append(arg)
+        self.kind += term.function, len(args)
+        return Call(term.function, tuple(args), term.saved)
+
+
+def _narrowed(node: Any, tensor: Tensor, kind: list[Any]) -> Any:
+    """What a copy that repeats numbers or zeros was made of, where that was not saved."""
+    flat = storage_bytes(tensor)
+    if flat is None or node is None or not node.next_functions[0][0]:
+        return UNKNOWN
+    before, index = node.next_functions[0]
+    kinds = type(node), type(before)
+    kind += kinds
+    if kinds[0] is _CAST and tensor.dtype is torch.float32:
+        if before._input_metadata[index].dtype is torch.bfloat16:
+            upper = flat.view(torch.int16)[1::2]  # the lower half of each number is zeros
+            return Call(Tensor.to, (Narrow(upper, torch.bfloat16), torch.float32))
+    if kinds == (_CLONE, _EXPAND):
+        shape = torch.Size(before._input_metadata[index].shape)
+        size = before._saved_self_sym_sizes
+        size = (1,) * (len(shape) - len(size)) + size
+        part = [slice(n if n < m else None) for n, m in zip(size, shape, strict=True)]
+        small = Narrow(flat.view(tensor.dtype).view(shape)[tuple(part)], tensor.dtype)
+        expanded = Call(torch.broadcast_to, (small, shape))
+        return Call(OPERATORS[_CLONE].function, (expanded,))
+    return UNKNOWN
+
+
+_CAST, _CLONE, _EXPAND = (NODES[f"{name}Backward0"] for name in ("ToCopy", "Clone", "Expand"))
+
+
+def on_device(saved: Saved) -> Tensor:
+    """The tensor of what has not left."""
+    assert saved.tensor is not None
+    return saved.tensor
