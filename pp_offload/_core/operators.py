@@ -105,6 +105,11 @@ _NAMED = {
         ("input", "weight"),
         ("normalized_shape", "eps"),
     ),
+    "NativeGroupNorm": Operator(
+        lambda x, weight, bias, groups, eps: F.group_norm(x, groups, weight, bias, eps),
+        ("input", "weight", ""),
+        ("group", "eps_"),
+    ),
     "NativeDropout": Operator(lambda x, mask, p: x * mask * (1 / (1 - p)), ("", "result1"), ("p",)),
     # Those whose input others may have saved
     "Relu": Operator(torch.relu),

@@ -197,6 +197,9 @@ class Walk:
                 return self._leaf(packed)
         if edge[0] is None:  # a tensor without gradient, which nobody saved, or no tensor
             return None if name in OPTIONAL else UNKNOWN
+        if type(edge[0]) is _LEAF:
+            leaf = edge[0].variable
+            return self._resident(Resident(leaf)) if type(leaf) is Parameter else UNKNOWN
         saved = self._search.by_maker.get(edge)
         if saved is None and (result := getattr(edge[0], "_raw_saved_result", None)) is not None:
             saved = result.data  # of an operator that saves what it gives
@@ -331,6 +334,7 @@ def _narrowed(node: Any, tensor: Tensor, kind: list[Any]) -> Any:
     return UNKNOWN
 
 
+_LEAF: Any = NODES["AccumulateGrad"]
 _CAST, _CLONE, _EXPAND = (NODES[f"{name}Backward0"] for name in ("ToCopy", "Clone", "Expand"))
 
 

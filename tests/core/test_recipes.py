@@ -82,6 +82,7 @@ OPERATORS: dict[str, Make] = {
     "layer norm of another eps": lambda a, b: F.layer_norm(a, (COLUMNS,), WEIGHT, BIAS, 1e-6),
     "composed rms norm": rms,
     "rms norm": lambda a, b: F.rms_norm(a, (COLUMNS,), WEIGHT, 1e-5),
+    "group norm": lambda a, b: F.group_norm(a, 2, WEIGHT, BIAS, 1e-3),
     "native dropout": lambda a, b: torch.native_dropout(a, 0.5, True)[0],
     "dropout": lambda a, b: F.dropout(a, 0.5),
     "cat": lambda a, b: torch.cat([a, b]),

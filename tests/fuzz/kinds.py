@@ -153,6 +153,9 @@ COMPUTES: dict[str, Callable[[Tensor, Tensor, Weights], Tensor]] = {
     "composed rms norm": lambda a, b, w: normed(
         a, w, lambda x, scale, _: composed_rms_norm(x, scale)
     ),
+    "group norm": lambda a, b, w: normed(
+        a, w, lambda x, scale, shift: F.group_norm(x.reshape(-1, WIDTH), 2, scale, shift)
+    ),
     "log softmax": lambda a, b, w: a.log_softmax(-1) if a.dim() else a.neg(),
     "dropout": lambda a, b, w: F.dropout(a, 0.25),
     "rotated": lambda a, b, w: rotated(a, fit(b, a)),
