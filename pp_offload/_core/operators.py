@@ -55,7 +55,8 @@ EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-4, 1e-3, None)
 ALL: tuple[str, ...] = ()
 """As many inputs as the node has, none of which it saves."""
 
-OF_THE_OUTPUT = ("shape", "dtype", "index", "eps")
+EPS_NAME = "eps"
+OF_THE_OUTPUT = ("shape", "dtype", "index", EPS_NAME)
 """Attributes that a node does not save."""
 
 
@@ -70,7 +71,7 @@ class Operator(NamedTuple):
         function: Called with the inputs, then with the attributes.
         inputs: For each the name under which the node saves it; empty where it does not.
         attributes: Names of what else it saves; ``shape``, ``dtype`` and ``index`` are those of its
-            output, and ``eps`` is a :class:`Guess`.
+            output. ``eps``, a :class:`Guess`, comes first of all.
         is_view: Whether it computes nothing.
     """
 
@@ -86,8 +87,15 @@ def _slice(x: Tensor, dim: int, start: int, end: int, step: int) -> Tensor:
     return x[tuple(index)]
 
 
-def _layer_norm(x: Tensor, weight: Any, bias: Any, shape: tuple[int, ...], eps: Any) -> Tensor:
+def _layer_norm(x: Tensor, weight: Any, bias: Any, eps: Any, shape: tuple[int, ...]) -> Tensor:
     return F.layer_norm(x, shape, weight, bias, 1e-5 if eps is None else eps)
+
+
+def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    scale, kept = 1 / (1 - p), torch.tensor(1 - p)
+    if torch.tensor(scale) != 1 / kept:
+        raise RuntimeError("kernels that divide in float32 would scale by another number")
+    return x * mask * scale
 
 
 _NAMED = {
@@ -98,19 +106,19 @@ _NAMED = {
     "Div": Operator(torch.div, ("self", "other")),
     "Pow": Operator(torch.pow, ("self",), ("exponent",)),
     "NativeLayerNorm": Operator(
-        _layer_norm, ("input", "weight", "bias"), ("normalized_shape", "eps")
+        _layer_norm, ("input", "weight", "bias"), ("eps", "normalized_shape")
     ),
     "FusedRmsNorm": Operator(
-        lambda x, weight, shape, eps: F.rms_norm(x, shape, weight, eps),
+        lambda x, weight, eps, shape: F.rms_norm(x, shape, weight, eps),
         ("input", "weight"),
-        ("normalized_shape", "eps"),
+        ("eps", "normalized_shape"),
     ),
     "NativeGroupNorm": Operator(
         lambda x, weight, bias, groups, eps: F.group_norm(x, groups, weight, bias, eps),
         ("input", "weight", ""),
         ("group", "eps_"),
     ),
-    "NativeDropout": Operator(lambda x, mask, p: x * mask * (1 / (1 - p)), ("", "result1"), ("p",)),
+    "NativeDropout": Operator(_dropped, ("", "result1"), ("p",)),
     # Those whose input others may have saved
     "Relu": Operator(torch.relu),
     "Sigmoid": Operator(torch.sigmoid),
@@ -219,24 +227,38 @@ def call_of(node: Any, index: int, walk: Any) -> Any:
         if arg is UNKNOWN:
             return UNKNOWN
         args.append(arg)
-    kind = walk.kind
+    if EPS_NAME in operator.attributes:
+        walk.guesses.append(Guess(args[1]))
+        args.append(walk.guesses[-1])
+    values = _attributes(operator, node, index)
+    walk.kind += [len(value) if type(value) is torch.Size else value for value in values]
+    walk.kind += operator.function, len(args)
+    return Call(operator.function, (*args, *values))
+
+
+def viewed(output: Tensor, views: list[tuple[Any, int]]) -> Tensor:
+    """What is left of ``output`` by these nodes, the last of which was first; as they are views,
+    this computes nothing.
+    """
+    for node, index in reversed(views):
+        operator = operator_of(node)
+        assert operator is not None
+        output = operator.function(output, *_attributes(operator, node, index))
+    return output
+
+
+def _attributes(operator: Operator, node: Any, index: int) -> list[Any]:
+    values: list[Any] = []
     for attribute in operator.attributes:
-        if attribute == "eps":
-            args.append(Guess(args[1]))
-            walk.guesses.append(args[-1])
-            continue
         if attribute == "index":
-            value: Any = index
+            values.append(index)
         elif attribute == "shape":
-            value = torch.Size(_output(node, index).shape)
+            values.append(torch.Size(_output(node, index).shape))
         elif attribute == "dtype":
-            value = _output(node, index).dtype
-        else:
-            value = _signed(getattr(node, attribute))
-        args.append(value)
-        kind.append(len(value) if attribute == "shape" else value)
-    kind += operator.function, len(args)
-    return Call(operator.function, tuple(args))
+            values.append(_output(node, index).dtype)
+        elif attribute != EPS_NAME:
+            values.append(_signed(getattr(node, attribute)))
+    return values
 
 
 def _output(node: Any, index: int) -> Any:

@@ -13,8 +13,11 @@ NOTE [ Never another bit ]
     When a recipe is met for the first time at its place in the model, it is tried while the tensor
     is still there, and compared bit for bit. One that gave other bits is not tried again. The same
     is one of the same operators, dtypes, strides and flags: with other sizes or numbers, what ran
-    in the forward runs again, too. What a node does not tell, the ``eps`` of a norm, is tried, and
-    belongs to the weight of that norm. A tensor that was ever changed in place has no recipe.
+    in the forward runs again, too. A tensor that was ever changed in place has no recipe.
+
+    A tensor of zeros proves little. So the output must also lie in memory as the tensor does. What
+    a node does not tell, the ``eps`` of a norm, is tried, and belongs to the weight of that norm;
+    it is known once half and twice as much would have given other bits.
 
 NOTE [ Parameters ]
     FSDP empties the storage of a parameter when a forward is over, and fills it for a backward that
@@ -51,6 +54,7 @@ from pp_offload._core.operators import (
     Guess,
     Made,
     Number,
+    viewed,
 )
 from pp_offload._core.payloads import ByStorage
 from pp_offload._core.saved import Resident, Saved
@@ -59,6 +63,9 @@ from pp_offload._core.tensors import Geometry, StorageSet, flat_bytes, storage_b
 from pp_offload._core.verify import check_same, checksum_of
 
 logger = logging.getLogger(__name__)
+
+MOST_TRIALS = 30
+"""With tensors that say nothing of an eps, such as zeros, before all is copied at a place."""
 
 _TORCH_NODES = frozenset(NODES.values())
 
@@ -229,30 +236,54 @@ class Recipes:
             if type(weight) is not Resident or not isinstance(weight.tensor, Parameter):
                 return UNKNOWN
             proofs = self._of_weights.setdefault(weight.tensor, {})
-        if kind not in proofs:
-            eps = self._try(term, members, EPS if guesses else (None,))
-            if eps is UNKNOWN:
-                return UNKNOWN  # for now
-            proofs[kind] = eps
-        if proofs[kind] is _REFUSED:
+        proof = proofs.get(kind, 0)
+        if type(proof) is int:
+            if proof == MOST_TRIALS:
+                return UNKNOWN
+            found = self._try(term, members[0], walk)
+            proof = proofs[kind] = proof + 1 if found is UNKNOWN else found
+        if proof is _REFUSED or type(proof) is int:
             return UNKNOWN
-        return _with_eps(term, proofs[kind]) if guesses else term
+        return _with_eps(term, proof) if guesses else term
 
-    def _try(self, term: Call, members: list[Saved], guesses: tuple[float | None, ...]) -> Any:
-        first = on_device(members[0])
-        for eps in guesses:
+    def _try(self, term: Call, member: Saved, walk: Walk) -> Any:
+        """The eps, or None without one; :data:`UNKNOWN` if this tensor does not say."""
+        tensor = on_device(member)
+        with disable_current_modes() if tensor.is_meta else nullcontext():
             try:
-                with disable_current_modes() if first.is_meta else nullcontext():
-                    output = _run(_with_eps(term, eps), self._now, first.device.type)
+                if not walk.guesses:
+                    return None if self._gives(term, tensor, walk) else _REFUSED
+                for eps in EPS:
+                    if not self._gives(_with_eps(term, eps), tensor, walk):
+                        continue
+                    if tensor.is_meta:
+                        return eps
+                    size = torch.finfo(tensor.dtype).eps if eps is None else eps
+                    others = [_with_eps(term, size * factor) for factor in (0.5, 2.0)]
+                    if any([self._gives(other, tensor, walk) for other in others]):
+                        return UNKNOWN
+                    return eps
             except torch.OutOfMemoryError:
                 return UNKNOWN
-            except RuntimeError:  # it wants other inputs
-                continue
-            is_alike = output.dtype == first.dtype and not output.storage_offset()
-            # A virtual device has no data to compare. It trusts the operators, in no time.
-            if is_alike and (first.is_meta or torch.equal(_whole(output), _whole(first))):
-                return eps
         return _REFUSED
+
+    def _gives(self, term: Call, tensor: Tensor, walk: Walk) -> bool:
+        """Whether the term computes the storage of the tensor, as the tensor lies in it."""
+        try:
+            output = _run(term, self._now, tensor.device.type)
+            if output.dtype != tensor.dtype or output.storage_offset():
+                return False
+            if walk.views is not None:
+                seen = viewed(output, walk.views)
+                is_view = seen.untyped_storage()._cdata == output.untyped_storage()._cdata
+                if not is_view or Geometry.of(seen) != Geometry.of(tensor):
+                    return False
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # it wants other inputs
+            return False
+        # A virtual device has no data to compare. It trusts the operators, in no time.
+        return tensor.is_meta or torch.equal(_whole(output), _whole(tensor))
 
     def _now(self, leaf: Saved | Resident | Narrow) -> Tensor:
         """What a saved tensor is, while forward goes on."""

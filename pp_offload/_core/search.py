@@ -103,7 +103,9 @@ class Search:
 
     def _term(self, key: int, root: Any, storage: UntypedStorage, members: list[Saved]) -> Any:
         """How to compute a storage, where ``root`` made the first of its saved tensors."""
+        views = []
         while (operator := operator_of(root[0])) is not None and operator.is_view:
+            views.append(root)
             root = root[0].next_functions[0]
         if operator is None or root[1] != 0:
             return UNKNOWN
@@ -111,11 +113,11 @@ class Search:
         if len(members) > 1 and any([on_device(each).dtype != first.dtype for each in members]):
             return UNKNOWN
         place = self.group.name, self._position, len(self._inputs)
-        walk, is_flat = Walk(self, storage), False
+        walk, is_flat = Walk(self, storage, views), False
         term = self.recipes.proved(walk.call(*root), walk, members, place)
         if term is UNKNOWN:
-            walk, is_flat = Walk(self, storage), True
-            term = self.recipes.proved(_narrowed(root[0], first, walk.kind), walk, members, place)
+            walk, is_flat = Walk(self, storage, views), True
+            term = self.recipes.proved(_narrowed(root[0], first, walk), walk, members, place)
             if term is UNKNOWN:
                 return UNKNOWN
             term = self._with_source(term, key)
@@ -164,8 +166,10 @@ class Walk:
     Args:
         search: For the group.
         storage: Of that tensor.
+        views: The tensor's nodes behind the one that made the storage.
 
     Attributes:
+        views: As given; None where the recipe gives the storage flat.
         kind: What the bits of the result may depend on, besides those of the inputs and their
             sizes, in the order of the walk.
         guesses: What was guessed.
@@ -174,8 +178,10 @@ class Walk:
         has_parameter: Whether a parameter is needed.
     """
 
-    def __init__(self, search: Search, storage: UntypedStorage) -> None:
-        self._search, self._storage = search, storage
+    def __init__(
+        self, search: Search, storage: UntypedStorage, views: list[tuple[Any, int]] | None
+    ) -> None:
+        self._search, self._storage, self.views = search, storage, views
         self._most_bytes = MOST_LARGER * storage.nbytes()
         self._num_calls = 0
         self.kind: list[Any] = []
@@ -311,17 +317,18 @@ class Walk:
         return Call(term.function, tuple(args), term.saved)
 
 
-def _narrowed(node: Any, tensor: Tensor, kind: list[Any]) -> Any:
+def _narrowed(node: Any, tensor: Tensor, walk: Walk) -> Any:
     """What a copy that repeats numbers or zeros was made of, where that was not saved."""
     flat = storage_bytes(tensor)
     if flat is None or node is None or not node.next_functions[0][0]:
         return UNKNOWN
     before, index = node.next_functions[0]
     kinds = type(node), type(before)
-    kind += kinds
+    walk.kind += kinds
     if kinds[0] is _CAST and tensor.dtype is torch.float32:
         if before._input_metadata[index].dtype is torch.bfloat16:
             upper = flat.view(torch.int16)[1::2]  # the lower half of each number is zeros
+            walk.views = None
             return Call(Tensor.to, (Narrow(upper, torch.bfloat16), torch.float32))
     if kinds == (_CLONE, _EXPAND):
         shape = torch.Size(before._input_metadata[index].shape)

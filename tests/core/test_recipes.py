@@ -15,6 +15,7 @@ from helpers.sessions import (
     KINDS,
     assert_idle,
     assert_same,
+    begin_microbatch,
     begin_step,
     check,
     drawn,
@@ -303,6 +304,37 @@ def test_norms_of_one_shape_have_an_eps_each() -> None:
     run = one_group(compute)
     check(run, rematerialize="cheap", verify=True)
     assert copied(run, rematerialize="cheap") < copied(run, rematerialize="none")
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: F.layer_norm(x, (COLUMNS,), WEIGHT, BIAS, 1e-6),
+        lambda x: F.rms_norm(x, (COLUMNS,), WEIGHT, 1e-3),
+        lambda x: x.reshape(COLUMNS, ROWS).t().clone(),
+        lambda x: x.reshape(COLUMNS, ROWS).t().contiguous(),
+        lambda x: x.reshape(COLUMNS, ROWS).t().clone().t(),
+        lambda x: x[:, None].expand(-1, 3, -1).clone(),
+        lambda x: F.silu(x.reshape(COLUMNS, ROWS).t()),
+    ],
+)
+def test_a_tensor_of_equal_numbers_proves_little(compute: Callable[[Tensor], Tensor]) -> None:
+    """Of zeros any norm gives the bias, and they are the same in any order."""
+
+    def made_and_used(x: Tensor) -> Tensor:
+        x = x.sin()
+        return compute(x).square().sum() + x.square().sum()
+
+    def run(is_on: bool) -> list[Tensor]:
+        inputs = [torch.zeros(ROWS, COLUMNS), drawn(ROWS, COLUMNS)]
+        losses = []
+        for x in inputs:
+            begin_microbatch()
+            losses.append(group(x.requires_grad_(), made_and_used, is_on))
+        sum(losses, torch.zeros(())).backward()
+        return gradients(*inputs, WEIGHT, BIAS)
+
+    check(run, rematerialize="cheap")
 
 
 def test_a_parameter_is_gone_until_the_backward_of_its_norm() -> None:
