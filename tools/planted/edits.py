@@ -66,7 +66,7 @@ EDITS: dict[str, Edit] = {
     "a recipe has the eps of another norm": Edit(
         RECIPES,
         "Recipes.proved",
-        "_with_eps(term, proofs[kind])",
+        "_with_eps(term, proof)",
         "_with_eps(term, EPS[0])",
         "its node does not tell it, and gradients are wrong",
         AGAIN,
@@ -74,9 +74,25 @@ EDITS: dict[str, Edit] = {
     "a recipe that was refused is used": Edit(
         RECIPES,
         "Recipes.proved",
-        "proofs[kind] is _REFUSED",
+        "proof is _REFUSED",
         "False",
         "it gives other bits",
+        AGAIN,
+    ),
+    "an eps is known by a tensor of zeros": Edit(
+        RECIPES,
+        "Recipes._try",
+        "any([self._gives(other, tensor, walk) for other in others])",
+        "False",
+        "of zeros every norm gives the same, and the first eps is wrong for other tensors",
+        AGAIN,
+    ),
+    "a recipe gives the same bytes in another order": Edit(
+        RECIPES,
+        "Recipes._gives",
+        "Geometry.of(seen) != Geometry.of(tensor)",
+        "False",
+        "a tensor of zeros does not say how others lie in memory",
         AGAIN,
     ),
     "an input of a recipe was changed": Edit(
