@@ -72,7 +72,7 @@ class Engine:
         self.eligibility = Eligibility(backend.device, StorageSet())
         self.recipes: Recipes | None = None
         if config.rematerialize == "cheap":
-            self.recipes = Recipes.if_shown(self.mover, self.eligibility.kept)
+            self.recipes = Recipes.if_shown(self.mover, self.eligibility)
         self.reach = self.window.reach
         self.current_stream = backend.current_stream
         self.follow = self.mover.in_flight.streams.follow
@@ -138,6 +138,9 @@ class Engine:
         if self.recipes is not None:
             group.drop()
         group.move_to(GroupState.KEPT)
+        for _, members, _ in payloads.chosen.recipes if payloads and payloads.chosen else ():
+            for saved in members:
+                saved.recipe = True
         for tell in self.observers.closed:
             tell(group, payloads)
 

@@ -32,8 +32,8 @@ class Call(NamedTuple):
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
-    saved: Any = None
-    """Weakly, what an earlier group has saved, if that group computes it again itself."""
+    dtype: torch.dtype | None = None
+    """What it gives, where an operator in place would have given another."""
 
 
 class Guess(NamedTuple):
@@ -59,6 +59,9 @@ EPS_NAME = "eps"
 OF_THE_OUTPUT = ("shape", "dtype", "index", EPS_NAME)
 """Attributes that a node does not save."""
 
+
+PARAMETER = "parameter"
+"""Of an input that its node does not save: of a norm, as nobody changes it within a forward."""
 
 OPTIONAL = ("_raw_saved_weight", "_raw_saved_bias")
 """Inputs that may be None."""
@@ -115,7 +118,7 @@ _NAMED = {
     ),
     "NativeGroupNorm": Operator(
         lambda x, weight, bias, groups, eps: F.group_norm(x, groups, weight, bias, eps),
-        ("input", "weight", ""),
+        ("input", "weight", PARAMETER),
         ("group", "eps_"),
     ),
     "NativeDropout": Operator(_dropped, ("", "result1"), ("p",)),
@@ -162,7 +165,9 @@ _NAMED = {
 def _with_raw_names(operator: Operator) -> Operator:
     """The names as nodes have them."""
     return operator._replace(
-        inputs=tuple([name and f"_raw_saved_{name}" for name in operator.inputs]),
+        inputs=tuple(
+            [name if name in ("", PARAMETER) else f"_raw_saved_{name}" for name in operator.inputs]
+        ),
         attributes=tuple(
             [
                 name if name in OF_THE_OUTPUT else f"_saved_{name.rstrip('_')}"
@@ -233,7 +238,8 @@ def call_of(node: Any, index: int, walk: Any) -> Any:
     values = _attributes(operator, node, index)
     walk.kind += [len(value) if type(value) is torch.Size else value for value in values]
     walk.kind += operator.function, len(args)
-    return Call(operator.function, (*args, *values))
+    dtype = _output(node, index).dtype if len(edges) > 1 else None
+    return Call(operator.function, (*args, *values), dtype)
 
 
 def viewed(output: Tensor, views: list[tuple[Any, int]]) -> Tensor:

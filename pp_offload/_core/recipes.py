@@ -17,7 +17,7 @@ NOTE [ Never another bit ]
 
     A tensor of zeros proves little. So the output must also lie in memory as the tensor does. What
     a node does not tell, the ``eps`` of a norm, is tried, and belongs to the weight of that norm;
-    it is known once half and twice as much would have given other bits.
+    it is known once a sixteenth less and more would have given other bits.
 
 NOTE [ Parameters ]
     FSDP empties the storage of a parameter when a forward is over, and fills it for a backward that
@@ -59,7 +59,7 @@ from pp_offload._core.operators import (
 from pp_offload._core.payloads import ByStorage
 from pp_offload._core.saved import Resident, Saved
 from pp_offload._core.search import Narrow, Search, Walk, on_device
-from pp_offload._core.tensors import Geometry, StorageSet, flat_bytes, storage_bytes
+from pp_offload._core.tensors import Eligibility, Geometry, flat_bytes, storage_bytes
 from pp_offload._core.verify import check_same, checksum_of
 
 logger = logging.getLogger(__name__)
@@ -153,27 +153,28 @@ class Recipes:
 
     Args:
         mover: Of the engine.
-        kept: Storages of parameters and of what else never moves.
+        eligibility: Likewise; knows which storages, of parameters and others, never move.
 
     Attributes:
-        mover, kept: As given.
+        mover, eligibility: As given.
         copies: Of parameters, in this step.
         may_reach: Whether recipes may need what earlier groups saved. Not where some of it may be
             on a disk, from which it would come back too late.
     """
 
-    def __init__(self, mover: Any, kept: StorageSet) -> None:
-        self.mover, self.kept = mover, kept
+    def __init__(self, mover: Any, eligibility: Eligibility) -> None:
+        self.mover, self.eligibility = mover, eligibility
         self.may_reach = mover.tier.disk is None
         self._proofs: dict[Any, Any] = {}
         self._of_weights: Any = WeakIdKeyDictionary()
+        self._has_steps = False
         self.copies: dict[Any, tuple[weakref.ref[UntypedStorage], Resident]] = {}
 
     @classmethod
-    def if_shown(cls, mover: Any, kept: StorageSet) -> Recipes | None:
+    def if_shown(cls, mover: Any, eligibility: Eligibility) -> Recipes | None:
         """None, with one warning, for a torch whose nodes do not tell what they saved."""
         if SHOWS_PACKED:
-            return cls(mover, kept)
+            return cls(mover, eligibility)
         if not _warned:
             _warned.append(torch.__version__)
             logger.warning(
@@ -186,10 +187,10 @@ class Recipes:
     def go_on_as(self, old: Recipes) -> None:
         """What was proved stays so in another epoch."""
         self._proofs, self._of_weights = old._proofs, old._of_weights
-        self.may_reach &= old.may_reach
 
     def forget_copies(self) -> None:
         """Another step begins, and parameters may be others."""
+        self._has_steps = True
         self.copies.clear()
 
     def choose(self, group: Any, saved: ByStorage) -> Chosen | None:
@@ -202,19 +203,17 @@ class Recipes:
             return None
         if mover.backend.is_capturing or group.streams != [mover.current_stream()]:
             return None  # a recipe is tried on the live stream
-        self._is_deterministic = torch.are_deterministic_algorithms_enabled()
         search = Search(self, group, saved)
-        recipes = [self._recipe(group, *term) for term in search.terms()]
-        of_parameters = [recipes[index][0] for index in search.of_parameters]
+        recipes, of_parameters = [], []
+        for term, members, storage, has_parameter in search.take_out():
+            checksum = None
+            if mover.verifier is not None:
+                checksum = checksum_of(_whole(on_device(members[0])))
+            recipe = Recipe(term, mover, len(members), group.name, checksum)
+            recipes.append((recipe, members, storage))
+            if has_parameter:
+                of_parameters.append(recipe)
         return Chosen(recipes, search.reached, partial(self._settle, of_parameters))
-
-    def _recipe(
-        self, group: Any, term: Call, members: list[Saved], storage: UntypedStorage
-    ) -> tuple[Recipe, list[Saved], UntypedStorage]:
-        checksum = None
-        if self.mover.verifier is not None:
-            checksum = checksum_of(_whole(on_device(members[0])))
-        return Recipe(term, self.mover, len(members), group.name, checksum), members, storage
 
     def _settle(self, recipes: list[Recipe]) -> None:
         for recipe in recipes:
@@ -229,7 +228,8 @@ class Recipes:
         """The term, if it gives the same bits; see NOTE [ Never another bit ]."""
         if term is UNKNOWN:
             return UNKNOWN
-        kind, guesses = (*walk.kind, place, self._is_deterministic), walk.guesses
+        guesses, is_deterministic = walk.guesses, torch.are_deterministic_algorithms_enabled()
+        kind = *walk.kind, place, is_deterministic
         proofs = self._proofs
         for guess in guesses:
             weight = guess.weight
@@ -259,7 +259,7 @@ class Recipes:
                     if tensor.is_meta:
                         return eps
                     size = torch.finfo(tensor.dtype).eps if eps is None else eps
-                    others = [_with_eps(term, size * factor) for factor in (0.5, 2.0)]
+                    others = [_with_eps(term, size * factor) for factor in (15 / 16, 17 / 16)]
                     if any([self._gives(other, tensor, walk) for other in others]):
                         return UNKNOWN
                     return eps
@@ -280,7 +280,7 @@ class Recipes:
                     return False
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # it wants other inputs
+        except (RuntimeError, ZeroDivisionError):  # it wants other inputs
             return False
         # A virtual device has no data to compare. It trusts the operators, in no time.
         return tensor.is_meta or torch.equal(_whole(output), _whole(tensor))
@@ -305,14 +305,15 @@ class Recipes:
         """It, or a copy of a parameter; see NOTE [ Parameters ]."""
         tensor = resident.tensor
         storage = tensor.untyped_storage()
-        if not self.kept.has(storage):
+        if not self.eligibility.kept.has(storage):
             return resident
         key = storage._cdata, Geometry.of(tensor), tensor._version
         of, copy = self.copies.get(key, (None, resident))
         if of is None or of() is not storage:  # the address may be another one's by now
             with torch.no_grad():
                 copy = Resident(tensor.detach().clone())
-            self.copies[key] = weakref.ref(storage), copy
+            if self._has_steps:  # else nobody says when parameters are others
+                self.copies[key] = weakref.ref(storage), copy
         return copy
 
 
@@ -323,7 +324,10 @@ _warned: list[str] = []
 def computed(term: Any, value_of: Callable[[Any], Tensor]) -> Any:
     """The tensor that a term stands for."""
     if type(term) is Call:
-        return term.function(*[computed(arg, value_of) for arg in term.args])
+        result = term.function(*[computed(arg, value_of) for arg in term.args])
+        if term.dtype is not None and result.dtype is not term.dtype:
+            raise RuntimeError("it ran in place")
+        return result
     if type(term) in (Saved, Resident, Narrow):
         return value_of(term)
     return term.value if type(term) is Number else term
@@ -353,4 +357,4 @@ def _with_eps(term: Any, eps: float | None) -> Any:
         return eps
     if type(term) is not Call:
         return term
-    return Call(term.function, tuple([_with_eps(arg, eps) for arg in term.args]), term.saved)
+    return term._replace(args=tuple([_with_eps(arg, eps) for arg in term.args]))

@@ -44,7 +44,8 @@ class Saved:
             and last of all ``tensor``: an unpack on another thread sees all of it or nothing.
         restore: Makes the tensor from that payload; None where it is the payload.
         maker: What made the tensor, until the group is closed: see :func:`recipes.maker_of`.
-        recipe: In place of a batch: computes the payload.
+        recipe: In place of a batch: computes the payload. True where it could, and the tensor
+            stays.
     """
 
     __slots__ = (

@@ -6,7 +6,6 @@ search.terms()   # takes out of the dictionary what they give; their inputs join
 
 from __future__ import annotations
 
-import weakref
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from pp_offload._core.operators import (
     CHEAP,
     OPERATORS,
     OPTIONAL,
+    PARAMETER,
     UNKNOWN,
     Call,
     Guess,
@@ -54,8 +54,20 @@ class Narrow(NamedTuple):
     dtype: torch.dtype
 
 
-Term = tuple[Call, list[Saved], UntypedStorage]
-"""How to compute a storage, and the saved tensors that are views of it."""
+class Found(NamedTuple):
+    """How to compute a storage.
+
+    Attributes:
+        term: The way.
+        members: The saved tensors that are views of it.
+        storage: Itself.
+        has_parameter: Whether a parameter is needed.
+    """
+
+    term: Call
+    members: list[Saved]
+    storage: UntypedStorage
+    has_parameter: bool
 
 
 class Search:
@@ -68,8 +80,8 @@ class Search:
 
     Attributes:
         by_maker: Of what it saved, by the node that made it.
+        below: By storage, how many operators run for it, those of its inputs' recipes included.
         reached: Inputs that left with other groups.
-        of_parameters: Which terms need a parameter.
     """
 
     def __init__(self, recipes: Any, group: Any, saved: ByStorage) -> None:
@@ -77,87 +89,85 @@ class Search:
         makers = [(m.maker, m) for _, members in saved.values() for m in members if m.maker]
         self.by_maker: dict[Any, Saved] = dict(makers)
         self.reached: list[Saved] = []
-        self.of_parameters: list[int] = []
-        self._position = group.key and group.key.position
-        self._inputs: dict[int, list[int]] = {}
-        self._stays: ByStorage = {}
+        self.below: dict[int, int] = {}
+        self._above: dict[int, int] = {}
+        self._users: dict[int, list[int]] = {}
+        self._parts: ByStorage = {}
 
-    def terms(self) -> list[Term]:
-        """All that there are."""
-        terms, stays = [], self._stays
+    def take_out(self) -> list[Found]:
+        """Find recipes, and take what they give out of what the group saved; their inputs join."""
+        all_found, order = [], {key: at for at, key in enumerate(self._saved)}
         for key, (storage, members) in self._saved.items():
-            maker, term = members[0].maker, UNKNOWN
-            if maker is not None and type(maker[0]) in CHEAP:
-                try:
-                    term = self._term(key, maker, storage, members)
-                except (RuntimeError, AttributeError):
-                    # A backward has used up a node, or another torch names what it saves otherwise.
-                    pass
-            if term is UNKNOWN:
-                stays[key] = storage, members
-            else:
-                terms.append((term, members, storage))
-        self._saved.clear()
-        self._saved.update(stays)
-        return terms
+            if members[0].maker is None or type(members[0].maker[0]) not in CHEAP:
+                continue
+            try:
+                found = self._found(key, storage, members)
+            except (RuntimeError, AttributeError):
+                # A backward has used up a node, or another torch names what it saves otherwise.
+                continue
+            if found is not None:
+                all_found.append(found)
+        if all_found:
+            stays = {key: each for key, each in self._saved.items() if key not in self.below}
+            stays.update(self._parts)
+            keys = sorted(stays, key=lambda key: self._needed_at(abs(key), order))
+            self._saved.clear()
+            self._saved.update((key, stays[key]) for key in keys)
+        return all_found
 
-    def _term(self, key: int, root: Any, storage: UntypedStorage, members: list[Saved]) -> Any:
-        """How to compute a storage, where ``root`` made the first of its saved tensors."""
+    def _found(self, key: int, storage: UntypedStorage, members: list[Saved]) -> Found | None:
+        """How to compute a storage, if that can be proved."""
+        maker = root = members[0].maker
         views = []
         while (operator := operator_of(root[0])) is not None and operator.is_view:
             views.append(root)
             root = root[0].next_functions[0]
         if operator is None or root[1] != 0:
-            return UNKNOWN
+            return None
         first = on_device(members[0])
         if len(members) > 1 and any([on_device(each).dtype != first.dtype for each in members]):
-            return UNKNOWN
-        place = self.group.name, self._position, len(self._inputs)
+            return None
+        place = self.group.name, self.group.key and self.group.key.position, len(self.below)
+        lies = first.is_contiguous() or (first.shape, first.stride())
+        place += lies, *[type(node) for node, _ in views]
         walk, is_flat = Walk(self, storage, views), False
         term = self.recipes.proved(walk.call(*root), walk, members, place)
         if term is UNKNOWN:
             walk, is_flat = Walk(self, storage, views), True
             term = self.recipes.proved(_narrowed(root[0], first, walk), walk, members, place)
-            if term is UNKNOWN:
-                return UNKNOWN
-            term = self._with_source(term, key)
+        calls = walk.calls_in_all
+        above = self._above.get(key, 0)
+        if term is UNKNOWN or calls + above > MOST_CALLS:
+            return None
+        if is_flat:
+            term = self._with_part(term, key)
         for member in members:
-            if is_flat or member.maker != root:
+            if is_flat or member.maker != maker or views:
                 member.restore = Geometry.of(on_device(member)).on_storage_of
-        self._join(key, walk)
-        return term
-
-    def _join(self, key: int, walk: Walk) -> None:
-        """What a recipe needs is one more that the group has saved, needed as early as what it
-        gives.
-        """
+        self.below[key] = calls
         self.reached += walk.reached
-        if walk.has_parameter:
-            self.of_parameters.append(len(self._inputs))
-        inputs = self._inputs[key] = []
-        for saved in walk.inputs:
-            other = on_device(saved).untyped_storage()._cdata
+        for other, saved in walk.inputs:
             self._saved[other][1].append(saved)
-            inputs.append(other)
-        self._move_up(key)
+            self._users.setdefault(other, []).append(key)
+            self._above[other] = max(self._above.get(other, 0), above + calls)
+        return Found(term, members, storage, walk.has_parameter)
 
-    def _with_source(self, term: Any, key: int) -> Any:
+    def _needed_at(self, key: int, order: dict[int, int]) -> int:
+        """What a recipe needs is needed as early as what it gives."""
+        users = self._users.pop(key, ())  # once, for it is remembered
+        order[key] = max([order[key], *[self._needed_at(user, order) for user in users]])
+        return order[key]
+
+    def _with_part(self, term: Any, key: int) -> Any:
+        """With a saved tensor in place of what is :class:`Narrow`."""
         if type(term) is Narrow:
             source = Saved(term.view, self.group)
             source.restore = methodcaller("view", term.dtype)
-            self._stays[-key] = term.view.untyped_storage(), [source]
+            self._parts[-key] = term.view.untyped_storage(), [source]
             return source
         if type(term) is not Call:
             return term
-        return Call(term.function, tuple([self._with_source(arg, key) for arg in term.args]))
-
-    def _move_up(self, key: int) -> None:
-        for other in self._inputs[key]:
-            for each in (other, -other):
-                if each in self._stays:
-                    self._stays[each] = self._stays.pop(each)
-            if other in self._inputs:
-                self._move_up(other)
+        return term._replace(args=tuple([self._with_part(arg, key) for arg in term.args]))
 
 
 class Walk:
@@ -170,10 +180,10 @@ class Walk:
 
     Attributes:
         views: As given; None where the recipe gives the storage flat.
-        kind: What the bits of the result may depend on, besides those of the inputs and their
-            sizes, in the order of the walk.
+        kind: Of two recipes with the same one the same kernels run, so a proof serves both. All
+            that bits may depend on, besides those of the inputs and their sizes.
         guesses: What was guessed.
-        inputs: The group's saved tensors that are needed, once more.
+        inputs: The group's saved tensors that are needed, once more, and their storages' keys.
         reached: Likewise, of those that left with other groups.
         has_parameter: Whether a parameter is needed.
     """
@@ -186,9 +196,15 @@ class Walk:
         self._num_calls = 0
         self.kind: list[Any] = []
         self.guesses: list[Guess] = []
-        self.inputs: list[Saved] = []
+        self.inputs: list[tuple[int, Saved]] = []
         self.reached: list[Saved] = []
         self.has_parameter = False
+
+    @property
+    def calls_in_all(self) -> int:
+        """Operators that run, at most, those for the inputs included."""
+        below = self._search.below
+        return self._num_calls + max([below.get(key, 0) for key, _ in self.inputs], default=0)
 
     def call(self, node: Any, index: int) -> Any:
         """The term of what a node gives."""
@@ -197,15 +213,19 @@ class Walk:
 
     def input(self, node: Any, name: str, edge: Any) -> Any:
         """The term of an input, which comes to a node by ``edge`` and is saved as ``name``."""
+        if name == PARAMETER:
+            if type(edge[0]) is not _LEAF or not _is_of_parameter(edge):
+                return UNKNOWN
+            self._search.recipes.eligibility.kept.add(edge[0].variable)
+            return self._resident(Resident(edge[0].variable))
         if name:
             packed = getattr(node, name).data
+            if type(packed) is Resident and _is_of_parameter(edge):
+                self._search.recipes.eligibility.kept.add(packed.tensor)
             if packed is not None:
                 return self._leaf(packed)
         if edge[0] is None:  # a tensor without gradient, which nobody saved, or no tensor
             return None if name in OPTIONAL else UNKNOWN
-        if type(edge[0]) is _LEAF:
-            leaf = edge[0].variable
-            return self._resident(Resident(leaf)) if type(leaf) is Parameter else UNKNOWN
         saved = self._search.by_maker.get(edge)
         if saved is None and (result := getattr(edge[0], "_raw_saved_result", None)) is not None:
             saved = result.data  # of an operator that saves what it gives
@@ -221,11 +241,12 @@ class Walk:
         tensor = packed.tensor
         if tensor is None or tensor._version != packed.version or packed.wrapper is not None:
             return UNKNOWN
-        if tensor.untyped_storage() is self._storage or tensor.nbytes > self._most_bytes:
+        storage = tensor.untyped_storage()
+        if storage is self._storage or tensor.nbytes > self._most_bytes:
             return UNKNOWN
         self._note(tensor)
-        self.inputs.append(packed.twin(packed.group))
-        return self.inputs[-1]
+        self.inputs.append((storage._cdata, packed.twin(packed.group)))
+        return self.inputs[-1][1]
 
     def _constant(self, packed: Tensor) -> Any:
         if packed.dim() != 0 or packed.device.type != "cpu":
@@ -242,7 +263,7 @@ class Walk:
         is_like_it = tensor._version == packed.version and type(tensor) in (Tensor, Parameter)
         if not is_like_it or tensor.device != recipes.mover.backend.device:
             return UNKNOWN
-        if recipes.kept.has(tensor.untyped_storage()):
+        if recipes.eligibility.kept.has(tensor.untyped_storage()):
             # A copy of what has gaps has other strides, for which a kernel may round otherwise.
             if tensor.nbytes > MOST_COPIED or not tensor.is_contiguous():
                 return UNKNOWN
@@ -258,23 +279,22 @@ class Walk:
             self.kind += tensor.dtype, tensor.shape, tensor.stride()
 
     def _earlier(self, saved: Saved) -> Any:
-        """What an earlier group has saved, whose backward comes later than this one's."""
+        """What an earlier group has saved, whose backward comes later than this one's.
+
+        In a group with no place in a step, its recipe may be a part of this one; there what stays
+        is left alone, for it may be changed in place, and backward come to this group only. A plan
+        would have to know of both for each choice of groups that stay.
+        """
         group, recipes = self._search.group, self._search.recipes
         other, tensor = saved.group, saved.tensor
         is_closed = other.engine is group.engine and other.state is not other.state.OPEN
         if not is_closed or not recipes.may_reach or saved.wrapper is not None:
             return UNKNOWN
         if saved.recipe is not None:
-            term = self._again(saved.recipe.term)
-            if term is UNKNOWN:
-                return UNKNOWN
-            term = term._replace(saved=weakref.ref(saved))
-            if saved.restore is None:
-                return term
-            self.kind.append(saved.restore)
-            return Call(saved.restore, (term,))
+            return UNKNOWN if group.key or tensor is not None else self._recipe_of(saved)
         if tensor is not None:
-            if tensor._version != saved.version or tensor.nbytes > self._most_bytes:
+            is_like_it = tensor._version == saved.version
+            if not is_like_it or tensor.nbytes > self._most_bytes or not group.key:
                 return UNKNOWN
             self._note(tensor)
             return saved.twin(group)
@@ -283,12 +303,19 @@ class Walk:
             return UNKNOWN
         if batch.sizes[saved.index] > self._most_bytes:
             return UNKNOWN
-        restore = saved.unobserved  # bound to a geometry, or to nothing that differs
-        self.kind += batch.specs[saved.index][1], getattr(restore, "__self__", type(restore))
+        self.kind += batch.specs[saved.index][1], _geometry(saved)
         twin = saved.twin(group)
         twin.batch, twin.index = batch, saved.index
         self.reached.append(twin)
         return twin
+
+    def _recipe_of(self, saved: Saved) -> Any:
+        term = self._again(saved.recipe.term)
+        if term is UNKNOWN or saved.restore is None:
+            return term
+        geometry = _geometry(saved)
+        self.kind += geometry, Geometry.on_storage_of
+        return Call(Geometry.on_storage_of, (geometry, term))
 
     def _again(self, term: Any) -> Any:
         """A part of a recipe of an earlier group, for this one."""
@@ -297,7 +324,8 @@ class Walk:
             return self._earlier(term)
         if kind is not Call:
             if kind is Resident:
-                self.has_parameter |= self._search.recipes.kept.has(term.tensor.untyped_storage())
+                kept = self._search.recipes.eligibility.kept
+                self.has_parameter |= kept.has(term.tensor.untyped_storage())
                 self._note(term.tensor)
             elif kind is Number:
                 self.kind.append(type(term.value))
@@ -314,7 +342,24 @@ class Walk:
                 return UNKNOWN
             args.append(arg)
         self.kind += term.function, len(args)
-        return Call(term.function, tuple(args), term.saved)
+        return term._replace(args=tuple(args))
+
+
+def _is_of_parameter(edge: Any) -> bool:
+    """Whether a tensor that comes by this edge is a parameter, or a view of one."""
+    node = edge[0]
+    while node is not None and type(node) is not _LEAF:
+        operator = operator_of(node)
+        if operator is None or not operator.is_view:
+            return False
+        node = node.next_functions[0][0]
+    return node is not None and isinstance(node.variable, Parameter)
+
+
+def _geometry(saved: Saved) -> Any:
+    """How it lies in its payload, as something that compares equal where that does."""
+    restore = saved.unobserved
+    return getattr(restore, "__self__", None) or getattr(restore, "args", type(restore))
 
 
 def _narrowed(node: Any, tensor: Tensor, walk: Walk) -> Any:

@@ -218,8 +218,7 @@ class NumberChunk(Chunk):
             reached: Those of them that left with other groups.
         """
         leaves: list[Saved] = []
-        whole = self._inlined(again)
-        for index in _leaves(whole):
+        for index in _leaves(again):
             if index in members and not members[index]:  # a part that nobody else asks for
                 twin: Saved = NumberSaved(self._tensor(index), group, self)
             else:
@@ -231,19 +230,7 @@ class NumberChunk(Chunk):
                 twin.batch, twin.index = other.batch, other.index
                 reached.append(twin)
             leaves.append(twin)
-        return Call(partial(_made, self._device, whole, leaves), ())
-
-    def _inlined(self, again: Again) -> Again:
-        """With the recipes of earlier groups that have left, and without those of others."""
-        inputs = [self._inlined_input(each) for each in again.inputs]
-        return again._replace(inputs=tuple(inputs))
-
-    def _inlined_input(self, what: int | Again) -> int | Again:
-        if isinstance(what, int):
-            return what
-        if what.saved is not None and self._saved[what.saved][0].recipe is None:
-            return what.saved
-        return self._inlined(what)
+        return Call(partial(_made, self._device, again, leaves), ())
 
     def drop(self, source: int) -> None:
         """The program has let go of a source."""

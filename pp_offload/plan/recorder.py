@@ -114,7 +114,6 @@ class _Heard:
         recorder: Hears it.
         function: What is called.
         inputs: Payloads, and other such functions.
-        saved: The payload that its result is, of an earlier group.
     """
 
     def __init__(
@@ -122,10 +121,8 @@ class _Heard:
         recorder: Recorder,
         function: Callable[..., Tensor],
         inputs: Sequence[int | _Heard],
-        saved: int | None,
     ) -> None:
-        self._recorder, self._function = recorder, function
-        self._inputs, self._saved = inputs, saved
+        self._recorder, self._function, self._inputs = recorder, function, inputs
         self._stretch = Stretch((), 0, 0)
 
     def __call__(self, *args: Any) -> Tensor:
@@ -135,12 +132,12 @@ class _Heard:
     def again(self) -> Again:
         """As it ran last."""
         inputs = [each if isinstance(each, int) else each._pruned() for each in self._inputs]
-        return Again(*self._stretch, tuple(inputs), self._saved)
+        return Again(*self._stretch, tuple(inputs))
 
     def _pruned(self) -> int | Again:
         """Without what computes nothing."""
         again = self.again()
-        is_view = again.saved is None and len(again.inputs) == 1 and self._stretch == _NOTHING
+        is_view = len(again.inputs) == 1 and self._stretch == _NOTHING
         return again.inputs[0] if is_view else again
 
 
@@ -332,8 +329,7 @@ class Recorder(Observer):
             elif isinstance(arg, Saved):
                 inputs.append(self._payload_of(arg))
             args.append(arg)
-        saved = None if term.saved is None else self._payload_of(term.saved())
-        heard = _Heard(self, term.function, inputs, saved)
+        heard = _Heard(self, term.function, inputs)
         return Call(heard, tuple(args)), heard
 
     def _payload_of(self, saved: Saved) -> int:

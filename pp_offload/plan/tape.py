@@ -27,9 +27,6 @@ class Again(NamedTuple):
     inputs: tuple[int | Again, ...]
     """Payloads and what is made of them, in the order in which they are asked for."""
 
-    saved: int | None = None
-    """The payload that this is, of an earlier group. Where that stays, it is taken as it is."""
-
 
 class Payload(NamedTuple):
     """Bytes that a group saves, and may send away."""
