@@ -151,7 +151,7 @@ class Engine:
         """
         mover = self.mover
         if payloads.chosen is not None:
-            payloads.chosen.settle()  # without memory for it, the books are right all the same
+            payloads.chosen.copy_parameters()  # without memory for it, the books are still right
         try:
             while (busy := self._try_to_send(group, payloads)) is not None:
                 with suppress(OffloadError):  # a failed read raises for who asks for its tensor

@@ -227,7 +227,7 @@ def call_of(node: Any, index: int, walk: Any) -> Any:
         return UNKNOWN
     edges, args = node.next_functions, []
     for at, name in enumerate(operator.inputs or ("",) * len(edges)):
-        # The mask of a dropout is an output of its own, which nobody gave it.
+        # A dropout has two inputs here and one edge: its mask is an output of its own.
         arg = walk.input(node, name, edges[at] if at < len(edges) else (None, 0))
         if arg is UNKNOWN:
             return UNKNOWN

@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ from pp_offload._core.operators import (
 )
 from pp_offload._core.payloads import ByStorage
 from pp_offload._core.saved import Resident, Saved
-from pp_offload._core.search import Narrow, Search, Walk, on_device
+from pp_offload._core.search import Narrow, Search, Walk
 from pp_offload._core.tensors import Eligibility, Geometry, flat_bytes, storage_bytes
 from pp_offload._core.verify import check_same, checksum_of
 
@@ -83,7 +84,8 @@ def maker_of(tensor: Tensor) -> Any:
     if kind not in _TORCH_NODES:
         return None
     if node._sequence_nr() + 1 == sequence_number():  # type: ignore[union-attr]
-        return (Made(node, tensor), 0) if kind in OPERATORS else None
+        is_output = kind in OPERATORS and tensor.output_nr == 0  # not statistics, or a mask
+        return (Made(node, tensor), 0) if is_output else None
     return node, tensor.output_nr
 
 
@@ -123,7 +125,7 @@ class Recipe:
             if tensor is not None and tensor._version != given[1]:
                 tensor = None  # a backward that got it has changed it in place
         if tensor is None:
-            tensor = _run(self.term, _unpacked, self._mover.backend.device.type)
+            tensor = _run(self.term, methodcaller("unpack"), self._mover.backend.device.type)
             self._left = self._uses
             if self._checksum is not None:
                 came = f"a tensor of group '{self._label}' was computed again"
@@ -140,12 +142,12 @@ class Chosen(NamedTuple):
     Attributes:
         recipes: In its place, the saved tensors of each, and the storage that they are views of.
         reached: Inputs that left with other groups.
-        settle: To be called when the group is about to leave: see NOTE [ Parameters ].
+        copy_parameters: To be called when the group is about to leave: see NOTE [ Parameters ].
     """
 
     recipes: list[tuple[Recipe, list[Saved], UntypedStorage]]
     reached: list[Saved]
-    settle: Callable[[], None]
+    copy_parameters: Callable[[], None]
 
 
 class Recipes:
@@ -208,21 +210,21 @@ class Recipes:
         for term, members, storage, has_parameter in search.take_out():
             checksum = None
             if mover.verifier is not None:
-                checksum = checksum_of(_whole(on_device(members[0])))
+                checksum = checksum_of(_whole(members[0].here))
             recipe = Recipe(term, mover, len(members), group.name, checksum)
             recipes.append((recipe, members, storage))
             if has_parameter:
                 of_parameters.append(recipe)
-        return Chosen(recipes, search.reached, partial(self._settle, of_parameters))
+        return Chosen(recipes, search.reached, partial(self._copy_parameters, of_parameters))
 
-    def _settle(self, recipes: list[Recipe]) -> None:
+    def _copy_parameters(self, recipes: list[Recipe]) -> None:
         for recipe in recipes:
-            recipe.term = self._settled(recipe.term)
+            recipe.term = self._with_copies(recipe.term)
 
-    def _settled(self, term: Any) -> Any:
+    def _with_copies(self, term: Any) -> Any:
         if type(term) is Call:
-            return term._replace(args=tuple(map(self._settled, term.args)))
-        return self._lasting(term) if type(term) is Resident else term
+            return term._replace(args=tuple(map(self._with_copies, term.args)))
+        return self._copied(term) if type(term) is Resident else term
 
     def proved(self, term: Any, walk: Walk, members: list[Saved], place: Any) -> Any:
         """The term, if it gives the same bits; see NOTE [ Never another bit ]."""
@@ -248,7 +250,7 @@ class Recipes:
 
     def _try(self, term: Call, member: Saved, walk: Walk) -> Any:
         """The eps, or None without one; :data:`UNKNOWN` if this tensor does not say."""
-        tensor = on_device(member)
+        tensor = member.here
         with disable_current_modes() if tensor.is_meta else nullcontext():
             try:
                 if not walk.guesses:
@@ -270,7 +272,7 @@ class Recipes:
     def _gives(self, term: Call, tensor: Tensor, walk: Walk) -> bool:
         """Whether the term computes the storage of the tensor, as the tensor lies in it."""
         try:
-            output = _run(term, self._now, tensor.device.type)
+            output = _run(term, self._value_in_forward, tensor.device.type)
             if output.dtype != tensor.dtype or output.storage_offset():
                 return False
             if walk.views is not None:
@@ -285,7 +287,7 @@ class Recipes:
         # A virtual device has no data to compare. It trusts the operators, in no time.
         return tensor.is_meta or torch.equal(_whole(output), _whole(tensor))
 
-    def _now(self, leaf: Saved | Resident | Narrow) -> Tensor:
+    def _value_in_forward(self, leaf: Saved | Resident | Narrow) -> Tensor:
         """What a saved tensor is, while forward goes on."""
         if isinstance(leaf, Narrow):
             return leaf.view.contiguous().view(leaf.dtype)
@@ -301,7 +303,7 @@ class Recipes:
         restore = leaf.unobserved
         return payload if restore is None else restore(payload)
 
-    def _lasting(self, resident: Resident) -> Resident:
+    def _copied(self, resident: Resident) -> Resident:
         """It, or a copy of a parameter; see NOTE [ Parameters ]."""
         tensor = resident.tensor
         storage = tensor.untyped_storage()
@@ -331,10 +333,6 @@ def computed(term: Any, value_of: Callable[[Any], Tensor]) -> Any:
     if type(term) in (Saved, Resident, Narrow):
         return value_of(term)
     return term.value if type(term) is Number else term
-
-
-def _unpacked(leaf: Saved | Resident) -> Tensor:
-    return leaf.unpack()
 
 
 def _run(term: Call, value_of: Callable[[Any], Tensor], device: str) -> Tensor:

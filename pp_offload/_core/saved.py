@@ -72,6 +72,12 @@ class Saved:
         self.recipe: Any = None
 
     @property
+    def here(self) -> Tensor:
+        """The tensor, which has not left."""
+        assert self.tensor is not None
+        return self.tensor
+
+    @property
     def unobserved(self) -> Callable[[Tensor], Tensor] | None:
         """As ``restore``, and no observer is called."""
         return getattr(self.restore, "unobserved", self.restore)

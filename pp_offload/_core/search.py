@@ -124,8 +124,8 @@ class Search:
             root = root[0].next_functions[0]
         if operator is None or root[1] != 0:
             return None
-        first = on_device(members[0])
-        if len(members) > 1 and any([on_device(each).dtype != first.dtype for each in members]):
+        first = members[0].here
+        if len(members) > 1 and any([each.here.dtype != first.dtype for each in members]):
             return None
         place = self.group.name, self.group.key and self.group.key.position, len(self.below)
         lies = first.is_contiguous() or (first.shape, first.stride())
@@ -143,7 +143,7 @@ class Search:
             term = self._with_part(term, key)
         for member in members:
             if is_flat or member.maker != maker or views:
-                member.restore = Geometry.of(on_device(member)).on_storage_of
+                member.restore = Geometry.of(member.here).on_storage_of
         self.below[key] = calls
         self.reached += walk.reached
         for other, saved in walk.inputs:
@@ -388,9 +388,3 @@ def _narrowed(node: Any, tensor: Tensor, walk: Walk) -> Any:
 
 _LEAF: Any = NODES["AccumulateGrad"]
 _CAST, _CLONE, _EXPAND = (NODES[f"{name}Backward0"] for name in ("ToCopy", "Clone", "Expand"))
-
-
-def on_device(saved: Saved) -> Tensor:
-    """The tensor of what has not left."""
-    assert saved.tensor is not None
-    return saved.tensor

@@ -27,7 +27,6 @@ from pp_offload._core.operators import Call
 from pp_offload._core.payloads import Payloads
 from pp_offload._core.recipes import Chosen, Recipe
 from pp_offload._core.saved import Saved
-from pp_offload._core.search import on_device
 from pp_offload._core.shared import Copy, SharedCopies
 from pp_offload._groups.chunk import Chunk
 from pp_offload._groups.plan import Plan
@@ -193,7 +192,7 @@ class NumberChunk(Chunk):
                 storage = self._storages.setdefault(key, Storage(payload.nbytes))
             if payload.gather_s is not None:
                 payloads.views.append(len(payloads.sizes))
-            payloads.add(on_device(each[0]), each, storage)
+            payloads.add(each[0].here, each, storage)
         if recipes:
             payloads.chosen = Chosen(recipes, reached, partial(self._copy_parameters, group.key))
         return payloads

@@ -121,7 +121,7 @@ EDITS: dict[str, Edit] = {
     ),
     "a recipe has the parameter that was at the same address": Edit(
         RECIPES,
-        "Recipes._lasting",
+        "Recipes._copied",
         "of is None or of() is not storage",
         "of is None",
         "within a step a freed parameter's values are used for another",
