@@ -10,6 +10,7 @@ constant. :func:`call_of` makes one of a node in autograd's graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_float
 from typing import Any, NamedTuple
 
 import torch
@@ -95,9 +96,9 @@ def _layer_norm(x: Tensor, weight: Any, bias: Any, eps: Any, shape: tuple[int, .
 
 
 def _dropped(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    scale, kept = 1 / (1 - p), torch.tensor(1 - p)
-    if torch.tensor(scale) != 1 / kept:
-        raise RuntimeError("kernels that divide in float32 would scale by another number")
+    scale = 1 / (1 - p)
+    if c_float(scale).value != c_float(1 / c_float(1 - p).value).value:
+        raise RuntimeError("a kernel that divides in float32 scales by another number")
     return x * mask * scale
 
 
